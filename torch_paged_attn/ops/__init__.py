@@ -1,0 +1,12 @@
+"""The contract of every operator. Importing this module registers them; it imports no backend code
+but the CPU's compiled library, where it was built."""
+
+from torch_paged_attn.ops import _library
+from torch_paged_attn.ops.blocksparse import blocksparse
+from torch_paged_attn.ops.flash_varlen import flash_varlen
+from torch_paged_attn.ops.merge_states import merge_states
+from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
+
+_library.bind_backends()
+
+__all__ = ["blocksparse", "flash_varlen", "merge_states", "reshape_and_cache"]

@@ -1,0 +1,122 @@
+"""The library that owns the `paged_attn` namespace: definitions, gradients' gate, binding of backends."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A Library unregisters its operators when it is collected, so it lives as long as the module.
+LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
+
+# Dispatch key -> folder under backends/. A new backend is a folder plus a line here.
+BACKENDS = {"CPU": "cpu"}
+
+# Backends whose compiled library registers its own kernels, so that a call meets no Python.
+COMPILED = frozenset({"CPU"})
+
+# op name -> its overload packet's qualified names, in order of definition
+OPS: list[str] = []
+
+
+def define(
+    schema: str,
+    *,
+    check: Callable[..., None],
+    check_values: Callable[..., None],
+    fake: Callable[..., Any],
+) -> torch._ops.OpOverload:
+    """Define one operator: schema, fake, gate for gradients, and the twin that explains refusals.
+
+    `check` raises for metadata and options the contract forbids and reads no tensor value;
+    `check_values` raises for what tensors hold. `<op>_error` runs both and answers with the text,
+    so that a compiled backend only has to notice that something is wrong.
+    """
+    name = schema[: schema.index("(")]
+    packet, _, overload = name.partition(".")
+    LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
+    op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
+
+    @torch.library.register_fake(f"paged_attn::{name}", lib=LIBRARY)
+    def _fake(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return fake(*args, **kwargs)
+
+    mutated = [i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    LIBRARY.impl(name, functools.partial(_gate_gradients, op), "Autograd")
+    if mutated:
+        bump = functools.partial(_bump_versions, op, mutated)
+        LIBRARY.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+
+    error_name = name.replace(".", "_") + "_error"
+    arguments = schema[schema.index("(") : schema.rindex("->")].replace("(a!)", "").replace("(b!)", "")
+    LIBRARY.define(f"{error_name}{arguments}-> str")
+    explain = functools.partial(_explain, (check, check_values))
+    LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
+
+    OPS.append(name)
+    return op
+
+
+def bind_backends() -> None:
+    """Bind every operator to every backend; only compiled libraries are loaded right away."""
+    for key, folder in BACKENDS.items():
+        reason = _backend(folder).load() if key in COMPILED else None
+        for name in OPS:
+            if reason is not None:
+                LIBRARY.impl(name, functools.partial(_refuse, name, reason), key)
+            elif key not in COMPILED:
+                LIBRARY.impl(name, _lazy(folder, name), key)
+
+
+def _refuse(name: str, reason: str, *_args: Any, **_kwargs: Any) -> None:
+    raise NotImplementedError(f"paged_attn::{name}: {reason}")
+
+
+def _backend(folder: str) -> Any:
+    return importlib.import_module(f"torch_paged_attn.backends.{folder}")
+
+
+def _lazy(folder: str, name: str) -> Callable[..., Any]:
+    @functools.cache
+    def kernel() -> Callable[..., Any]:
+        return getattr(_backend(folder), name.replace(".", "_"))
+
+    return lambda *args, **kwargs: kernel()(*args, **kwargs)
+
+
+def _gate_gradients(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a call whose result would need a gradient: no backend has a backward yet."""
+    if torch.is_grad_enabled():
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise NotImplementedError(
+                    f"{op._schema.name}: {argument.name} requires grad, and no backend has a backward"
+                    " yet; allowed: tensors without requires_grad, or a call under torch.no_grad()"
+                )
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
+
+
+def _bump_versions(
+    op: torch._ops.OpOverload, mutated: list[int], keyset: Any, *args: Any, **kwargs: Any
+) -> Any:
+    # kernels write through raw pointers, which autograd's version counters do not see
+    for i in mutated:
+        torch.autograd.graph.increment_version(args[i])
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+
+def _explain(checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any) -> str:
+    try:
+        for check in checks:
+            check(*args, **kwargs)
+    except (ValueError, IndexError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+LIBRARY.define("cpu_isa() -> str")

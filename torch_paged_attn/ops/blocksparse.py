@@ -1,0 +1,216 @@
+"""Contract of `paged_attn::blocksparse`: attention that visits only the blocks of a layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.checks import (
+    check_attention,
+    check_attention_values,
+    check_devices,
+    check_dtype,
+    fail,
+    key_lengths,
+)
+from torch_paged_attn.ops.flash_varlen import default_max_seqlens
+from torch_paged_attn.ops.flash_varlen import fake as attention_fake
+
+OP = "blocksparse"
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    *args: Any,
+    q_block_size: int = 64,
+    k_block_size: int = 64,
+    **kwargs: Any,
+) -> None:
+    """Raise for metadata the contract forbids."""
+    check_attention(OP, q, k, v, cu_seqlens_q, *args, **{"causal": True, **kwargs})
+    for name, size in (("q_block_size", q_block_size), ("k_block_size", k_block_size)):
+        if size not in BLOCK_SIZES:
+            fail(OP, name, f"is {size}", ", ".join(map(str, BLOCK_SIZES)))
+    for name, tensor, last in (
+        ("crow_indices", crow_indices, "rows + 1"),
+        ("col_indices", col_indices, "nnz"),
+    ):
+        check_dtype(OP, name, tensor, (torch.int32,))
+        if tensor.dim() not in (2, 3):
+            fail(OP, name, f"has shape {tuple(tensor.shape)}", f"(H, {last}) or (batch, H, {last})")
+    if crow_indices.shape[:-1] != col_indices.shape[:-1]:
+        fail(
+            OP,
+            "col_indices",
+            f"has shape {tuple(col_indices.shape)}",
+            f"crow_indices' {tuple(crow_indices.shape)} in all but the last dimension",
+        )
+    if crow_indices.shape[-1] == 0:
+        fail(OP, "crow_indices", f"has shape {tuple(crow_indices.shape)}", "rows + 1 >= 1 entries per head")
+    batch = cu_seqlens_q.shape[0] - 1
+    if crow_indices.dim() == 3 and crow_indices.shape[0] != batch:
+        fail(OP, "crow_indices", f"has a batch of {crow_indices.shape[0]}", f"cu_seqlens_q's, {batch}")
+    heads = crow_indices.shape[-2]
+    if heads not in (1, k.shape[1], q.shape[1]):
+        allowed = f"1, num_kv_heads = {k.shape[1]} or num_heads = {q.shape[1]}"
+        fail(OP, "crow_indices", f"has {heads} heads", allowed)
+    check_devices(OP, q.device, {"crow_indices": crow_indices, "col_indices": col_indices})
+
+
+def check_values(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None = None,
+    *args: Any,
+    q_block_size: int = 64,
+    k_block_size: int = 64,
+    **kwargs: Any,
+) -> None:
+    """Raise for lengths, page ids and layout entries that point outside. Reads tensors."""
+    attention = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, *args)
+    check_attention_values(OP, q, k, v, *attention, **{"causal": True, **kwargs})
+    query_lens = cu_seqlens_q.diff().tolist()
+    key_lens = key_lengths(cu_seqlens_q, cu_seqlens_k, seqused_k).tolist()
+    rows, nnz = crow_indices.shape[-1] - 1, col_indices.shape[-1]
+    for b, (query_len, key_len) in enumerate(zip(query_lens, key_lens, strict=True)):
+        first, last = max(0, key_len - query_len), key_len - 1
+        if query_len == 0 or last < first:
+            continue  # no query at a position of the layout
+        if last // q_block_size >= rows:
+            came = f"has {rows} rows of {q_block_size} for Lk[{b}] = {key_len}"
+            fail(OP, "crow_indices", came, f"at least {last // q_block_size + 1} rows")
+        crow, col = ((t[b] if t.dim() == 3 else t) for t in (crow_indices, col_indices))
+        for h in range(crow.shape[0]):
+            bounds = crow[h].tolist()
+            for row in range(first // q_block_size, last // q_block_size + 1):
+                if not 0 <= bounds[row] <= bounds[row + 1] <= nnz:
+                    came = f"runs from {bounds[row]} to {bounds[row + 1]} in row {row} of head {h}"
+                    fail(OP, "crow_indices", came, f"nondecreasing bounds within nnz = {nnz}")
+                columns = col[h, bounds[row] : bounds[row + 1]].tolist()
+                if min(columns, default=0) < 0:
+                    came = f"hold {min(columns)} in row {row} of head {h}"
+                    fail(OP, "col_indices", came, "columns of at least 0", IndexError)
+                if len(set(columns)) < len(columns):
+                    came = f"repeat a column in row {row} of head {h}"
+                    fail(OP, "col_indices", came, "unique columns in a row")
+
+
+def fake(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """What the op returns, in shape and dtype."""
+    return attention_fake(q, k, v, out_dtype=out_dtype)
+
+
+_blocksparse = define(
+    "blocksparse(Tensor q, Tensor k, Tensor v, Tensor crow_indices, Tensor col_indices,"
+    " Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k,"
+    " Tensor? seqused_k=None, Tensor? block_table=None, Tensor? attn_bias=None,"
+    " Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_descale=None, Tensor? k_descale=None,"
+    " Tensor? v_descale=None, Tensor? out_scale=None, Tensor? rng_state=None, *,"
+    " SymInt q_block_size=64, SymInt k_block_size=64, float? softmax_scale=None, bool causal=True,"
+    " SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0.0,"
+    " float dropout_p=0.0, ScalarType? out_dtype=None) -> (Tensor out, Tensor softmax_lse)",
+    check=check,
+    check_values=check_values,
+    fake=fake,
+)
+
+
+def blocksparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    *,
+    q_block_size: int = 64,
+    k_block_size: int = 64,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`flash_varlen` over a block-sparse layout; cost follows the number of listed blocks.
+
+    The layout is CSR over blocks of POSITIONS: a query at position `p` belongs to row
+    `p // q_block_size`, key `j` to column `j // k_block_size`, in prefill, chunked prefill and
+    decode alike. A key is visible when its block is listed and every mask of `flash_varlen` lets
+    it through. A query at a negative position (more queries than keys) sees nothing.
+
+    Args:
+        crow_indices: `([batch,] H, rows + 1)` int32, H in {1, num_kv_heads, num_heads}; query head
+            `h` follows layout head `h // (num_heads // H)`. `rows` covers every position in use.
+        col_indices: `([batch,] H, nnz)` int32. The columns of a row are unique, in any order; one
+            that lies wholly past Lk is ignored.
+        q_block_size, k_block_size: 16, 32, 64, 128 or 256 each.
+
+    Every other argument, the results and the errors are those of `flash_varlen`, with one default
+    of its own, `causal=True`; on the CPU a layout with too few rows, bounds that fall or a repeated
+    column raises ValueError, a negative column IndexError. `torch_paged_attn.layouts` builds
+    layouts.
+
+    Sources: BigBird (arXiv 2007.14062), Phi-3 (arXiv 2404.14219), section 2.
+    """
+    max_seqlen_q, max_seqlen_k = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    return _blocksparse(
+        q,
+        k,
+        v,
+        crow_indices,
+        col_indices,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+        block_table,
+        attn_bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        out_scale,
+        rng_state,
+        q_block_size=q_block_size,
+        k_block_size=k_block_size,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size_left=window_size_left,
+        window_size_right=window_size_right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        out_dtype=out_dtype,
+    )

@@ -1,0 +1,177 @@
+"""Contract of `paged_attn::reshape_and_cache`: write keys and values into a paged KV cache."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.checks import (
+    FLOAT,
+    QUANTISED,
+    check_devices,
+    check_dim,
+    check_dtype,
+    check_rows,
+    fail,
+)
+
+OP = "reshape_and_cache"
+
+
+def check_split(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    cache_names: tuple[str, str] = ("k_cache", "v_cache"),
+) -> None:
+    """Raise for metadata the contract forbids."""
+    check_dim(OP, "key", key, "(num_tokens, num_kv_heads, head_dim)")
+    check_dim(OP, "value", value, "(num_tokens, num_kv_heads, head_dim_v)")
+    check_dtype(OP, "key", key, FLOAT)
+    check_dtype(OP, "value", value, (key.dtype,))
+    if value.shape[:2] != key.shape[:2]:
+        fail(OP, "value", f"has shape {tuple(value.shape)}", f"key's {tuple(key.shape)} in all but head_dim")
+    caches = ((cache_names[0], k_cache, "key", key), (cache_names[1], v_cache, "value", value))
+    for name, cache, source_name, source in caches:
+        check_dim(OP, name, cache, "(num_pages, num_kv_heads, page_size, head_dim)")
+        check_dtype(OP, name, cache, (key.dtype, *QUANTISED))
+        if cache.shape[1] != source.shape[1] or cache.shape[3] != source.shape[2]:
+            fail(
+                OP,
+                name,
+                f"has {cache.shape[1]} KV heads of {cache.shape[3]}",
+                f"{source_name}'s {source.shape[1]} KV heads of {source.shape[2]}",
+            )
+        if 0 in cache.shape[1:]:
+            fail(OP, name, f"has shape {tuple(cache.shape)}", "at least 1 head, slot and element per page")
+        check_rows(OP, name, cache)
+        check_rows(OP, source_name, source)
+    if v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
+        fail(
+            OP,
+            cache_names[1],
+            f"is {tuple(v_cache.shape)} of {v_cache.dtype}",
+            f"{cache_names[0]}'s {tuple(k_cache.shape)} of {k_cache.dtype} in all but head_dim",
+        )
+    check_dim(OP, "slot_mapping", slot_mapping, "(<= num_tokens)")
+    check_dtype(OP, "slot_mapping", slot_mapping, (torch.int32, torch.int64))
+    if slot_mapping.shape[0] > key.shape[0]:
+        fail(OP, "slot_mapping", f"has {slot_mapping.shape[0]} slots", f"at most num_tokens = {key.shape[0]}")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        check_dtype(OP, name, scale, (torch.float32,))
+        if scale.shape not in ((), (key.shape[1],)):
+            fail(
+                OP, name, f"has shape {tuple(scale.shape)}", f"() or (num_kv_heads) = ({key.shape[1]},)"
+            )
+        if k_cache.dtype not in QUANTISED:
+            fail(OP, name, f"came with a {k_cache.dtype} cache", "a float8 or int8 cache")
+    check_devices(
+        OP,
+        key.device,
+        {
+            "value": value,
+            cache_names[0]: k_cache,
+            cache_names[1]: v_cache,
+            "slot_mapping": slot_mapping,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        },
+    )
+
+
+def check_values_split(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *_scales: Tensor
+) -> None:
+    """Raise for slots past the end of the cache. Reads slot_mapping."""
+    num_slots = k_cache.shape[0] * k_cache.shape[2]
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= num_slots:
+            allowed = f"slots below num_pages * page_size = {num_slots}, or negative to skip"
+            fail(OP, f"slot_mapping[{i}]", f"is {slot}", allowed, IndexError)
+
+
+def check(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Raise for metadata the contract forbids."""
+    check_dim(OP, "kv_cache", kv_cache, "(2, num_pages, num_kv_heads, page_size, head_dim)")
+    if kv_cache.shape[0] != 2:
+        fail(OP, "kv_cache", f"has shape {tuple(kv_cache.shape)}", "keys and values: a first dimension of 2")
+    k_cache, v_cache = kv_cache.unbind(0)
+    halves = ("kv_cache", "kv_cache")
+    check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, cache_names=halves)
+
+
+def check_values(
+    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *_scales: Tensor
+) -> None:
+    """Raise for slots past the end of the cache. Reads slot_mapping."""
+    check_values_split(key, value, *kv_cache.unbind(0), slot_mapping)
+
+
+def fake(*_args: Tensor) -> None:
+    """The op returns nothing."""
+
+
+_reshape_and_cache = define(
+    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
+    " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+    check=check,
+    check_values=check_values,
+    fake=fake,
+)
+_reshape_and_cache_split = define(
+    "reshape_and_cache.split(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+    check=functools.partial(check_split),
+    check_values=check_values_split,
+    fake=fake,
+)
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write one key and one value row per token into its slot of a paged cache, in place.
+
+    Slot `s` is offset `s % page_size` of page `s // page_size`. A negative slot writes nothing. Rows
+    of `key` past the end of `slot_mapping` are padding. Two tokens for one slot: one of them wins,
+    whole (on the CPU the later). A cache of 8 bits stores `value / scale`, rounded to nearest even
+    and saturated.
+
+    Args:
+        key, value: `(num_tokens, num_kv_heads, head_dim)` float32, bfloat16 or float16, any strides
+            whose last one is 1.
+        kv_cache: `(2, num_pages, num_kv_heads, page_size, head_dim)`, or a pair `(k_cache, v_cache)`
+            of `(num_pages, num_kv_heads, page_size, head_dim)` whose head_dim may differ. Of key's
+            dtype, float8_e4m3fn, float8_e5m2 or int8; any strides whose last one is 1.
+        slot_mapping: `(<= num_tokens,)` int32 or int64.
+        k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride outside the above.
+        IndexError: (CPU) a slot past the end of the cache; nothing has been written. Accelerators
+            skip that token.
+    """
+    if isinstance(kv_cache, Tensor):
+        _reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+    else:
+        _reshape_and_cache_split(key, value, *kv_cache, slot_mapping, k_scale, v_scale)

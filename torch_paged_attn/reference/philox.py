@@ -1,0 +1,55 @@
+"""Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in PyTorch.
+
+The dropout mask of every backend. One draw of four 32-bit words covers four neighbouring keys:
+
+    key     = (seed mod 2**32, seed div 2**32)
+    counter = (column // 4, row, sequence << 16 | head, offset)       each modulo 2**32
+
+`row` and `column` count from 0 within the sequence's queries and keys, `head` is the query head. Key
+`column` takes output word `column % 4` and is kept when that word is at least `floor(p * 2**32)`.
+"""
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low halves of a 32 x 32 bit product, in int64 without overflow."""
+    low = a * (b & 0xFFFF)
+    middle = a * (b >> 16) + (low >> 16)
+    return middle >> 16, (middle & 0xFFFF) << 16 | low & 0xFFFF
+
+
+def philox_4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four int64 tensors that hold the four 32-bit output words of each counter."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _mulhilo(MULTIPLIERS[0], c0)
+        high1, low1 = _mulhilo(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
+    return c0, c1, c2, c3
+
+
+def dropout_keep(
+    rng_state: Tensor, dropout_p: float, sequence: int, num_heads: int, query_len: int, key_len: int
+) -> Tensor:
+    """Bool `(num_heads, query_len, key_len)`: True where a probability survives dropout."""
+    seed, offset = (int(x) for x in rng_state.tolist())
+    quads = -(-key_len // 4)
+    column = torch.arange(quads).view(1, 1, -1)
+    row = torch.arange(query_len).view(1, -1, 1)
+    head = (sequence << 16 & MASK) | torch.arange(num_heads).view(-1, 1, 1)
+    offset_word = torch.tensor(offset & MASK).view(1, 1, 1)
+    counter = torch.broadcast_tensors(column, row, head, offset_word)
+    words = philox_4x32(counter, (seed & MASK, seed >> 32 & MASK))
+    draws = torch.stack(words, -1).flatten(-2)[..., :key_len]
+    return draws >= int(dropout_p * 2.0**32)
