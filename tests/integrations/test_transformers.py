@@ -1,0 +1,184 @@
+"""Transformers' models give the tokens of their own eager attention with ours, in every mode it serves."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from torch_paged_attn.integrations import transformers as paged
+
+NEW_TOKENS = 12
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.6,  # far apart logits: a wrong key changes a token
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+MODELS = {
+    "full": ("Llama", {}),
+    "sliding": ("Mistral", {"sliding_window": 7}),
+    "softcap": (
+        "Gemma2",
+        {"sliding_window": 7, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
+    ),
+    "sinks": ("GptOss", {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+def make_model(name, attn_implementation):
+    prefix, options = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**SIZES, **options)
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    model = model_class._from_config(config, attn_implementation=attn_implementation).eval()
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    paged.register()
+    paged.register()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def models(request):
+    eager, ours = (make_model(request.param, name) for name in ("eager", paged.NAME))
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 97, (n,), generator=generator).tolist() for n in (1, 5, 13, 30, 64)]
+
+
+@pytest.fixture(scope="module")
+def eager_tokens(models, prompts):
+    return [generate(models[0], torch.tensor([prompt]))[0] for prompt in prompts]
+
+
+def generate(model, input_ids, attention_mask=None):
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    tokens = model.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return tokens[:, input_ids.shape[1] :].tolist()
+
+
+def test_generate(models, prompts, eager_tokens):
+    ours = [generate(models[1], torch.tensor([prompt]))[0] for prompt in prompts]
+    assert ours == eager_tokens
+
+
+def test_generate_left_padded(models, prompts, eager_tokens):
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    assert generate(models[1], padded, mask) == eager_tokens
+
+
+def generate_batch(model, prompts, page_size, max_batch_tokens):
+    fields = ContinuousBatchingConfig.__dataclass_fields__
+    results = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            use_cache=False,
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            **{"page_size" if "page_size" in fields else "block_size": page_size},
+            num_blocks=128,
+            max_batch_tokens=max_batch_tokens,
+        ),
+    )
+    return [result.generated_tokens for result in results.values()]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "max_batch_tokens"),
+    [(4, 256), (16, 24)],
+    ids=["whole_prompts", "chunked_prefill"],
+)
+def test_generate_batch(models, prompts, eager_tokens, page_size, max_batch_tokens):
+    model = paged.use(models[1])
+    assert generate_batch(model, prompts, page_size, max_batch_tokens) == eager_tokens
+
+
+def last_hidden(model, prompts):
+    with torch.inference_mode():
+        return [model.model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("marked_by", ["cu_seq_lens", "position_ids"])
+def test_packed_row(models, prompts, marked_by):
+    eager, ours = models
+    ours.set_attn_implementation(paged.NAME)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    row = {
+        "input_ids": torch.tensor([sum(prompts, [])]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "use_cache": False,
+    }
+    if marked_by == "cu_seq_lens":
+        cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+        longest = int(lengths.max())
+        row |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        row |= {"max_length_q": longest, "max_length_k": longest}
+    with torch.inference_mode():
+        packed = ours.model(**row).last_hidden_state[0]
+    torch.testing.assert_close(packed, torch.cat(last_hidden(eager, prompts)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask_dim", [2, 4])
+def test_encoder(mask_dim):
+    """A bidirectional model under a padding mask, and under a dense one."""
+    sizes = {
+        name: SIZES[name]
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    }
+    config = transformers.BertConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).eval()
+    keep = torch.arange(20) < torch.tensor([20, 3, 11])[:, None]
+    mask = (
+        keep
+        if mask_dim == 2
+        else keep[:, None, None] & (torch.rand(3, 1, 20, 20) < 0.7).logical_or(torch.eye(20))
+    )
+    inputs = {"input_ids": torch.randint(1, 97, (3, 20)), "attention_mask": mask}
+    hidden = {}
+    for name in ("sdpa", paged.NAME):
+        model.set_attn_implementation(name)
+        with torch.inference_mode():
+            hidden[name] = model(**inputs).last_hidden_state[keep]
+    torch.testing.assert_close(hidden[paged.NAME], hidden["sdpa"], rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    query = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match="dropout must be 0"):
+        paged.attention_forward(None, query, query, query, None, dropout=0.1)
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        paged.attention_forward(None, query, query, query, None, position_bias=query)

@@ -1,0 +1,242 @@
+"""Hugging Face Transformers on `flash_varlen`: encoders, `generate`, packed rows and `generate_batch`.
+
+    from torch_paged_attn.integrations import transformers as paged
+
+    paged.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=paged.NAME)
+    paged.use(model)  # for model.generate_batch
+
+`register` goes through the two public registries, AttentionInterface and AttentionMaskInterface. A mask stays
+two-dimensional or None, as for FlashAttention: no batch builds (queries, keys) masks. Under continuous batching,
+full-attention layers are paged for real: new keys and values go into Transformers' own pages by slot and are read
+through a block table. Sliding layers keep their ring buffer, which Transformers gathers. Sliding windows, softcap
+and sinks reach the op in every mode. Transformers 5.17 to 5.23.
+"""
+
+import torch
+
+from torch_paged_attn import flash_varlen, reshape_and_cache
+
+NAME = "torch_paged_attn"
+
+# After 5.17, `generate_batch` refuses a name without "flash" in it, while `set_attn_implementation` seeks a name
+# with it on the kernel hub. So a model is loaded by NAME, and `use` writes this one into its config.
+BATCH_NAME = "torch_paged_attn_flash"
+
+
+def register():
+    """Make NAME an `attn_implementation` for every model. Calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    # 5.17 puts "paged|" before the name of a model that enters continuous batching
+    for name in (NAME, f"paged|{NAME}", BATCH_NAME):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, flash_attention_mask)
+
+
+def use(model):
+    """Give `model` our attention everywhere, continuous batching included; return the model."""
+    from transformers import AttentionInterface
+
+    register()
+    if "paged|sdpa" in AttentionInterface().valid_keys():
+        model.set_attn_implementation(NAME)
+    else:
+        model.config._attn_implementation = BATCH_NAME
+    return model
+
+
+def attention_forward(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    is_causal=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    position_bias=None,
+    position_ids=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    cache=None,
+    **kwargs,
+):
+    """What Transformers calls: q, k, v as (batch, heads, length, head_dim); out (batch, Lq, num_heads, head_dim_v)."""
+    if dropout > 0:
+        raise NotImplementedError(
+            f"torch_paged_attn: dropout must be 0 in Transformers, got {dropout}"
+        )
+    if position_bias is not None:
+        raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
+
+    window = -1 if sliding_window is None else sliding_window - 1
+    options = {
+        "sinks": None if s_aux is None else s_aux.float(),
+        "softmax_scale": scaling,
+        "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        "window_size_left": window,
+        "window_size_right": window,
+        "softcap": softcap or 0.0,
+    }
+    if cache is not None:
+        out = _continuous(
+            module, query, key, value, cu_seq_lens_q, cu_seq_lens_k, cache, kwargs, options
+        )
+    elif attention_mask is not None and attention_mask.dim() == 2:
+        return _padded(query, key, value, attention_mask, options), None
+    elif cu_seq_lens_q is not None:
+        out = _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options)
+    elif (cu_seqlens := _packed_row(query, key, position_ids)) is not None:
+        out = _packed(query, key, value, cu_seqlens, None, options)
+    else:
+        out = _dense(query, key, value, attention_mask, options)
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+def _rows(x):
+    """(batch, heads, length, head_dim) as the op's (tokens, heads, head_dim)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _cu_seqlens(lengths):
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _uniform(batch, length, device):
+    """cu_seqlens of `batch` sequences of one length."""
+    return torch.arange(0, (batch + 1) * length, max(length, 1), dtype=torch.int32, device=device)[
+        : batch + 1
+    ]
+
+
+def _packed_row(query, key, position_ids):
+    """cu_seqlens of a row whose positions start over, which is how Transformers marks packed sequences; else None."""
+    batch, _, length, _ = query.shape
+    if (
+        position_ids is None
+        or position_ids.dim() != 2
+        or batch > 1
+        or not 1 < length == key.shape[2]
+    ):
+        return None
+    starts = 1 + (position_ids[0].diff() != 1).nonzero().flatten()
+    if not len(starts):
+        return None
+    ends = torch.tensor([0, length], device=starts.device)
+    return torch.cat([ends[:1], starts, ends[1:]]).int()
+
+
+def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, options):
+    cu_seqlens_q = cu_seqlens_q.int()
+    cu_seqlens_k = None if cu_seqlens_k is None else cu_seqlens_k.int()
+    return flash_varlen(*map(_rows, (query, key, value)), cu_seqlens_q, cu_seqlens_k, **options)[0]
+
+
+def _dense(query, key, value, attention_mask, options):
+    """Sequences of one length, no padding; a four-dimensional mask becomes the op's attn_bias."""
+    batch, _, query_len, _ = query.shape
+    key_len = key.shape[2]
+    if attention_mask is not None:
+        bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
+        options = {**options, "attn_bias": bias, "causal": False}
+    cu_seqlens_q = _uniform(batch, query_len, query.device)
+    if query_len == key_len:
+        return flash_varlen(*map(_rows, (query, key, value)), cu_seqlens_q, None, **options)[0]
+    # a cache of (batch, heads, length, head_dim) already is one page per sequence: nothing to copy
+    return flash_varlen(
+        _rows(query),
+        key,
+        value,
+        cu_seqlens_q,
+        None,
+        seqused_k=torch.full((batch,), key_len, dtype=torch.int32, device=key.device),
+        block_table=torch.arange(batch, dtype=torch.int32, device=key.device)[:, None],
+        **options,
+    )[0]
+
+
+def _padded(query, key, value, attention_mask, options):
+    """Leave padding out: the mask is (batch, keys), its last columns are the queries."""
+    query_len = query.shape[2]
+    keys = attention_mask.bool()
+    queries = keys[:, -query_len:]
+    q = query.transpose(1, 2)
+    # a static cache is longer than what has been written of it
+    k, v = (x.transpose(1, 2)[:, : keys.shape[1]] for x in (key, value))
+    packed, _ = flash_varlen(
+        q[queries],
+        k[keys],
+        v[keys],
+        _cu_seqlens(queries.sum(1)),
+        _cu_seqlens(keys.sum(1)),
+        **options,
+    )
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    out[queries] = packed
+    return out
+
+
+def _continuous(module, query, key, value, cu_seqlens_q, cu_seqlens_k, cache, step, options):
+    """One step of `generate_batch`: a row of new tokens, whose sequences' older keys are in Transformers' cache."""
+    group, pages = _pages(cache, module.layer_idx)
+    max_seqlen_k = step.get("max_length_k", step.get("max_seqlen_k"))
+    if isinstance(cu_seqlens_k, dict):
+        layer_type = "sliding_attention" if pages is None else "full_attention"
+        cu_seqlens_k, max_seqlen_k = cu_seqlens_k[layer_type], max_seqlen_k[layer_type]
+    if pages is None:
+        key, value = _gathered(cache, module.layer_idx, key, value, step, group)
+        return flash_varlen(
+            _rows(query), key, value, cu_seqlens_q.int(), cu_seqlens_k.int(), **options
+        )[0]
+
+    k_pages, v_pages = pages
+    written, read = step["write_index"][group], step["read_index"][group]
+    reshape_and_cache(_rows(key), _rows(value), pages, written)
+    # nothing to read means that every key of these sequences is new
+    slots = read if read.numel() else written
+    return flash_varlen(
+        _rows(query),
+        k_pages,
+        v_pages,
+        cu_seqlens_q.int(),
+        cu_seqlens_k.int(),
+        block_table=_block_table(slots, cu_seqlens_k, k_pages.shape[2], max_seqlen_k),
+        **options,
+    )[0]
+
+
+def _block_table(slots, cu_seqlens_k, page_size, max_seqlen_k):
+    """Pages of each sequence, out of the slots of its keys; computed where the slots are, without a sync."""
+    first_keys = torch.arange(0, max_seqlen_k, page_size, device=slots.device)
+    keys = cu_seqlens_k[:-1, None] + first_keys
+    return (slots[keys.clamp_(max=len(slots) - 1)] // page_size).int()
+
+
+def _pages(cache, layer_idx):
+    """A layer's place in the step's index lists, and its (k, v) pages as the op takes them; None if it slides."""
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[layer_idx]
+        if allocator.layer_type == "sliding_attention":
+            return allocator.index, None
+        group, pages = allocator.index, allocator.get_cache_for_block_table(layer_idx)
+    else:  # 5.17
+        group, i = cache.layer_index_to_group_indices[layer_idx]
+        if cache.sliding_windows[layer_idx] != 1:
+            return group, None
+        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        pages = cache.key_cache[i].view(shape), cache.value_cache[i].view(shape)
+    return group, tuple(page.transpose(1, 2) for page in pages)
+
+
+def _gathered(cache, layer_idx, key, value, step, group):
+    """Write a sliding layer's new rows of keys and values; return all that its sequences still see."""
+    if hasattr(cache, "layer_to_allocator"):
+        indices = step["read_index"][group], step["write_index"][group]
+        allocator = cache.layer_to_allocator[layer_idx]
+        return allocator.update(_rows(key), _rows(value), layer_idx, *indices)
+    return cache.update(key, value, layer_idx, step["read_index"], step["write_index"])  # 5.17
