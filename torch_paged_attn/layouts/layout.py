@@ -173,7 +173,7 @@ class BlockSparseLayout:
         across = min(8, len(shown))
         down = -(-len(shown) // across)
         figure = Figure(figsize=(1.6 * across + 0.4, 1.8 * down + 0.4), layout="constrained")
-        axes = figure.subplots(down, across, squeeze=False).flat
+        axes = list(figure.subplots(down, across, squeeze=False).flat)
         for ax in axes:
             ax.set_axis_off()
         for ax, index in zip(axes, shown, strict=False):
