@@ -1,4 +1,4 @@
-"""Hugging Face Transformers on `flash_varlen`: encoders, `generate`, packed rows and `generate_batch`.
+"""Hugging Face Transformers on `flash_varlen`: encoders, `generate`, packed rows, `generate_batch`.
 
     from torch_paged_attn.integrations import transformers as paged
 
@@ -6,11 +6,13 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=paged.NAME)
     paged.use(model)  # for model.generate_batch
 
-`register` goes through the two public registries, AttentionInterface and AttentionMaskInterface. A mask stays
-two-dimensional or None, as for FlashAttention: no batch builds (queries, keys) masks. Under continuous batching,
-full-attention layers are paged for real: new keys and values go into Transformers' own pages by slot and are read
-through a block table. Sliding layers keep their ring buffer, which Transformers gathers. Sliding windows, softcap
-and sinks reach the op in every mode. Transformers 5.17 to 5.23.
+`register` goes through Transformers' two public registries, AttentionInterface and
+AttentionMaskInterface. A mask stays two-dimensional or None, as for FlashAttention: no batch builds
+(queries, keys) masks. Sliding windows, softcap and sinks reach the op in every mode.
+
+Under continuous batching full-attention layers are paged for real: new keys and values go into
+Transformers' own pages by slot and are read through a block table. Sliding layers keep their ring
+buffer, which Transformers gathers. Works with Transformers 5.17 to 5.23.
 """
 
 import torch
@@ -19,20 +21,19 @@ from torch_paged_attn import flash_varlen, reshape_and_cache
 
 NAME = "torch_paged_attn"
 
-# After 5.17, `generate_batch` refuses a name without "flash" in it, while `set_attn_implementation` seeks a name
-# with it on the kernel hub. So a model is loaded by NAME, and `use` writes this one into its config.
+# After 5.17 `generate_batch` refuses a name without "flash" in it, while `set_attn_implementation`
+# seeks one with it on the kernel hub. So models load by NAME, and `use` writes this in the config.
 BATCH_NAME = "torch_paged_attn_flash"
 
 
 def register():
     """Make NAME an `attn_implementation` for every model. Calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
 
     # 5.17 puts "paged|" before the name of a model that enters continuous batching
     for name in (NAME, f"paged|{NAME}", BATCH_NAME):
         AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, flash_attention_mask)
+        AttentionMaskInterface.register(name, padding_mask)
 
 
 def use(model):
@@ -45,6 +46,27 @@ def use(model):
     else:
         model.config._attn_implementation = BATCH_NAME
     return model
+
+
+def padding_mask(
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    attention_mask=None,
+    device=None,
+    **kwargs,
+):
+    """The (batch, keys) mask of a forward pass, None if it hides nothing."""
+    from transformers.masking_utils import flash_attention_mask
+
+    written = q_offset + q_length - kv_offset
+    if (
+        attention_mask is None and written < kv_length
+    ):  # the rest of a static cache is not there yet
+        return torch.ones(batch_size, written, dtype=torch.bool, device=device)
+    return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=attention_mask)
 
 
 def attention_forward(
@@ -66,7 +88,12 @@ def attention_forward(
     cache=None,
     **kwargs,
 ):
-    """What Transformers calls: q, k, v as (batch, heads, length, head_dim); out (batch, Lq, num_heads, head_dim_v)."""
+    """The call of every Transformers model.
+
+    query, key, value: (batch, heads, length, head_dim), the keys already with those of a plain
+    cache, but only the new ones under continuous batching. Returns (batch, Lq, num_heads,
+    head_dim_v) and, in place of attention weights, None.
+    """
     if dropout > 0:
         raise NotImplementedError(
             f"torch_paged_attn: dropout must be 0 in Transformers, got {dropout}"
@@ -107,28 +134,17 @@ def _cu_seqlens(lengths):
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _uniform(batch, length, device):
-    """cu_seqlens of `batch` sequences of one length."""
-    return torch.arange(0, (batch + 1) * length, max(length, 1), dtype=torch.int32, device=device)[
-        : batch + 1
-    ]
-
-
 def _packed_row(query, key, position_ids):
-    """cu_seqlens of a row whose positions start over, which is how Transformers marks packed sequences; else None."""
+    """cu_seqlens of a row whose positions start over, Transformers' mark of packing; else None."""
     batch, _, length, _ = query.shape
-    if (
-        position_ids is None
-        or position_ids.dim() != 2
-        or batch > 1
-        or not 1 < length == key.shape[2]
-    ):
+    if position_ids is None or position_ids.dim() != 2:
+        return None
+    if batch > 1 or length == 1 or length != key.shape[2]:
         return None
     starts = 1 + (position_ids[0].diff() != 1).nonzero().flatten()
     if not len(starts):
         return None
-    ends = torch.tensor([0, length], device=starts.device)
-    return torch.cat([ends[:1], starts, ends[1:]]).int()
+    return torch.nn.functional.pad(torch.cat([starts, starts.new_tensor([length])]), (1, 0)).int()
 
 
 def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, options):
@@ -144,7 +160,7 @@ def _dense(query, key, value, attention_mask, options):
     if attention_mask is not None:
         bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
         options = {**options, "attn_bias": bias, "causal": False}
-    cu_seqlens_q = _uniform(batch, query_len, query.device)
+    cu_seqlens_q = query_len * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     if query_len == key_len:
         return flash_varlen(*map(_rows, (query, key, value)), cu_seqlens_q, None, **options)[0]
     # a cache of (batch, heads, length, head_dim) already is one page per sequence: nothing to copy
@@ -182,7 +198,7 @@ def _padded(query, key, value, attention_mask, options):
 
 
 def _continuous(module, query, key, value, cu_seqlens_q, cu_seqlens_k, cache, step, options):
-    """One step of `generate_batch`: a row of new tokens, whose sequences' older keys are in Transformers' cache."""
+    """One step of `generate_batch`: a row of new tokens, older keys are in Transformers' cache."""
     group, pages = _pages(cache, module.layer_idx)
     max_seqlen_k = step.get("max_length_k", step.get("max_seqlen_k"))
     if isinstance(cu_seqlens_k, dict):
@@ -190,9 +206,7 @@ def _continuous(module, query, key, value, cu_seqlens_q, cu_seqlens_k, cache, st
         cu_seqlens_k, max_seqlen_k = cu_seqlens_k[layer_type], max_seqlen_k[layer_type]
     if pages is None:
         key, value = _gathered(cache, module.layer_idx, key, value, step, group)
-        return flash_varlen(
-            _rows(query), key, value, cu_seqlens_q.int(), cu_seqlens_k.int(), **options
-        )[0]
+        return flash_varlen(_rows(query), key, value, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
     k_pages, v_pages = pages
     written, read = step["write_index"][group], step["read_index"][group]
@@ -203,22 +217,22 @@ def _continuous(module, query, key, value, cu_seqlens_q, cu_seqlens_k, cache, st
         _rows(query),
         k_pages,
         v_pages,
-        cu_seqlens_q.int(),
-        cu_seqlens_k.int(),
+        cu_seqlens_q,
+        cu_seqlens_k,
         block_table=_block_table(slots, cu_seqlens_k, k_pages.shape[2], max_seqlen_k),
         **options,
     )[0]
 
 
 def _block_table(slots, cu_seqlens_k, page_size, max_seqlen_k):
-    """Pages of each sequence, out of the slots of its keys; computed where the slots are, without a sync."""
+    """Pages of each sequence from the slots of its keys, computed on the device without a sync."""
     first_keys = torch.arange(0, max_seqlen_k, page_size, device=slots.device)
     keys = cu_seqlens_k[:-1, None] + first_keys
     return (slots[keys.clamp_(max=len(slots) - 1)] // page_size).int()
 
 
 def _pages(cache, layer_idx):
-    """A layer's place in the step's index lists, and its (k, v) pages as the op takes them; None if it slides."""
+    """A layer's place in the step's index lists, and its (k, v) pages; None for a sliding layer."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer_idx]
         if allocator.layer_type == "sliding_attention":
@@ -234,7 +248,7 @@ def _pages(cache, layer_idx):
 
 
 def _gathered(cache, layer_idx, key, value, step, group):
-    """Write a sliding layer's new rows of keys and values; return all that its sequences still see."""
+    """Write a sliding layer's new keys and values; return all rows that its sequences still see."""
     if hasattr(cache, "layer_to_allocator"):
         indices = step["read_index"][group], step["write_index"][group]
         allocator = cache.layer_to_allocator[layer_idx]
