@@ -1,0 +1,67 @@
+"""The one rule that decides whether a result is right, on every device.
+
+Golden is the formula in float64 from the same (quantised) inputs; baseline is the formula in float32
+with the contract's own rounding points. A kernel may be as far from golden as the baseline is, plus
+what the last rounding costs: the maximum finds lost keys and rows, the mean finds precision bugs.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.reference import BASELINE, GOLDEN
+
+LSE_TOLERANCE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """Golden and baseline results of one call, float64."""
+
+    out: Tensor
+    softmax_lse: Tensor
+    baseline: Tensor
+
+    @classmethod
+    def of(cls, reference: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> "Truth":
+        """Run `reference` on CPU copies of the arguments, at both precisions."""
+        args = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args)
+        out, lse = reference(*args, **kwargs, precision=GOLDEN)
+        baseline, _ = reference(*args, **kwargs, precision=BASELINE)
+        return cls(out, lse, baseline.double())
+
+
+def assert_accurate(out: Tensor, softmax_lse: Tensor, truth: Truth, gradient: bool = False) -> None:
+    """Raise AssertionError unless `out` and `softmax_lse` are as right as the contract asks."""
+    assert_close_as_baseline(out, truth.out, truth.baseline, gradient)
+    lse, golden = softmax_lse.cpu().double(), truth.softmax_lse
+    empty = golden == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty), "softmax_lse: the rows that see no key differ"
+    error = (lse - golden).masked_fill(empty, 0.0).abs()
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= LSE_TOLERANCE, f"softmax_lse is off by {worst:.3g}, allowed {LSE_TOLERANCE}"
+
+
+def assert_close_as_baseline(
+    actual: Tensor, golden: Tensor, baseline: Tensor, gradient: bool = False
+) -> None:
+    """The rule for one tensor; gradients may be 2.5 times as far in the mean."""
+    assert actual.shape == golden.shape, f"shape {tuple(actual.shape)}, golden {tuple(golden.shape)}"
+    if actual.numel() == 0:
+        return
+    eps = torch.finfo(actual.dtype).eps
+    result = actual.cpu().double()
+    assert result.isfinite().all(), f"{(~result.isfinite()).sum()} values are not finite"
+    error, allowed = (result - golden).abs(), (baseline - golden).abs()
+    size = golden.abs()
+    max_allowed = 2.0 * (allowed.max() + eps * size.max())
+    mean_allowed = (2.5 if gradient else 1.1) * allowed.mean() + eps / 8 * size.mean()
+    where = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    assert error.max() <= max_allowed, (
+        f"max error {error.max():.3g} at {where}, allowed {max_allowed:.3g}:"
+        f" got {result[where]:.6g}, golden {golden[where]:.6g}"
+    )
+    assert error.mean() <= mean_allowed, f"mean error {error.mean():.3g}, allowed {mean_allowed:.3g}"

@@ -1,0 +1,266 @@
+"""Tensors for a `Problem`: deterministic, and hostile wherever the contract says nobody looks.
+
+Slots that hold no key are NaN, table entries past a sequence's pages are wild, padding rows are NaN,
+bias columns past Lk are NaN. A kernel that reads what it should not says so in its result.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_paged_attn
+from torch_paged_attn import reference
+from torch_paged_attn.reference.attention import to_storage
+from torch_paged_attn.testing.accuracy import Truth
+from torch_paged_attn.testing.problems import Problem
+
+NAN = float("nan")
+WILD = (-1, 2**31 - 1, -(2**31))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An operator's name and its arguments, by name."""
+
+    op: str
+    args: dict[str, Any]
+
+    def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
+        """Call the operator on whatever device the tensors are on."""
+        return getattr(torch_paged_attn, self.op)(**{**self.args, **changes})
+
+    def truth(self) -> Truth:
+        """The reference's answer, on the CPU."""
+        return Truth.of(getattr(reference, self.op), **self.args)
+
+    def alone(self, b: int) -> "Call":
+        """Sequence `b` of this call as a batch of one, over the same caches."""
+        args = dict(self.args)
+        first, last = args["cu_seqlens_q"][b : b + 2].tolist()
+        args["q"] = args["q"][first:last]
+        args["cu_seqlens_q"] = cumulative([last - first])
+        if args.get("attn_bias") is not None:
+            args["attn_bias"] = args["attn_bias"][:, first:last]
+        k_bounds = args.get("cu_seqlens_k")
+        if "block_table" not in args:
+            start, stop = (self.args["cu_seqlens_q"] if k_bounds is None else k_bounds)[b : b + 2].tolist()
+            args["k"], args["v"] = args["k"][start:stop], args["v"][start:stop]
+        if k_bounds is not None:
+            args["cu_seqlens_k"] = cumulative([int(k_bounds[b + 1] - k_bounds[b])])
+        for name, per_sequence in (
+            ("seqused_k", 1),
+            ("block_table", 2),
+            ("alibi_slopes", 2),
+            ("q_descale", 2),
+            ("k_descale", 2),
+            ("v_descale", 2),
+            ("crow_indices", 3),
+            ("col_indices", 3),
+        ):
+            if args.get(name) is not None and args[name].dim() == per_sequence:
+                args[name] = args[name][b : b + 1]
+        return dataclasses.replace(self, args=args)
+
+    def to(self, device: torch.device | str) -> "Call":
+        """The same call with its tensors on `device`; views keep their strides."""
+        return dataclasses.replace(self, args={k: _move(v, device) for k, v in self.args.items()})
+
+
+def _move(value: Any, device: torch.device | str) -> Any:
+    if not isinstance(value, Tensor) or torch.device(device).type == "cpu":
+        return value
+    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    flat = value.as_strided((max(span, 0) if value.numel() else 0,), (1,))
+    return flat.to(device).as_strided(value.shape, value.stride())
+
+
+def cumulative(lengths: list[int]) -> Tensor:
+    """`[2, 3]` as int32 `[0, 2, 5]`."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _randn(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Like a cache would hold `x`; int8 spans its range. NaN becomes the worst an integer can be."""
+    if dtype == torch.int8:
+        x = torch.where(x.isnan(), 127.0, x * 30.0)
+    return to_storage(x, dtype)
+
+
+def build(problem: Problem) -> Call:
+    """The tensors of one call, on the CPU."""
+    g = torch.Generator().manual_seed(problem.seed)
+    head_dim_v = problem.head_dim_v or problem.head_dim
+    total_q = sum(problem.query_lens) + problem.padding_rows
+    args: dict[str, Any] = {}
+
+    q = _randn(g, total_q, problem.num_heads, problem.head_dim)
+    q[sum(problem.query_lens) :] = NAN
+    if problem.fused_qkv:  # q is a slice of a wider projection
+        wide = torch.full((total_q, problem.num_heads + 3, problem.head_dim + 5), NAN)
+        q = wide[:, 1:-2, 2:-3].copy_(q)
+    args["q"] = q.to(problem.dtype) if not problem.fused_qkv else _cast_strided(q, problem.dtype)
+
+    keys = _packed(problem, g, head_dim_v) if problem.page_size is None else _paged(problem, g, head_dim_v)
+    args |= keys
+    if problem.layout is not None:
+        args |= _layout(problem, g)
+    args["cu_seqlens_q"] = cumulative(problem.query_lens)
+    args |= _options(problem, g, total_q)
+    return Call(problem.op, args)
+
+
+def _cast_strided(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast without making the result contiguous."""
+    base = torch.empty(x.shape[0], x.shape[1] + 3, x.shape[2] + 5).to(dtype)
+    return base[:, 1:-2, 2:-3].copy_(x)
+
+
+def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, Any]:
+    # with seqused_k each sequence owns rows that hold no key
+    slack = 3 if problem.lengths == "seqused_k" else 0
+    spans = [n + slack for n in problem.key_lens]
+    bounds = cumulative(spans)
+    written = torch.zeros(sum(spans), dtype=torch.bool)
+    for start, n in zip(bounds.tolist(), problem.key_lens, strict=False):
+        written[start : start + n] = True
+    args: dict[str, Any] = {}
+    for name, dim in (("k", problem.head_dim), ("v", head_dim_v)):
+        x = _randn(g, sum(spans), problem.num_kv_heads, dim)
+        x = x.masked_fill(~written[:, None, None], NAN)
+        args[name] = _store(x, problem.kv_dtype or problem.dtype)
+    if problem.lengths != "none":
+        args["cu_seqlens_k"] = bounds
+    if problem.lengths == "seqused_k":
+        args["seqused_k"] = torch.tensor(problem.key_lens, dtype=torch.int32)
+    return args
+
+
+def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, Any]:
+    page_size, heads, dim = problem.page_size, problem.num_kv_heads, problem.head_dim
+    assert page_size is not None
+    counts = [-(-n // page_size) for n in problem.key_lens]
+    num_pages = max(1, sum(counts) + problem.spare_pages)
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(problem.page_seed))
+    dtype = problem.kv_dtype or problem.dtype
+
+    if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
+        k = torch.full((num_pages, heads, page_size, dim), NAN)
+        v = k[..., :head_dim_v]
+    elif problem.cache_layout == "packed_last":
+        both = torch.full((num_pages, heads, page_size, dim + head_dim_v), NAN)
+        k, v = both.split([dim, head_dim_v], -1)
+    elif problem.cache_layout == "interleaved":  # k and v pages take turns in one storage
+        both = torch.full((num_pages, 2, page_size, heads, max(dim, head_dim_v)), NAN)
+        k, v = (both[:, i].transpose(1, 2)[..., :n] for i, n in ((0, dim), (1, head_dim_v)))
+    elif problem.cache_layout == "nhd":
+        k, v = (torch.full((num_pages, page_size, heads, n), NAN).transpose(1, 2) for n in (dim, head_dim_v))
+    else:
+        k, v = (torch.full((num_pages, heads, page_size, n), NAN) for n in (dim, head_dim_v))
+
+    table = torch.tensor(WILD).repeat(len(counts) * (max(counts, default=0) + 2))
+    table = table[: len(counts) * (max(counts, default=0) + 2)].view(len(counts), -1).to(torch.int32)
+    next_page = 0
+    for b, (count, n) in enumerate(zip(counts, problem.key_lens, strict=True)):
+        table[b, :count] = order[next_page : next_page + count]
+        next_page += count
+        page, offset = table[b].long()[torch.arange(n) // page_size], torch.arange(n) % page_size
+        k[page, :, offset] = _randn(g, n, heads, dim)
+        if problem.cache_layout != "mla":
+            v[page, :, offset] = _randn(g, n, heads, head_dim_v)
+
+    args: dict[str, Any] = {"k": _store_view(k, dtype), "v": _store_view(v, dtype)}
+    if problem.cache_layout == "mla":
+        args["v"] = args["k"][..., :head_dim_v]
+    args["block_table"] = table
+    if problem.lengths == "cu_seqlens_k":
+        args["cu_seqlens_k"] = cumulative(problem.key_lens)
+    else:
+        args["seqused_k"] = torch.tensor(problem.key_lens, dtype=torch.int32)
+    return args
+
+
+def _store_view(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`_store` that keeps the strides of a view."""
+    stored = _store(x, dtype)
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return stored.new_empty(span).as_strided(x.shape, x.stride()).copy_(stored)
+
+
+def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
+    layout = problem.layout
+    assert layout is not None
+    longest = max([*problem.key_lens, 1])
+    rows, cols = -(-longest // layout.q_block_size), -(-longest // layout.k_block_size) + 1
+    heads = {"one": 1, "kv": problem.num_kv_heads, "all": problem.num_heads}[layout.heads]
+    outer = (len(problem.seqs), heads) if layout.batched else (heads,)
+    listed = torch.rand(*outer, rows, cols, generator=g) < layout.density
+    counts = listed.sum(-1)
+    crow = torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).to(torch.int32)
+    # every head's columns in one row of col_indices, in random order within a layout row
+    nnz = int(crow[..., -1].max()) if crow.numel() else 0
+    col = torch.full((*outer, nnz), WILD[1], dtype=torch.int32)
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in outer)).view(-1, len(outer)).tolist():
+        where = tuple(index)
+        columns = [
+            row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=g)] for row in listed[where]
+        ]
+        flat = torch.cat(columns)
+        col[where][: flat.numel()] = flat.to(torch.int32)
+    return {
+        "crow_indices": crow,
+        "col_indices": col,
+        "q_block_size": layout.q_block_size,
+        "k_block_size": layout.k_block_size,
+    }
+
+
+def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, Any]:
+    batch, heads, kv_heads = len(problem.seqs), problem.num_heads, problem.num_kv_heads
+    args: dict[str, Any] = {
+        "causal": problem.causal,
+        "window_size_left": problem.window_size_left,
+        "window_size_right": problem.window_size_right,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "dropout_p": problem.dropout_p,
+        "out_dtype": problem.out_dtype,
+    }
+    if problem.alibi:
+        shape = (batch, heads) if problem.alibi == "batch" else (heads,)
+        args["alibi_slopes"] = torch.rand(shape, generator=g)
+    if problem.bias:
+        columns = max(problem.key_lens, default=0)
+        bias = _randn(g, heads if problem.bias_heads == "all" else 1, total_q, columns + 2)
+        if problem.bias == "bool":
+            bias = bias > -0.5
+        else:
+            bias = bias.masked_fill(bias < -1.5, float("-inf")).to(_bias_dtype(problem))
+            row = 0
+            for query_len, key_len in zip(problem.query_lens, problem.key_lens, strict=True):
+                bias[:, row : row + query_len, key_len:] = NAN
+                row += query_len
+        args["attn_bias"] = bias
+    if problem.sinks:
+        args["sinks"] = _randn(g, heads)
+    if problem.descale:
+        shape = {"scalar": (), "heads": (kv_heads,), "batch": (batch, kv_heads)}[problem.descale]
+        unit = 1 / 30 if problem.kv_dtype == torch.int8 else 1.0
+        for name in ("k_descale", "v_descale"):
+            args[name] = (0.5 + torch.rand(shape, generator=g)) * unit
+        if problem.dtype.itemsize == 1:
+            args["q_descale"] = 0.5 + torch.rand(shape, generator=g)
+    if problem.out_scale:
+        args["out_scale"] = torch.tensor(0.01)
+    if problem.dropout_p > 0.0:
+        args["rng_state"] = torch.tensor([problem.seed - 2**40, 2**35 + 7])
+    return args
+
+
+def _bias_dtype(problem: Problem) -> torch.dtype:
+    return problem.dtype if problem.dtype.itemsize > 1 else torch.float32
