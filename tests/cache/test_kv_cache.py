@@ -1,0 +1,186 @@
+"""PagedKVCache: examples that read like its documentation. The state machine tests the rest."""
+
+import pytest
+import torch
+
+from torch_paged_attn.kv_cache import CacheFull, PagedKVCache
+
+
+def small_cache(num_pages=8, page_size=4, **kwargs):
+    return PagedKVCache(2, num_pages, 1, page_size, 3, **kwargs)
+
+
+def test_shapes_and_dtypes():
+    cache = PagedKVCache(3, 5, 2, 16, 8, dtype=torch.float8_e4m3fn)
+    assert cache.kv_cache.shape == (3, 2, 5, 2, 16, 8)
+    assert cache.kv_cache.dtype == torch.float8_e4m3fn
+    assert cache.kv_cache[1].is_contiguous()
+    assert PagedKVCache(1, 1, 1, 1, 1, device="meta").kv_cache.device.type == "meta"
+
+
+def test_batch_metadata():
+    cache = small_cache()
+    cache.append("a", 6)
+    cache.append("b", 3)
+    a, b = cache.pages("a"), cache.pages("b")
+    batch = cache.batch(["b", "a"], [3, 2])
+    assert batch.block_table.tolist() == [[b[0], -1], list(a)]
+    assert batch.seqused_k.tolist() == [3, 6]
+    assert batch.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert batch.slot_mapping.tolist() == [
+        *(4 * b[0] + offset for offset in range(3)),
+        *(4 * a[1] + offset for offset in range(2)),
+    ]
+    assert (batch.max_seqlen_q, batch.max_seqlen_k) == (3, 6)
+    for name in ("slot_mapping", "block_table", "seqused_k", "cu_seqlens_q"):
+        assert getattr(batch, name).dtype == torch.int32
+    assert cache.batch(["b"], [1], max_pages=3).block_table.tolist() == [[b[0], -1, -1]]
+
+
+def test_empty_batches_and_sequences():
+    cache = small_cache()
+    batch = cache.batch([], [])
+    assert batch.block_table.shape == (0, 0)
+    assert batch.cu_seqlens_q.tolist() == [0]
+    cache.append("a", 0)
+    batch = cache.batch(["a"], [0])
+    assert batch.block_table.shape == (1, 0)
+    assert batch.seqused_k.tolist() == [0]
+    assert batch.slot_mapping.shape == (0,)
+    cache.free("a")
+    assert cache.num_free_pages == 8
+
+
+def test_slots_of_a_huge_cache_are_int64():
+    cache = PagedKVCache(1, 2**20, 1, 2**12, 1, device="meta")
+    cache.append("a", 1)
+    cache._to_device = lambda tensor: tensor  # meta tensors have no values to look at
+    batch = cache.batch(["a"], [1])
+    assert batch.slot_mapping.dtype == torch.int64
+
+
+def test_a_common_prefix_is_shared():
+    cache = small_cache()
+    prompt = list(range(10))
+    assert cache.append("a", prompt) == 0
+    assert cache.append("b", [*prompt[:9], 99]) == 8
+    assert cache.pages("a")[:2] == cache.pages("b")[:2]
+    assert cache.pages("a")[2] != cache.pages("b")[2]
+    assert cache.num_free_pages == 8 - 4
+    # a page is the same only if everything before it is
+    assert cache.append("c", [7, 7, 7, 7, *prompt[4:]]) == 0
+
+
+def test_the_last_token_is_always_left_to_compute():
+    cache = small_cache()
+    cache.append("a", list(range(8)))
+    assert cache.append("b", list(range(8))) == 4
+
+
+def test_chunks_are_found_again_as_the_whole_prompt_is():
+    cache = small_cache()
+    cache.append("a", list(range(12)))
+    assert cache.append("b", list(range(4))) == 0
+    assert cache.append("b", list(range(4, 12))) == 4
+    assert cache.pages("b")[1] == cache.pages("a")[1]
+
+
+def test_freed_prefixes_stay_until_needed_and_the_oldest_goes_first():
+    cache = small_cache(num_pages=5)
+    cache.append("old", list(range(8)))
+    cache.free("old")
+    cache.append("new", list(range(100, 105)))
+    cache.free("new")
+    assert cache.num_free_pages == 5
+    cache.append("other", 9)  # three pages: two blank ones and the end of the old prefix
+    cache.free("other")
+    assert cache.append("old", list(range(9))) == 4
+    assert cache.append("new", list(range(100, 105))) == 4
+    assert cache.num_free_pages == 0
+
+
+def test_tokens_without_ids_end_the_sharing():
+    cache = small_cache()
+    cache.append("a", list(range(4)))
+    cache.append("a", 2)
+    cache.append("a", [6, 7, 8])
+    assert cache.append("b", list(range(9))) == 4
+
+
+def test_fork_copies_on_write():
+    cache = small_cache()
+    cache.append("a", 6)
+    cache.kv_cache.copy_(torch.arange(cache.kv_cache.numel()).view_as(cache.kv_cache))
+    cache.fork("a", "b")
+    assert cache.pages("a") == cache.pages("b")
+    assert cache.num_free_pages == 6
+    before = cache.pages("b")[1]
+    cache.append("a", 1)
+    assert cache.pages("b")[1] == before
+    own = cache.pages("a")[1]
+    assert own != before
+    assert torch.equal(cache.kv_cache[:, :, own], cache.kv_cache[:, :, before])
+    # b is alone now: it writes in place
+    cache.append("b", 1)
+    assert cache.pages("b")[1] == before
+
+
+def test_float8_pages_are_copied_bit_for_bit():
+    cache = small_cache(dtype=torch.float8_e5m2)
+    bits = cache.kv_cache.view(torch.uint8)
+    bits.copy_(torch.arange(bits.numel()).view_as(bits) % 256)
+    cache.append("a", 1)
+    cache.fork("a", "b")
+    cache.append("b", 1)
+    (a,), (b,) = cache.pages("a"), cache.pages("b")
+    assert a != b
+    assert torch.equal(bits[:, :, a], bits[:, :, b])
+
+
+def test_truncate_forgets_drafts():
+    cache = small_cache()
+    cache.append("a", list(range(9)))
+    cache.truncate("a", 6)
+    assert cache.length("a") == 6
+    assert cache.num_free_pages == 6
+    cache.append("a", [60, 70])
+    # the page that held 4, 5, 6, 7 was overwritten: it must not be found by them any more
+    assert cache.append("b", list(range(9))) == 4
+    assert cache.append("c", [0, 1, 2, 3, 4, 5, 60, 70, 80]) == 8
+
+
+def test_a_full_cache_says_so_and_changes_nothing():
+    cache = small_cache(num_pages=2)
+    cache.append("a", 5)
+    with pytest.raises(CacheFull, match="the KV cache is full: 1 pages needed, 0 available") as e:
+        cache.append("b", 1)
+    assert (e.value.needed, e.value.available) == (1, 0)
+    assert isinstance(e.value, RuntimeError)
+    assert "b" not in cache
+    assert len(cache) == 1
+    cache.fork("a", "b")
+    with pytest.raises(CacheFull):
+        cache.append("b", 1)  # needs a copy of the shared page
+    cache.free("a")
+    cache.append("b", 1)
+
+
+def test_bad_calls_are_named():
+    cache = small_cache()
+    cache.append("a", 5)
+    with pytest.raises(KeyError, match="no sequence 'x' in the cache"):
+        cache.free("x")
+    with pytest.raises(ValueError, match="tokens must not be negative, got -1"):
+        cache.append("a", -1)
+    with pytest.raises(ValueError, match="child must be a new sequence, got 'a', which exists"):
+        cache.fork("a", "a")
+    with pytest.raises(ValueError, match="length must be between 0 and 5, got 6"):
+        cache.truncate("a", 6)
+    with pytest.raises(ValueError, match="query_lens must have one entry per sequence, got 2 for"):
+        cache.batch(["a"], [1, 1])
+    with pytest.raises(ValueError, match="query_lens of 'a' must be between 0 and 5, got 6"):
+        cache.batch(["a"], [6])
+    with pytest.raises(ValueError, match="max_pages must be at least 2, got 1"):
+        cache.batch(["a"], [1], max_pages=1)
+    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+        small_cache(page_size=0)

@@ -1,0 +1,322 @@
+"""A paged KV cache: the tensors, and the host's bookkeeping of who owns which page.
+
+Pages are handed out one by one, shared by reference count and copied on the first write to a
+shared one (PagedAttention, arXiv 2309.06180). Full pages of known tokens are found again by the
+tokens up to and including theirs, so sequences with a common prefix share its pages; pages that
+nobody uses any more stay findable until they are needed, the least recently used go first.
+
+>>> cache = PagedKVCache(num_layers, num_pages, num_kv_heads, page_size, head_dim)
+>>> reused = cache.append("a", prompt)  # tokens whose keys and values are in the cache already
+>>> batch = cache.batch(["a"], [len(prompt) - reused])
+>>> reshape_and_cache(key, value, cache.kv_cache[layer], batch.slot_mapping)
+>>> k, v = cache.kv_cache[layer]
+>>> out, lse = flash_varlen(q, k, v, **batch.arguments(), causal=True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CacheFull(RuntimeError):
+    """Too few pages are left. The call that raised it has changed nothing."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"the KV cache is full: {needed} pages needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBatch:
+    """What the ops need to know about a batch, on the cache's device.
+
+    slot_mapping: (total_q,) where each query token's key and value go; int32, or int64 for a
+        cache of 2^31 slots and more
+    block_table: (batch, max_pages) int32, unused entries -1
+    seqused_k: (batch,) int32
+    cu_seqlens_q: (batch + 1,) int32
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    seqused_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `flash_varlen` and `blocksparse` that this batch provides."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_k,
+            "seqused_k": self.seqused_k,
+            "block_table": self.block_table,
+        }
+
+
+@dataclass
+class _Sequence:
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    # None once a token is unknown; keys has one entry per full page as long as tokens are known
+    tokens: list[int] | None = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in pages of one tensor.
+
+    kv_cache: (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim), uninitialised;
+        `kv_cache[layer]` is what `reshape_and_cache` takes, and unpacks into k and v
+    dtype: any dtype of the ops' caches, the 8-bit ones included
+
+    A sequence goes by any hashable name. Write the tokens of an append to the cache before the
+    next append or fork of its sequence, and a batch's tokens before its attention: pages are
+    shared and copied on the assumption that what was appended has been written.
+    Unknown sequences raise KeyError. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
+        for name in ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"):
+            if locals()[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {locals()[name]}")
+        self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._sequences: dict[Hashable, _Sequence] = {}
+        self._ref_counts = [0] * num_pages
+        # every page with no reference is in exactly one of these two
+        self._blank = list(reversed(range(num_pages)))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._page_of_key: dict[bytes, int] = {}
+        self._key_of_page: dict[int, bytes] = {}
+
+    def __contains__(self, seq: Hashable) -> bool:
+        return seq in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages an append may take, those kept for a shared prefix included."""
+        return len(self._blank) + len(self._evictable)
+
+    def length(self, seq: Hashable) -> int:
+        """Tokens of a sequence."""
+        return self._sequence(seq).length
+
+    def pages(self, seq: Hashable) -> tuple[int, ...]:
+        """Page ids of a sequence, in order."""
+        return tuple(self._sequence(seq).pages)
+
+    def ref_count(self, page: int) -> int:
+        """How many sequences hold a page."""
+        return self._ref_counts[page]
+
+    def append(self, seq: Hashable, tokens: int | Sequence[int]) -> int:
+        """Make room for more tokens of a sequence, new or known; returns how many are cached.
+
+        tokens: token ids, or only how many. Ids let full pages be shared: those of a prefix that
+        the cache holds already are not to be computed again, and their number of tokens is
+        returned. At least the last token is always left to compute. One append without ids ends
+        the sharing for its sequence.
+
+        Raises CacheFull and changes nothing if too few pages are left.
+        """
+        count, ids = (tokens, None) if isinstance(tokens, int) else (len(tokens), list(tokens))
+        if count < 0:
+            raise ValueError(f"tokens must not be negative, got {count}")
+        state = self._sequences.get(seq) or _Sequence()
+        page_size = self.page_size
+        filled = state.length % page_size
+        keys = self._next_keys(state, ids)
+        hits: list[int] = []
+        if not filled:
+            for key in keys[: max(count - 1, 0) // page_size]:
+                if key not in self._page_of_key:
+                    break
+                hits.append(self._page_of_key[key])
+
+        copied = bool(filled and count and self._ref_counts[state.pages[-1]] > 1)
+        length = state.length + count
+        needed = -(-length // page_size) - len(state.pages) - len(hits) + copied
+        available = self.num_free_pages - sum(page in self._evictable for page in hits)
+        if needed > available:
+            raise CacheFull(needed, available)
+
+        if copied:
+            self._copy_last_page(state)
+        elif filled and count:
+            # a truncated page may still be findable as the full page it was
+            self._forget(state.pages[-1])
+        for page in hits:
+            self._share(page)
+        state.pages += hits
+        state.pages += [self._take() for _ in range(needed - copied)]
+        state.length = length
+        if ids is None and count:
+            state.tokens = None
+        elif ids and state.tokens is not None:
+            state.tokens += ids
+        for key in keys:
+            page = state.pages[len(state.keys)]
+            if key not in self._page_of_key:
+                self._page_of_key[key], self._key_of_page[page] = page, key
+            state.keys.append(key)
+        self._sequences[seq] = state
+        return len(hits) * page_size
+
+    def fork(self, parent: Hashable, child: Hashable) -> None:
+        """A new sequence with the tokens of another; every page is shared until written to."""
+        if child in self._sequences:
+            raise ValueError(f"child must be a new sequence, got {child!r}, which exists")
+        state = self._sequence(parent)
+        for page in state.pages:
+            self._share(page)
+        tokens = None if state.tokens is None else list(state.tokens)
+        self._sequences[child] = _Sequence(
+            state.length, list(state.pages), tokens, list(state.keys)
+        )
+
+    def truncate(self, seq: Hashable, length: int) -> None:
+        """Forget a sequence's tokens from position length on, such as rejected drafts."""
+        state = self._sequence(seq)
+        if not 0 <= length <= state.length:
+            raise ValueError(f"length must be between 0 and {state.length}, got {length}")
+        kept = -(-length // self.page_size)
+        self._release(state.pages[kept:])
+        del state.pages[kept:]
+        del state.keys[length // self.page_size :]
+        if state.tokens is not None:
+            del state.tokens[length:]
+        state.length = length
+
+    def free(self, seq: Hashable) -> None:
+        """Give a sequence up. Pages that no other sequence holds can be taken again."""
+        self._release(self._sequence(seq).pages)
+        del self._sequences[seq]
+
+    def batch(
+        self, seqs: Sequence[Hashable], query_lens: Sequence[int], max_pages: int | None = None
+    ) -> PagedBatch:
+        """The metadata of a step in which the last query_lens[b] tokens of seqs[b] are queries.
+
+        max_pages: width of the block table, for shapes that must not change; None: as narrow as
+        the longest sequence allows
+        """
+        if len(seqs) != len(query_lens):
+            raise ValueError(
+                f"query_lens must have one entry per sequence, got {len(query_lens)} "
+                f"for {len(seqs)} sequences"
+            )
+        states = [self._sequence(seq) for seq in seqs]
+        for seq, state, query_len in zip(seqs, states, query_lens, strict=True):
+            if not 0 <= query_len <= state.length:
+                raise ValueError(
+                    f"query_lens of {seq!r} must be between 0 and {state.length}, got {query_len}"
+                )
+        longest = max((len(state.pages) for state in states), default=0)
+        width = longest if max_pages is None else max_pages
+        if width < longest:
+            raise ValueError(f"max_pages must be at least {longest}, got {max_pages}")
+
+        rows = [state.pages + [-1] * (width - len(state.pages)) for state in states]
+        block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(states), width)
+        lengths = torch.tensor([state.length for state in states], dtype=torch.int32)
+        queries = torch.tensor(query_lens, dtype=torch.int32)
+        cu_seqlens_q = torch.zeros(len(states) + 1, dtype=torch.int32)
+        cu_seqlens_q[1:] = queries.cumsum(0)
+        sequence = torch.repeat_interleave(torch.arange(len(states)), queries)
+        position = torch.arange(len(sequence)) + (lengths - cu_seqlens_q[1:])[sequence]
+        page = block_table[sequence, position // self.page_size].long()
+        slots = page * self.page_size + position % self.page_size
+        wide = self.num_pages * self.page_size > torch.iinfo(torch.int32).max
+        return PagedBatch(
+            self._to_device(slots if wide else slots.int()),
+            self._to_device(block_table),
+            self._to_device(lengths),
+            self._to_device(cu_seqlens_q),
+            max(query_lens, default=0),
+            max((state.length for state in states), default=0),
+        )
+
+    def _sequence(self, seq: Hashable) -> _Sequence:
+        if seq not in self._sequences:
+            raise KeyError(f"no sequence {seq!r} in the cache")
+        return self._sequences[seq]
+
+    def _next_keys(self, state: _Sequence, ids: list[int] | None) -> list[bytes]:
+        """Keys of the pages that ids would fill: each the digest of the last key and its tokens."""
+        if state.tokens is None or ids is None:
+            return []
+        pending = state.tokens[len(state.keys) * self.page_size :] + ids
+        key = state.keys[-1] if state.keys else b""
+        keys = []
+        for end in range(self.page_size, len(pending) + 1, self.page_size):
+            page_tokens = array("q", pending[end - self.page_size : end])
+            key = hashlib.sha256(key + page_tokens.tobytes()).digest()
+            keys.append(key)
+        return keys
+
+    def _take(self) -> int:
+        """A page for one sequence to write: a blank one, else the least recently used."""
+        if self._blank:
+            page = self._blank.pop()
+        else:
+            page, _ = self._evictable.popitem(last=False)
+            self._forget(page)
+        self._ref_counts[page] = 1
+        return page
+
+    def _share(self, page: int) -> None:
+        self._evictable.pop(page, None)
+        self._ref_counts[page] += 1
+
+    def _release(self, pages: list[int]) -> None:
+        # the end of a prefix is of no use without its start: it must be evicted first
+        for page in reversed(pages):
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                if page in self._key_of_page:
+                    self._evictable[page] = None
+                else:
+                    self._blank.append(page)
+
+    def _forget(self, page: int) -> None:
+        key = self._key_of_page.pop(page, None)
+        if key is not None:
+            del self._page_of_key[key]
+
+    def _copy_last_page(self, state: _Sequence) -> None:
+        shared, own = state.pages[-1], self._take()
+        # plain integers index the tensor: a device copy in stream order, nothing read on the host
+        self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+        self._ref_counts[shared] -= 1
+        state.pages[-1] = own
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.kv_cache.device.type == "cuda":
+            tensor = tensor.pin_memory()  # lets the copy overlap: no wait for the stream
+        return tensor.to(self.kv_cache.device, non_blocking=True)
