@@ -5,6 +5,7 @@ bias columns past Lk are NaN. A kernel that reads what it should not says so in 
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -163,8 +164,9 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
     else:
         k, v = (torch.full((num_pages, heads, page_size, n), NAN) for n in (dim, head_dim_v))
 
-    table = torch.tensor(WILD).repeat(len(counts) * (max(counts, default=0) + 2))
-    table = table[: len(counts) * (max(counts, default=0) + 2)].view(len(counts), -1).to(torch.int32)
+    width = max(counts, default=0) + 2
+    wild = torch.arange(len(counts) * width) % len(WILD)
+    table = torch.tensor(WILD, dtype=torch.int32)[wild].view(len(counts), width)
     next_page = 0
     for b, (count, n) in enumerate(zip(counts, problem.key_lens, strict=True)):
         table[b, :count] = order[next_page : next_page + count]
@@ -205,12 +207,9 @@ def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
     # every head's columns in one row of col_indices, in random order within a layout row
     nnz = int(crow[..., -1].max()) if crow.numel() else 0
     col = torch.full((*outer, nnz), WILD[1], dtype=torch.int32)
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in outer)).view(-1, len(outer)).tolist():
-        where = tuple(index)
-        columns = [
-            row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=g)] for row in listed[where]
-        ]
-        flat = torch.cat(columns)
+    for where in itertools.product(*(range(n) for n in outer)):
+        rows_of = (row.nonzero()[:, 0] for row in listed[where])
+        flat = torch.cat([r[torch.randperm(r.numel(), generator=g)] for r in rows_of])
         col[where][: flat.numel()] = flat.to(torch.int32)
     return {
         "crow_indices": crow,

@@ -1,0 +1,39 @@
+"""Any plan, every option mixed: right by the one rule, the same bits twice and alone."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_paged_attn.testing.strategies import layouts, problems
+
+from torch_paged_attn.testing import assert_accurate, build
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@given(problems())
+def test_flash_varlen_agrees_with_the_reference(problem):
+    call = build(problem)
+    assert_accurate(*call.run(), call.truth())
+
+
+@given(problems(layouts))
+def test_blocksparse_agrees_with_the_reference(problem):
+    call = build(problem)
+    assert_accurate(*call.run(), call.truth())
+
+
+@given(problems(st.one_of(st.none(), layouts)), st.integers(0, 2**20))
+def test_bits_depend_on_the_sequence_alone(problem, hint):
+    call = build(problem)
+    out, lse = call.run()
+    again = call.run(max_seqlen_q=hint, max_seqlen_k=hint)
+    assert same_bits(out, again[0]) and same_bits(lse, again[1])
+    if problem.dropout_p:
+        return  # a dropout mask depends on the place in the batch
+    bounds = call.args["cu_seqlens_q"].tolist()
+    for b in range(len(problem.seqs)):
+        rows = slice(bounds[b], bounds[b + 1])
+        alone_out, alone_lse = call.alone(b).run()
+        assert same_bits(alone_out, out[rows]) and same_bits(alone_lse, lse[:, rows])

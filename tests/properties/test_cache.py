@@ -1,0 +1,38 @@
+"""Writing through slots and reading through a block table is attention over the tokens themselves."""
+
+import dataclasses
+
+import torch
+from hypothesis import given
+from torch_paged_attn.testing.strategies import problems
+
+import torch_paged_attn
+from torch_paged_attn.testing import assert_accurate, build
+
+
+@given(problems())
+def test_what_is_written_is_attended(problem):
+    page_size = problem.page_size or 5
+    if problem.cache_layout == "mla":  # one storage for keys and values cannot be written twice
+        problem = dataclasses.replace(problem, cache_layout="hnd")
+    problem = dataclasses.replace(problem, page_size=page_size, kv_dtype=None)
+    if problem.dtype.itemsize == 1:
+        problem = dataclasses.replace(problem, dtype=torch.bfloat16, out_scale=False, out_dtype=None)
+    if problem.lengths == "none":
+        problem = dataclasses.replace(problem, lengths="seqused_k")
+    call = build(problem)
+    k, v, table = (call.args[name] for name in ("k", "v", "block_table"))
+    slots, keys, values = [], [], []
+    for b, n in enumerate(problem.key_lens):
+        for j in range(n):
+            page, offset = int(table[b, j // page_size]), j % page_size
+            slots.append(page * page_size + offset)
+            keys.append(k[page, :, offset].clone())
+            values.append(v[page, :, offset].clone())
+    if not slots:
+        return
+    fresh = {"k": torch.full_like(k, float("nan")), "v": torch.full_like(v, float("nan"))}
+    torch_paged_attn.reshape_and_cache(
+        torch.stack(keys), torch.stack(values), (fresh["k"], fresh["v"]), torch.tensor(slots)
+    )
+    assert_accurate(*call.run(**fresh), call.truth())

@@ -1,0 +1,49 @@
+"""Metadata of random integers: the CPU refuses exactly what the contract refuses, and never crashes."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_paged_attn.testing.strategies import layouts, problems
+
+import torch_paged_attn
+from torch_paged_attn.testing import build
+
+# values near the edges of what a small call allows, and the worst an int32 can be
+WILD = st.one_of(st.integers(-3, 12), st.sampled_from((-(2**31), -(2**31) + 1, 2**31 - 1, 2**30)))
+METADATA = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "crow_indices", "col_indices")
+
+
+def outcome(call):
+    try:
+        call()
+    except (ValueError, IndexError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@given(problems(st.one_of(st.none(), layouts)), st.data())
+def test_attention(problem, data):
+    call = build(problem)
+    names = [n for n in METADATA if call.args.get(n) is not None and call.args[n].numel()]
+    for _ in range(data.draw(st.integers(1, 3), "changes")):
+        name = data.draw(st.sampled_from(names), "tensor")
+        flat = call.args[name].view(-1)
+        flat[data.draw(st.integers(0, flat.numel() - 1), "index")] = data.draw(WILD, "value")
+    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
+    explain = getattr(torch.ops.paged_attn, f"{call.op}_error")
+    assert outcome(lambda: call.run()) == explain(**args)
+
+
+@given(
+    st.lists(st.one_of(st.integers(-2, 40), st.sampled_from((2**62, -(2**63), 2**31)))), st.booleans()
+)
+def test_slots(slots, int32):
+    dtype = torch.int32 if int32 else torch.int64
+    slots = [max(-(2**31), min(s, 2**31 - 1)) for s in slots] if int32 else slots
+    key = torch.randn(len(slots), 2, 3)
+    cache = torch.full((2, 4, 2, 8, 3), 5.0)
+    args = (key, key, cache, torch.tensor(slots, dtype=dtype))
+    error = outcome(lambda: torch_paged_attn.reshape_and_cache(*args))
+    assert error == torch.ops.paged_attn.reshape_and_cache_error(*args)
+    if error:
+        assert (cache == 5.0).all()

@@ -1,0 +1,92 @@
+"""Plans of calls, drawn as small plain numbers; tensors are built from a plan, never drawn."""
+
+import torch
+from hypothesis import strategies as st
+
+from torch_paged_attn.testing import Layout, Problem
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+HEAD_DIMS = st.one_of(st.sampled_from((1, 8, 16, 32, 64, 80, 96, 128, 256)), st.integers(1, 256))
+PAGE_SIZES = st.one_of(st.sampled_from((1, 2, 16, 32, 64, 256)), st.integers(1, 256))
+WINDOWS = st.one_of(st.just(-1), st.integers(0, 70))
+
+# one sequence: (query_len, context_len). Uniform draws would hardly ever be a decode batch.
+decode = st.tuples(st.just(1), st.one_of(st.integers(0, 70), st.integers(0, 2200)))
+prefill = st.tuples(st.integers(0, 140), st.just(0))
+chunk = st.tuples(st.integers(0, 40), st.integers(0, 200))
+short = st.integers(0, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(-n, 0)))
+
+
+def batches(min_size=0):
+    """Decode, prefill, chunked, short-of-keys and mixed batches, in equal parts."""
+    kinds = (decode, prefill, chunk, short, st.one_of(decode, prefill, chunk, short))
+    return st.one_of(*(st.lists(kind, min_size=min_size, max_size=4).map(tuple) for kind in kinds))
+
+
+def sometimes(value, default):
+    """`default` three times out of four."""
+    return st.integers(0, 3).flatmap(lambda n: value if n == 0 else st.just(default))
+
+
+layouts = st.builds(
+    Layout,
+    q_block_size=st.sampled_from((16, 32, 64, 128, 256)),
+    k_block_size=st.sampled_from((16, 32, 64, 128, 256)),
+    heads=st.sampled_from(("one", "kv", "all")),
+    batched=st.booleans(),
+    density=st.sampled_from((0.0, 0.3, 0.7, 1.0)),
+)
+
+
+@st.composite
+def problems(draw, layout=st.none()):
+    """Any call the contract allows, small enough for the float64 formula."""
+    dtype = draw(st.sampled_from(FLOATS + FLOATS + FLOAT8))
+    kv_heads = draw(st.integers(1, 3))
+    head_dim = draw(HEAD_DIMS)
+    page_size = draw(st.one_of(st.none(), PAGE_SIZES))
+    kv_dtype = draw(sometimes(st.sampled_from((*FLOAT8, torch.int8)), None))
+    out_dtype = draw(sometimes(st.sampled_from(FLOATS + FLOAT8), None))
+    seqs = draw(batches())
+    if page_size is None:
+        square = all(context == 0 for _, context in seqs)
+        lengths = draw(st.sampled_from(("seqused_k", "cu_seqlens_k", "none")[: 3 if square else 2]))
+        cache_layout, head_dim_v = "hnd", draw(sometimes(HEAD_DIMS, None))
+    else:
+        lengths = draw(st.sampled_from(("seqused_k", "cu_seqlens_k")))
+        cache_layout = draw(st.sampled_from(("hnd", "nhd", "interleaved", "packed_last", "mla")))
+        smaller = st.integers(1, head_dim) if cache_layout == "mla" else HEAD_DIMS
+        head_dim_v = draw(sometimes(smaller, None))
+    return Problem(
+        "fuzzed",
+        seqs,
+        num_heads=kv_heads * draw(st.sampled_from((1, 2, 3, 4, 8))),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        out_dtype=out_dtype,
+        out_scale=(out_dtype or dtype) in FLOAT8 and draw(st.booleans()),
+        page_size=page_size,
+        cache_layout=cache_layout,
+        page_seed=draw(st.integers(0, 5)),
+        lengths=lengths,
+        padding_rows=draw(sometimes(st.integers(1, 5), 0)),
+        fused_qkv=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        window_size_left=draw(sometimes(WINDOWS, -1)),
+        window_size_right=draw(sometimes(WINDOWS, -1)),
+        softmax_scale=draw(sometimes(st.sampled_from((0.0, 0.02, 1.0, -0.3)), None)),
+        softcap=draw(sometimes(st.sampled_from((0.5, 5.0, 50.0)), 0.0)),
+        alibi=draw(sometimes(st.sampled_from(("heads", "batch")), "")),
+        bias=draw(sometimes(st.sampled_from(("float", "bool")), "")),
+        bias_heads=draw(st.sampled_from(("one", "all"))),
+        sinks=draw(sometimes(st.booleans(), False)),
+        descale=draw(sometimes(st.sampled_from(("scalar", "heads", "batch")), "")),
+        dropout_p=draw(sometimes(st.sampled_from((0.1, 0.9)), 0.0)),
+        layout=draw(layout),
+        seed=draw(st.integers(0, 2**16)),
+    )
