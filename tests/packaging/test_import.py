@@ -1,0 +1,106 @@
+"""Importing the package is light, and a pure-Python install says what is missing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_paged_attn
+
+PACKAGE = Path(torch_paged_attn.__file__).parent
+HEAVY = ("triton", "jax", "nki", "transformers", "matplotlib", "hypothesis", "rich")
+
+
+def python(code, **environment):
+    """Run code in a fresh interpreter and return what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_brings_no_heavy_package():
+    code = f"""
+import torch, sys
+before = set(sys.modules)
+import torch_paged_attn
+new = {{m.partition('.')[0] for m in set(sys.modules) - before}}
+print(sorted(new & set({HEAVY!r})), 'torch_paged_attn.reference' in sys.modules)
+"""
+    assert python(code).strip() == "[] False"
+
+
+def test_import_works_where_optional_packages_cannot_be_imported():
+    code = f"""
+import sys
+for name in {HEAVY!r}:
+    sys.modules[name] = None
+import torch_paged_attn
+print('fine')
+"""
+    assert python(code).strip() == "fine"
+
+
+def test_without_the_library_every_op_says_how_to_get_it():
+    code = """
+import torch, torch_paged_attn
+out = torch.zeros(1, 1, 1)
+lse = torch.zeros(1, 1)
+try:
+    torch_paged_attn.merge_states(out, lse, out, lse)
+except NotImplementedError as error:
+    print(error)
+print(torch_paged_attn.merge_states(*(t.to('meta') for t in (out, lse, out, lse)))[0].shape)
+"""
+    text = python(code, PAGED_ATTN_LIBRARY="/nonexistent/_C.abi3.so")
+    assert "paged_attn::merge_states" in text and "PAGED_ATTN_BUILD_CPP=1" in text
+    assert "torch.Size([1, 1, 1])" in text  # fakes need no library
+
+
+def test_report():
+    module = [sys.executable, "-m", "torch_paged_attn"]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    known = json.loads(subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout)
+    cpu = known["devices"]["cpu"]
+    assert cpu["backend"] == "cpu" and "flash_varlen" in cpu["ops"] and cpu["instruction_set"]
+    assert known["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    text = subprocess.run(module, capture_output=True, check=True, text=True, env=env).stdout
+    assert "paged_attn::reshape_and_cache.split" in text
+
+    env["PAGED_ATTN_LIBRARY"] = "/nonexistent/_C.abi3.so"
+    known = json.loads(subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout)
+    assert "PAGED_ATTN_BUILD_CPP=1" in known["devices"]["cpu"]["reason"]
+
+
+def test_an_instruction_set_that_is_not_there_is_a_clear_error():
+    code = "import torch, torch_paged_attn; print(torch.ops.paged_attn.cpu_isa())"
+    assert python(code, PAGED_ATTN_CPU_ISA="generic").strip() == "generic"
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PAGED_ATTN_CPU_ISA": "z80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert "z80" in done.stderr and "generic" in done.stderr
+
+
+# folder -> what its modules may import of ours
+MAY_IMPORT = {
+    "ops": ("ops", "backends.cpu"),
+    "reference": ("reference",),
+    "backends/cpu": ("backends.cpu", "ops", "planning", "tuning"),
+}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_run_one_way(folder):
+    for path in (PACKAGE / folder).rglob("*.py"):
+        for module in re.findall(r"(?:from|import) torch_paged_attn\.([\w.]+)", path.read_text()):
+            allowed = MAY_IMPORT[folder]
+            assert any(module == a or module.startswith(a + ".") for a in allowed), f"{path}: {module}"
+
+
+def test_types_are_shipped():
+    assert (PACKAGE / "py.typed").exists()

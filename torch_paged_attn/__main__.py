@@ -1,0 +1,75 @@
+"""`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op."""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import torch
+
+from torch_paged_attn import __version__
+from torch_paged_attn.ops import _library
+
+# device -> the dispatch key its tensors carry
+DEVICES = {"cpu": "CPU", "cuda / rocm": "CUDA", "tpu / neuron (torch_xla)": "XLA"}
+PACKAGES = ("torch", "triton", "jax", "nki", "transformers", "rich", "matplotlib")
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def answer(key: str) -> dict[str, Any]:
+    """Which backend answers on one dispatch key, or why none does."""
+    folder = _library.BACKENDS.get(key)
+    if folder is None:
+        return {"backend": None, "ops": [], "reason": "no backend for this device yet"}
+    reason = importlib.import_module(f"torch_paged_attn.backends.{folder}").load()
+    if reason is not None:
+        return {"backend": folder, "ops": [], "reason": reason}
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    ops = [name for name in _library.OPS if has(f"paged_attn::{name}", key)]
+    return {"backend": folder, "ops": ops, "reason": None}
+
+
+def report() -> dict[str, Any]:
+    """Everything this command knows."""
+    devices = {device: answer(key) for device, key in DEVICES.items()}
+    cpu = devices["cpu"]
+    if cpu["ops"]:
+        cpu["instruction_set"] = torch.ops.paged_attn.cpu_isa()
+    return {
+        "torch_paged_attn": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": {package: installed(package) for package in PACKAGES},
+        "devices": devices,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m torch_paged_attn", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    known = report()
+    if parser.parse_args().json:
+        print(json.dumps(known, indent=2))
+        return
+    print(f"torch_paged_attn {known['torch_paged_attn']}, Python {known['python']}, {known['machine']}")
+    print("packages  " + "  ".join(f"{p} {v or '-'}" for p, v in known["packages"].items()))
+    for device, found in known["devices"].items():
+        isa = f" ({found['instruction_set']})" if "instruction_set" in found else ""
+        print(f"\n{device}: {found['backend'] or 'none'}{isa}")
+        if found["reason"]:
+            print(f"  {found['reason']}")
+        for op in found["ops"]:
+            print(f"  paged_attn::{op}")
+
+
+if __name__ == "__main__":
+    main()
