@@ -1,0 +1,48 @@
+# make run    real text through the ops: embed and serve          make test   everything CI checks
+# make bench  the CPU ops beside their peers                     make thorough   fuzz for an hour
+# make sanitize   the fuzz suite under AddressSanitizer and UndefinedBehaviorSanitizer
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip install --quiet --constraint constraints.txt
+# installed afresh when a source of the kernels, or what is depended on, has changed
+BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
+
+.PHONY: install run test lint thorough sanitize bench clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: $(BUILT_FROM)
+	python3 -m venv $(VENV)
+	$(PIP) torch setuptools wheel numpy
+	PAGED_ATTN_BUILD_CPP=1 $(PIP) --no-build-isolation --editable '.[test,examples,bench,dev]'
+	touch $@
+
+run: install
+	$(PYTHON) examples/embed.py
+	$(PYTHON) examples/serve.py
+
+# The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
+test: install lint
+	$(PYTHON) -m torch_paged_attn
+	$(PYTHON) -m pytest tests
+	PAGED_ATTN_CPU_ISA=generic $(PYTHON) -m pytest tests/backends tests/properties
+
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+thorough: install
+	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest tests/properties
+
+sanitize: install
+	PYTHON=$(PYTHON) tools/sanitize.sh
+
+bench: install
+	PYTHON=$(PYTHON) benchmarks/get_peers.sh
+	$(PYTHON) benchmarks/run.py --backend cpu
+
+clean:
+	rm -rf $(VENV) build *.egg-info torch_paged_attn/*.so
