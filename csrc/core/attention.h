@@ -1,0 +1,99 @@
+// What one attention call works on: plain pointers and element strides, free of torch and of any ISA.
+#pragma once
+
+#include <stdint.h>
+
+#include "inline.h"
+
+namespace paged_attn {
+
+enum class DType : int32_t {
+  float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, boolean, int32, int64, unsupported
+};
+
+// int32 or float32 tensors are read through (up to) two strides; a stride of 0 broadcasts.
+template <class T>
+struct Strided {
+  const T* data = nullptr;
+  int64_t stride0 = 0, stride1 = 0;
+  PAGED_ATTN_INLINE explicit operator bool() const { return data != nullptr; }
+  PAGED_ATTN_INLINE T operator()(int64_t i, int64_t j = 0) const {
+    return data[i * stride0 + j * stride1];
+  }
+};
+
+// K or V, packed (page_size 0, token stride only) or paged.
+struct KeyValue {
+  const void* data;
+  int64_t stride_page, stride_head, stride_token;
+};
+
+// CSR layout over blocks of positions; present when crow is.
+struct BlockLayout {
+  const int32_t* crow = nullptr;
+  const int32_t* col = nullptr;
+  int64_t crow_batch, crow_head, crow_row;
+  int64_t col_batch, col_head, col_entry;
+  int64_t num_heads, rows, nnz;
+  int64_t q_block_size, k_block_size;
+};
+
+struct Dropout {
+  bool enabled = false;
+  uint32_t seed[2], offset;
+  uint32_t threshold;  // a probability is kept when its random word reaches the threshold
+  float keep_scale;
+};
+
+struct Attention {
+  DType q_dtype, kv_dtype, out_dtype, bias_dtype;
+  int64_t batch, total_q, num_heads, num_kv_heads, head_dim, head_dim_v;
+
+  const void* q;
+  int64_t q_stride_token, q_stride_head;
+  KeyValue k, v;
+  int64_t page_size;  // 0: packed
+
+  Strided<int32_t> cu_seqlens_q, cu_seqlens_k, seqused_k, block_table;
+  Strided<float> alibi_slopes, q_descale, k_descale, v_descale;  // (batch, head)
+  Strided<float> sinks;                                          // (head)
+  const float* out_scale;
+
+  const void* bias;
+  int64_t bias_stride_head, bias_stride_query, bias_stride_key;
+
+  float softmax_scale, softcap;
+  int64_t window_left, window_right;  // -1: unbounded; causal is a right side of 0
+  Dropout dropout;
+  BlockLayout layout;
+
+  // Heads that walk the keys together: a kv head's whole group, or one query head when a block
+  // layout gives every query head a row of its own.
+  int64_t num_groups, group_size;
+
+  void* out;           // (total_q, num_heads, head_dim_v), contiguous
+  float* lse;          // (num_heads, total_q), contiguous
+  float* partials;     // results of split sequences, waiting for the merge
+};
+
+// A piece of work: query tokens of one sequence x head groups x a range of its keys.
+struct Task {
+  int32_t sequence;
+  int32_t token_begin, token_end;
+  int32_t group_begin, group_end;
+  int32_t few_rows;             // which of the two engines runs it
+  int64_t part_begin, part_end;  // keys; with a block layout, entries of the layout row
+  int64_t partial;              // offset into Attention::partials, or -1: the result is final
+  int64_t cost;
+};
+
+// The splits of some query tokens under some head groups, merged in order into the output.
+struct MergeTask {
+  int32_t sequence;
+  int32_t token_begin, token_end;
+  int32_t group_begin, group_end;
+  int32_t num_splits;
+  int64_t partial, partial_stride;
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,154 @@
+// What stands between a dot product and the softmax: softcap, ALiBi, bias, and the masks.
+//
+// Dot products arrive already scaled: as logits in base 2 (times log2 e), or, under a softcap, as
+// logits over the cap. What leaves is a base-2 logit, -inf where the row may not look. Masks select,
+// they never add: a NaN under a mask is gone.
+#pragma once
+
+#include "paged_kv.h"
+#include "vec/convert.h"
+
+namespace {
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// One row of scores: a query token under one head.
+struct ScoreRow {
+  int64_t token, head;
+  int64_t position;
+  KeyRange visible;
+  float alibi_slope;  // times log2 e
+  const char* bias;   // of key 0, or null
+};
+
+PAGED_ATTN_INLINE float logit_scale(const Attention& a, const Sequence& s, int64_t kv_head) {
+  float scale = a.softmax_scale;
+  if (a.q_descale) scale *= a.q_descale(s.index, kv_head);
+  if (a.k_descale) scale *= a.k_descale(s.index, kv_head);
+  return a.softcap > 0 ? scale / a.softcap : scale * LOG2_E;
+}
+
+PAGED_ATTN_INLINE int64_t bias_bytes(const Attention& a) {
+  return a.bias_dtype == paged_attn::DType::boolean ? 1 : bytes_of(a.bias_dtype);
+}
+
+PAGED_ATTN_INLINE const char* bias_row(const Attention& a, const Sequence& s, int64_t token,
+                                       int64_t head) {
+  const int64_t element = head * a.bias_stride_head + (s.q_start + token) * a.bias_stride_query;
+  return (const char*)a.bias + element * bias_bytes(a);
+}
+
+PAGED_ATTN_INLINE ScoreRow score_row(const Attention& a, const Sequence& s, int64_t token,
+                                     int64_t head) {
+  ScoreRow row;
+  row.token = token;
+  row.head = head;
+  row.position = s.past + token;
+  row.visible = visible_keys(a, s, token);
+  row.alibi_slope = a.alibi_slopes ? a.alibi_slopes(s.index, head) * LOG2_E : 0.f;
+  row.bias = a.bias ? bias_row(a, s, token, head) : nullptr;
+  return row;
+}
+
+// Bias on keys [key, key + n), n <= W, as float32; a bool that masks reads as -inf.
+inline F load_bias(const Attention& a, const char* row, int64_t key, int n) {
+  const int64_t stride = a.bias_stride_key;
+  const char* p = row + key * stride * bias_bytes(a);
+  if (a.bias_dtype == paged_attn::DType::boolean) {
+    F x = {};
+    for (int i = 0; i < n; ++i) x[i] = p[i * stride] ? 0.f : -INFINITY;
+    return x;
+  }
+  F x = {};
+  with_type(a.bias_dtype, [&](auto tag) __attribute__((always_inline)) {
+    typedef typename decltype(tag)::type T;
+    if (stride == 1) {
+      x = load((const T*)p, n);
+    } else {
+      T gathered[W] = {};
+      for (int i = 0; i < n; ++i) gathered[i] = ((const T*)p)[i * stride];
+      x = load(gathered, W);
+    }
+  });
+  return x;
+}
+
+// Lanes of keys [key, key + W) that lie in the range.
+PAGED_ATTN_INLINE I lanes_in(KeyRange range, int64_t key) {
+  const F lane = lane_index();
+  const float begin = float(max64(min64(range.begin - key, W), 0));
+  const float end = float(max64(min64(range.end - key, W), 0));
+  return (I)(lane >= set1(begin)) & (I)(lane < set1(end));
+}
+
+inline F finish_logits(const Attention& a, const ScoreRow& row, int64_t key, F x) {
+  I keep = lanes_in(row.visible, key);
+  if (a.softcap > 0) x = tanh(x) * set1(a.softcap * LOG2_E);
+  if (row.alibi_slope != 0) {
+    // positions and keys are exact in float32 only as a difference
+    const F distance = abs(set1(float(row.position - key)) - lane_index());
+    x = fma(set1(-row.alibi_slope), distance, x);
+  }
+  if (row.bias) {
+    const int64_t first = max64(key, row.visible.begin), end = min64(key + W, row.visible.end);
+    if (first < end) {
+      F bias = {};
+      if (first == key) {
+        bias = load_bias(a, row.bias, key, int(end - key));
+      } else {
+        const F late = load_bias(a, row.bias, first, int(end - first));
+        for (int64_t j = first; j < end; ++j) bias[j - key] = late[j - first];
+      }
+      x = fma(bias, set1(LOG2_E), x);
+      keep &= (I)(bias != set1(-INFINITY));
+    }
+  }
+  return select(keep, x, set1(-INFINITY));
+}
+
+// Turns the dot products of columns [begin, end) of a row into masked logits, in place.
+PAGED_ATTN_INLINE void finish_row(const Attention& a, const ScoreRow& row, const KeyBlock& block,
+                                  int begin, int end, float* scores) {
+  const bool plain = !(a.softcap > 0) && row.alibi_slope == 0 && !row.bias;
+  for (int i = 0; i < block.num_segments; ++i) {
+    const Segment& segment = block.segments[i];
+    const int first = int(max64(segment.begin, begin)), last = int(min64(segment.end, end));
+    const int64_t shift = segment.key - segment.begin;
+    if (plain && row.visible.begin <= first + shift && row.visible.end >= last + shift) continue;
+    for (int c = first; c < last; c += W) {
+      const F x = load(scores + c);
+      if (!plain) {
+        store(scores + c, finish_logits(a, row, c + shift, x));
+      } else if (row.visible.begin > c + shift || row.visible.end < c + shift + W) {
+        store(scores + c, select(lanes_in(row.visible, c + shift), x, set1(-INFINITY)));
+      }
+    }
+  }
+}
+
+// A bias can hide a key from every row of a task; such a column borrows the value row of one that is
+// seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.
+inline bool borrow_hidden_values(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                                 KeyBlock& block) {
+  I seen[MAX_COLUMNS / W] = {};
+  for (int64_t token = task.token_begin; token < task.token_end; ++token)
+    for (int64_t g = 0; g < a.group_size; ++g) {
+      const ScoreRow row = score_row(a, s, token, task.group_begin * a.group_size + g);
+      for (int i = 0; i < block.num_segments; ++i) {
+        const Segment& segment = block.segments[i];
+        for (int c = segment.begin; c < segment.end; c += W) {
+          const F logits = finish_logits(a, row, segment.key + c - segment.begin, F{});
+          seen[c / W] |= (I)(logits != set1(-INFINITY));
+        }
+      }
+    }
+  int donor = -1;
+  for (int c = 0; c < block.num_columns && donor < 0; ++c)
+    if (seen[c / W][c % W]) donor = c;
+  if (donor < 0) return false;
+  for (int c = 0; c < block.num_columns; ++c)
+    if (!seen[c / W][c % W]) block.v_offset[c] = block.v_offset[donor];
+  return true;
+}
+
+}  // namespace

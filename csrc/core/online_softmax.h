@@ -1,0 +1,84 @@
+// The running softmax of a row over base-2 logits (FlashAttention-2, algorithm 1).
+#pragma once
+
+#include "mask.h"
+#include "philox.h"
+
+namespace {
+
+// Replaces the logits of columns [begin, end) by probabilities relative to the new maximum, and
+// returns the factor that brings earlier sums to it.
+PAGED_ATTN_INLINE float update_softmax(float* scores, int begin, int end, float& m, float& l) {
+  F top = set1(m);
+  for (int c = begin; c < end; c += W) top = max(top, load(scores + c));
+  const float m_new = reduce_max(top);
+  // a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
+  const float shift = m_new == -INFINITY ? 0.f : m_new;
+  F sum = {};
+  for (int c = begin; c < end; c += W) {
+    const F p = exp2(load(scores + c) - set1(shift));
+    sum += p;
+    store(scores + c, p);
+  }
+  const float rescale = m == m_new ? 1.f : exp2(m - shift);
+  l = l * rescale + reduce_add(sum);
+  m = m_new;
+  return rescale;
+}
+
+// Drops probabilities after they entered the sum.
+PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s, const ScoreRow& row,
+                                          const KeyBlock& block, int begin, int end, float* scores) {
+  for (int i = 0; i < block.num_segments; ++i) {
+    const Segment& segment = block.segments[i];
+    const int first = int(max64(segment.begin, begin)), last = int(min64(segment.end, end));
+    if (first < last)
+      apply_dropout(a.dropout, s.index, row.head, row.token, segment.key + first - segment.begin,
+                    scores + first, last - first);
+  }
+}
+
+// Mask, softmax and dropout of one row over columns [begin, end) of a block.
+PAGED_ATTN_INLINE float softmax_row(const Attention& a, const Sequence& s, const ScoreRow& row,
+                                    const KeyBlock& block, int begin, int end, float* scores,
+                                    float& m, float& l) {
+  finish_row(a, row, block, begin, end, scores);
+  const float rescale = update_softmax(scores, begin, end, m, l);
+  if (a.dropout.enabled) drop_probabilities(a, s, row, block, begin, end, scores);
+  return rescale;
+}
+
+// Normalises a finished accumulator and writes it out with its lse.
+inline void write_row(const Attention& a, const Sequence& s, int64_t token, int64_t head,
+                      const float* acc, float m, float l) {
+  float lse = l > 0 ? m * LN_2 + logf(l) : (l == 0 ? -INFINITY : l);
+  float factor = l == 0 ? 0.f : 1.f / l;
+  if (a.sinks) {
+    const float sink = a.sinks(head);
+    if (l == 0) {
+      lse = sink;
+    } else if (sink != -INFINITY) {
+      const float top = sink * LOG2_E > m ? sink * LOG2_E : m;
+      const float keys = exp2(m - top);
+      const float sum = l * keys + exp2(sink * LOG2_E - top);
+      lse = top * LN_2 + logf(sum);
+      factor = keys / sum;
+    }
+  }
+  const int64_t kv_head = head * a.num_kv_heads / a.num_heads;
+  if (a.v_descale) factor *= a.v_descale(s.index, kv_head);
+  const float out_scale = a.out_scale ? *a.out_scale : 1.f;
+  const int64_t row = s.q_start + token;
+  a.lse[head * a.total_q + row] = lse;
+  with_type(a.out_dtype, [&](auto tag) __attribute__((always_inline)) {
+    typedef typename decltype(tag)::type T;
+    T* out = (T*)a.out + (row * a.num_heads + head) * a.head_dim_v;
+    for (int64_t d = 0; d < a.head_dim_v; d += W) {
+      // a row without keys is 0 even if nothing ever wrote its accumulator
+      const F x = l == 0 ? F{} : load(acc + d) * set1(factor) / set1(out_scale);
+      store(out + d, x, int(min64(W, a.head_dim_v - d)));
+    }
+  });
+}
+
+}  // namespace

@@ -1,0 +1,140 @@
+// Walks the keys of a task in blocks of columns, and says where in memory each column's key lies.
+//
+// A block is made of segments, runs of consecutive keys. Segments start at multiples of ALIGN in both
+// keys and columns. A column that no query of the task may see borrows the address of one that may,
+// so kernels load whole vectors of columns without ever touching memory that is not theirs.
+#pragma once
+
+#include "seqlen_info.h"
+
+namespace {
+
+constexpr int ALIGN = 16;
+constexpr int MAX_COLUMNS = 128;
+
+struct Segment {
+  int64_t key;  // of the first column
+  int begin, end;
+};
+
+struct KeyBlock {
+  int num_columns, num_segments;
+  Segment segments[MAX_COLUMNS / ALIGN];
+  int64_t k_offset[MAX_COLUMNS], v_offset[MAX_COLUMNS];  // in elements; the head is added later
+};
+
+struct KeyWalk {
+  const Attention* attention;
+  const Sequence* sequence;
+  KeyRange visible;     // of all query tokens of the task
+  int64_t part, part_end;  // next key (dense) or layout entry, and the end of the task's share
+  int64_t next_key;     // within the current layout entry, -1 before it is entered
+  const int32_t* columns;
+  int max_columns;
+};
+
+PAGED_ATTN_INLINE const int32_t* layout_row(const paged_attn::BlockLayout& l, int64_t sequence,
+                                            int64_t head, int64_t row, int64_t* count) {
+  const int32_t* crow = l.crow + sequence * l.crow_batch + head * l.crow_head + row * l.crow_row;
+  *count = int64_t(crow[l.crow_row]) - crow[0];
+  return l.col + sequence * l.col_batch + head * l.col_head + crow[0] * l.col_entry;
+}
+
+PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
+                                    const paged_attn::Task& task, int max_columns) {
+  KeyWalk walk;
+  walk.attention = &a;
+  walk.sequence = &s;
+  walk.visible = visible_keys(a, s, task.token_begin, task.token_end - 1);
+  walk.max_columns = max_columns;
+  walk.columns = nullptr;
+  walk.part = task.part_begin;
+  walk.part_end = task.part_end;
+  walk.next_key = -1;
+  if (a.layout.crow) {
+    if (walk.visible.end == 0) {
+      walk.part_end = walk.part;
+      return walk;
+    }
+    // all tokens of a task share a layout row; negative positions have none and see nothing
+    const int64_t row = (s.past + task.token_end - 1) / a.layout.q_block_size;
+    const int64_t head = task.group_begin * a.layout.num_heads / a.num_groups;
+    int64_t count;
+    walk.columns = layout_row(a.layout, s.index, head, row, &count);
+  } else {
+    walk.part = max64(walk.part, walk.visible.begin);
+    walk.part_end = min64(walk.part_end, walk.visible.end);
+  }
+  return walk;
+}
+
+// Fills the columns of one segment with the addresses of keys [begin, end), seen from `key` on.
+PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64_t key, int columns,
+                                     KeyRange seen) {
+  const Attention& a = *walk.attention;
+  Segment& segment = block.segments[block.num_segments++];
+  segment.key = key;
+  segment.begin = block.num_columns;
+  segment.end = block.num_columns + columns;
+  int64_t* k_offset = block.k_offset + segment.begin;
+  int64_t* v_offset = block.v_offset + segment.begin;
+  const int head = int(seen.begin - key), tail = int(seen.end - key);
+  if (a.page_size == 0) {
+    const int64_t first = walk.sequence->k_start + key;
+    for (int c = head; c < tail; ++c) {
+      k_offset[c] = (first + c) * a.k.stride_token;
+      v_offset[c] = (first + c) * a.v.stride_token;
+    }
+  } else {
+    int64_t entry = seen.begin / a.page_size, slot = seen.begin % a.page_size;
+    for (int c = head; c < tail; ++entry, slot = 0) {
+      const int64_t page = a.block_table(walk.sequence->index, entry);
+      const int run = int(min64(tail - c, a.page_size - slot));
+      const int64_t k_first = page * a.k.stride_page + slot * a.k.stride_token;
+      const int64_t v_first = page * a.v.stride_page + slot * a.v.stride_token;
+      for (int i = 0; i < run; ++i) {
+        k_offset[c + i] = k_first + i * a.k.stride_token;
+        v_offset[c + i] = v_first + i * a.v.stride_token;
+      }
+      c += run;
+    }
+  }
+  for (int c = 0; c < head; ++c) k_offset[c] = k_offset[head], v_offset[c] = v_offset[head];
+  for (int c = tail; c < columns; ++c) {
+    k_offset[c] = k_offset[tail - 1];
+    v_offset[c] = v_offset[tail - 1];
+  }
+  block.num_columns = segment.end;
+}
+
+// Places as much of keys [key, end) as still fits; returns the first key left over.
+PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64_t key, int64_t end) {
+  const int64_t first = key / ALIGN * ALIGN;
+  const int columns =
+      int(min64(round_up(end - first, ALIGN), walk.max_columns - block.num_columns));
+  const int64_t stop = min64(end, first + columns);
+  place_segment(walk, block, first, columns, {key, stop});
+  return stop;
+}
+
+// The next block of the task, or false when there is none.
+inline bool next_block(KeyWalk& walk, KeyBlock& block) {
+  block.num_columns = block.num_segments = 0;
+  const Attention& a = *walk.attention;
+  if (!a.layout.crow) {
+    if (walk.part >= walk.part_end) return false;
+    walk.part = place_keys(walk, block, walk.part, walk.part_end);
+    return true;
+  }
+  const int64_t size = a.layout.k_block_size;
+  while (walk.part < walk.part_end && block.num_columns < walk.max_columns) {
+    const int64_t first = walk.columns[walk.part * a.layout.col_entry] * size;
+    const int64_t end = min64(first + size, walk.visible.end);
+    const int64_t key = walk.next_key >= 0 ? walk.next_key : max64(first, walk.visible.begin);
+    if (key < end) walk.next_key = place_keys(walk, block, key, end);
+    if (key >= end || walk.next_key >= end) ++walk.part, walk.next_key = -1;
+  }
+  return block.num_columns > 0;
+}
+
+}  // namespace

@@ -1,0 +1,49 @@
+// How the rows of a task enter an engine and leave it: row r of a group is query token r / group_size
+// of the task under the group's head r % group_size.
+#pragma once
+
+#include "online_softmax.h"
+
+namespace {
+
+// Rows of one group, scaled and widened; `to` has a row stride of whole vectors.
+inline void load_queries(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                         int64_t group, float* to, int64_t stride) {
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const F scale = set1(logit_scale(a, s, group * a.num_kv_heads / a.num_groups));
+  with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
+    typedef typename decltype(tag)::type T;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = s.q_start + task.token_begin + r / a.group_size;
+      const int64_t head = group * a.group_size + r % a.group_size;
+      const T* from = (const T*)a.q + token * a.q_stride_token + head * a.q_stride_head;
+      for (int64_t d = 0; d < a.head_dim; d += W) {
+        const int64_t n = a.head_dim - d;
+        store(to + r * stride + d, (n >= W ? load(from + d) : load(from + d, int(n))) * scale);
+      }
+    }
+  });
+}
+
+// Floats of one row in a partial result: the accumulator, m, l.
+PAGED_ATTN_INLINE int64_t partial_row_floats(const Attention& a) {
+  return round_up(a.head_dim_v, ALIGN) + 2;
+}
+
+// Row r of a group is final, or waits for the sequence's other splits.
+inline void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task, int64_t group,
+                   int64_t r, const float* acc, float m, float l) {
+  if (task.partial < 0) {
+    write_row(a, s, task.token_begin + r / a.group_size,
+              group * a.group_size + r % a.group_size, acc, m, l);
+    return;
+  }
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t floats = partial_row_floats(a);
+  float* to = a.partials + task.partial + ((group - task.group_begin) * rows + r) * floats;
+  memcpy(to, acc, a.head_dim_v * sizeof(float));
+  to[floats - 2] = m;
+  to[floats - 1] = l;
+}
+
+}  // namespace

@@ -1,0 +1,152 @@
+#include "schedule.h"
+
+#include <algorithm>
+
+#include "paged_kv.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int64_t FEW_ROWS = 16;      // a group's rows that are better served without packing keys
+constexpr int64_t TILE_FLOATS = 98304;  // of queries, accumulators and scores: well inside L2
+constexpr int64_t SPLIT_ROWS = 512;   // rows of a sequence above which tiles alone keep threads busy
+constexpr int64_t MAX_SPLITS = 32;
+
+int64_t power_of_two_below(int64_t x) {
+  int64_t p = 1;
+  while (2 * p <= x) p *= 2;
+  return p;
+}
+
+int64_t tile_tokens(const Attention& a) {
+  const int64_t rows = TILE_FLOATS / (a.head_dim + a.head_dim_v + 64);
+  const int64_t tokens = std::clamp<int64_t>(rows, 16, 256) / a.group_size;
+  const int64_t limit = a.layout.crow ? std::min<int64_t>(a.layout.q_block_size, 128) : 128;
+  return power_of_two_below(std::clamp<int64_t>(tokens, 1, limit));
+}
+
+// Token after the last one of the tile that starts at `token`. Under a block layout tiles end at
+// multiples of the tile in positions, so none crosses a layout row; negative positions stay apart.
+int64_t tile_end(const Attention& a, const Sequence& s, int64_t token, int64_t tokens) {
+  int64_t end = token + tokens;
+  if (a.layout.crow) {
+    const int64_t position = s.past + token;
+    end = position < 0 ? std::min(end, -s.past) : token + tokens - position % tokens;
+  }
+  return std::min(end, s.q_len);
+}
+
+// Cuts [begin, end) at multiples of `size`.
+struct Splits {
+  int64_t begin, end, size;
+  int64_t count() const { return end > begin ? (end - 1) / size - begin / size + 1 : 1; }
+};
+
+Splits split_keys(const Attention& a, const Sequence& s, const Task& task) {
+  const KeyRange keys = visible_keys(a, s, task.token_begin, task.token_end - 1);
+  Splits splits = {keys.begin, keys.end, 1};
+  int64_t unit = 1;
+  if (a.layout.crow) {
+    splits.begin = splits.end = 0;
+    if (keys.end > 0) {
+      unit = a.layout.k_block_size;
+      layout_row(a.layout, s.index, task.group_begin * a.layout.num_heads / a.num_groups,
+                 (s.past + task.token_end - 1) / a.layout.q_block_size, &splits.end);
+    }
+  }
+  const int64_t length = (splits.end - splits.begin) * unit;
+  const int64_t smallest = task.few_rows ? 512 : 2048;
+  const bool worth = s.q_len * a.num_heads <= SPLIT_ROWS;
+  const int64_t size = round_up(std::max(smallest, length / MAX_SPLITS), smallest);
+  splits.size = worth ? std::max<int64_t>(size / unit, 1) : std::max<int64_t>(splits.end, 1);
+  return splits;
+}
+
+// Adds the tasks of one tile under groups [task.group_begin, task.group_end).
+void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const Splits splits = split_keys(a, s, task);
+  const int64_t count = splits.count(), groups = task.group_end - task.group_begin;
+  const int64_t unit = a.layout.crow ? a.layout.k_block_size : 1;
+  const int64_t stride = groups * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+  if (count > 1) {
+    plan.merges.push_back({task.sequence, task.token_begin, task.token_end, task.group_begin,
+                           task.group_end, int32_t(count), plan.partial_floats, stride});
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    task.part_begin = std::max(splits.begin, (splits.begin / splits.size + i) * splits.size);
+    task.part_end = std::min(splits.end, (splits.begin / splits.size + i + 1) * splits.size);
+    const int64_t keys = std::max<int64_t>(task.part_end - task.part_begin, 0) * unit;
+    task.cost = rows * groups * (keys + ALIGN) * (a.head_dim + a.head_dim_v);
+    task.partial = -1;
+    if (count > 1) {
+      task.partial = plan.partial_floats;
+      plan.partial_floats += stride;
+    }
+    plan.tasks.push_back(task);
+  }
+}
+
+void add_sequence(const Attention& a, const Sequence& s, int64_t tokens, Plan& plan) {
+  // a bias hides keys, and a layout lists them, per head
+  const bool shared = a.bias == nullptr && (a.layout.crow == nullptr || a.layout.num_heads == 1);
+  for (int64_t token = 0, end; token < s.q_len; token = end) {
+    end = tile_end(a, s, token, tokens);
+    const int64_t rows = (end - token) * a.group_size;
+    const bool few = rows <= FEW_ROWS;
+    const int64_t step = few && shared ? a.num_groups : 1;
+    if (few)
+      plan.few_rows = std::max(plan.few_rows, rows), plan.few_groups = std::max(plan.few_groups, step);
+    else
+      plan.tile_rows = std::max(plan.tile_rows, rows);
+    for (int64_t group = 0; group < a.num_groups; group += step) {
+      add_splits(a, s,
+                 {int32_t(s.index), int32_t(token), int32_t(end), int32_t(group),
+                  int32_t(group + step), few, 0, 0, -1, 0},
+                 plan);
+    }
+  }
+}
+
+// Tasks that cover many heads are cut by heads until every thread has a few.
+void spread_heads(const Attention& a, int64_t threads, Plan& plan) {
+  const int64_t wanted = 4 * threads, have = int64_t(plan.tasks.size());
+  if (have == 0 || have >= wanted) return;
+  const int64_t pieces = (wanted + have - 1) / have;
+  for (int64_t i = 0; i < have; ++i) {
+    const Task task = plan.tasks[i];
+    const int64_t groups = task.group_end - task.group_begin;
+    const int64_t step = std::max<int64_t>(1, groups / pieces);
+    const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+    for (int64_t group = task.group_begin; group < task.group_end; group += step) {
+      Task piece = task;
+      piece.group_begin = int32_t(group);
+      piece.group_end = int32_t(std::min<int64_t>(group + step, task.group_end));
+      piece.cost = task.cost / groups * (piece.group_end - group);
+      if (task.partial >= 0)
+        piece.partial +=
+            (group - task.group_begin) * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+      if (group == task.group_begin)
+        plan.tasks[i] = piece;
+      else
+        plan.tasks.push_back(piece);
+    }
+  }
+}
+
+}  // namespace
+
+void make_plan(const Attention& a, int64_t threads, Plan& plan) {
+  plan.tasks.clear();
+  plan.merges.clear();
+  plan.partial_floats = plan.few_rows = plan.few_groups = plan.tile_rows = plan.cost = 0;
+  const int64_t tokens = tile_tokens(a);
+  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), tokens, plan);
+  for (const Task& task : plan.tasks) plan.cost += task.cost;
+  if (threads == 1 || plan.cost < WORTH_SHARING) return;
+  spread_heads(a, threads, plan);
+  std::sort(plan.tasks.begin(), plan.tasks.end(),
+            [](const Task& x, const Task& y) { return x.cost > y.cost; });
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,62 @@
+// Where a sequence's tokens and keys lie, and which keys a query may see.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+using paged_attn::Attention;
+
+struct Sequence {
+  int64_t index;
+  int64_t q_start, q_len;
+  int64_t k_start, k_len;  // k_start counts tokens of packed keys
+  int64_t past;            // position of query token 0; negative when there are fewer keys than queries
+};
+
+struct KeyRange {
+  int64_t begin, end;
+};
+
+PAGED_ATTN_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+PAGED_ATTN_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+PAGED_ATTN_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+PAGED_ATTN_INLINE Sequence sequence_at(const Attention& a, int64_t b) {
+  Sequence s;
+  s.index = b;
+  s.q_start = a.cu_seqlens_q(b);
+  s.q_len = int64_t(a.cu_seqlens_q(b + 1)) - s.q_start;
+  if (a.cu_seqlens_k) {
+    s.k_start = a.cu_seqlens_k(b);
+    s.k_len = int64_t(a.cu_seqlens_k(b + 1)) - s.k_start;
+  } else {
+    s.k_start = s.q_start;
+    s.k_len = s.q_len;
+  }
+  if (a.seqused_k) s.k_len = a.seqused_k(b);
+  s.past = s.k_len - s.q_len;
+  return s;
+}
+
+// Keys that query tokens [first, last] of a sequence may see, whatever a bias or a layout hides.
+// Every key of the range is seen by at least one of the tokens.
+PAGED_ATTN_INLINE KeyRange visible_keys(const Attention& a, const Sequence& s, int64_t first,
+                                        int64_t last) {
+  int64_t first_position = s.past + first, last_position = s.past + last;
+  if (a.layout.crow) {  // a block layout has no row for a negative position
+    if (last_position < 0) return {0, 0};
+    first_position = max64(first_position, 0);
+  }
+  KeyRange keys = {0, s.k_len};
+  if (a.window_left >= 0) keys.begin = max64(0, first_position - a.window_left);
+  if (a.window_right >= 0) keys.end = min64(s.k_len, last_position + a.window_right + 1);
+  if (keys.end <= keys.begin) return {0, 0};
+  return keys;
+}
+
+PAGED_ATTN_INLINE KeyRange visible_keys(const Attention& a, const Sequence& s, int64_t token) {
+  return visible_keys(a, s, token, token);
+}
+
+}  // namespace

@@ -1,0 +1,43 @@
+// What reshape_and_cache and merge_states work on.
+#pragma once
+
+#include "attention.h"
+
+namespace paged_attn {
+
+// New keys or values on their way into a cache.
+struct CacheWrite {
+  const void* from;
+  int64_t from_stride_token, from_stride_head;
+  void* to;
+  int64_t to_stride_page, to_stride_head, to_stride_token;
+  DType from_dtype, to_dtype;
+  int64_t head_dim;
+  Strided<float> scale;  // (1, head)
+};
+
+struct ReshapeAndCache {
+  CacheWrite key, value;
+  const void* slots;
+  int64_t slot_stride;
+  bool slots_are_int64;
+  int64_t num_tokens, num_heads, page_size;
+  // a worker takes the slots of its own residue, so two tokens for one slot never race
+  int64_t workers;
+};
+
+struct MergeStates {
+  struct Part {
+    const void* out;
+    int64_t stride_token, stride_head, stride_dim;
+    const float* lse;
+    int64_t lse_stride_head, lse_stride_token;
+  };
+  DType dtype;
+  int64_t total_q, num_heads, head_dim_v;
+  Part a, b;
+  void* out;   // contiguous
+  float* lse;  // contiguous
+};
+
+}  // namespace paged_attn

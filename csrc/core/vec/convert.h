@@ -1,0 +1,122 @@
+// Element types: how each is read into float32 lanes and written back (nearest even; the 8-bit ones
+// saturate to their finite range).
+#pragma once
+
+#include "../attention.h"
+#include "vec.h"
+
+namespace {
+
+struct bfloat16 { uint16_t raw; };
+struct float16 { uint16_t raw; };
+struct float8_e4m3fn { uint8_t raw; };
+struct float8_e5m2 { uint8_t raw; };
+
+PAGED_ATTN_INLINE U16 load_raw(const uint16_t* p) {
+  U16 x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+PAGED_ATTN_INLINE U8 load_raw(const uint8_t* p) {
+  U8 x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+PAGED_ATTN_INLINE F to_float(const bfloat16*, U16 x) {
+  return as_float(__builtin_convertvector(x, U) << 16);
+}
+PAGED_ATTN_INLINE F to_float(const float16*, U16 x) { return half_to_float(x); }
+PAGED_ATTN_INLINE F to_float(const float8_e4m3fn*, U8 x) { return e4m3_to_float(x); }
+// an e5m2 is the upper half of a float16
+PAGED_ATTN_INLINE F to_float(const float8_e5m2*, U8 x) {
+  return half_to_float(__builtin_convertvector(x, U16) << 8);
+}
+PAGED_ATTN_INLINE F to_float(const int8_t*, U8 x) {
+  typedef int8_t I8 __attribute__((vector_size(W)));
+  return __builtin_convertvector(__builtin_convertvector((I8)x, I), F);
+}
+
+template <int BYTES> struct RawOf;
+template <> struct RawOf<1> { typedef uint8_t type; };
+template <> struct RawOf<2> { typedef uint16_t type; };
+
+// W elements; with `n`, the first n of them and zeros, touching no memory beyond.
+template <class T>
+PAGED_ATTN_INLINE F load(const T* p) {
+  return to_float(p, load_raw((const typename RawOf<sizeof(T)>::type*)p));
+}
+template <class T>
+PAGED_ATTN_INLINE F load(const T* p, int n) {
+  return to_float(p, load_raw((const typename RawOf<sizeof(T)>::type*)p, n));
+}
+
+// An 8-bit float of MANTISSA bits: the largest finite value, the exponent's bias, the code of NaN.
+template <int MANTISSA, int BIAS>
+PAGED_ATTN_INLINE U8 to_float8(F x, float largest) {
+  constexpr int DROP = 23 - MANTISSA;
+  const U sign = bits(x) & 0x80000000u;
+  const F magnitude = min(set1(largest), as_float(bits(x) ^ sign));
+  const U m = bits(magnitude);
+  // a power of two whose unit in the last place is the smallest subnormal rounds to a multiple of it
+  const U round_bits = U{} + (uint32_t)((127 - BIAS + 1 - MANTISSA + 23) << 23);
+  const U subnormal = bits(magnitude + as_float(round_bits)) - round_bits;
+  const U rounded = m + ((1u << (DROP - 1)) - 1) + (m >> DROP & 1u);
+  const U normal = (rounded >> DROP) - ((127u - BIAS) << MANTISSA);
+  U code = select((I)(m < (uint32_t)((127 - BIAS + 1) << 23)), subnormal, normal);
+  code = select((I)(x != x), U{} + 0x7fu, code);
+  return __builtin_convertvector(code | sign >> 24, U8);
+}
+
+PAGED_ATTN_INLINE U16 from_float(const bfloat16*, F x) {
+  const U u = bits(x);
+  const U rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
+  return __builtin_convertvector(select((I)(x != x), U{} + 0x7fc0u, rounded), U16);
+}
+PAGED_ATTN_INLINE U16 from_float(const float16*, F x) { return float_to_half(x); }
+PAGED_ATTN_INLINE U8 from_float(const float8_e4m3fn*, F x) { return to_float8<3, 7>(x, 448.f); }
+PAGED_ATTN_INLINE U8 from_float(const float8_e5m2*, F x) { return to_float8<2, 15>(x, 57344.f); }
+PAGED_ATTN_INLINE U8 from_float(const int8_t*, F x) {
+  x = x == x ? x : F{};
+  const F clamped = min(set1(127.f), max(set1(-128.f), x));
+  return __builtin_convertvector(__builtin_convertvector(round(clamped), I), U8);
+}
+PAGED_ATTN_INLINE F from_float(const float*, F x) { return x; }
+
+template <class T>
+PAGED_ATTN_INLINE void store(T* p, F x, int n) {
+  const auto raw = from_float(p, x);
+  if (n == W)
+    memcpy(p, &raw, sizeof raw);
+  else
+    memcpy(p, &raw, n * sizeof(T));
+}
+
+template <class T> struct TypeTag { typedef T type; };
+
+// Calls f(TypeTag<element type>) for a dtype that q, k, v or an output may have.
+template <class Function>
+PAGED_ATTN_INLINE void with_type(paged_attn::DType dtype, Function f) {
+  using paged_attn::DType;
+  switch (dtype) {
+    case DType::float32: return f(TypeTag<float>());
+    case DType::bfloat16: return f(TypeTag<bfloat16>());
+    case DType::float16: return f(TypeTag<float16>());
+    case DType::float8_e4m3fn: return f(TypeTag<float8_e4m3fn>());
+    case DType::float8_e5m2: return f(TypeTag<float8_e5m2>());
+    case DType::int8: return f(TypeTag<int8_t>());
+    default: return;
+  }
+}
+
+PAGED_ATTN_INLINE int64_t bytes_of(paged_attn::DType dtype) {
+  using paged_attn::DType;
+  switch (dtype) {
+    case DType::float32: return 4;
+    case DType::bfloat16:
+    case DType::float16: return 2;
+    default: return 1;
+  }
+}
+
+}  // namespace

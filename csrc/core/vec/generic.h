@@ -1,0 +1,90 @@
+// Any processor GCC or clang knows: 4 lanes, plain vector arithmetic.
+#pragma once
+
+namespace {
+
+// 4 x 2 accumulators fit the 16 registers that every 64-bit ISA has.
+constexpr int TILE_ROWS = 4, TILE_VECS = 2;
+
+PAGED_ATTN_INLINE F fma(F a, F b, F c) { return a * b + c; }
+PAGED_ATTN_INLINE F max(F bound, F x) { return x < bound ? bound : x; }
+PAGED_ATTN_INLINE F min(F bound, F x) { return x > bound ? bound : x; }
+// adding 1.5 * 2^23 leaves no bits below one
+PAGED_ATTN_INLINE F round(F x) { return (x + set1(12582912.f)) - set1(12582912.f); }
+// results below the normal range are 0
+PAGED_ATTN_INLINE F scale_by_power(F x, F n) {
+  // 2^128 is past the exponent field; scaling twice by half the power reaches it
+  const I power = __builtin_convertvector(n, I);
+  const I half = power >> 1;
+  const F y = x * as_float((U)(half + 127) << 23) * as_float((U)(power - half + 127) << 23);
+  return n < set1(-125.f) ? F{} : y;
+}
+PAGED_ATTN_INLINE float reduce_max(F x) {
+  float m = x[0];
+  for (int i = 1; i < W; ++i) m = x[i] < m ? m : x[i];
+  return m;
+}
+PAGED_ATTN_INLINE float reduce_add(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+
+template <class T>
+PAGED_ATTN_INLINE auto load_raw_as(T& x, const void* p, int bytes) {
+  x = T{};
+  memcpy(&x, p, bytes);
+  return x;
+}
+PAGED_ATTN_INLINE U16 load_raw(const uint16_t* p, int n) {
+  U16 x;
+  return load_raw_as(x, p, 2 * n);
+}
+PAGED_ATTN_INLINE U8 load_raw(const uint8_t* p, int n) {
+  U8 x;
+  return load_raw_as(x, p, n);
+}
+PAGED_ATTN_INLINE F load(const float* p, int n) {
+  F x;
+  return load_raw_as(x, p, 4 * n);
+}
+
+// A narrow float's bits, moved to a float32's place, read 2^(127 - bias) too small.
+PAGED_ATTN_INLINE F half_to_float(U16 h) {
+  const U x = __builtin_convertvector(h, U);
+  const U magnitude = x & 0x7fffu;
+  const U value = bits(as_float(magnitude << 13) * set1(0x1p112f));
+  const U special = magnitude << 13 | 0x7f800000u;
+  return as_float(select((I)(magnitude >= 0x7c00u), special, value) | (x & 0x8000u) << 16);
+}
+PAGED_ATTN_INLINE U16 float_to_half(F f) {
+  const U sign = bits(f) & 0x80000000u;
+  const U x = bits(f) ^ sign;
+  // below the normal range the sum with 1/2 holds the rounded multiple of 2^-24 in its low bits
+  const U subnormal = bits(as_float(x) + set1(0.5f)) - 0x3f000000u;
+  const U normal = ((x + 0xfffu + (x >> 13 & 1u)) >> 13) - (112u << 10);
+  U h = select((I)(x < 0x38800000u), subnormal, normal);
+  h = select((I)(x >= 0x477ff000u), U{} + 0x7c00u, h);
+  h = select((I)(x > 0x7f800000u), U{} + 0x7e00u, h);
+  return __builtin_convertvector(h | sign >> 16, U16);
+}
+PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
+  const U x = __builtin_convertvector(raw, U);
+  const U value = bits(as_float((x & 0x7fu) << 20) * set1(0x1p120f));
+  return as_float(select((I)((x & 0x7fu) == 0x7fu), U{} + 0x7fc00000u, value) | (x & 0x80u) << 24);
+}
+
+// Transposes W vectors of W lanes.
+PAGED_ATTN_INLINE void transpose(F* rows) {
+  for (int i = 0; i < W; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float x = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = x;
+    }
+}
+
+// Lane i of the result is the sum over the lanes of x[i].
+PAGED_ATTN_INLINE F sum_lanes(const F* x) {
+  F sums;
+  for (int i = 0; i < W; ++i) sums[i] = reduce_add(x[i]);
+  return sums;
+}
+
+}  // namespace

@@ -1,0 +1,44 @@
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace paged_attn {
+namespace {
+
+// From the slowest to the fastest.
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> tables = {&kernels_generic};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    tables.push_back(&kernels_avx512);
+#endif
+  return tables;
+}
+
+const Kernels& choose() {
+  const std::vector<const Kernels*> tables = available();
+  const char* name = std::getenv("PAGED_ATTN_CPU_ISA");
+  if (name == nullptr || *name == '\0') return *tables.back();
+  std::string names;
+  for (const Kernels* table : tables) {
+    if (std::string(name) == table->name) return *table;
+    names += names.empty() ? table->name : std::string(", ") + table->name;
+  }
+  throw std::runtime_error("paged_attn: PAGED_ATTN_CPU_ISA=" + std::string(name) +
+                           " is not available here; this machine and build have: " + names);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace paged_attn

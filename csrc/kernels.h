@@ -1,0 +1,28 @@
+// The kernels of one ISA, as a table: the library holds one per ISA and picks at run time.
+#pragma once
+
+#include "core/attention.h"
+#include "core/tokens.h"
+
+namespace paged_attn {
+
+struct Kernels {
+  const char* name;
+  // float32 scratch that `attend` needs for tasks of at most this many rows (a group's) and groups
+  int64_t (*workspace_floats)(const Attention&, int64_t few_rows, int64_t groups, int64_t tile_rows);
+  void (*attend)(const Attention&, const Task&, float* workspace);
+  void (*merge_splits)(const Attention&, const MergeTask&, float* head_dim_v_floats);
+  void (*reshape_and_cache)(const ReshapeAndCache&, int64_t worker);
+  void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
+};
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx512;
+#endif
+
+// The best ISA this processor has, or the one that PAGED_ATTN_CPU_ISA names; throws
+// std::runtime_error when that one cannot run here.
+const Kernels& kernels();
+
+}  // namespace paged_attn

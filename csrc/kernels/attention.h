@@ -1,0 +1,53 @@
+// The attention kernels as the rest of the library calls them.
+#pragma once
+
+#include "attention_rows.h"
+#include "attention_tile.h"
+
+namespace {
+
+int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
+  const int64_t few = few_rows ? rows_workspace(a, few_rows, groups, nullptr).floats : 0;
+  const int64_t tile = tile_rows ? tile_workspace(a, tile_rows, nullptr).floats : 0;
+  return max64(few, tile);
+}
+
+void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
+  const Sequence s = sequence_at(a, task.sequence);
+  if (task.few_rows)
+    attend_rows(a, s, task, workspace);
+  else
+    attend_tile(a, s, task, workspace);
+}
+
+// Adds up the splits of a sequence in their order, row by row.
+void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* acc) {
+  const Sequence s = sequence_at(a, task.sequence);
+  const int64_t heads = (task.group_end - task.group_begin) * a.group_size;
+  const int64_t rows = (task.token_end - task.token_begin) * heads;
+  const int64_t floats = partial_row_floats(a), width = round_up(a.head_dim_v, W);
+  const int64_t group_rows = (task.token_end - task.token_begin) * a.group_size;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* part = a.partials + task.partial + r * floats;
+    float m = -INFINITY, l = 0;
+    for (int i = 0; i < task.num_splits; ++i) {
+      const float part_m = part[i * task.partial_stride + floats - 2];
+      m = part_m > m ? part_m : m;
+    }
+    memset(acc, 0, width * sizeof(float));
+    for (int i = 0; i < task.num_splits; ++i) {
+      const float* from = part + i * task.partial_stride;
+      const float part_l = from[floats - 1];
+      if (part_l == 0) continue;
+      const float weight = exp2(from[floats - 2] - m);
+      l += part_l * weight;
+      for (int64_t d = 0; d < a.head_dim_v; d += W)
+        store(acc + d, fma(load(from + d), set1(weight), load(acc + d)));
+    }
+    const int64_t group = task.group_begin + r / group_rows, in_group = r % group_rows;
+    write_row(a, s, task.token_begin + in_group / a.group_size,
+              group * a.group_size + in_group % a.group_size, acc, m, l);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,222 @@
+// Few query rows (decode): keys and values are read in place, once, in the order of memory.
+//
+// A task covers a range of keys for several head groups: 16 keys at a time for every head, so that a
+// page is read whole in either layout, while the next 16 are prefetched line by line (a burst of
+// prefetches would be dropped). The rows of a group share each load and each conversion.
+#pragma once
+
+#include "../core/query_rows.h"
+
+namespace {
+
+constexpr int ROW_COLUMNS = 64;  // keys per softmax update
+constexpr int CACHE_LINE = 64;
+
+// Where the keys to come lie: a prefetch address per key of the chunk at hand.
+struct Ahead {
+  const char* base;
+  const int64_t* offset;
+  int element_bytes;
+  PAGED_ATTN_INLINE void fetch(int column, int64_t byte) const {
+    __builtin_prefetch(base + offset[column] * element_bytes + byte, 0, 2);
+  }
+};
+
+// scores (rows, ALIGN columns) = q (rows, head_dim) . k; ROWS x KEYS dot products at a time, so that
+// their W accumulators are summed over the lanes in one transpose
+template <class T, int ROWS>
+inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, const float* q,
+                     int64_t stride_q, int64_t rows, int64_t head_dim, float* scores) {
+  constexpr int KEYS = W / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
+  for (int c = 0; c < ALIGN; c += KEYS) {
+    const T* key[KEYS];
+    for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      F acc[ROWS * KEYS] = {};
+      const float* x = q + r * stride_q;
+      const auto step = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
+        F row[ROWS];
+#pragma GCC unroll 4
+        for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < KEYS; ++j) {
+          const F y = load_key(key[j] + d);
+#pragma GCC unroll 4
+          for (int i = 0; i < ROWS; ++i) acc[i * KEYS + j] = fma(y, row[i], acc[i * KEYS + j]);
+        }
+      };
+      int64_t d = 0;
+      for (; d + W <= head_dim; d += W) {
+        if (r == 0 && d % PER_LINE == 0)
+          for (int j = 0; j < KEYS; ++j) ahead.fetch(c + j, d * int(sizeof(T)));
+        step(d, [](const T* p) __attribute__((always_inline)) { return load(p); });
+      }
+      if (d < head_dim) {
+        const int n = int(head_dim - d);
+        step(d, [n](const T* p) __attribute__((always_inline)) { return load(p, n); });
+      }
+      float sums[W];
+      store(sums, sum_lanes(acc));
+      for (int i = 0; i < ROWS; ++i)
+        memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
+    }
+  }
+}
+
+// acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); `n` lanes of a last vector
+template <class T, int ROWS, int VECS, bool WHOLE>
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, const Ahead& ahead, bool prefetch,
+                                  int64_t d, int n, const float* p, float* acc, int64_t stride_acc) {
+  F sum[ROWS][VECS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + d + j * W);
+  for (int c = 0; c < ALIGN; ++c) {
+    const T* row = v + offset[c] + d;
+    if (prefetch)
+      for (int b = 0; b < VECS * W * int(sizeof(T)); b += CACHE_LINE)
+        ahead.fetch(c, d * int(sizeof(T)) + b);
+    F x[VECS];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j) x[j] = WHOLE ? load(row + j * W) : load(row + j * W, n);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      const F weight = set1(p[r * ROW_COLUMNS + c]);
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; ++j) sum[r][j] = fma(x[j], weight, sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j) store(acc + r * stride_acc + d + j * W, sum[r][j]);
+}
+
+template <class T, int ROWS>
+inline void weigh_values(const T* v, const int64_t* offset, const Ahead& ahead, const float* p,
+                         int64_t rows, int64_t head_dim, float* acc, int64_t stride_acc) {
+  constexpr int VECS = 4;
+  for (int64_t r = 0; r < rows; r += ROWS) {
+    const float* weights = p + r * ROW_COLUMNS;
+    float* to = acc + r * stride_acc;
+    int64_t d = 0;
+    for (; d + VECS * W <= head_dim; d += VECS * W)
+      add_values<T, ROWS, VECS, true>(v, offset, ahead, r == 0, d, W, weights, to, stride_acc);
+    for (; d + W <= head_dim; d += W)
+      add_values<T, ROWS, 1, true>(v, offset, ahead, r == 0, d, W, weights, to, stride_acc);
+    if (d < head_dim)
+      add_values<T, ROWS, 1, false>(v, offset, ahead, r == 0, d, int(head_dim - d), weights, to,
+                                    stride_acc);
+  }
+}
+
+struct RowsWorkspace {
+  int64_t rows;  // of a group, rounded up to whole register blocks
+  int64_t stride_q, stride_acc;
+  float *q, *acc, *m, *l, *scores;
+  int64_t floats;
+};
+
+PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows, int64_t groups,
+                                               float* memory) {
+  RowsWorkspace w;
+  float* const start = memory;
+  const auto take = [&](int64_t floats) __attribute__((always_inline)) {
+    float* p = memory;
+    memory += round_up(floats, 16);
+    return p;
+  };
+  w.rows = rows <= 2 ? rows : round_up(rows, 4);
+  w.stride_q = round_up(a.head_dim, W);
+  w.stride_acc = round_up(a.head_dim_v, W);
+  w.q = take(groups * w.rows * w.stride_q);
+  w.acc = take(groups * w.rows * w.stride_acc);
+  w.m = take(groups * w.rows);
+  w.l = take(groups * w.rows);
+  w.scores = take(groups * w.rows * ROW_COLUMNS);
+  w.floats = memory - start;
+  return w;
+}
+
+// One block of keys for every group of the task.
+template <class T, int ROWS>
+inline void attend_rows_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                              const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
+  const int groups = task.group_end - task.group_begin;
+  const int columns = block.num_columns;
+  const auto head_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
+    const int64_t kv_head = int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
+    return (const T*)x.data + kv_head * x.stride_head;
+  };
+  for (int c = 0; c < columns; c += ALIGN) {
+    // after the last keys of a block come its first values
+    const bool last = c + ALIGN >= columns;
+    for (int g = 0; g < groups; ++g) {
+      const T* k = head_of(a.k, g);
+      const Ahead ahead = {(const char*)(last ? head_of(a.v, g) : k),
+                           last ? block.v_offset : block.k_offset + c + ALIGN, int(sizeof(T))};
+      dot_keys<T, ROWS>(k, block.k_offset + c, ahead, w.q + g * w.rows * w.stride_q, w.stride_q,
+                        w.rows, a.head_dim, w.scores + g * w.rows * ROW_COLUMNS + c);
+    }
+  }
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  for (int g = 0; g < groups; ++g)
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t i = g * w.rows + r;
+      const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
+                                     (task.group_begin + g) * a.group_size + r % a.group_size);
+      const float rescale =
+          softmax_row(a, s, row, block, 0, columns, w.scores + i * ROW_COLUMNS, w.m[i], w.l[i]);
+      if (rescale == 1) continue;
+      float* acc = w.acc + i * w.stride_acc;
+      for (int64_t d = 0; d < w.stride_acc; d += W) store(acc + d, load(acc + d) * set1(rescale));
+    }
+  for (int c = 0; c < columns; c += ALIGN) {
+    const bool last = c + ALIGN >= columns;
+    for (int g = 0; g < groups; ++g) {
+      const T* v = head_of(a.v, g);
+      const Ahead ahead = {(const char*)(last ? head_of(a.k, g) : v),
+                           last ? next.k_offset : block.v_offset + c + ALIGN, int(sizeof(T))};
+      weigh_values<T, ROWS>(v, block.v_offset + c, ahead, w.scores + g * w.rows * ROW_COLUMNS + c,
+                            w.rows, a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
+    }
+  }
+}
+
+inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                        float* memory) {
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int groups = task.group_end - task.group_begin;
+  const RowsWorkspace w = rows_workspace(a, rows, groups, memory);
+  memset(w.q, 0, groups * w.rows * w.stride_q * sizeof(float));
+  memset(w.acc, 0, groups * w.rows * w.stride_acc * sizeof(float));
+  for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
+  for (int g = 0; g < groups; ++g)
+    load_queries(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
+
+  KeyBlock blocks[2];
+  KeyWalk walk = walk_keys(a, s, task, ROW_COLUMNS);
+  bool more = next_block(walk, blocks[0]);
+  for (int i = 0; more; i ^= 1) {
+    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
+    more = next_block(walk, next);
+    if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
+    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+      typedef typename decltype(tag)::type T;
+      const KeyBlock& upcoming = more ? next : block;
+      switch (w.rows) {
+        case 1: return attend_rows_block<T, 1>(a, s, task, block, upcoming, w);
+        case 2: return attend_rows_block<T, 2>(a, s, task, block, upcoming, w);
+        default: return attend_rows_block<T, 4>(a, s, task, block, upcoming, w);
+      }
+    });
+  }
+  for (int g = 0; g < groups; ++g)
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t i = g * w.rows + r;
+      finish(a, s, task, task.group_begin + g, r, w.acc + i * w.stride_acc, w.m[i], w.l[i]);
+    }
+}
+
+}  // namespace

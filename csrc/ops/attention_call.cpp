@@ -1,0 +1,83 @@
+#include "attention_call.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "../core/schedule.h"
+#include "../core/seqlen_info.h"
+#include "../kernels.h"
+#include "scratch.h"
+
+namespace paged_attn {
+namespace {
+
+int64_t bytes_of(DType dtype) {
+  return dtype == DType::float32 ? 4 : dtype <= DType::float16 ? 2 : 1;
+}
+
+// Rows past the last sequence: out 0 (all zero bits in every dtype), lse -inf.
+void fill_padding(const Attention& a) {
+  const int64_t used = a.cu_seqlens_q(a.batch), padding = a.total_q - used;
+  if (padding == 0) return;
+  const int64_t row_bytes = a.num_heads * a.head_dim_v * bytes_of(a.out_dtype);
+  std::memset(static_cast<char*>(a.out) + used * row_bytes, 0, padding * row_bytes);
+  for (int64_t h = 0; h < a.num_heads; ++h)
+    for (int64_t t = used; t < a.total_q; ++t) a.lse[h * a.total_q + t] = -INFINITY;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> run_attention(Attention& a) {
+  Tensor out = empty_tensor({a.total_q, a.num_heads, a.head_dim_v}, a.out_dtype);
+  Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
+  a.out = out.mutable_data_ptr();
+  a.lse = static_cast<float*>(lse.mutable_data_ptr());
+  fill_padding(a);
+
+  static thread_local Plan plan;
+  static thread_local Scratch partials, workspace;
+  const int64_t threads = torch::stable::get_num_threads();
+  make_plan(a, threads, plan);
+  a.partials = partials.floats(plan.partial_floats);
+  if (plan.partial_floats > 0 && a.partials == nullptr) throw std::bad_alloc();
+
+  const Kernels& isa = kernels();
+  const int64_t floats =
+      isa.workspace_floats(a, plan.few_rows, plan.few_groups, plan.tile_rows);
+  const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
+  // `plan` is this thread's own; the others must see this one and not theirs
+  const Plan& work = plan;
+  run_tasks(int64_t(work.tasks.size()), workers, [&](int64_t i) {
+    float* memory = workspace.floats(floats);
+    if (memory != nullptr) isa.attend(a, work.tasks[i], memory);
+    return memory != nullptr;
+  });
+  run_tasks(int64_t(work.merges.size()), workers, [&](int64_t i) {
+    float* memory = workspace.floats(round_up(a.head_dim_v, 16));
+    if (memory != nullptr) isa.merge_splits(a, work.merges[i], memory);
+    return memory != nullptr;
+  });
+  return {out, lse};
+}
+
+Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype) {
+  int64_t strides[4], stride = 1;
+  for (int64_t i = int64_t(shape.size()) - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape.begin()[i] > 0 ? shape.begin()[i] : 1;
+  }
+  int32_t code;
+  switch (dtype) {
+    case DType::bfloat16: code = aoti_torch_dtype_bfloat16(); break;
+    case DType::float16: code = aoti_torch_dtype_float16(); break;
+    case DType::float8_e4m3fn: code = aoti_torch_dtype_float8_e4m3fn(); break;
+    case DType::float8_e5m2: code = aoti_torch_dtype_float8_e5m2(); break;
+    default: code = aoti_torch_dtype_float32();
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.begin(), strides, code, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,257 @@
+// The rules of the contract as conditions, without words: ops/checks.py has those.
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include <cmath>
+#include <vector>
+
+#include "../core/paged_kv.h"
+#include "attention_call.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int64_t FAR = int64_t(1) << 40;  // wider than any window that can matter
+
+bool is_query_type(DType d) { return d <= DType::float8_e5m2; }
+bool is_float(DType d) { return d <= DType::float16; }
+bool is_float8(DType d) { return d == DType::float8_e4m3fn || d == DType::float8_e5m2; }
+
+bool is_descale(const TensorView& t, int64_t batch, int64_t heads) {
+  return !t || (t.is(DType::float32) &&
+                (t.dim == 0 || t.has_shape({heads}) || t.has_shape({batch, heads})));
+}
+
+bool on_cpu(const AttentionArguments& x) {
+  for (const TensorView* t :
+       {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.seqused_k, &x.block_table, &x.attn_bias,
+        &x.alibi_slopes, &x.sinks, &x.q_descale, &x.k_descale, &x.v_descale, &x.out_scale, &x.rng_state,
+        &x.crow_indices, &x.col_indices})
+    if (!t->on_cpu) return false;
+  return true;
+}
+
+bool accept_shapes(const AttentionArguments& x, Attention& a) {
+  const bool paged = bool(x.block_table);
+  const int64_t kv_dim = paged ? 4 : 3;
+  if (x.q.dim != 3 || x.k.dim != kv_dim || x.v.dim != kv_dim) return false;
+  if (!is_query_type(x.q.dtype) || x.v.dtype != x.k.dtype) return false;
+  if (x.k.dtype != x.q.dtype && !is_float8(x.k.dtype) && !x.k.is(DType::int8)) return false;
+  for (int64_t i = 0; i + 1 < kv_dim; ++i)
+    if (x.v.size(i) != x.k.size(i)) return false;
+  a.total_q = x.q.size(0);
+  a.num_heads = x.q.size(1);
+  a.head_dim = x.q.size(2);
+  a.num_kv_heads = x.k.size(1);
+  a.head_dim_v = x.v.last();
+  a.page_size = paged ? x.k.size(2) : 0;
+  if (a.num_heads < 1 || a.num_heads > 65535 || a.head_dim < 1 || a.num_kv_heads < 1 ||
+      a.head_dim_v < 1 || (paged && a.page_size < 1))
+    return false;
+  if (a.num_heads % a.num_kv_heads != 0 || x.k.last() != a.head_dim) return false;
+  if (!x.q.rows_contiguous() || !x.k.rows_contiguous() || !x.v.rows_contiguous()) return false;
+
+  if (x.cu_seqlens_q.dim != 1 || !x.cu_seqlens_q.is(DType::int32) || x.cu_seqlens_q.size(0) < 1)
+    return false;
+  a.batch = x.cu_seqlens_q.size(0) - 1;
+  if (x.cu_seqlens_k &&
+      !(x.cu_seqlens_k.is(DType::int32) && x.cu_seqlens_k.has_shape({a.batch + 1})))
+    return false;
+  if (x.seqused_k && !(x.seqused_k.is(DType::int32) && x.seqused_k.has_shape({a.batch}))) return false;
+  if (paged && (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
+                x.block_table.size(0) != a.batch || !(x.seqused_k || x.cu_seqlens_k)))
+    return false;
+  return x.max_seqlen_q >= 0 && x.max_seqlen_k >= 0;
+}
+
+bool accept_options(const AttentionArguments& x, Attention& a) {
+  if (x.attn_bias) {
+    const TensorView& bias = x.attn_bias;
+    if (bias.dim != 3 || !(is_float(bias.dtype) || bias.is(DType::boolean))) return false;
+    if (bias.size(0) != 1 && bias.size(0) != a.num_heads) return false;
+    if (bias.size(1) != a.total_q) return false;
+  }
+  if (x.alibi_slopes &&
+      !(x.alibi_slopes.is(DType::float32) && (x.alibi_slopes.has_shape({a.num_heads}) ||
+                                              x.alibi_slopes.has_shape({a.batch, a.num_heads}))))
+    return false;
+  if (x.sinks && !(x.sinks.is(DType::float32) && x.sinks.has_shape({a.num_heads}))) return false;
+  if (!is_descale(x.q_descale, a.batch, a.num_kv_heads) ||
+      !is_descale(x.k_descale, a.batch, a.num_kv_heads) ||
+      !is_descale(x.v_descale, a.batch, a.num_kv_heads))
+    return false;
+  a.q_dtype = x.q.dtype;
+  a.kv_dtype = x.k.dtype;
+  a.out_dtype = x.q.dtype;
+  if (x.out_dtype)
+    a.out_dtype = dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(*x.out_dtype)));
+  if (!is_query_type(a.out_dtype)) return false;
+  if (x.out_scale && !(x.out_scale.is(DType::float32) && is_float8(a.out_dtype) &&
+                       (x.out_scale.dim == 0 || x.out_scale.has_shape({1}))))
+    return false;
+  if (x.softmax_scale && !std::isfinite(*x.softmax_scale)) return false;
+  if (x.window_size_left < -1 || x.window_size_right < -1) return false;
+  if (!(x.softcap >= 0 && std::isfinite(x.softcap))) return false;
+  if (!(x.dropout_p >= 0 && x.dropout_p < 1)) return false;
+  if (x.dropout_p > 0 && !x.rng_state) return false;
+  return !x.rng_state || (x.rng_state.is(DType::int64) && x.rng_state.has_shape({2}));
+}
+
+bool is_block_size(int64_t size) {
+  return size >= 16 && size <= 256 && (size & (size - 1)) == 0;
+}
+
+bool accept_layout(const AttentionArguments& x, Attention& a) {
+  const TensorView &crow = x.crow_indices, &col = x.col_indices;
+  if (!is_block_size(x.q_block_size) || !is_block_size(x.k_block_size)) return false;
+  if (!crow.is(DType::int32) || !col.is(DType::int32)) return false;
+  if ((crow.dim != 2 && crow.dim != 3) || col.dim != crow.dim) return false;
+  for (int64_t i = 0; i + 1 < crow.dim; ++i)
+    if (crow.size(i) != col.size(i)) return false;
+  if (crow.last() < 1 || (crow.dim == 3 && crow.size(0) != a.batch)) return false;
+  const int64_t head = crow.dim - 2, entry = crow.dim - 1, heads = crow.size(head);
+  if (heads != 1 && heads != a.num_kv_heads && heads != a.num_heads) return false;
+  BlockLayout& l = a.layout;
+  l.crow = static_cast<const int32_t*>(crow.data());
+  l.col = static_cast<const int32_t*>(col.data());
+  l.crow_batch = crow.dim == 3 ? crow.stride(0) : 0;
+  l.col_batch = crow.dim == 3 ? col.stride(0) : 0;
+  l.crow_head = crow.stride(head);
+  l.crow_row = crow.stride(entry);
+  l.col_head = col.stride(head);
+  l.col_entry = col.stride(entry);
+  l.num_heads = heads;
+  l.rows = crow.last() - 1;
+  l.nnz = col.last();
+  l.q_block_size = x.q_block_size;
+  l.k_block_size = x.k_block_size;
+  return true;
+}
+
+void fill_in(const AttentionArguments& x, Attention& a) {
+  const auto key_value = [](const TensorView& t) {
+    if (t.dim == 3) return KeyValue{t.data(), 0, t.stride(1), t.stride(0)};
+    return KeyValue{t.data(), t.stride(0), t.stride(1), t.stride(2)};
+  };
+  a.q = x.q.data();
+  a.q_stride_token = x.q.stride(0);
+  a.q_stride_head = x.q.stride(1);
+  a.k = key_value(x.k);
+  a.v = key_value(x.v);
+  a.cu_seqlens_q = strided<int32_t>(x.cu_seqlens_q);
+  a.cu_seqlens_k = strided<int32_t>(x.cu_seqlens_k);
+  a.seqused_k = strided<int32_t>(x.seqused_k);
+  a.block_table = strided<int32_t>(x.block_table);
+  a.alibi_slopes = per_head(x.alibi_slopes);
+  a.q_descale = per_head(x.q_descale);
+  a.k_descale = per_head(x.k_descale);
+  a.v_descale = per_head(x.v_descale);
+  a.sinks = strided<float>(x.sinks);
+  a.out_scale = static_cast<const float*>(x.out_scale.data());
+  a.bias = x.attn_bias.data();
+  if (x.attn_bias) {
+    a.bias_dtype = x.attn_bias.dtype;
+    a.bias_stride_head = x.attn_bias.size(0) == 1 ? 0 : x.attn_bias.stride(0);
+    a.bias_stride_query = x.attn_bias.stride(1);
+    a.bias_stride_key = x.attn_bias.stride(2);
+  }
+  a.softmax_scale = float(x.softmax_scale.value_or(1 / std::sqrt(double(a.head_dim))));
+  a.softcap = float(x.softcap);
+  a.window_left = x.window_size_left < FAR ? x.window_size_left : -1;
+  a.window_right = x.window_size_right < FAR ? x.window_size_right : -1;
+  if (x.causal) a.window_right = 0;
+  if (x.dropout_p > 0) {
+    const Strided<int64_t> rng = strided<int64_t>(x.rng_state);
+    const uint64_t seed = uint64_t(rng(0));
+    a.dropout = {true, {uint32_t(seed), uint32_t(seed >> 32)}, uint32_t(rng(1)),
+                 uint32_t(std::floor(x.dropout_p * 4294967296.0)), float(1 / (1 - x.dropout_p))};
+  }
+  // query heads with layout rows of their own walk the keys alone
+  const bool apart = a.layout.crow && a.layout.num_heads > a.num_kv_heads;
+  a.num_groups = apart ? a.num_heads : a.num_kv_heads;
+  a.group_size = a.num_heads / a.num_groups;
+}
+
+bool nondecreasing_from_zero(const Strided<int32_t>& bounds, int64_t batch) {
+  if (bounds(0) != 0) return false;
+  for (int64_t b = 0; b < batch; ++b)
+    if (bounds(b + 1) < bounds(b)) return false;
+  return true;
+}
+
+// The rule of a row without the order of its columns, which are most often sorted.
+bool has_duplicates(const int32_t* columns, int64_t stride, int64_t count, std::vector<bool>& seen) {
+  bool sorted = true;
+  int32_t largest = count ? columns[0] : 0;
+  for (int64_t i = 1; i < count; ++i) {
+    const int32_t column = columns[i * stride];
+    sorted &= column > columns[(i - 1) * stride];
+    largest = column > largest ? column : largest;
+  }
+  if (sorted) return false;
+  seen.assign(size_t(largest) + 1, false);
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t column = columns[i * stride];
+    if (seen[column]) return true;
+    seen[column] = true;
+  }
+  return false;
+}
+
+bool accept_layout_rows(const Attention& a, const Sequence& s, std::vector<bool>& seen) {
+  const BlockLayout& l = a.layout;
+  const int64_t first = max64(s.past, 0), last = s.k_len - 1;
+  if (s.q_len == 0 || last < first) return true;
+  if (last / l.q_block_size >= l.rows) return false;
+  for (int64_t head = 0; head < l.num_heads; ++head)
+    for (int64_t row = first / l.q_block_size; row <= last / l.q_block_size; ++row) {
+      const int32_t* crow = l.crow + s.index * l.crow_batch + head * l.crow_head + row * l.crow_row;
+      const int64_t begin = crow[0], end = crow[l.crow_row];
+      if (begin < 0 || end < begin || end > l.nnz) return false;
+      int64_t count;
+      const int32_t* columns = layout_row(l, s.index, head, row, &count);
+      for (int64_t i = 0; i < count; ++i)
+        if (columns[i * l.col_entry] < 0) return false;
+      if (has_duplicates(columns, l.col_entry, count, seen)) return false;
+    }
+  return true;
+}
+
+bool accept_values(const AttentionArguments& x, const Attention& a) {
+  const bool paged = a.page_size > 0;
+  if (!nondecreasing_from_zero(a.cu_seqlens_q, a.batch) || a.cu_seqlens_q(a.batch) > a.total_q)
+    return false;
+  if (a.cu_seqlens_k && !nondecreasing_from_zero(a.cu_seqlens_k, a.batch)) return false;
+  if (!paged && (a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q)(a.batch) > x.k.size(0)) return false;
+  std::vector<bool> seen;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const Sequence s = sequence_at(a, b);
+    if (s.k_len < 0) return false;
+    if (!paged && a.seqused_k) {
+      const Strided<int32_t>& bounds = a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q;
+      if (s.k_len > int64_t(bounds(b + 1)) - bounds(b)) return false;
+    }
+    if (x.attn_bias && s.q_len > 0 && s.k_len > x.attn_bias.size(2)) return false;
+    if (paged) {
+      if (round_up(s.k_len, a.page_size) / a.page_size > x.block_table.size(1)) return false;
+      const KeyRange keys = s.q_len ? visible_keys(a, s, 0, s.q_len - 1) : KeyRange{0, 0};
+      const int64_t num_pages = x.k.size(0);
+      for (int64_t i = keys.begin / a.page_size; i * a.page_size < keys.end; ++i) {
+        const int32_t page = a.block_table(b, i);
+        if (page < 0 || page >= num_pages) return false;
+      }
+    }
+    if (a.layout.crow && !accept_layout_rows(a, s, seen)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool accept_attention(const AttentionArguments& x, Attention& a) {
+  if (!accept_shapes(x, a) || !accept_options(x, a) || !on_cpu(x)) return false;
+  if (x.crow_indices && !accept_layout(x, a)) return false;
+  fill_in(x, a);
+  return accept_values(x, a);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,123 @@
+#include <torch/csrc/stable/library.h>
+
+#include "../kernels.h"
+#include "refuse.h"
+#include "scratch.h"
+#include "tensor_view.h"
+
+namespace {
+
+using namespace paged_attn;
+using OptionalTensor = std::optional<Tensor>;
+
+// One cache, of `dim` 4: (num_pages, num_kv_heads, page_size, head_dim). A fused kv_cache is two of
+// them, told apart by an offset into its first dimension.
+struct Cache {
+  TensorView view;
+  int64_t first;  // dimension of num_pages
+  int64_t half;
+  int64_t size(int64_t i) const { return view.size(first + i); }
+  int64_t stride(int64_t i) const { return view.stride(first + i); }
+  char* data(int64_t element_bytes) const {
+    const int64_t offset = first == 0 ? 0 : half * view.stride(0);
+    return static_cast<char*>(view.mutable_data()) + offset * element_bytes;
+  }
+};
+
+bool is_quantised(DType d) {
+  return d == DType::float8_e4m3fn || d == DType::float8_e5m2 || d == DType::int8;
+}
+
+bool accept_cache(const TensorView& from, const Cache& cache) {
+  if (cache.view.dim != cache.first + 4) return false;
+  if (cache.view.dtype != from.dtype && !is_quantised(cache.view.dtype)) return false;
+  if (cache.size(1) != from.size(1) || cache.size(3) != from.size(2)) return false;
+  if (cache.size(1) < 1 || cache.size(2) < 1 || cache.size(3) < 1) return false;
+  return cache.view.rows_contiguous() && from.rows_contiguous();
+}
+
+bool accept_scale(const TensorView& scale, const TensorView& from, const Cache& cache) {
+  return !scale || (scale.is(DType::float32) && (scale.dim == 0 || scale.has_shape({from.size(1)})) &&
+                    is_quantised(cache.view.dtype));
+}
+
+CacheWrite cache_write(const TensorView& from, const Cache& cache, const TensorView& scale) {
+  const int64_t bytes =
+      cache.view.dtype == DType::float32 ? 4 : is_quantised(cache.view.dtype) ? 1 : 2;
+  return {from.data(),      from.stride(0),      from.stride(1),  cache.data(bytes),
+          cache.stride(0),  cache.stride(1),     cache.stride(2), from.dtype,
+          cache.view.dtype, from.size(2),        per_head(scale)};
+}
+
+int64_t slot_at(const ReshapeAndCache& r, int64_t i) {
+  return r.slots_are_int64 ? static_cast<const int64_t*>(r.slots)[i * r.slot_stride]
+                           : static_cast<const int32_t*>(r.slots)[i * r.slot_stride];
+}
+
+bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache, const Cache& v_cache,
+            const TensorView& slots, const TensorView& k_scale, const TensorView& v_scale,
+            ReshapeAndCache& r) {
+  if (key.dim != 3 || value.dim != 3 || key.dtype > DType::float16 || value.dtype != key.dtype)
+    return false;
+  if (value.size(0) != key.size(0) || value.size(1) != key.size(1)) return false;
+  if (!accept_cache(key, k_cache) || !accept_cache(value, v_cache)) return false;
+  if (v_cache.view.dtype != k_cache.view.dtype) return false;
+  for (int64_t i = 0; i < 3; ++i)
+    if (v_cache.size(i) != k_cache.size(i)) return false;
+  if (slots.dim != 1 || !slots.is_one_of({DType::int32, DType::int64})) return false;
+  if (slots.size(0) > key.size(0)) return false;
+  if (!accept_scale(k_scale, key, k_cache) || !accept_scale(v_scale, key, k_cache)) return false;
+  for (const TensorView* t :
+       {&key, &value, &k_cache.view, &v_cache.view, &slots, &k_scale, &v_scale})
+    if (!t->on_cpu) return false;
+  r.slots = slots.data();
+  r.slot_stride = slots.stride(0);
+  r.slots_are_int64 = slots.is(DType::int64);
+  r.num_tokens = slots.size(0);
+  r.num_heads = key.size(1);
+  r.page_size = k_cache.size(2);
+  const int64_t num_slots = k_cache.size(0) * r.page_size;
+  for (int64_t i = 0; i < r.num_tokens; ++i)
+    if (slot_at(r, i) >= num_slots) return false;
+  r.key = cache_write(key, k_cache, k_scale);
+  r.value = cache_write(value, v_cache, v_scale);
+  return true;
+}
+
+void run(ReshapeAndCache& r) {
+  const int64_t elements = r.num_tokens * r.num_heads * (r.key.head_dim + r.value.head_dim);
+  r.workers = elements < 65536 ? 1 : int64_t(torch::stable::get_num_threads());
+  const Kernels& isa = kernels();
+  run_tasks(r.workers, r.workers, [&](int64_t worker) {
+    isa.reshape_and_cache(r, worker);
+    return true;
+  });
+}
+
+void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& kv_cache,
+                       const Tensor& slot_mapping, const OptionalTensor& k_scale,
+                       const OptionalTensor& v_scale) {
+  ReshapeAndCache call = {};
+  const TensorView both = kv_cache;
+  const bool fused = both.dim == 5 && both.size(0) == 2;
+  if (!fused || !accept(key, value, {both, 1, 0}, {both, 1, 1}, slot_mapping, k_scale, v_scale, call))
+    refuse("paged_attn::reshape_and_cache_error", key, value, kv_cache, slot_mapping, k_scale, v_scale);
+  run(call);
+}
+
+void reshape_and_cache_split(const Tensor& key, const Tensor& value, const Tensor& k_cache,
+                             const Tensor& v_cache, const Tensor& slot_mapping,
+                             const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
+  ReshapeAndCache call = {};
+  if (!accept(key, value, {k_cache, 0, 0}, {v_cache, 0, 0}, slot_mapping, k_scale, v_scale, call))
+    refuse("paged_attn::reshape_and_cache_split_error", key, value, k_cache, v_cache, slot_mapping,
+           k_scale, v_scale);
+  run(call);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
+  m.impl("reshape_and_cache", TORCH_BOX(&reshape_and_cache));
+  m.impl("reshape_and_cache.split", TORCH_BOX(&reshape_and_cache_split));
+}

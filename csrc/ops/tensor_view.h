@@ -1,0 +1,98 @@
+// A tensor's metadata, read once through the stable ABI.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+
+#include "../core/attention.h"
+
+namespace paged_attn {
+
+using torch::stable::Tensor;
+
+inline DType dtype_of(int32_t code) {
+  static const int32_t codes[] = {
+      aoti_torch_dtype_float32(),      aoti_torch_dtype_bfloat16(),    aoti_torch_dtype_float16(),
+      aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_int8(),
+      aoti_torch_dtype_bool(),         aoti_torch_dtype_int32(),       aoti_torch_dtype_int64(),
+  };
+  for (int i = 0; i < int(DType::unsupported); ++i)
+    if (codes[i] == code) return DType(i);
+  return DType::unsupported;
+}
+
+struct TensorView {
+  const Tensor* tensor = nullptr;
+  int64_t dim = 0;
+  const int64_t* sizes = nullptr;
+  const int64_t* strides = nullptr;
+  DType dtype = DType::unsupported;
+  bool on_cpu = true;
+
+  TensorView() = default;
+  TensorView(const Tensor& t) : tensor(&t) {
+    int64_t *size_data, *stride_data;
+    int32_t code, device;
+    const AtenTensorHandle handle = t.get();
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_data));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_data));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
+    sizes = size_data;
+    strides = stride_data;
+    dtype = dtype_of(code);
+    on_cpu = device == aoti_torch_device_type_cpu();
+  }
+  TensorView(const std::optional<Tensor>& t) {
+    if (t) *this = TensorView(*t);
+  }
+
+  explicit operator bool() const { return tensor != nullptr; }
+  int64_t size(int64_t i) const { return sizes[i]; }
+  int64_t stride(int64_t i) const { return strides[i]; }
+  int64_t last() const { return sizes[dim - 1]; }
+  const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
+  void* mutable_data() const { return tensor->mutable_data_ptr(); }
+
+  bool is(DType wanted) const { return dtype == wanted; }
+  bool is_one_of(std::initializer_list<DType> allowed) const {
+    for (DType d : allowed)
+      if (dtype == d) return true;
+    return false;
+  }
+  bool has_shape(std::initializer_list<int64_t> shape) const {
+    if (dim != int64_t(shape.size())) return false;
+    const int64_t* size = sizes;
+    for (int64_t wanted : shape)
+      if (*size++ != wanted) return false;
+    return true;
+  }
+  bool rows_contiguous() const { return last() <= 1 || strides[dim - 1] == 1; }
+};
+
+// A vector, or rows of one vector per sequence: element (i, j) wherever the tensor keeps it, with a
+// missing dimension broadcast. `lead` dimensions are indexed by i.
+template <class T>
+Strided<T> strided(const TensorView& t) {
+  Strided<T> s;
+  s.data = static_cast<const T*>(t.data());
+  if (t.dim >= 1) s.stride0 = t.stride(0);
+  if (t.dim >= 2) s.stride1 = t.stride(1);
+  return s;
+}
+
+// (), (head) or (batch, head) as (batch, head)
+inline Strided<float> per_head(const TensorView& t) {
+  Strided<float> s;
+  s.data = static_cast<const float*>(t.data());
+  if (t.dim == 2) s.stride0 = t.stride(0);
+  if (t.dim >= 1) s.stride1 = t.stride(t.dim - 1);
+  return s;
+}
+
+Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype);
+
+}  // namespace paged_attn

@@ -1,0 +1,92 @@
+"""Builds the CPU kernels as an optional extension; metadata lives in pyproject.toml.
+
+PAGED_ATTN_BUILD_CPP=auto (default) installs pure Python with a warning when the build fails, 1 makes
+that an error, 0 does not try. The extension uses only the libtorch stable ABI: one library serves
+every supported torch and Python.
+"""
+
+import os
+import platform
+import warnings
+
+from setuptools import setup
+
+WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
+TORCH_2_11 = "0x020b000000000000"
+
+OPS = ["attention_call", "attention_guard", "blocksparse", "cpu_isa", "flash_varlen"]
+OPS += ["merge_states", "refuse", "reshape_and_cache"]
+SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + ["csrc/core/schedule.cpp", "csrc/dispatch.cpp"]
+
+# One object per ISA, csrc/isa/<name>.cpp, compiled with its own flags; dispatch.cpp picks at run time.
+ISA_FLAGS = {"generic": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    avx512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")]
+    ISA_FLAGS["avx512"] = [*avx512, "-mfma", "-mf16c"]
+KERNEL_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+KERNEL_FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
+
+
+def extension_options() -> dict:
+    from setuptools.errors import CompileError, LinkError
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    class BuildKernels(BuildExtension):
+        """Compiles the torch-free ISA files apart from the rest, each with flags of its own."""
+
+        def build_extensions(self) -> None:
+            self.compile_plain = self.compiler.compile  # before BuildExtension replaces it
+            try:
+                super().build_extensions()
+            except (CompileError, LinkError, OSError, RuntimeError) as error:
+                if WANTED == "1":
+                    raise
+                self.extensions.clear()
+                warnings.warn(
+                    f"torch-paged-attn: the CPU kernels were not built ({error}); installing without"
+                    " them. PAGED_ATTN_BUILD_CPP=1 makes this an error.",
+                    stacklevel=1,
+                )
+
+        def build_extension(self, extension) -> None:
+            for isa, flags in ISA_FLAGS.items():
+                extension.extra_objects += self.compile_plain(
+                    [f"csrc/isa/{isa}.cpp"],
+                    output_dir=self.build_temp,
+                    extra_postargs=[*KERNEL_FLAGS, *flags, *EXTRA_FLAGS],
+                )
+            super().build_extension(extension)
+
+    flags = ["-O2", "-fvisibility=hidden", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
+    extension = CppExtension(
+        "torch_paged_attn._C",
+        SOURCES,
+        py_limited_api=True,
+        extra_compile_args={"cxx": [*flags, *EXTRA_FLAGS]},
+        extra_link_args=EXTRA_FLAGS,
+    )
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildKernels.with_options(use_ninja=False)},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+def options() -> dict:
+    if WANTED == "0":
+        return {}
+    try:
+        return extension_options()
+    except ImportError as error:
+        if WANTED == "1":
+            raise
+        warnings.warn(
+            f"torch-paged-attn: no torch to build the CPU kernels with ({error}); installing without"
+            " them. Install with --no-build-isolation to use the torch of this environment.",
+            stacklevel=1,
+        )
+        return {}
+
+
+setup(**options())

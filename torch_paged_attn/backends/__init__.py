@@ -1,0 +1,1 @@
+"""One folder per backend, with the op names inside; `ops/_library.py` binds them."""
