@@ -7,7 +7,7 @@ from torch_paged_attn.testing import PROBLEMS, build
 
 CALLS = [
     "llama3_8b/prefill_ragged/bf16",
-    "llama3_8b/mixed/kv_e4m3",
+    "llama3_8b/mixed/kv_int8",
     "mpt/alibi_batch/f32",
     "training/dropout/f32",
     "llama3_8b/prefill/out_e4m3",
