@@ -104,10 +104,10 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.tokens[child] = list(self.tokens[parent])
         return child
 
-    @rule(seq=sequences, share=st.floats(0, 1))
-    def truncate(self, seq, share):
+    @rule(seq=sequences, dropped=st.integers(1, 5))
+    def truncate(self, seq, dropped):
         if seq in self.tokens:
-            length = int(share * len(self.tokens[seq]))
+            length = max(len(self.tokens[seq]) - dropped, 0)
             self.cache.truncate(seq, length)
             del self.tokens[seq][length:]
 
