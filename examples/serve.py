@@ -58,7 +58,7 @@ CONFIG = LlamaConfig(
     eos_token_id=None,
     pad_token_id=0,
 )
-TRAIN_STEPS, TRAIN_BATCH, TRAIN_LENGTH = 160, 8, 512
+TRAIN_STEPS, TRAIN_BATCH, TRAIN_LENGTH = 400, 4, 384
 
 
 def as_tokens(text):
@@ -134,7 +134,7 @@ GREEDY = GenerationConfig(
 def one_by_one(model, prompts, progress):
     """Transformers' plain greedy `generate` with eager attention: the reference."""
     model.set_attn_implementation("eager")
-    name = "generate, eager, one by one"
+    name = "eager, one by one"
     answers, times = [], []
     start = time.perf_counter()
     for prompt in progress.track(prompts, description=name):
@@ -157,6 +157,10 @@ def continuously(name, model, prompts, progress):
         ),
         record_timestamps=True,
     ).values()
+    if failed := [result.error for result in results if result.error] or len(results) < len(
+        prompts
+    ):
+        raise RuntimeError(f"{name}: generate_batch left prompts unanswered: {failed}")
     progress.update(task, total=len(prompts), completed=len(results))
     answers = [result.generated_tokens for result in results]
     return Run(name, answers, [[t - start for t in result.timestamps] for result in results])
@@ -164,12 +168,11 @@ def continuously(name, model, prompts, progress):
 
 def serve(model, prompts, progress):
     """Every way to answer, the reference first."""
-    with torch.inference_mode():
-        runs = [one_by_one(model, prompts, progress)]
-        model.set_attn_implementation("sdpa")
-        runs.append(continuously("generate_batch, SDPA", model, prompts, progress))
-        paged.use(model)
-        runs.append(continuously("generate_batch, torch_paged_attn", model, prompts, progress))
+    runs = [one_by_one(model, prompts, progress)]
+    model.set_attn_implementation("sdpa")
+    runs.append(continuously("SDPA, continuous", model, prompts, progress))
+    paged.use(model)
+    runs.append(continuously("torch_paged_attn, continuous", model, prompts, progress))
     return runs
 
 
@@ -216,14 +219,15 @@ def show_wrong(model, run, reference, prompts, console):
         )
 
 
-def show_answers(run, prompts, console, count=6):
+def show_answers(run, prompts, console, count=5):
     table = Table(title="Some answers (a small model, a minute of learning)", show_lines=True)
-    table.add_column("prompt bytes", justify="right")
+    table.add_column("bytes", justify="right", min_width=5)
     table.add_column("end of the prompt")
     table.add_column("answer", style="cyan")
-    for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[:: len(prompts) // count]:
-        cells = (repr(as_text(tokens))[1:-1] for tokens in (prompts[i][-32:], run.answers[i]))
-        table.add_row(f"{len(prompts[i]):,}", *(escape(cell) for cell in cells))
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for i in by_length[count :: len(prompts) // count]:
+        texts = as_text(prompts[i][-32:]), as_text(run.answers[i])
+        table.add_row(f"{len(prompts[i]):,}", *(escape(repr(text)) for text in texts))
     console.print(table)
 
 
@@ -239,7 +243,7 @@ def main():
 
     texts, held_out = split_sources()
     prompts = cut_prompts(held_out, PROMPTS // 4 if arguments.quick else PROMPTS)
-    columns = (TextColumn("{task.description:33}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description:29}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         if arguments.retrain or not (CHECKPOINT / "model.safetensors").exists():
             train(texts, progress)

@@ -15,7 +15,10 @@ Transformers' own pages by slot and are read through a block table. Sliding laye
 buffer, which Transformers gathers. Works with Transformers 5.17 to 5.23.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from torch_paged_attn import flash_varlen, reshape_and_cache
 
@@ -26,7 +29,7 @@ NAME = "torch_paged_attn"
 BATCH_NAME = "torch_paged_attn_flash"
 
 
-def register():
+def register() -> None:
     """Make NAME an `attn_implementation` for every model. Calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -36,7 +39,7 @@ def register():
         AttentionMaskInterface.register(name, padding_mask)
 
 
-def use(model):
+def use(model: Any) -> Any:
     """Give `model` our attention everywhere, continuous batching included; return the model."""
     from transformers import AttentionInterface
 
@@ -49,15 +52,15 @@ def use(model):
 
 
 def padding_mask(
-    batch_size,
-    q_length,
-    kv_length,
-    q_offset=0,
-    kv_offset=0,
-    attention_mask=None,
-    device=None,
-    **kwargs,
-):
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Tensor | None:
     """The (batch, keys) mask of a forward pass, None if it hides nothing."""
     from transformers.masking_utils import flash_attention_mask
 
@@ -70,24 +73,24 @@ def padding_mask(
 
 
 def attention_forward(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    is_causal=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    position_bias=None,
-    position_ids=None,
-    cu_seq_lens_q=None,
-    cu_seq_lens_k=None,
-    cache=None,
-    **kwargs,
-):
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """The call of every Transformers model.
 
     query, key, value: (batch, heads, length, head_dim), the keys already with those of a plain
@@ -112,7 +115,15 @@ def attention_forward(
     }
     if cache is not None:
         out = _continuous(
-            module, query, key, value, cu_seq_lens_q, cu_seq_lens_k, cache, kwargs, options
+            module.layer_idx,
+            query,
+            key,
+            value,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            cache,
+            kwargs,
+            options,
         )
     elif attention_mask is not None and attention_mask.dim() == 2:
         return _padded(query, key, value, attention_mask, options), None
@@ -125,16 +136,16 @@ def attention_forward(
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
-def _rows(x):
+def _rows(x: Tensor) -> Tensor:
     """(batch, heads, length, head_dim) as the op's (tokens, heads, head_dim)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _cu_seqlens(lengths):
+def _cu_seqlens(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _packed_row(query, key, position_ids):
+def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tensor | None:
     """cu_seqlens of a row whose positions start over, Transformers' mark of packing; else None."""
     batch, _, length, _ = query.shape
     if position_ids is None or position_ids.dim() != 2:
@@ -147,13 +158,27 @@ def _packed_row(query, key, position_ids):
     return torch.nn.functional.pad(torch.cat([starts, starts.new_tensor([length])]), (1, 0)).int()
 
 
-def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, options):
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
     cu_seqlens_q = cu_seqlens_q.int()
     cu_seqlens_k = None if cu_seqlens_k is None else cu_seqlens_k.int()
-    return flash_varlen(*map(_rows, (query, key, value)), cu_seqlens_q, cu_seqlens_k, **options)[0]
+    q, k, v = _rows(query), _rows(key), _rows(value)
+    return flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
 
-def _dense(query, key, value, attention_mask, options):
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
     """Sequences of one length, no padding; a four-dimensional mask becomes the op's attn_bias."""
     batch, _, query_len, _ = query.shape
     key_len = key.shape[2]
@@ -162,7 +187,7 @@ def _dense(query, key, value, attention_mask, options):
         options = {**options, "attn_bias": bias, "causal": False}
     cu_seqlens_q = query_len * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     if query_len == key_len:
-        return flash_varlen(*map(_rows, (query, key, value)), cu_seqlens_q, None, **options)[0]
+        return _packed(query, key, value, cu_seqlens_q, None, options)
     # a cache of (batch, heads, length, head_dim) already is one page per sequence: nothing to copy
     return flash_varlen(
         _rows(query),
@@ -176,7 +201,9 @@ def _dense(query, key, value, attention_mask, options):
     )[0]
 
 
-def _padded(query, key, value, attention_mask, options):
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
+) -> Tensor:
     """Leave padding out: the mask is (batch, keys), its last columns are the queries."""
     query_len = query.shape[2]
     keys = attention_mask.bool()
@@ -197,15 +224,25 @@ def _padded(query, key, value, attention_mask, options):
     return out
 
 
-def _continuous(module, query, key, value, cu_seqlens_q, cu_seqlens_k, cache, step, options):
+def _continuous(
+    layer_idx: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Any,
+    cache: Any,
+    step: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
     """One step of `generate_batch`: a row of new tokens, older keys are in Transformers' cache."""
-    group, pages = _pages(cache, module.layer_idx)
-    max_seqlen_k = step.get("max_length_k", step.get("max_seqlen_k"))
+    group, pages = _pages(cache, layer_idx)
+    max_seqlen_k = step["max_length_k" if "max_length_k" in step else "max_seqlen_k"]  # 5.17
     if isinstance(cu_seqlens_k, dict):
         layer_type = "sliding_attention" if pages is None else "full_attention"
         cu_seqlens_k, max_seqlen_k = cu_seqlens_k[layer_type], max_seqlen_k[layer_type]
     if pages is None:
-        key, value = _gathered(cache, module.layer_idx, key, value, step, group)
+        key, value = _gathered(cache, layer_idx, key, value, step, group)
         return flash_varlen(_rows(query), key, value, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
     k_pages, v_pages = pages
@@ -224,14 +261,14 @@ def _continuous(module, query, key, value, cu_seqlens_q, cu_seqlens_k, cache, st
     )[0]
 
 
-def _block_table(slots, cu_seqlens_k, page_size, max_seqlen_k):
+def _block_table(slots: Tensor, cu_seqlens_k: Tensor, page_size: int, max_seqlen_k: int) -> Tensor:
     """Pages of each sequence from the slots of its keys, computed on the device without a sync."""
     first_keys = torch.arange(0, max_seqlen_k, page_size, device=slots.device)
     keys = cu_seqlens_k[:-1, None] + first_keys
     return (slots[keys.clamp_(max=len(slots) - 1)] // page_size).int()
 
 
-def _pages(cache, layer_idx):
+def _pages(cache: Any, layer_idx: int) -> tuple[int, tuple[Tensor, Tensor] | None]:
     """A layer's place in the step's index lists, and its (k, v) pages; None for a sliding layer."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer_idx]
@@ -244,10 +281,13 @@ def _pages(cache, layer_idx):
             return group, None
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
         pages = cache.key_cache[i].view(shape), cache.value_cache[i].view(shape)
-    return group, tuple(page.transpose(1, 2) for page in pages)
+    k_pages, v_pages = pages
+    return group, (k_pages.transpose(1, 2), v_pages.transpose(1, 2))
 
 
-def _gathered(cache, layer_idx, key, value, step, group):
+def _gathered(
+    cache: Any, layer_idx: int, key: Tensor, value: Tensor, step: dict[str, Any], group: int
+) -> tuple[Tensor, Tensor]:
     """Write a sliding layer's new keys and values; return all rows that its sequences still see."""
     if hasattr(cache, "layer_to_allocator"):
         indices = step["read_index"][group], step["write_index"][group]
