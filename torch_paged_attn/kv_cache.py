@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -243,24 +244,25 @@ class PagedKVCache:
             raise ValueError(f"max_pages must be at least {longest}, got {max_pages}")
 
         rows = [state.pages + [-1] * (width - len(state.pages)) for state in states]
-        block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(states), width)
-        lengths = torch.tensor([state.length for state in states], dtype=torch.int32)
-        queries = torch.tensor(query_lens, dtype=torch.int32)
-        cu_seqlens_q = torch.zeros(len(states) + 1, dtype=torch.int32)
-        cu_seqlens_q[1:] = queries.cumsum(0)
-        sequence = torch.repeat_interleave(torch.arange(len(states)), queries)
-        position = torch.arange(len(sequence)) + (lengths - cu_seqlens_q[1:])[sequence]
-        page = block_table[sequence, position // self.page_size].long()
-        slots = page * self.page_size + position % self.page_size
+        slots = [
+            slot
+            for state, query_len in zip(states, query_lens, strict=True)
+            for slot in self._last_slots(state, query_len)
+        ]
         wide = self.num_pages * self.page_size > torch.iinfo(torch.int32).max
         return PagedBatch(
-            self._to_device(slots if wide else slots.int()),
-            self._to_device(block_table),
-            self._to_device(lengths),
-            self._to_device(cu_seqlens_q),
+            self._to_device(slots, torch.int64 if wide else torch.int32),
+            self._to_device(rows).reshape(len(states), width),
+            self._to_device([state.length for state in states]),
+            self._to_device([0, *accumulate(query_lens)]),
             max(query_lens, default=0),
             max((state.length for state in states), default=0),
         )
+
+    def _last_slots(self, state: _Sequence, count: int) -> Iterator[int]:
+        for position in range(state.length - count, state.length):
+            page, offset = divmod(position, self.page_size)
+            yield state.pages[page] * self.page_size + offset
 
     def _sequence(self, seq: Hashable) -> _Sequence:
         if seq not in self._sequences:
@@ -316,7 +318,8 @@ class PagedKVCache:
         self._ref_counts[shared] -= 1
         state.pages[-1] = own
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if self.kv_cache.device.type == "cuda":
-            tensor = tensor.pin_memory()  # lets the copy overlap: no wait for the stream
-        return tensor.to(self.kv_cache.device, non_blocking=True)
+    def _to_device(self, data: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        device = self.kv_cache.device
+        # from pinned memory the copy overlaps: no wait for the stream
+        tensor = torch.tensor(data, dtype=dtype, pin_memory=device.type == "cuda")
+        return tensor.to(device, non_blocking=True)
