@@ -22,17 +22,11 @@ def test_what_is_written_is_attended(problem):
         problem = dataclasses.replace(problem, lengths="seqused_k")
     call = build(problem)
     k, v, table = (call.args[name] for name in ("k", "v", "block_table"))
-    slots, keys, values = [], [], []
-    for b, n in enumerate(problem.key_lens):
-        for j in range(n):
-            page, offset = int(table[b, j // page_size]), j % page_size
-            slots.append(page * page_size + offset)
-            keys.append(k[page, :, offset].clone())
-            values.append(v[page, :, offset].clone())
-    if not slots:
-        return
+    tokens = [(b, j) for b, n in enumerate(problem.key_lens) for j in range(n)]
+    sequence, position = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).unbind(1)
+    page, offset = table[sequence, position // page_size].long(), position % page_size
+    keys, values = k[page, :, offset].clone(), v[page, :, offset].clone()
+    slots = page * page_size + offset
     fresh = {"k": torch.full_like(k, float("nan")), "v": torch.full_like(v, float("nan"))}
-    torch_paged_attn.reshape_and_cache(
-        torch.stack(keys), torch.stack(values), (fresh["k"], fresh["v"]), torch.tensor(slots)
-    )
+    torch_paged_attn.reshape_and_cache(keys, values, (fresh["k"], fresh["v"]), slots)
     assert_accurate(*call.run(**fresh), call.truth())

@@ -2,10 +2,13 @@
 
 Golden is the formula in float64 from the same (quantised) inputs; baseline is the formula in float32
 with the contract's own rounding points. A kernel may be as far from golden as the baseline is, plus
-what the last rounding costs: the maximum finds lost keys and rows, the mean finds precision bugs.
+what the last rounding costs: the maximum finds lost keys and rows, the mean finds precision bugs. A
+row's numbers share the roundings of its probabilities and of its float32 sums. Few rows do not
+average these out: a mean over n rows is granted one rounding over n, and one of float32 over sqrt(n).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch_paged_attn.reference import BASELINE, GOLDEN
 
 LSE_TOLERANCE = 1e-3
+EPS_FLOAT32 = torch.finfo(torch.float32).eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,9 @@ def assert_close_as_baseline(
     error, allowed = (result - golden).abs(), (baseline - golden).abs()
     size = golden.abs()
     max_allowed = 2.0 * (allowed.max() + eps * size.max())
-    mean_allowed = (2.5 if gradient else 1.1) * allowed.mean() + eps / 8 * size.mean()
+    rows = actual.shape[:-1].numel()
+    noise = (eps / rows + EPS_FLOAT32 / math.sqrt(rows)) * size.mean()
+    mean_allowed = (2.5 if gradient else 1.1) * allowed.mean() + eps / 8 * size.mean() + noise
     where = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     assert error.max() <= max_allowed, (
         f"max error {error.max():.3g} at {where}, allowed {max_allowed:.3g}:"
