@@ -8,6 +8,7 @@ every supported torch and Python.
 import os
 import platform
 import warnings
+from pathlib import Path
 
 from setuptools import setup
 
@@ -23,8 +24,9 @@ ISA_FLAGS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     avx512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")]
     ISA_FLAGS["avx512"] = [*avx512, "-mfma", "-mf16c"]
-KERNEL_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
-KERNEL_FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+KERNEL_FLAGS = ["-O3", "-g0", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"]
+KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
+KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]
 EXTRA_FLAGS = os.environ.get("PAGED_ATTN_EXTRA_CFLAGS", "").split()
 
 
@@ -58,10 +60,11 @@ def extension_options() -> dict:
                 )
             super().build_extension(extension)
 
-    flags = ["-O2", "-fvisibility=hidden", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
+    flags = ["-O2", "-g0", "-fvisibility=hidden", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
     extension = CppExtension(
         "torch_paged_attn._C",
         SOURCES,
+        depends=[str(path) for path in Path("csrc").rglob("*.*")],
         py_limited_api=True,
         extra_compile_args={"cxx": [*flags, *EXTRA_FLAGS]},
         extra_link_args=EXTRA_FLAGS,

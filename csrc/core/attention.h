@@ -42,7 +42,7 @@ struct Dropout {
   bool enabled = false;
   uint32_t seed[2], offset;
   uint32_t threshold;  // a probability is kept when its random word reaches the threshold
-  float keep_scale;
+  float keep_scale;  // of the output, for the probabilities that were dropped
 };
 
 struct Attention {
@@ -62,7 +62,8 @@ struct Attention {
   const void* bias;
   int64_t bias_stride_head, bias_stride_query, bias_stride_key;
 
-  float softmax_scale, softcap;
+  double softmax_scale;
+  float softcap;
   int64_t window_left, window_right;  // -1: unbounded; causal is a right side of 0
   Dropout dropout;
   BlockLayout layout;

@@ -1,6 +1,6 @@
 // What stands between a dot product and the softmax: softcap, ALiBi, bias, and the masks.
 //
-// Dot products arrive already scaled: as logits in base 2 (times log2 e), or, under a softcap, as
+// Dot products arrive times logit_scale: as logits in base 2 (times log2 e), or, under a softcap, as
 // logits over the cap. What leaves is a base-2 logit, -inf where the row may not look. Masks select,
 // they never add: a NaN under a mask is gone.
 #pragma once
@@ -22,10 +22,10 @@ struct ScoreRow {
 };
 
 PAGED_ATTN_INLINE float logit_scale(const Attention& a, const Sequence& s, int64_t kv_head) {
-  float scale = a.softmax_scale;
+  double scale = a.softmax_scale;
   if (a.q_descale) scale *= a.q_descale(s.index, kv_head);
   if (a.k_descale) scale *= a.k_descale(s.index, kv_head);
-  return a.softcap > 0 ? scale / a.softcap : scale * LOG2_E;
+  return float(a.softcap > 0 ? scale / a.softcap : scale * 1.4426950408889634);
 }
 
 PAGED_ATTN_INLINE int64_t bias_bytes(const Attention& a) {

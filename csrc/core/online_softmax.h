@@ -52,22 +52,23 @@ PAGED_ATTN_INLINE float softmax_row(const Attention& a, const Sequence& s, const
 inline void write_row(const Attention& a, const Sequence& s, int64_t token, int64_t head,
                       const float* acc, float m, float l) {
   float lse = l > 0 ? m * LN_2 + logf(l) : (l == 0 ? -INFINITY : l);
-  float factor = l == 0 ? 0.f : 1.f / l;
   if (a.sinks) {
     const float sink = a.sinks(head);
     if (l == 0) {
       lse = sink;
     } else if (sink != -INFINITY) {
       const float top = sink * LOG2_E > m ? sink * LOG2_E : m;
-      const float keys = exp2(m - top);
-      const float sum = l * keys + exp2(sink * LOG2_E - top);
+      // the sum relative to m, which is what the accumulator is relative to
+      const float sum = l * exp2(m - top) + exp2(sink * LOG2_E - top);
       lse = top * LN_2 + logf(sum);
-      factor = keys / sum;
+      l += exp2(sink * LOG2_E - m);
     }
   }
   const int64_t kv_head = head * a.num_kv_heads / a.num_heads;
-  if (a.v_descale) factor *= a.v_descale(s.index, kv_head);
+  float factor = a.v_descale ? a.v_descale(s.index, kv_head) : 1.f;
+  if (a.dropout.enabled) factor *= a.dropout.keep_scale;
   const float out_scale = a.out_scale ? *a.out_scale : 1.f;
+  const bool empty = l == 0;
   const int64_t row = s.q_start + token;
   a.lse[head * a.total_q + row] = lse;
   with_type(a.out_dtype, [&](auto tag) __attribute__((always_inline)) {
@@ -75,7 +76,7 @@ inline void write_row(const Attention& a, const Sequence& s, int64_t token, int6
     T* out = (T*)a.out + (row * a.num_heads + head) * a.head_dim_v;
     for (int64_t d = 0; d < a.head_dim_v; d += W) {
       // a row without keys is 0 even if nothing ever wrote its accumulator
-      const F x = l == 0 ? F{} : load(acc + d) * set1(factor) / set1(out_scale);
+      const F x = empty ? F{} : load(acc + d) / set1(l) * set1(factor) / set1(out_scale);
       store(out + d, x, int(min64(W, a.head_dim_v - d)));
     }
   });

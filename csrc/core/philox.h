@@ -23,8 +23,7 @@ PAGED_ATTN_INLINE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint
   return {{c0, c1, c2, c3}};
 }
 
-// Zeroes dropped probabilities and rescales kept ones; `key` is the index of p[0] in its sequence and
-// a multiple of 4.
+// Zeroes dropped probabilities; `key` is the index of p[0] in its sequence and a multiple of 4.
 inline void apply_dropout(const paged_attn::Dropout& dropout, int64_t sequence, int64_t head,
                           int64_t token, int64_t key, float* p, int count) {
   const uint32_t place = uint32_t(sequence) << 16 | uint32_t(head);
@@ -32,7 +31,7 @@ inline void apply_dropout(const paged_attn::Dropout& dropout, int64_t sequence, 
     const PhiloxWords r = philox(uint32_t((key + c) / 4), uint32_t(token), place, dropout.offset,
                                  dropout.seed[0], dropout.seed[1]);
     for (int i = 0; i < 4; ++i)
-      p[c + i] = r.word[i] >= dropout.threshold ? p[c + i] * dropout.keep_scale : 0.f;
+      if (r.word[i] < dropout.threshold) p[c + i] = 0.f;
   }
 }
 

@@ -6,11 +6,10 @@
 
 namespace {
 
-// Rows of one group, scaled and widened; `to` has a row stride of whole vectors.
+// Rows of one group, widened; `to` has a row stride of whole vectors.
 inline void load_queries(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                          int64_t group, float* to, int64_t stride) {
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  const F scale = set1(logit_scale(a, s, group * a.num_kv_heads / a.num_groups));
   with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
     typedef typename decltype(tag)::type T;
     for (int64_t r = 0; r < rows; ++r) {
@@ -19,7 +18,7 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
       const T* from = (const T*)a.q + token * a.q_stride_token + head * a.q_stride_head;
       for (int64_t d = 0; d < a.head_dim; d += W) {
         const int64_t n = a.head_dim - d;
-        store(to + r * stride + d, (n >= W ? load(from + d) : load(from + d, int(n))) * scale);
+        store(to + r * stride + d, n >= W ? load(from + d) : load(from + d, int(n)));
       }
     }
   });

@@ -22,11 +22,12 @@ struct Ahead {
   }
 };
 
-// scores (rows, ALIGN columns) = q (rows, head_dim) . k; ROWS x KEYS dot products at a time, so that
+// scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a time, so that
 // their W accumulators are summed over the lanes in one transpose
 template <class T, int ROWS>
 inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, const float* q,
-                     int64_t stride_q, int64_t rows, int64_t head_dim, float* scores) {
+                     int64_t stride_q, int64_t rows, int64_t head_dim, float scale,
+                     float* scores) {
   constexpr int KEYS = W / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
   for (int c = 0; c < ALIGN; c += KEYS) {
     const T* key[KEYS];
@@ -56,7 +57,7 @@ inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, cons
         step(d, [n](const T* p) __attribute__((always_inline)) { return load(p, n); });
       }
       float sums[W];
-      store(sums, sum_lanes(acc));
+      store(sums, sum_lanes(acc) * set1(scale));
       for (int i = 0; i < ROWS; ++i)
         memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
     }
@@ -115,6 +116,7 @@ struct RowsWorkspace {
   int64_t rows;  // of a group, rounded up to whole register blocks
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
+  float* scale;  // of a group's dot products
   int64_t floats;
 };
 
@@ -135,6 +137,7 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.m = take(groups * w.rows);
   w.l = take(groups * w.rows);
   w.scores = take(groups * w.rows * ROW_COLUMNS);
+  w.scale = take(groups);
   w.floats = memory - start;
   return w;
 }
@@ -157,7 +160,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       const Ahead ahead = {(const char*)(last ? head_of(a.v, g) : k),
                            last ? block.v_offset : block.k_offset + c + ALIGN, int(sizeof(T))};
       dot_keys<T, ROWS>(k, block.k_offset + c, ahead, w.q + g * w.rows * w.stride_q, w.stride_q,
-                        w.rows, a.head_dim, w.scores + g * w.rows * ROW_COLUMNS + c);
+                        w.rows, a.head_dim, w.scale[g], w.scores + g * w.rows * ROW_COLUMNS + c);
     }
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
@@ -192,8 +195,10 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
   memset(w.q, 0, groups * w.rows * w.stride_q * sizeof(float));
   memset(w.acc, 0, groups * w.rows * w.stride_acc * sizeof(float));
   for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
-  for (int g = 0; g < groups; ++g)
+  for (int g = 0; g < groups; ++g) {
+    w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
     load_queries(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
+  }
 
   KeyBlock blocks[2];
   KeyWalk walk = walk_keys(a, s, task, ROW_COLUMNS);

@@ -11,16 +11,17 @@ namespace {
 
 constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
 
-// C (TILE_ROWS, VECS * W) = [diag(rescale) C +] A (TILE_ROWS, depth) @ B (depth, one panel)
+// A (TILE_ROWS, depth) @ B (depth, one panel): C (TILE_ROWS, VECS * W) is that times scale[0], or, to
+// accumulate, that plus diag(scale) C.
 template <int VECS, bool ACCUMULATE>
 inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c, int64_t stride_c,
-                          int64_t depth, const float* rescale) {
+                          int64_t depth, const float* scale) {
   F acc[TILE_ROWS][VECS];
 #pragma GCC unroll 8
   for (int r = 0; r < TILE_ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j)
-      acc[r][j] = ACCUMULATE ? load(c + r * stride_c + j * W) * set1(rescale[r]) : F{};
+      acc[r][j] = ACCUMULATE ? load(c + r * stride_c + j * W) * set1(scale[r]) : F{};
   for (int64_t k = 0; k < depth; ++k, b += PANEL) {
     F column[VECS];
 #pragma GCC unroll 4
@@ -35,19 +36,20 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
 #pragma GCC unroll 8
   for (int r = 0; r < TILE_ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) store(c + r * stride_c + j * W, acc[r][j]);
+    for (int j = 0; j < VECS; ++j)
+      store(c + r * stride_c + j * W, ACCUMULATE ? acc[r][j] : acc[r][j] * set1(scale[0]));
 }
 
 template <bool ACCUMULATE>
 PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b, float* c,
-                                int64_t stride_c, int64_t depth, const float* rescale) {
+                                int64_t stride_c, int64_t depth, const float* scale) {
   switch (vecs) {
 #if PAGED_ATTN_LANES == 16
-    case 4: return multiply_tile<4, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, rescale);
-    case 3: return multiply_tile<3, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, rescale);
+    case 4: return multiply_tile<4, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+    case 3: return multiply_tile<3, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
 #endif
-    case 2: return multiply_tile<2, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, rescale);
-    default: return multiply_tile<1, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, rescale);
+    case 2: return multiply_tile<2, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+    default: return multiply_tile<1, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
   }
 }
 
@@ -126,6 +128,7 @@ PAGED_ATTN_INLINE void visible_columns(const KeyBlock& block, KeyRange range, in
 // Attention of all rows of a tile to one packed block.
 inline void attend_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                          const KeyBlock& block, const TileWorkspace& w) {
+  const float scale = logit_scale(a, s, int64_t(task.group_begin) * a.num_kv_heads / a.num_groups);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   for (int64_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
     const int64_t last = min64(r0 + TILE_ROWS, rows) - 1;
@@ -139,7 +142,7 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
       n = int(min64(PANEL - c % PANEL, end - c));
       const float* panel = w.keys + c / PANEL * a.head_dim * PANEL + c % PANEL;
       multiply<false>(n / W, w.q + r0 * w.stride_q, w.stride_q, panel, w.scores + c, MAX_COLUMNS,
-                      a.head_dim, nullptr);
+                      a.head_dim, &scale);
     }
     float rescale[TILE_ROWS] = {};
     for (int64_t r = r0; r <= last; ++r) {

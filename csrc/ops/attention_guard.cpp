@@ -154,7 +154,7 @@ void fill_in(const AttentionArguments& x, Attention& a) {
     a.bias_stride_query = x.attn_bias.stride(1);
     a.bias_stride_key = x.attn_bias.stride(2);
   }
-  a.softmax_scale = float(x.softmax_scale.value_or(1 / std::sqrt(double(a.head_dim))));
+  a.softmax_scale = x.softmax_scale.value_or(1 / std::sqrt(double(a.head_dim)));
   a.softcap = float(x.softcap);
   a.window_left = x.window_size_left < FAR ? x.window_size_left : -1;
   a.window_right = x.window_size_right < FAR ? x.window_size_right : -1;

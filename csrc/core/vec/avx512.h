@@ -27,15 +27,22 @@ PAGED_ATTN_INLINE F load(const float* p, int n) {
   return (F)_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
 }
 
+PAGED_ATTN_INLINE U widen(U16 x) { return (U)_mm512_cvtepu16_epi32((__m256i)x); }
+PAGED_ATTN_INLINE U widen(U8 x) { return (U)_mm512_cvtepu8_epi32((__m128i)x); }
+PAGED_ATTN_INLINE U16 widen_to_16(U8 x) { return (U16)_mm256_cvtepu8_epi16((__m128i)x); }
+PAGED_ATTN_INLINE F signed_to_float(U8 x) {
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+}
+
 PAGED_ATTN_INLINE F half_to_float(U16 h) { return (F)_mm512_cvtph_ps((__m256i)h); }
 PAGED_ATTN_INLINE U16 float_to_half(F x) { return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
 
 // an e4m3 with its exponent and mantissa moved to a half's place reads 2^8 too small, subnormals included
 PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
-  const U16 x = __builtin_convertvector(raw, U16);
+  const U16 x = widen_to_16(raw);
   const F value = half_to_float((x & 0x80) << 8 | (x & 0x7f) << 7) * set1(256.f);
-  const U wide = __builtin_convertvector(raw, U);
-  return select((I)((wide & 0x7f) == 0x7f), set1(NAN), value);
+  const __mmask16 nan = _mm_cmpeq_epi8_mask((__m128i)(raw & 0x7f), _mm_set1_epi8(0x7f));
+  return (F)_mm512_mask_mov_ps((__m512)value, nan, (__m512)set1(NAN));
 }
 
 // Transposes W vectors of W lanes.

@@ -24,18 +24,15 @@ PAGED_ATTN_INLINE U8 load_raw(const uint8_t* p) {
 }
 
 PAGED_ATTN_INLINE F to_float(const bfloat16*, U16 x) {
-  return as_float(__builtin_convertvector(x, U) << 16);
+  return as_float(widen(x) << 16);
 }
 PAGED_ATTN_INLINE F to_float(const float16*, U16 x) { return half_to_float(x); }
 PAGED_ATTN_INLINE F to_float(const float8_e4m3fn*, U8 x) { return e4m3_to_float(x); }
 // an e5m2 is the upper half of a float16
 PAGED_ATTN_INLINE F to_float(const float8_e5m2*, U8 x) {
-  return half_to_float(__builtin_convertvector(x, U16) << 8);
+  return half_to_float(widen_to_16(x) << 8);
 }
-PAGED_ATTN_INLINE F to_float(const int8_t*, U8 x) {
-  typedef int8_t I8 __attribute__((vector_size(W)));
-  return __builtin_convertvector(__builtin_convertvector((I8)x, I), F);
-}
+PAGED_ATTN_INLINE F to_float(const int8_t*, U8 x) { return signed_to_float(x); }
 
 template <int BYTES> struct RawOf;
 template <> struct RawOf<1> { typedef uint8_t type; };

@@ -14,7 +14,7 @@ PAGED_ATTN_INLINE F round(F x) { return (x + set1(12582912.f)) - set1(12582912.f
 // results below the normal range are 0
 PAGED_ATTN_INLINE F scale_by_power(F x, F n) {
   // 2^128 is past the exponent field; scaling twice by half the power reaches it
-  const I power = __builtin_convertvector(n, I);
+  const I power = __builtin_convertvector(min(set1(200.f), n), I);
   const I half = power >> 1;
   const F y = x * as_float((U)(half + 127) << 23) * as_float((U)(power - half + 127) << 23);
   return n < set1(-125.f) ? F{} : y;
@@ -45,9 +45,17 @@ PAGED_ATTN_INLINE F load(const float* p, int n) {
   return load_raw_as(x, p, 4 * n);
 }
 
+PAGED_ATTN_INLINE U widen(U16 x) { return __builtin_convertvector(x, U); }
+PAGED_ATTN_INLINE U widen(U8 x) { return __builtin_convertvector(x, U); }
+PAGED_ATTN_INLINE U16 widen_to_16(U8 x) { return __builtin_convertvector(x, U16); }
+PAGED_ATTN_INLINE F signed_to_float(U8 x) {
+  typedef int8_t I8 __attribute__((vector_size(W)));
+  return __builtin_convertvector(__builtin_convertvector((I8)x, I), F);
+}
+
 // A narrow float's bits, moved to a float32's place, read 2^(127 - bias) too small.
 PAGED_ATTN_INLINE F half_to_float(U16 h) {
-  const U x = __builtin_convertvector(h, U);
+  const U x = widen(h);
   const U magnitude = x & 0x7fffu;
   const U value = bits(as_float(magnitude << 13) * set1(0x1p112f));
   const U special = magnitude << 13 | 0x7f800000u;
@@ -65,7 +73,7 @@ PAGED_ATTN_INLINE U16 float_to_half(F f) {
   return __builtin_convertvector(h | sign >> 16, U16);
 }
 PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
-  const U x = __builtin_convertvector(raw, U);
+  const U x = widen(raw);
   const U value = bits(as_float((x & 0x7fu) << 20) * set1(0x1p120f));
   return as_float(select((I)((x & 0x7fu) == 0x7fu), U{} + 0x7fc00000u, value) | (x & 0x80u) << 24);
 }
