@@ -98,10 +98,12 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        names = ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
+        sizes = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+        for name, size in zip(names, sizes, strict=True):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
-        for name in ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"):
-            if locals()[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {locals()[name]}")
         self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size

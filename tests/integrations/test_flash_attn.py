@@ -389,6 +389,8 @@ def test_errors_name_what_is_wrong():
     assert torch.equal(cache, before)
     with pytest.raises(ValueError, match="cache_seqlens must be given"):
         flash_attn_with_kvcache(q, cache, cache, new, new)
+    with pytest.raises(ValueError, match=r"k and v must be .* with batch 2, got shapes \(1, 2, 2"):
+        flash_attn_with_kvcache(q, cache, cache, new[:1], new[:1], cache_seqlens=0)
     with pytest.raises(ValueError, match="k and v must come together"):
         flash_attn_with_kvcache(q, cache, cache, new)
     with pytest.raises(ValueError, match="k_cache must have a row for each of 2 sequences"):

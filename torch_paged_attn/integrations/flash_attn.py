@@ -281,6 +281,11 @@ def flash_attn_with_kvcache(
     seqused_k = cache_seqlens
     if k is not None and v is not None:
         if cu_seqlens_k_new is None:
+            if k.dim() != 4 or k.shape[0] != batch or v.shape[:2] != k.shape[:2]:
+                raise ValueError(
+                    f"{name}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
+                    f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
+                )
             cu_seqlens_k_new = multiples(k.shape[1], batch, device)
             k, v = k.flatten(0, 1), v.flatten(0, 1)
         seqused_k = cache_seqlens + cu_seqlens_k_new.diff()
