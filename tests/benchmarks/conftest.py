@@ -1,0 +1,5 @@
+import sys
+from pathlib import Path
+
+# the benchmarks are scripts: they import one another as the top-level modules beside run.py
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
