@@ -216,9 +216,17 @@ class PagedKVCache:
             del state.tokens[length:]
         state.length = length
 
-    def free(self, seq: Hashable) -> None:
-        """Give a sequence up. Pages that no other sequence holds can be taken again."""
-        self._release(self._sequence(seq).pages)
+    def free(self, seq: Hashable, written: int | None = None) -> None:
+        """Give a sequence up. Pages that no other sequence holds can be taken again.
+
+        written: how many of its tokens are in the cache, if not all of them, as when a step was
+        given up after the append. What was never written cannot be found again.
+        """
+        state = self._sequence(seq)
+        if written is not None:
+            for page in state.pages[written // self.page_size :]:
+                self._forget(page)
+        self._release(state.pages)
         del self._sequences[seq]
 
     def batch(

@@ -147,6 +147,15 @@ def test_truncate_forgets_drafts():
     assert cache.append("c", [0, 1, 2, 3, 4, 5, 60, 70, 80]) == 8
 
 
+def test_what_was_never_written_is_not_found():
+    cache = small_cache()
+    cache.append("a", list(range(8)))
+    reused = cache.append("b", list(range(13)))
+    assert reused == 8
+    cache.free("b", written=reused)
+    assert cache.append("c", list(range(13))) == 8
+
+
 def test_a_full_cache_says_so_and_changes_nothing():
     cache = small_cache(num_pages=2)
     cache.append("a", 5)

@@ -4,6 +4,7 @@ Every token is stored as a value that depends on all tokens up to it, as real ke
 a page shared wrongly, overwritten or not copied reads back as something else.
 """
 
+import contextlib
 import copy
 from collections import Counter
 
@@ -31,13 +32,14 @@ def contents(tokens):
 class KVCacheMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
-    @initialize(page_size=st.integers(1, 4), num_pages=st.integers(1, 10))
+    @initialize(page_size=st.integers(1, 4), num_pages=st.integers(1, 8))
     def start(self, page_size, num_pages):
         self.cache = PagedKVCache(
             NUM_LAYERS, num_pages, NUM_HEADS, page_size, HEAD_DIM, dtype=torch.float32
         )
         self.cache.kv_cache.fill_(float("nan"))
         self.tokens = {}
+        self.contents_of_key = {}
         self.names = 0
         self.next_unknown = 1000
 
@@ -70,6 +72,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         page, offset = slots // self.cache.page_size, slots % self.cache.page_size
         # the two index tensors are apart: their dimension comes first
         self.cache.kv_cache[:, :, page, :, offset] = written[:, None, None, None, None] * MARK
+        pages = contents(self.tokens[seq]).split(self.cache.page_size)
+        self.contents_of_key.update(zip(self.cache._sequences[seq].keys, pages, strict=False))
 
     def host_state(self):
         return copy.deepcopy({k: v for k, v in vars(self.cache).items() if k != "kv_cache"})
@@ -111,6 +115,17 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.cache.truncate(seq, length)
             del self.tokens[seq][length:]
 
+    @rule(seq=sequences, dropped=st.integers(1, 4), tokens=st.lists(st.integers(0, 1), max_size=6))
+    def redraft(self, seq, dropped, tokens):
+        self.truncate(seq, dropped)
+        self.append_and_write(seq, tokens, True)
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=12))
+    def abandon(self, tokens):
+        seq = self.new_name()
+        with contextlib.suppress(CacheFull):
+            self.cache.free(seq, written=self.cache.append(seq, tokens))
+
     @rule(seq=consumes(sequences))
     def free(self, seq):
         if self.tokens.pop(seq, None) is not None:
@@ -139,6 +154,13 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert cache.num_free_pages == len(unused)
         assert {page: key for key, page in cache._page_of_key.items()} == cache._key_of_page
         assert set(cache._evictable) <= set(cache._key_of_page)
+
+    @invariant()
+    def a_page_is_found_by_what_it_holds(self):
+        for key, page in self.cache._page_of_key.items():
+            assert torch.equal(self.cache.kv_cache[0, 0, page, 0, :, 0], self.contents_of_key[key])
+        for seq, tokens in self.tokens.items():
+            assert self.cache._sequences[seq].tokens in (None, tokens)
 
     @invariant()
     def contents_are_read_back_through_the_block_table(self):
