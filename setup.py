@@ -1,8 +1,8 @@
 """Builds the CPU kernels as an optional extension; metadata lives in pyproject.toml.
 
-PAGED_ATTN_BUILD_CPP=auto (default) installs pure Python with a warning when the build fails, 1 makes
-that an error, 0 does not try. The extension uses only the libtorch stable ABI: one library serves
-every supported torch and Python.
+PAGED_ATTN_BUILD_CPP=auto (default) installs pure Python with a warning when the build fails, 1
+makes that an error, 0 does not try. The extension uses only the libtorch stable ABI: one library
+serves every supported torch and Python.
 """
 
 import os
@@ -19,7 +19,7 @@ OPS = ["attention_call", "attention_guard", "blocksparse", "cpu_isa", "flash_var
 OPS += ["merge_states", "refuse", "reshape_and_cache"]
 SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + ["csrc/core/schedule.cpp", "csrc/dispatch.cpp"]
 
-# One object per ISA, csrc/isa/<name>.cpp, compiled with its own flags; dispatch.cpp picks at run time.
+# One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     avx512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")]
@@ -46,8 +46,8 @@ def extension_options() -> dict:
                     raise
                 self.extensions.clear()
                 warnings.warn(
-                    f"torch-paged-attn: the CPU kernels were not built ({error}); installing without"
-                    " them. PAGED_ATTN_BUILD_CPP=1 makes this an error.",
+                    f"torch-paged-attn: the CPU kernels were not built ({error}); installing"
+                    " without them. PAGED_ATTN_BUILD_CPP=1 makes this an error.",
                     stacklevel=1,
                 )
 
@@ -60,7 +60,13 @@ def extension_options() -> dict:
                 )
             super().build_extension(extension)
 
-    flags = ["-O2", "-g0", "-fvisibility=hidden", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TORCH_2_11}"]
+    flags = [
+        "-O2",
+        "-g0",
+        "-fvisibility=hidden",
+        "-DTORCH_STABLE_ONLY",
+        f"-DTORCH_TARGET_VERSION={TORCH_2_11}",
+    ]
     extension = CppExtension(
         "torch_paged_attn._C",
         SOURCES,
@@ -85,8 +91,8 @@ def options() -> dict:
         if WANTED == "1":
             raise
         warnings.warn(
-            f"torch-paged-attn: no torch to build the CPU kernels with ({error}); installing without"
-            " them. Install with --no-build-isolation to use the torch of this environment.",
+            f"torch-paged-attn: no torch to build the CPU kernels with ({error}); installing"
+            " without them. Install with --no-build-isolation to use the torch of this environment.",
             stacklevel=1,
         )
         return {}

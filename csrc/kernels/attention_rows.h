@@ -123,10 +123,10 @@ struct RowsWorkspace {
 PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows, int64_t groups,
                                                float* memory) {
   RowsWorkspace w;
-  float* const start = memory;
+  w.floats = 0;
   const auto take = [&](int64_t floats) __attribute__((always_inline)) {
-    float* p = memory;
-    memory += round_up(floats, 16);
+    float* p = memory ? memory + w.floats : nullptr;
+    w.floats += round_up(floats, 16);
     return p;
   };
   w.rows = rows <= 2 ? rows : round_up(rows, 4);
@@ -138,7 +138,6 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.l = take(groups * w.rows);
   w.scores = take(groups * w.rows * ROW_COLUMNS);
   w.scale = take(groups);
-  w.floats = memory - start;
   return w;
 }
 

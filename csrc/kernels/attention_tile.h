@@ -93,10 +93,10 @@ struct TileWorkspace {
 
 PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows, float* memory) {
   TileWorkspace w;
-  float* const start = memory;
+  w.floats = 0;
   const auto take = [&](int64_t floats) __attribute__((always_inline)) {
-    float* p = memory;
-    memory += round_up(floats, 16);
+    float* p = memory ? memory + w.floats : nullptr;
+    w.floats += round_up(floats, 16);
     return p;
   };
   w.rows = round_up(rows, TILE_ROWS);
@@ -109,7 +109,6 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   w.keys = take(a.head_dim * MAX_COLUMNS);
   w.values = take(round_up(a.head_dim_v, PANEL) * MAX_COLUMNS);
   w.scores = take(TILE_ROWS * MAX_COLUMNS);
-  w.floats = memory - start;
   return w;
 }
 

@@ -1,6 +1,7 @@
 // The rules of the contract as conditions, without words: ops/checks.py has those.
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -178,26 +179,21 @@ bool nondecreasing_from_zero(const Strided<int32_t>& bounds, int64_t batch) {
   return true;
 }
 
-// The rule of a row without the order of its columns, which are most often sorted.
-bool has_duplicates(const int32_t* columns, int64_t stride, int64_t count, std::vector<bool>& seen) {
-  bool sorted = true;
-  int32_t largest = count ? columns[0] : 0;
-  for (int64_t i = 1; i < count; ++i) {
-    const int32_t column = columns[i * stride];
-    sorted &= column > columns[(i - 1) * stride];
-    largest = column > largest ? column : largest;
-  }
-  if (sorted) return false;
-  seen.assign(size_t(largest) + 1, false);
+// Columns may come in any order, but are most often sorted.
+bool are_columns(const int32_t* columns, int64_t stride, int64_t count) {
+  bool sorted = true, negative = false;
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t column = columns[i * stride];
-    if (seen[column]) return true;
-    seen[column] = true;
+    negative |= columns[i * stride] < 0;
+    sorted &= i == 0 || columns[i * stride] > columns[(i - 1) * stride];
   }
-  return false;
+  if (sorted || negative) return !negative;
+  std::vector<int32_t> copy(count);
+  for (int64_t i = 0; i < count; ++i) copy[i] = columns[i * stride];
+  std::sort(copy.begin(), copy.end());
+  return std::adjacent_find(copy.begin(), copy.end()) == copy.end();
 }
 
-bool accept_layout_rows(const Attention& a, const Sequence& s, std::vector<bool>& seen) {
+bool accept_layout_rows(const Attention& a, const Sequence& s) {
   const BlockLayout& l = a.layout;
   const int64_t first = max64(s.past, 0), last = s.k_len - 1;
   if (s.q_len == 0 || last < first) return true;
@@ -209,9 +205,7 @@ bool accept_layout_rows(const Attention& a, const Sequence& s, std::vector<bool>
       if (begin < 0 || end < begin || end > l.nnz) return false;
       int64_t count;
       const int32_t* columns = layout_row(l, s.index, head, row, &count);
-      for (int64_t i = 0; i < count; ++i)
-        if (columns[i * l.col_entry] < 0) return false;
-      if (has_duplicates(columns, l.col_entry, count, seen)) return false;
+      if (!are_columns(columns, l.col_entry, count)) return false;
     }
   return true;
 }
@@ -222,7 +216,6 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
     return false;
   if (a.cu_seqlens_k && !nondecreasing_from_zero(a.cu_seqlens_k, a.batch)) return false;
   if (!paged && (a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q)(a.batch) > x.k.size(0)) return false;
-  std::vector<bool> seen;
   for (int64_t b = 0; b < a.batch; ++b) {
     const Sequence s = sequence_at(a, b);
     if (s.k_len < 0) return false;
@@ -232,7 +225,8 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
     }
     if (x.attn_bias && s.q_len > 0 && s.k_len > x.attn_bias.size(2)) return false;
     if (paged) {
-      if (round_up(s.k_len, a.page_size) / a.page_size > x.block_table.size(1)) return false;
+      const int64_t pages = s.k_len / a.page_size + (s.k_len % a.page_size != 0);
+      if (pages > x.block_table.size(1)) return false;
       const KeyRange keys = s.q_len ? visible_keys(a, s, 0, s.q_len - 1) : KeyRange{0, 0};
       const int64_t num_pages = x.k.size(0);
       for (int64_t i = keys.begin / a.page_size; i * a.page_size < keys.end; ++i) {
@@ -240,7 +234,7 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
         if (page < 0 || page >= num_pages) return false;
       }
     }
-    if (a.layout.crow && !accept_layout_rows(a, s, seen)) return false;
+    if (a.layout.crow && !accept_layout_rows(a, s)) return false;
   }
   return true;
 }

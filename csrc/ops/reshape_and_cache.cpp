@@ -19,8 +19,8 @@ struct Cache {
   int64_t size(int64_t i) const { return view.size(first + i); }
   int64_t stride(int64_t i) const { return view.stride(first + i); }
   char* data(int64_t element_bytes) const {
-    const int64_t offset = first == 0 ? 0 : half * view.stride(0);
-    return static_cast<char*>(view.mutable_data()) + offset * element_bytes;
+    char* start = static_cast<char*>(view.mutable_data());
+    return start && half ? start + half * view.stride(0) * element_bytes : start;
   }
 };
 
@@ -76,7 +76,8 @@ bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache
   r.num_tokens = slots.size(0);
   r.num_heads = key.size(1);
   r.page_size = k_cache.size(2);
-  const int64_t num_slots = k_cache.size(0) * r.page_size;
+  int64_t num_slots;
+  if (__builtin_mul_overflow(k_cache.size(0), r.page_size, &num_slots)) num_slots = INT64_MAX;
   for (int64_t i = 0; i < r.num_tokens; ++i)
     if (slot_at(r, i) >= num_slots) return false;
   r.key = cache_write(key, k_cache, k_scale);
