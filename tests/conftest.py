@@ -4,7 +4,10 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
 settings.register_profile("ci", derandomize=True, max_examples=100, **COMMON)
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("thorough", max_examples=5000, **COMMON)

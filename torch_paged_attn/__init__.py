@@ -1,7 +1,59 @@
-"""Paged attention for PyTorch: `torch.ops.paged_attn.*`, one schema and one meaning per device."""
+"""Paged attention for PyTorch: `torch.ops.paged_attn.*`, one schema and one meaning per device.
+
+>>> import torch_paged_attn
+>>> out, softmax_lse = torch_paged_attn.flash_varlen(q, k, v, cu_seqlens_q, causal=True)
+
+`flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_with_kvcache` take the arguments that
+flash-attn's functions take.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 
+if TYPE_CHECKING:
+    from torch_paged_attn import layouts
+    from torch_paged_attn.integrations.flash_attn import (
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
+    from torch_paged_attn.kv_cache import CacheFull, PagedBatch, PagedKVCache
+    from torch_paged_attn.layouts import BlockSparseLayout
+
 __version__ = "0.1.0"
 
-__all__ = ["blocksparse", "flash_varlen", "merge_states", "reshape_and_cache"]
+__all__ = [
+    "BlockSparseLayout",
+    "CacheFull",
+    "PagedBatch",
+    "PagedKVCache",
+    "blocksparse",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "flash_varlen",
+    "layouts",
+    "merge_states",
+    "reshape_and_cache",
+]
+
+# imported when first asked for: the import of the package registers the ops and no more
+_LATER = {
+    "BlockSparseLayout": "layouts",
+    "CacheFull": "kv_cache",
+    "PagedBatch": "kv_cache",
+    "PagedKVCache": "kv_cache",
+    "flash_attn_func": "integrations.flash_attn",
+    "flash_attn_varlen_func": "integrations.flash_attn",
+    "flash_attn_with_kvcache": "integrations.flash_attn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        return importlib.import_module(f"{__name__}.{name}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -60,7 +60,10 @@ def main() -> None:
     if parser.parse_args().json:
         print(json.dumps(known, indent=2))
         return
-    print(f"torch_paged_attn {known['torch_paged_attn']}, Python {known['python']}, {known['machine']}")
+    print(
+        f"torch_paged_attn {known['torch_paged_attn']},"
+        f" Python {known['python']}, {known['machine']}"
+    )
     print("packages  " + "  ".join(f"{p} {v or '-'}" for p, v in known["packages"].items()))
     for device, found in known["devices"].items():
         isa = f" ({found['instruction_set']})" if "instruction_set" in found else ""

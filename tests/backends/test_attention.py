@@ -7,6 +7,7 @@ import torch
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
+
 def over(keep):
     """Parametrise over the problems that `keep` picks."""
     problems = [p for p in PROBLEMS.values() if keep(p)]

@@ -29,7 +29,9 @@ def test_agrees_with_the_reference(dtype, device):
 
 def test_nothing_merges_to_nothing(device):
     out, lse = (torch.full((3, 2, 4), float("nan")), torch.full((2, 3), -INF))
-    merged, merged_lse = torch_paged_attn.merge_states(*(t.to(device) for t in (out, lse, out, lse)))
+    merged, merged_lse = torch_paged_attn.merge_states(
+        *(t.to(device) for t in (out, lse, out, lse))
+    )
     assert (merged == 0).all() and (merged_lse == -INF).all()
 
 

@@ -11,7 +11,9 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 PAIRS = [(f, f) for f in FLOATS] + [(f, e) for f in FLOATS for e in EIGHT_BITS]
 
 
-def make(dtype, cache_dtype, layout="hnd", tokens=40, heads=3, page_size=16, dim=24, dim_v=24, seed=0):
+def make(
+    dtype, cache_dtype, layout="hnd", tokens=40, heads=3, page_size=16, dim=24, dim_v=24, seed=0
+):
     g = torch.Generator().manual_seed(seed)
     num_pages = 6
     key = torch.randn(tokens, heads, dim, generator=g).to(dtype) * 3
@@ -71,7 +73,9 @@ def test_rows_past_slot_mapping_are_padding(device):
     expected = tuple(c.clone() for c in caches)
     reference.reshape_and_cache_split(key, value, *expected, slots[:9])
     caches = [c.to(device) for c in caches]
-    torch_paged_attn.reshape_and_cache(key.to(device), value.to(device), caches, slots[:9].to(device))
+    torch_paged_attn.reshape_and_cache(
+        key.to(device), value.to(device), caches, slots[:9].to(device)
+    )
     for cache, want in zip(caches, expected, strict=True):
         assert same_bytes(cache.cpu(), want)
 

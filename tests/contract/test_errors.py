@@ -97,9 +97,17 @@ STATIC = [
     ("packed", {"v": r(9, 2, 2, 6)}, "v has shape"),
     ("paged", {"k": r(9, 2, 8)}, "with block_table"),
     ("paged", {"v": r(5, 2, 4, 6, 1)}, "v has shape"),
-    ("packed", {"q": r(7, 4, 8, dtype=torch.float64)}, "q has dtype float64; allowed: float32, bfloat16"),
+    (
+        "packed",
+        {"q": r(7, 4, 8, dtype=torch.float64)},
+        "q has dtype float64; allowed: float32, bfloat16",
+    ),
     ("packed", {"q": torch.ones(7, 4, 8, dtype=torch.int64)}, "q has dtype int64"),
-    ("packed", {"k": r(9, 2, 8, dtype=torch.float16)}, "k has dtype float16; allowed: float32, float8"),
+    (
+        "packed",
+        {"k": r(9, 2, 8, dtype=torch.float16)},
+        "k has dtype float16; allowed: float32, float8",
+    ),
     ("packed", {"v": r(9, 2, 6, dtype=torch.bfloat16)}, "v has dtype bfloat16; allowed: float32"),
     ("packed", {"k": torch.ones(9, 2, 8, dtype=torch.uint8)}, "k has dtype uint8"),
     ("packed", {"v": r(8, 2, 6)}, "v has shape (8, 2, 6); allowed: k's (9, 2, 8)"),
@@ -115,15 +123,27 @@ STATIC = [
     ("packed", {"q": r(7, 4, 16)[..., ::2]}, "q has strides (64, 16, 2)"),
     ("packed", {"k": r(2, 8, 9).permute(2, 0, 1)}, "k has strides"),
     ("paged", {"v": r(5, 2, 6, 4).transpose(2, 3)}, "v has strides"),
-    ("packed", {"cu_seqlens_q": ints(0, 3, 7).long()}, "cu_seqlens_q has dtype int64; allowed: int32"),
+    (
+        "packed",
+        {"cu_seqlens_q": ints(0, 3, 7).long()},
+        "cu_seqlens_q has dtype int64; allowed: int32",
+    ),
     ("packed", {"cu_seqlens_q": ints(0, 3, 7).view(1, 3)}, "cu_seqlens_q has shape (1, 3)"),
     ("packed", {"cu_seqlens_q": ints()}, "cu_seqlens_q is empty"),
-    ("packed", {"cu_seqlens_k": ints(0, 9)}, "cu_seqlens_k has shape (2,); allowed: (batch + 1) = (3,)"),
+    (
+        "packed",
+        {"cu_seqlens_k": ints(0, 9)},
+        "cu_seqlens_k has shape (2,); allowed: (batch + 1) = (3,)",
+    ),
     ("packed", {"cu_seqlens_k": torch.tensor([0.0, 4.0, 9.0])}, "cu_seqlens_k has dtype float32"),
     ("paged", {"seqused_k": ints(4, 7, 1)}, "seqused_k has shape (3,); allowed: (batch) = (2,)"),
     ("paged", {"seqused_k": ints(4, 7).long()}, "seqused_k has dtype int64"),
     ("paged", {"seqused_k": None}, "seqused_k is None"),
-    ("paged", {"block_table": ints(4, 0)}, "block_table has shape (2,); allowed: (batch, max_pages)"),
+    (
+        "paged",
+        {"block_table": ints(4, 0)},
+        "block_table has shape (2,); allowed: (batch, max_pages)",
+    ),
     ("paged", {"block_table": ints(4, 0, 1).view(3, 1)}, "block_table has 3 rows"),
     ("paged", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "block_table has dtype int64"),
     ("packed", {"max_seqlen_q": -1}, "max_seqlen_q is -1"),
@@ -157,8 +177,16 @@ STATIC = [
     ("sparse", {"q": r(7, 32)}, "q has shape"),
     ("sparse", {"crow_indices": ints(0, 1, 3)}, "crow_indices has shape (3,)"),
     ("sparse", {"crow_indices": torch.zeros(1, 3)}, "crow_indices has dtype float32"),
-    ("sparse", {"col_indices": torch.zeros(1, 3, dtype=torch.int64)}, "col_indices has dtype int64"),
-    ("sparse", {"col_indices": torch.zeros(2, 3, dtype=torch.int32)}, "col_indices has shape (2, 3)"),
+    (
+        "sparse",
+        {"col_indices": torch.zeros(1, 3, dtype=torch.int64)},
+        "col_indices has dtype int64",
+    ),
+    (
+        "sparse",
+        {"col_indices": torch.zeros(2, 3, dtype=torch.int32)},
+        "col_indices has shape (2, 3)",
+    ),
     ("sparse", {"crow_indices": torch.zeros(1, 0, dtype=torch.int32)}, "rows + 1 >= 1"),
     ("sparse", {"q_block_size": 8}, "q_block_size is 8; allowed: 16, 32, 64, 128, 256"),
     ("sparse", {"k_block_size": 48}, "k_block_size is 48"),
@@ -181,14 +209,22 @@ STATIC = [
     ("cached", {"kv_cache": r(5, 2, 4, 8)}, "kv_cache has shape (5, 2, 4, 8)"),
     ("cached", {"kv_cache": r(3, 5, 2, 4, 8)}, "keys and values: a first dimension of 2"),
     ("cached", {"kv_cache": r(2, 5, 2, 4, 8).half()}, "kv_cache has dtype float16"),
-    ("cached", {"kv_cache": r(2, 5, 3, 4, 8)}, "kv_cache has 3 KV heads of 8; allowed: key's 2 KV heads of 8"),
+    (
+        "cached",
+        {"kv_cache": r(2, 5, 3, 4, 8)},
+        "kv_cache has 3 KV heads of 8; allowed: key's 2 KV heads of 8",
+    ),
     ("cached", {"kv_cache": r(2, 5, 2, 4, 9)}, "kv_cache has 2 KV heads of 9"),
     ("cached", {"kv_cache": r(2, 5, 2, 0, 8)}, "at least 1 head, slot and element"),
     ("cached", {"kv_cache": r(2, 5, 2, 8, 4).mT}, "kv_cache has strides"),
     ("cached", {"key": r(4, 8, 2).mT}, "key has strides"),
     ("cached", {"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "slot_mapping has 5 slots"),
     ("cached", {"slot_mapping": torch.zeros(2, 2, dtype=torch.int64)}, "slot_mapping has shape"),
-    ("cached", {"slot_mapping": torch.zeros(4)}, "slot_mapping has dtype float32; allowed: int32, int64"),
+    (
+        "cached",
+        {"slot_mapping": torch.zeros(4)},
+        "slot_mapping has dtype float32; allowed: int32, int64",
+    ),
     ("cached", {"k_scale": torch.tensor(1.0)}, "k_scale came with a torch.float32 cache"),
     ("split", {"v_cache": r(5, 2, 5, 8)}, "v_cache is (5, 2, 5, 8)"),
     ("split", {"v_cache": r(6, 2, 4, 8)}, "v_cache is (6, 2, 4, 8)"),
@@ -204,41 +240,125 @@ STATIC = [
     ("states", {"out_a": r(3, 8)}, "out_a has shape (3, 8)"),
     ("states", {"out_b": r(3, 2, 5)}, "out_b has shape (3, 2, 5)"),
     ("states", {"out_b": r(3, 2, 4).half()}, "out_b has dtype float16"),
-    ("states", {"lse_a": r(3, 2)}, "lse_a has shape (3, 2); allowed: (num_heads, total_q) = (2, 3)"),
+    (
+        "states",
+        {"lse_a": r(3, 2)},
+        "lse_a has shape (3, 2); allowed: (num_heads, total_q) = (2, 3)",
+    ),
     ("states", {"lse_b": r(2, 3).double()}, "lse_b has dtype float64"),
 ]
 
 VALUES = [
     ("packed", {"cu_seqlens_q": ints(1, 3, 7)}, ValueError, "cu_seqlens_q[0] is 1; allowed: 0"),
     ("packed", {"cu_seqlens_q": ints(0, 5, 3)}, ValueError, "cu_seqlens_q[2] is 3, below 5"),
-    ("packed", {"cu_seqlens_q": ints(0, 3, 8)}, ValueError, "cu_seqlens_q[-1] is 8; allowed: at most total_q"),
+    (
+        "packed",
+        {"cu_seqlens_q": ints(0, 3, 8)},
+        ValueError,
+        "cu_seqlens_q[-1] is 8; allowed: at most total_q",
+    ),
     ("packed", {"cu_seqlens_q": ints(0, -3, 7)}, ValueError, "cu_seqlens_q[1] is -3"),
     ("packed", {"cu_seqlens_q": ints(0, INT32_MAX, -(2**31))}, ValueError, "cu_seqlens_q[2]"),
     ("packed", {"cu_seqlens_k": ints(-1, 4, 9)}, ValueError, "cu_seqlens_k[0] is -1"),
-    ("packed", {"cu_seqlens_k": ints(0, 4, 10)}, ValueError, "cu_seqlens_k[-1] is 10; allowed: at most total_k"),
+    (
+        "packed",
+        {"cu_seqlens_k": ints(0, 4, 10)},
+        ValueError,
+        "cu_seqlens_k[-1] is 10; allowed: at most total_k",
+    ),
     ("packed", {"cu_seqlens_k": ints(0, 6, 4)}, ValueError, "cu_seqlens_k[2] is 4, below 6"),
-    ("packed", {"cu_seqlens_k": None, "k": r(6, 2, 8), "v": r(6, 2, 6)}, ValueError, "at most total_k = 6"),
-    ("packed", {"seqused_k": ints(4, 6)}, ValueError, "seqused_k[1] is 6; allowed: at most the 5 keys"),
+    (
+        "packed",
+        {"cu_seqlens_k": None, "k": r(6, 2, 8), "v": r(6, 2, 6)},
+        ValueError,
+        "at most total_k = 6",
+    ),
+    (
+        "packed",
+        {"seqused_k": ints(4, 6)},
+        ValueError,
+        "seqused_k[1] is 6; allowed: at most the 5 keys",
+    ),
     ("packed", {"seqused_k": ints(-1, 5)}, ValueError, "seqused_k[0] is -1; allowed: at least 0"),
-    ("packed", {"attn_bias": r(1, 7, 4)}, ValueError, "attn_bias has 4 columns; allowed: at least Lk[1] = 5"),
+    (
+        "packed",
+        {"attn_bias": r(1, 7, 4)},
+        ValueError,
+        "attn_bias has 4 columns; allowed: at least Lk[1] = 5",
+    ),
     ("paged", {"seqused_k": ints(4, -2)}, ValueError, "seqused_k[1] is -2"),
-    ("paged", {"seqused_k": ints(4, 9)}, RuntimeError, "block_table has 2 pages of 4 for Lk[1] = 9"),
+    (
+        "paged",
+        {"seqused_k": ints(4, 9)},
+        RuntimeError,
+        "block_table has 2 pages of 4 for Lk[1] = 9",
+    ),
     ("paged", {"seqused_k": ints(4, INT32_MAX)}, RuntimeError, "block_table has 2 pages"),
-    ("paged", {"cu_seqlens_k": ints(0, 4, 3), "seqused_k": None}, ValueError, "cu_seqlens_k[2] is 3"),
-    ("paged", {"block_table": ints(5, 0, 0, 2).view(2, 2)}, IndexError, "block_table[0, 0] is 5; allowed: pages 0 to 4"),
+    (
+        "paged",
+        {"cu_seqlens_k": ints(0, 4, 3), "seqused_k": None},
+        ValueError,
+        "cu_seqlens_k[2] is 3",
+    ),
+    (
+        "paged",
+        {"block_table": ints(5, 0, 0, 2).view(2, 2)},
+        IndexError,
+        "block_table[0, 0] is 5; allowed: pages 0 to 4",
+    ),
     ("paged", {"block_table": ints(1, 0, 0, -1).view(2, 2)}, IndexError, "block_table[1, 1] is -1"),
-    ("paged", {"block_table": ints(1, 0, INT32_MAX, 1).view(2, 2)}, IndexError, f"block_table[1, 0] is {INT32_MAX}"),
-    ("sparse", {"crow_indices": ints(0).view(1, 1), "col_indices": ints(0).view(1, 1)}, ValueError, "crow_indices has 0 rows of 16"),
-    ("sparse", {"crow_indices": ints(0, 4, 4).view(1, 3)}, ValueError, "crow_indices runs from 0 to 4"),
-    ("sparse", {"crow_indices": ints(2, 1, 3).view(1, 3)}, ValueError, "crow_indices runs from 2 to 1"),
-    ("sparse", {"crow_indices": ints(-1, 1, 3).view(1, 3)}, ValueError, "crow_indices runs from -1"),
-    ("sparse", {"col_indices": ints(-1, 0, 1).view(1, 3)}, IndexError, "col_indices hold -1 in row 0"),
-    ("sparse", {"crow_indices": ints(0, 2, 3).view(1, 3)}, ValueError, "col_indices repeat a column in row 0"),
+    (
+        "paged",
+        {"block_table": ints(1, 0, INT32_MAX, 1).view(2, 2)},
+        IndexError,
+        f"block_table[1, 0] is {INT32_MAX}",
+    ),
+    (
+        "sparse",
+        {"crow_indices": ints(0).view(1, 1), "col_indices": ints(0).view(1, 1)},
+        ValueError,
+        "crow_indices has 0 rows of 16",
+    ),
+    (
+        "sparse",
+        {"crow_indices": ints(0, 4, 4).view(1, 3)},
+        ValueError,
+        "crow_indices runs from 0 to 4",
+    ),
+    (
+        "sparse",
+        {"crow_indices": ints(2, 1, 3).view(1, 3)},
+        ValueError,
+        "crow_indices runs from 2 to 1",
+    ),
+    (
+        "sparse",
+        {"crow_indices": ints(-1, 1, 3).view(1, 3)},
+        ValueError,
+        "crow_indices runs from -1",
+    ),
+    (
+        "sparse",
+        {"col_indices": ints(-1, 0, 1).view(1, 3)},
+        IndexError,
+        "col_indices hold -1 in row 0",
+    ),
+    (
+        "sparse",
+        {"crow_indices": ints(0, 2, 3).view(1, 3)},
+        ValueError,
+        "col_indices repeat a column in row 0",
+    ),
     ("sparse", {"cu_seqlens_q": ints(0, 3, 8)}, ValueError, "cu_seqlens_q[-1] is 8"),
-    ("cached", {"slot_mapping": torch.tensor([0, 20, 1])}, IndexError, "slot_mapping[1] is 20; allowed: slots below"),
+    (
+        "cached",
+        {"slot_mapping": torch.tensor([0, 20, 1])},
+        IndexError,
+        "slot_mapping[1] is 20; allowed: slots below",
+    ),
     ("cached", {"slot_mapping": torch.tensor([0, 1, 2, 2**62])}, IndexError, "slot_mapping[3]"),
     ("split", {"slot_mapping": ints(INT32_MAX)}, IndexError, f"slot_mapping[0] is {INT32_MAX}"),
-]  # fmt: skip
+]
 
 
 def overload(name):
@@ -277,7 +397,9 @@ def test_metadata(base, changes, text):
     for name, tensor in before.items():
         assert torch.equal(args[name], tensor), f"{name} changed"
     with FakeTensorMode() as mode:
-        fakes = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+        fakes = {
+            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in args.items()
+        }
         assert raises(op, fakes, ValueError, text) == eager
 
 
@@ -296,10 +418,15 @@ def test_values(base, changes, error, text):
 def test_every_tensor_must_be_on_the_first_tensors_device(base):
     op, make = BASES[base]
     args = make()
-    first, *others = [name for name, value in args.items() if isinstance(value, torch.Tensor)]
+    _, *others = [name for name, value in args.items() if isinstance(value, torch.Tensor)]
     for name in others:
         moved = {**args, name: args[name].to("meta")}
-        raises(op, moved, ValueError, f"{name} is on meta; allowed: the device of the first tensor, cpu")
+        raises(
+            op,
+            moved,
+            ValueError,
+            f"{name} is on meta; allowed: the device of the first tensor, cpu",
+        )
 
 
 @pytest.mark.parametrize("base", ["packed", "sparse", "states"])

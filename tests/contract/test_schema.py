@@ -39,7 +39,9 @@ def test_each_option_changes_the_result_as_the_reference_says(name):
     assert out.dtype != plain.dtype or not torch.equal(out, plain)
 
 
-@pytest.mark.parametrize("name", ["flash_varlen", "blocksparse", "reshape_and_cache", "merge_states"])
+@pytest.mark.parametrize(
+    "name", ["flash_varlen", "blocksparse", "reshape_and_cache", "merge_states"]
+)
 def test_the_public_function_has_the_schemas_arguments(name):
     function = inspect.signature(getattr(torch_paged_attn, name))
     schema = getattr(torch.ops.paged_attn, name).default._schema

@@ -65,7 +65,9 @@ print(torch_paged_attn.merge_states(*(t.to('meta') for t in (out, lse, out, lse)
 def test_report():
     module = [sys.executable, "-m", "torch_paged_attn"]
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    known = json.loads(subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout)
+    known = json.loads(
+        subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout
+    )
     cpu = known["devices"]["cpu"]
     assert cpu["backend"] == "cpu" and "flash_varlen" in cpu["ops"] and cpu["instruction_set"]
     assert known["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
@@ -73,7 +75,9 @@ def test_report():
     assert "paged_attn::reshape_and_cache.split" in text
 
     env["PAGED_ATTN_LIBRARY"] = "/nonexistent/_C.abi3.so"
-    known = json.loads(subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout)
+    known = json.loads(
+        subprocess.run([*module, "--json"], capture_output=True, check=True, env=env).stdout
+    )
     assert "PAGED_ATTN_BUILD_CPP=1" in known["devices"]["cpu"]["reason"]
 
 
@@ -99,7 +103,9 @@ def test_imports_run_one_way(folder):
     for path in (PACKAGE / folder).rglob("*.py"):
         for module in re.findall(r"(?:from|import) torch_paged_attn\.([\w.]+)", path.read_text()):
             allowed = MAY_IMPORT[folder]
-            assert any(module == a or module.startswith(a + ".") for a in allowed), f"{path}: {module}"
+            assert any(module == a or module.startswith(a + ".") for a in allowed), (
+                f"{path}: {module}"
+            )
 
 
 def test_types_are_shipped():

@@ -3,9 +3,9 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_paged_attn.testing.strategies import layouts, problems
 
 from torch_paged_attn.testing import assert_accurate, build
+from torch_paged_attn.testing.strategies import layouts, problems
 
 
 def same_bits(a, b):

@@ -1,13 +1,13 @@
-"""Writing through slots and reading through a block table is attention over the tokens themselves."""
+"""Written through slots, read through a block table: attention over the tokens themselves."""
 
 import dataclasses
 
 import torch
 from hypothesis import given
-from torch_paged_attn.testing.strategies import problems
 
 import torch_paged_attn
 from torch_paged_attn.testing import assert_accurate, build
+from torch_paged_attn.testing.strategies import problems
 
 
 @given(problems())
@@ -17,7 +17,9 @@ def test_what_is_written_is_attended(problem):
         problem = dataclasses.replace(problem, cache_layout="hnd")
     problem = dataclasses.replace(problem, page_size=page_size, kv_dtype=None)
     if problem.dtype.itemsize == 1:
-        problem = dataclasses.replace(problem, dtype=torch.bfloat16, out_scale=False, out_dtype=None)
+        problem = dataclasses.replace(
+            problem, dtype=torch.bfloat16, out_scale=False, out_dtype=None
+        )
     if problem.lengths == "none":
         problem = dataclasses.replace(problem, lengths="seqused_k")
     call = build(problem)

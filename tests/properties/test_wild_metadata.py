@@ -1,16 +1,23 @@
-"""Metadata of random integers: the CPU refuses exactly what the contract refuses, and never crashes."""
+"""Random integers for metadata: the CPU refuses what the contract does, and never crashes."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_paged_attn.testing.strategies import layouts, problems
 
 import torch_paged_attn
 from torch_paged_attn.testing import build
+from torch_paged_attn.testing.strategies import layouts, problems
 
 # values near the edges of what a small call allows, and the worst an int32 can be
 WILD = st.one_of(st.integers(-3, 12), st.sampled_from((-(2**31), -(2**31) + 1, 2**31 - 1, 2**30)))
-METADATA = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "crow_indices", "col_indices")
+METADATA = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_k",
+    "block_table",
+    "crow_indices",
+    "col_indices",
+)
 
 
 def outcome(call):
@@ -35,7 +42,8 @@ def test_attention(problem, data):
 
 
 @given(
-    st.lists(st.one_of(st.integers(-2, 40), st.sampled_from((2**62, -(2**63), 2**31)))), st.booleans()
+    st.lists(st.one_of(st.integers(-2, 40), st.sampled_from((2**62, -(2**63), 2**31)))),
+    st.booleans(),
 )
 def test_slots(slots, int32):
     dtype = torch.int32 if int32 else torch.int64

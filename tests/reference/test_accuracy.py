@@ -47,7 +47,9 @@ def test_a_good_kernel_passes(keys, seed):
 
 
 @pytest.mark.parametrize("keys", [513, 4096])
-@pytest.mark.parametrize("mistake", ["drops the last key", "rounds scores", "rounds the accumulator"])
+@pytest.mark.parametrize(
+    "mistake", ["drops the last key", "rounds scores", "rounds the accumulator"]
+)
 def test_a_mistake_is_found(keys, mistake):
     with pytest.raises(AssertionError, match=r"(max|mean) error"):
         verdict(keys, mistake)

@@ -110,7 +110,15 @@ def test_descales_multiply_stored_values():
     bounds = cumulative([1])
     for v_descale in (torch.tensor(0.1), torch.tensor([0.1]), torch.tensor([[0.1]])):
         out, lse = flash_varlen(
-            q, k, v, bounds, bounds, softmax_scale=10.0, v_descale=v_descale, precision=GOLDEN, **scales
+            q,
+            k,
+            v,
+            bounds,
+            bounds,
+            softmax_scale=10.0,
+            v_descale=v_descale,
+            precision=GOLDEN,
+            **scales,
         )
         assert out.item() == pytest.approx(0.3, rel=1e-6)
         assert lse.item() == pytest.approx(10.0 * (2 * 0.5) * (4 * 0.25))

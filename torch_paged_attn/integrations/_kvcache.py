@@ -6,7 +6,7 @@ Torch operators on the device alone: nothing is read on the host of an accelerat
 import torch
 from torch import Tensor
 
-from torch_paged_attn import reshape_and_cache
+from torch_paged_attn.ops import reshape_and_cache
 
 OP = "flash_attn_with_kvcache"
 

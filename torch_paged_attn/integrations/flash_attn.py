@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_paged_attn import flash_varlen
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
     check_room,
@@ -32,6 +31,7 @@ from torch_paged_attn.integrations._kvcache import (
     rows_as_pages,
     store,
 )
+from torch_paged_attn.ops import flash_varlen
 
 Window: TypeAlias = tuple[int | None, int | None]
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]

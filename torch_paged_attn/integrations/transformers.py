@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn import flash_varlen, reshape_and_cache
+from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
 NAME = "torch_paged_attn"
 

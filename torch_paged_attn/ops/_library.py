@@ -1,4 +1,4 @@
-"""The library that owns the `paged_attn` namespace: definitions, gradients' gate, binding of backends."""
+"""The library that owns the `paged_attn` namespace: definitions, and the binding of backends."""
 
 import functools
 import importlib
@@ -44,14 +44,18 @@ def define(
         check(*args, **kwargs)
         return fake(*args, **kwargs)
 
-    mutated = [i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    mutated = [
+        i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write
+    ]
     LIBRARY.impl(name, functools.partial(_gate_gradients, op), "Autograd")
     if mutated:
         bump = functools.partial(_bump_versions, op, mutated)
         LIBRARY.impl(name, bump, "ADInplaceOrView", with_keyset=True)
 
     error_name = name.replace(".", "_") + "_error"
-    arguments = schema[schema.index("(") : schema.rindex("->")].replace("(a!)", "").replace("(b!)", "")
+    arguments = (
+        schema[schema.index("(") : schema.rindex("->")].replace("(a!)", "").replace("(b!)", "")
+    )
     LIBRARY.define(f"{error_name}{arguments}-> str")
     explain = functools.partial(_explain, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
@@ -93,8 +97,8 @@ def _gate_gradients(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if isinstance(value, Tensor) and value.requires_grad:
                 raise NotImplementedError(
-                    f"{op._schema.name}: {argument.name} requires grad, and no backend has a backward"
-                    " yet; allowed: tensors without requires_grad, or a call under torch.no_grad()"
+                    f"{op._schema.name}: {argument.name} requires grad, and no backend has a"
+                    " backward yet; allowed: no requires_grad, or a call under torch.no_grad()"
                 )
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args, **kwargs)

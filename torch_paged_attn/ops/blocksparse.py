@@ -14,7 +14,7 @@ from torch_paged_attn.ops.checks import (
     fail,
     key_lengths,
 )
-from torch_paged_attn.ops.flash_varlen import default_max_seqlens
+from torch_paged_attn.ops.flash_varlen import SCALARS, TENSORS, default_max_seqlens
 from torch_paged_attn.ops.flash_varlen import fake as attention_fake
 
 OP = "blocksparse"
@@ -53,10 +53,20 @@ def check(
             f"crow_indices' {tuple(crow_indices.shape)} in all but the last dimension",
         )
     if crow_indices.shape[-1] == 0:
-        fail(OP, "crow_indices", f"has shape {tuple(crow_indices.shape)}", "rows + 1 >= 1 entries per head")
+        fail(
+            OP,
+            "crow_indices",
+            f"has shape {tuple(crow_indices.shape)}",
+            "rows + 1 >= 1 entries per head",
+        )
     batch = cu_seqlens_q.shape[0] - 1
     if crow_indices.dim() == 3 and crow_indices.shape[0] != batch:
-        fail(OP, "crow_indices", f"has a batch of {crow_indices.shape[0]}", f"cu_seqlens_q's, {batch}")
+        fail(
+            OP,
+            "crow_indices",
+            f"has a batch of {crow_indices.shape[0]}",
+            f"cu_seqlens_q's, {batch}",
+        )
     heads = crow_indices.shape[-2]
     if heads not in (1, k.shape[1], q.shape[1]):
         allowed = f"1, num_kv_heads = {k.shape[1]} or num_heads = {q.shape[1]}"
@@ -118,13 +128,8 @@ def fake(
 
 _blocksparse = define(
     "blocksparse(Tensor q, Tensor k, Tensor v, Tensor crow_indices, Tensor col_indices,"
-    " Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k,"
-    " Tensor? seqused_k=None, Tensor? block_table=None, Tensor? attn_bias=None,"
-    " Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_descale=None, Tensor? k_descale=None,"
-    " Tensor? v_descale=None, Tensor? out_scale=None, Tensor? rng_state=None, *,"
-    " SymInt q_block_size=64, SymInt k_block_size=64, float? softmax_scale=None, bool causal=True,"
-    " SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0.0,"
-    " float dropout_p=0.0, ScalarType? out_dtype=None) -> (Tensor out, Tensor softmax_lse)",
+    f" {TENSORS}, *, SymInt q_block_size=64, SymInt k_block_size=64, float? softmax_scale=None,"
+    f" bool causal=True, {SCALARS}) -> (Tensor out, Tensor softmax_lse)",
     check=check,
     check_values=check_values,
     fake=fake,

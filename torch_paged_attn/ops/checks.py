@@ -4,6 +4,7 @@
 `check_attention_values` reads tensors on the host. Both raise on the first rule that is broken.
 """
 
+import itertools
 import math
 from typing import NoReturn
 
@@ -16,7 +17,9 @@ QUERY = FLOAT + FLOAT8
 QUANTISED = (*FLOAT8, torch.int8)
 
 
-def fail(op: str, argument: str, came: str, allowed: str, error: type[Exception] = ValueError) -> NoReturn:
+def fail(
+    op: str, argument: str, came: str, allowed: str, error: type[Exception] = ValueError
+) -> NoReturn:
     """Raise `error` in the one form every refusal has: op, argument, what came, what is allowed."""
     raise error(f"paged_attn::{op}: {argument} {came}; allowed: {allowed}")
 
@@ -60,6 +63,20 @@ def check_lengths(op: str, name: str, tensor: Tensor, batch: int, meaning: str) 
     check_shape(op, name, tensor, (batch,), meaning)
 
 
+def check_per_head(
+    op: str, name: str, tensor: Tensor, heads_name: str, heads: int, batch: int, or_else: str = ""
+) -> None:
+    """One float32 number per head, or per sequence and head."""
+    check_dtype(op, name, tensor, (torch.float32,))
+    if tensor.shape not in ((heads,), (batch, heads)):
+        fail(
+            op,
+            name,
+            f"has shape {tuple(tensor.shape)}",
+            f"{or_else}({heads_name}) = ({heads},) or (batch, {heads_name}) = ({batch}, {heads})",
+        )
+
+
 def check_attention(
     op: str,
     q: Tensor,
@@ -93,7 +110,9 @@ def check_attention(
     paged = block_table is not None
     for name, tensor in (("k", k), ("v", v)):
         if paged:
-            check_dim(op, name, tensor, "(num_pages, num_kv_heads, page_size, head_dim) with block_table")
+            check_dim(
+                op, name, tensor, "(num_pages, num_kv_heads, page_size, head_dim) with block_table"
+            )
         else:
             check_dim(op, name, tensor, "(total_k, num_kv_heads, head_dim) without block_table")
     check_dtype(op, "q", q, QUERY)
@@ -116,7 +135,12 @@ def check_attention(
     if num_heads > 65535:  # dropout counts heads in 16 bits
         fail(op, "q's num_heads", f"is {num_heads}", "at most 65535")
     if num_heads % num_kv_heads:
-        fail(op, "q's num_heads", f"is {num_heads}", f"a multiple of k's num_kv_heads, {num_kv_heads}")
+        fail(
+            op,
+            "q's num_heads",
+            f"is {num_heads}",
+            f"a multiple of k's num_kv_heads, {num_kv_heads}",
+        )
     if k.shape[-1] != head_dim:
         fail(op, "k", f"has head_dim {k.shape[-1]}", f"q's head_dim, {head_dim}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -135,9 +159,16 @@ def check_attention(
         check_dim(op, "block_table", block_table, "(batch, max_pages)")
         check_dtype(op, "block_table", block_table, (torch.int32,))
         if block_table.shape[0] != batch:
-            fail(op, "block_table", f"has {block_table.shape[0]} rows", f"one per sequence, {batch}")
+            fail(
+                op, "block_table", f"has {block_table.shape[0]} rows", f"one per sequence, {batch}"
+            )
         if seqused_k is None and cu_seqlens_k is None:
-            fail(op, "seqused_k", "is None", "key lengths by seqused_k or cu_seqlens_k with block_table")
+            fail(
+                op,
+                "seqused_k",
+                "is None",
+                "key lengths by seqused_k or cu_seqlens_k with block_table",
+            )
     for name, size in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if size < 0:
             fail(op, name, f"is {size}", "at least 0")
@@ -146,32 +177,25 @@ def check_attention(
         check_dim(op, "attn_bias", attn_bias, "(1 or num_heads, total_q, max Lk)")
         check_dtype(op, "attn_bias", attn_bias, (*FLOAT, torch.bool))
         if attn_bias.shape[0] not in (1, num_heads):
-            fail(op, "attn_bias", f"has {attn_bias.shape[0]} heads", f"1 or num_heads = {num_heads}")
+            fail(
+                op, "attn_bias", f"has {attn_bias.shape[0]} heads", f"1 or num_heads = {num_heads}"
+            )
         if attn_bias.shape[1] != q.shape[0]:
             fail(op, "attn_bias", f"has {attn_bias.shape[1]} rows", f"total_q = {q.shape[0]}")
     if alibi_slopes is not None:
-        check_dtype(op, "alibi_slopes", alibi_slopes, (torch.float32,))
-        if alibi_slopes.shape not in ((num_heads,), (batch, num_heads)):
-            fail(
-                op,
-                "alibi_slopes",
-                f"has shape {tuple(alibi_slopes.shape)}",
-                f"(num_heads) = ({num_heads},) or (batch, num_heads) = ({batch}, {num_heads})",
-            )
+        check_per_head(op, "alibi_slopes", alibi_slopes, "num_heads", num_heads, batch)
     if sinks is not None:
         check_dtype(op, "sinks", sinks, (torch.float32,))
         check_shape(op, "sinks", sinks, (num_heads,), "(num_heads)")
-    for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if scale is None:
-            continue
-        check_dtype(op, name, scale, (torch.float32,))
-        if scale.shape not in ((), (num_kv_heads,), (batch, num_kv_heads)):
-            fail(
-                op,
-                name,
-                f"has shape {tuple(scale.shape)}",
-                f"(), (num_kv_heads) = ({num_kv_heads},) or (batch, num_kv_heads) = ({batch}, {num_kv_heads})",
-            )
+    for name, scale in (
+        ("q_descale", q_descale),
+        ("k_descale", k_descale),
+        ("v_descale", v_descale),
+    ):
+        if scale is not None and scale.shape != ():
+            check_per_head(op, name, scale, "num_kv_heads", num_kv_heads, batch, "(), ")
+        elif scale is not None:
+            check_dtype(op, name, scale, (torch.float32,))
     out_dtype = out_dtype or q.dtype
     if out_dtype not in QUERY:
         fail(op, "out_dtype", f"is {names((out_dtype,))}", names(QUERY))
@@ -180,11 +204,19 @@ def check_attention(
         if out_scale.shape not in ((), (1,)):
             fail(op, "out_scale", f"has shape {tuple(out_scale.shape)}", "() or (1,)")
         if out_dtype not in FLOAT8:
-            fail(op, "out_scale", f"came with a {names((out_dtype,))} output", f"an output of {names(FLOAT8)}")
+            fail(
+                op,
+                "out_scale",
+                f"came with a {names((out_dtype,))} output",
+                f"an output of {names(FLOAT8)}",
+            )
 
     if softmax_scale is not None and not math.isfinite(softmax_scale):
         fail(op, "softmax_scale", f"is {softmax_scale}", "a finite number")
-    for name, size in (("window_size_left", window_size_left), ("window_size_right", window_size_right)):
+    for name, size in (
+        ("window_size_left", window_size_left),
+        ("window_size_right", window_size_right),
+    ):
         if size < -1:
             fail(op, name, f"is {size}", "-1 (unbounded) or more")
     if not 0.0 <= softcap < math.inf:
@@ -277,7 +309,12 @@ def check_attention_values(
         if key_len > slot:
             fail(op, f"seqused_k[{b}]", f"is {key_len}", f"at most the {slot} keys of cu_seqlens_k")
         if attn_bias is not None and query_len and key_len > attn_bias.shape[2]:
-            fail(op, "attn_bias", f"has {attn_bias.shape[2]} columns", f"at least Lk[{b}] = {key_len}")
+            fail(
+                op,
+                "attn_bias",
+                f"has {attn_bias.shape[2]} columns",
+                f"at least Lk[{b}] = {key_len}",
+            )
         if block_table is not None:
             keys = visible_keys(query_len, key_len, causal, window_size_left, window_size_right)
             _check_pages(op, block_table[b], b, key_len, keys, k.shape[0], k.shape[2])
@@ -287,15 +324,23 @@ def _check_bounds(op: str, name: str, bounds: Tensor, total: int | None, total_n
     values = bounds.tolist()
     if values[0] != 0:
         fail(op, f"{name}[0]", f"is {values[0]}", "0")
-    for i, (before, after) in enumerate(zip(values, values[1:], strict=False), start=1):
+    for i, (before, after) in enumerate(itertools.pairwise(values), start=1):
         if after < before:
-            fail(op, f"{name}[{i}]", f"is {after}, below {before} before it", "nondecreasing bounds")
+            fail(
+                op, f"{name}[{i}]", f"is {after}, below {before} before it", "nondecreasing bounds"
+            )
     if total is not None and values[-1] > total:
         fail(op, f"{name}[-1]", f"is {values[-1]}", f"at most {total_name} = {total}")
 
 
 def _check_pages(
-    op: str, pages: Tensor, b: int, key_len: int, keys: tuple[int, int], num_pages: int, page_size: int
+    op: str,
+    pages: Tensor,
+    b: int,
+    key_len: int,
+    keys: tuple[int, int],
+    num_pages: int,
+    page_size: int,
 ) -> None:
     needed = -(-key_len // page_size)
     if needed > pages.shape[0]:
@@ -309,4 +354,10 @@ def _check_pages(
     start, stop = keys[0] // page_size, -(-keys[1] // page_size)
     for i, page in enumerate(pages[start:stop].tolist(), start=start):
         if not 0 <= page < num_pages:
-            fail(op, f"block_table[{b}, {i}]", f"is {page}", f"pages 0 to {num_pages - 1}", IndexError)
+            fail(
+                op,
+                f"block_table[{b}, {i}]",
+                f"is {page}",
+                f"pages 0 to {num_pages - 1}",
+                IndexError,
+            )

@@ -11,21 +11,34 @@ from torch_paged_attn.ops.checks import check_attention, check_attention_values
 
 
 def fake(
-    q: Tensor, k: Tensor, v: Tensor, *_args: Any, out_dtype: torch.dtype | None = None, **_kwargs: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_args: Any,
+    out_dtype: torch.dtype | None = None,
+    **_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """What the op returns, in shape and dtype: contiguous `out` and `softmax_lse`."""
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=out_dtype or q.dtype)
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
+# What every attention op takes, in the words of a schema; q, k and v (and a layout) come before.
+TENSORS = (
+    "Tensor cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k,"
+    " Tensor? seqused_k=None, Tensor? block_table=None, Tensor? attn_bias=None,"
+    " Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_descale=None,"
+    " Tensor? k_descale=None, Tensor? v_descale=None, Tensor? out_scale=None,"
+    " Tensor? rng_state=None"
+)
+SCALARS = (
+    "SymInt window_size_left=-1, SymInt window_size_right=-1, float softcap=0.0,"
+    " float dropout_p=0.0, ScalarType? out_dtype=None"
+)
+
 _flash_varlen = define(
-    "flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k,"
-    " SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? seqused_k=None, Tensor? block_table=None,"
-    " Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_descale=None,"
-    " Tensor? k_descale=None, Tensor? v_descale=None, Tensor? out_scale=None, Tensor? rng_state=None,"
-    " *, float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1,"
-    " SymInt window_size_right=-1, float softcap=0.0, float dropout_p=0.0,"
-    " ScalarType? out_dtype=None) -> (Tensor out, Tensor softmax_lse)",
+    f"flash_varlen(Tensor q, Tensor k, Tensor v, {TENSORS}, *, float? softmax_scale=None,"
+    f" bool causal=False, {SCALARS}) -> (Tensor out, Tensor softmax_lse)",
     check=functools.partial(check_attention, "flash_varlen"),
     check_values=functools.partial(check_attention_values, "flash_varlen"),
     fake=fake,
@@ -33,7 +46,11 @@ _flash_varlen = define(
 
 
 def default_max_seqlens(
-    q: Tensor, k: Tensor, block_table: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
+    q: Tensor,
+    k: Tensor,
+    block_table: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
 ) -> tuple[int, int]:
     """Scheduling hints from shapes alone: nothing is read from the device."""
     if max_seqlen_q is None:
@@ -91,12 +108,13 @@ def flash_varlen(
     bit, on what else is in the batch. Nothing is read on the host on an accelerator.
 
     Args:
-        q: `(total_q, num_heads, head_dim)` float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+        q: `(total_q, num_heads, head_dim)` float32, bfloat16, float16, float8_e4m3fn or
+            float8_e5m2.
         k, v: packed `(total_k, num_kv_heads, head_dim)` and `(..., head_dim_v)`; with `block_table`
             paged `(num_pages, num_kv_heads, page_size, head_dim)` and `(..., head_dim_v)`. Of q's
-            dtype, or float8 or int8. Any strides whose last one is 1: a transposed cache, two halves
-            of one storage, slices of a fused projection. `num_kv_heads` divides `num_heads`; query
-            head `h` reads KV head `h // (num_heads // num_kv_heads)`.
+            dtype, or float8 or int8. Any strides whose last one is 1: a transposed cache, two
+            halves of one storage, slices of a fused projection. `num_kv_heads` divides
+            `num_heads`; query head `h` reads KV head `h // (num_heads // num_kv_heads)`.
         cu_seqlens_q: `(batch + 1,)` int32, nondecreasing, from 0 to at most `total_q`.
         cu_seqlens_k: `(batch + 1,)` int32. Packed: where each sequence's keys start; None means
             cu_seqlens_q. Paged: gives `Lk` by its differences when `seqused_k` is None.
@@ -124,8 +142,8 @@ def flash_varlen(
         out_dtype: dtype of `out`, that of `q` when omitted.
 
     Returns:
-        `out` `(total_q, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, total_q)` float32, the
-        natural log of the sum of exponentials of the final logits, sink included.
+        `out` `(total_q, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, total_q)` float32,
+        the natural log of the sum of exponentials of the final logits, sink included.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option outside the above, or (CPU) malformed

@@ -36,7 +36,12 @@ def check_split(
     check_dtype(OP, "key", key, FLOAT)
     check_dtype(OP, "value", value, (key.dtype,))
     if value.shape[:2] != key.shape[:2]:
-        fail(OP, "value", f"has shape {tuple(value.shape)}", f"key's {tuple(key.shape)} in all but head_dim")
+        fail(
+            OP,
+            "value",
+            f"has shape {tuple(value.shape)}",
+            f"key's {tuple(key.shape)} in all but head_dim",
+        )
     caches = ((cache_names[0], k_cache, "key", key), (cache_names[1], v_cache, "value", value))
     for name, cache, source_name, source in caches:
         check_dim(OP, name, cache, "(num_pages, num_kv_heads, page_size, head_dim)")
@@ -49,7 +54,12 @@ def check_split(
                 f"{source_name}'s {source.shape[1]} KV heads of {source.shape[2]}",
             )
         if 0 in cache.shape[1:]:
-            fail(OP, name, f"has shape {tuple(cache.shape)}", "at least 1 head, slot and element per page")
+            fail(
+                OP,
+                name,
+                f"has shape {tuple(cache.shape)}",
+                "at least 1 head, slot and element per page",
+            )
         check_rows(OP, name, cache)
         check_rows(OP, source_name, source)
     if v_cache.dtype != k_cache.dtype or v_cache.shape[:3] != k_cache.shape[:3]:
@@ -62,14 +72,22 @@ def check_split(
     check_dim(OP, "slot_mapping", slot_mapping, "(<= num_tokens)")
     check_dtype(OP, "slot_mapping", slot_mapping, (torch.int32, torch.int64))
     if slot_mapping.shape[0] > key.shape[0]:
-        fail(OP, "slot_mapping", f"has {slot_mapping.shape[0]} slots", f"at most num_tokens = {key.shape[0]}")
+        fail(
+            OP,
+            "slot_mapping",
+            f"has {slot_mapping.shape[0]} slots",
+            f"at most num_tokens = {key.shape[0]}",
+        )
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue
         check_dtype(OP, name, scale, (torch.float32,))
         if scale.shape not in ((), (key.shape[1],)):
             fail(
-                OP, name, f"has shape {tuple(scale.shape)}", f"() or (num_kv_heads) = ({key.shape[1]},)"
+                OP,
+                name,
+                f"has shape {tuple(scale.shape)}",
+                f"() or (num_kv_heads) = ({key.shape[1]},)",
             )
         if k_cache.dtype not in QUANTISED:
             fail(OP, name, f"came with a {k_cache.dtype} cache", "a float8 or int8 cache")
@@ -88,7 +106,12 @@ def check_split(
 
 
 def check_values_split(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *_scales: Tensor
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *_scales: Tensor,
 ) -> None:
     """Raise for slots past the end of the cache. Reads slot_mapping."""
     num_slots = k_cache.shape[0] * k_cache.shape[2]
@@ -109,7 +132,12 @@ def check(
     """Raise for metadata the contract forbids."""
     check_dim(OP, "kv_cache", kv_cache, "(2, num_pages, num_kv_heads, page_size, head_dim)")
     if kv_cache.shape[0] != 2:
-        fail(OP, "kv_cache", f"has shape {tuple(kv_cache.shape)}", "keys and values: a first dimension of 2")
+        fail(
+            OP,
+            "kv_cache",
+            f"has shape {tuple(kv_cache.shape)}",
+            "keys and values: a first dimension of 2",
+        )
     k_cache, v_cache = kv_cache.unbind(0)
     halves = ("kv_cache", "kv_cache")
     check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, cache_names=halves)
@@ -152,17 +180,18 @@ def reshape_and_cache(
 ) -> None:
     """Write one key and one value row per token into its slot of a paged cache, in place.
 
-    Slot `s` is offset `s % page_size` of page `s // page_size`. A negative slot writes nothing. Rows
-    of `key` past the end of `slot_mapping` are padding. Two tokens for one slot: one of them wins,
-    whole (on the CPU the later). A cache of 8 bits stores `value / scale`, rounded to nearest even
-    and saturated.
+    Slot `s` is offset `s % page_size` of page `s // page_size`. A negative slot writes nothing.
+    Rows of `key` past the end of `slot_mapping` are padding. Two tokens for one slot: one of them
+    wins, whole (on the CPU the later). A cache of 8 bits stores `value / scale`, rounded to nearest
+    even and saturated.
 
     Args:
         key, value: `(num_tokens, num_kv_heads, head_dim)` float32, bfloat16 or float16, any strides
             whose last one is 1.
-        kv_cache: `(2, num_pages, num_kv_heads, page_size, head_dim)`, or a pair `(k_cache, v_cache)`
-            of `(num_pages, num_kv_heads, page_size, head_dim)` whose head_dim may differ. Of key's
-            dtype, float8_e4m3fn, float8_e5m2 or int8; any strides whose last one is 1.
+        kv_cache: `(2, num_pages, num_kv_heads, page_size, head_dim)`, or a pair
+            `(k_cache, v_cache)` of `(num_pages, num_kv_heads, page_size, head_dim)` whose
+            head_dim may differ. Of key's dtype, float8_e4m3fn, float8_e5m2 or int8; any strides
+            whose last one is 1.
         slot_mapping: `(<= num_tokens,)` int32 or int64.
         k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted.
 

@@ -20,6 +20,7 @@ class Precision:
     round_out: bool = True
 
 
+FLOAT32 = Precision()
 GOLDEN = Precision(torch.float64, round_out=False)
 BASELINE = Precision(torch.float32, round_probabilities=True)
 
@@ -66,7 +67,7 @@ def attend(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    precision: Precision = Precision(),
+    precision: Precision = FLOAT32,
     layout_mask: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`layout_mask(b, positions, keys)` is a further bool mask `(num_heads, Lq, Lk)`."""

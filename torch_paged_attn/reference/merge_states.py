@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from torch_paged_attn.reference.attention import Precision
+from torch_paged_attn.reference.attention import FLOAT32, Precision
 
 
 def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, precision: Precision = Precision()
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, precision: Precision = FLOAT32
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.merge_states`, plus `precision`."""
     lse = torch.logaddexp(lse_a.to(precision.compute), lse_b.to(precision.compute))

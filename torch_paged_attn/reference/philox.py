@@ -1,12 +1,13 @@
-"""Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in PyTorch.
+"""Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
 The dropout mask of every backend. One draw of four 32-bit words covers four neighbouring keys:
 
     key     = (seed mod 2**32, seed div 2**32)
     counter = (column // 4, row, sequence << 16 | head, offset)       each modulo 2**32
 
-`row` and `column` count from 0 within the sequence's queries and keys, `head` is the query head. Key
-`column` takes output word `column % 4` and is kept when that word is at least `floor(p * 2**32)`.
+`row` and `column` count from 0 within the sequence's queries and keys, `head` is the query head.
+Key `column` takes output word `column % 4` and is kept when that word is at least
+`floor(p * 2**32)`.
 """
 
 import torch

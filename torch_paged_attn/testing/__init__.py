@@ -1,4 +1,4 @@
-"""What a backend, ours or another's, is tested with: named problems, their inputs, one accuracy rule."""
+"""What a backend is tested with: named problems, their inputs, one accuracy rule."""
 
 from torch_paged_attn.testing.accuracy import Truth, assert_accurate, assert_close_as_baseline
 from torch_paged_attn.testing.inputs import Call, build

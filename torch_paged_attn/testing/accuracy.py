@@ -1,10 +1,11 @@
 """The one rule that decides whether a result is right, on every device.
 
-Golden is the formula in float64 from the same (quantised) inputs; baseline is the formula in float32
-with the contract's own rounding points. A kernel may be as far from golden as the baseline is, plus
-what the last rounding costs: the maximum finds lost keys and rows, the mean finds precision bugs. A
-row's numbers share the roundings of its probabilities and of its float32 sums. Few rows do not
-average these out: a mean over n rows is granted one rounding over n, and one of float32 over sqrt(n).
+Golden is the formula in float64 from the same (quantised) inputs; baseline is the formula in
+float32 with the contract's own rounding points. A kernel may be as far from golden as the baseline
+is, plus what the last rounding costs: the maximum finds lost keys and rows, the mean finds
+precision bugs. A row's numbers share the roundings of its probabilities and of its float32 sums.
+Few rows do not average these out: a mean over n rows is granted one rounding over n, and one of
+float32 over sqrt(n).
 """
 
 import dataclasses
@@ -30,7 +31,9 @@ class Truth:
     baseline: Tensor
 
     @classmethod
-    def of(cls, reference: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> "Truth":
+    def of(
+        cls, reference: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
+    ) -> "Truth":
         """Run `reference` on CPU copies of the arguments, at both precisions."""
         args = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args)
         out, lse = reference(*args, **kwargs, precision=GOLDEN)
@@ -53,7 +56,9 @@ def assert_close_as_baseline(
     actual: Tensor, golden: Tensor, baseline: Tensor, gradient: bool = False
 ) -> None:
     """The rule for one tensor; gradients may be 2.5 times as far in the mean."""
-    assert actual.shape == golden.shape, f"shape {tuple(actual.shape)}, golden {tuple(golden.shape)}"
+    assert actual.shape == golden.shape, (
+        f"shape {tuple(actual.shape)}, golden {tuple(golden.shape)}"
+    )
     if actual.numel() == 0:
         return
     eps = torch.finfo(actual.dtype).eps
@@ -70,4 +75,6 @@ def assert_close_as_baseline(
         f"max error {error.max():.3g} at {where}, allowed {max_allowed:.3g}:"
         f" got {result[where]:.6g}, golden {golden[where]:.6g}"
     )
-    assert error.mean() <= mean_allowed, f"mean error {error.mean():.3g}, allowed {mean_allowed:.3g}"
+    assert error.mean() <= mean_allowed, (
+        f"mean error {error.mean():.3g}, allowed {mean_allowed:.3g}"
+    )

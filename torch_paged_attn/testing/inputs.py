@@ -1,6 +1,6 @@
 """Tensors for a `Problem`: deterministic, and hostile wherever the contract says nobody looks.
 
-Slots that hold no key are NaN, table entries past a sequence's pages are wild, padding rows are NaN,
+Slots that hold no key are NaN, table entries past a sequence's pages are wild, padding rows and
 bias columns past Lk are NaN. A kernel that reads what it should not says so in its result.
 """
 
@@ -46,7 +46,9 @@ class Call:
             args["attn_bias"] = args["attn_bias"][:, first:last]
         k_bounds = args.get("cu_seqlens_k")
         if "block_table" not in args:
-            start, stop = (self.args["cu_seqlens_q"] if k_bounds is None else k_bounds)[b : b + 2].tolist()
+            start, stop = (self.args["cu_seqlens_q"] if k_bounds is None else k_bounds)[
+                b : b + 2
+            ].tolist()
             args["k"], args["v"] = args["k"][start:stop], args["v"][start:stop]
         if k_bounds is not None:
             args["cu_seqlens_k"] = cumulative([int(k_bounds[b + 1] - k_bounds[b])])
@@ -87,7 +89,7 @@ def _randn(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Like a cache would hold `x`; int8 spans its range. NaN becomes the worst an integer can be."""
+    """`x` as a cache would hold it; int8 spans its range, and 127 stands for NaN."""
     if dtype == torch.int8:
         x = torch.where(x.isnan(), 127.0, x * 30.0)
     return to_storage(x, dtype)
@@ -107,7 +109,11 @@ def build(problem: Problem) -> Call:
         q = wide[:, 1:-2, 2:-3].copy_(q)
     args["q"] = q.to(problem.dtype) if not problem.fused_qkv else _cast_strided(q, problem.dtype)
 
-    keys = _packed(problem, g, head_dim_v) if problem.page_size is None else _paged(problem, g, head_dim_v)
+    keys = (
+        _packed(problem, g, head_dim_v)
+        if problem.page_size is None
+        else _paged(problem, g, head_dim_v)
+    )
     args |= keys
     if problem.layout is not None:
         args |= _layout(problem, g)
@@ -160,7 +166,10 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
         both = torch.full((num_pages, 2, page_size, heads, max(dim, head_dim_v)), NAN)
         k, v = (both[:, i].transpose(1, 2)[..., :n] for i, n in ((0, dim), (1, head_dim_v)))
     elif problem.cache_layout == "nhd":
-        k, v = (torch.full((num_pages, page_size, heads, n), NAN).transpose(1, 2) for n in (dim, head_dim_v))
+        k, v = (
+            torch.full((num_pages, page_size, heads, n), NAN).transpose(1, 2)
+            for n in (dim, head_dim_v)
+        )
     else:
         k, v = (torch.full((num_pages, heads, page_size, n), NAN) for n in (dim, head_dim_v))
 
@@ -231,8 +240,8 @@ def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, An
         "out_dtype": problem.out_dtype,
     }
     if problem.alibi:
-        shape = (batch, heads) if problem.alibi == "batch" else (heads,)
-        args["alibi_slopes"] = torch.rand(shape, generator=g)
+        slopes = (batch, heads) if problem.alibi == "batch" else (heads,)
+        args["alibi_slopes"] = torch.rand(slopes, generator=g)
     if problem.bias:
         columns = max(problem.key_lens, default=0)
         bias = _randn(g, heads if problem.bias_heads == "all" else 1, total_q, columns + 2)
