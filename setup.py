@@ -7,6 +7,7 @@ serves every supported torch and Python.
 
 import os
 import platform
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -34,6 +35,9 @@ def extension_options() -> dict:
     from setuptools.errors import CompileError, LinkError
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
+    # a compiler that is missing, refuses to say its version, fails to compile, fails to link
+    failures = (OSError, subprocess.SubprocessError, CompileError, LinkError, RuntimeError)
+
     class BuildKernels(BuildExtension):
         """Compiles the torch-free ISA files apart from the rest, each with flags of its own."""
 
@@ -41,7 +45,7 @@ def extension_options() -> dict:
             self.compile_plain = self.compiler.compile  # before BuildExtension replaces it
             try:
                 super().build_extensions()
-            except (CompileError, LinkError, OSError, RuntimeError) as error:
+            except failures as error:
                 if WANTED == "1":
                     raise
                 self.extensions.clear()
@@ -92,7 +96,7 @@ def options() -> dict:
             raise
         warnings.warn(
             f"torch-paged-attn: no torch to build the CPU kernels with ({error}); installing"
-            " without them. Install with --no-build-isolation to use the torch of this environment.",
+            " without them. Install with --no-build-isolation to use this environment's torch.",
             stacklevel=1,
         )
         return {}

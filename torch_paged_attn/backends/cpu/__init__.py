@@ -22,5 +22,8 @@ def load() -> str | None:
             "the CPU kernels are not built; with a C++ compiler, reinstall with"
             " PAGED_ATTN_BUILD_CPP=1 pip install --no-build-isolation torch_paged_attn"
         )
-    torch.ops.load_library(str(path))
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"the CPU kernels do not load: {error}"
     return None
