@@ -29,6 +29,7 @@ from corpus import passages
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from torch.nn.functional import normalize, pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
@@ -43,8 +44,8 @@ MIN_COSINE = 0.9999
 QUERIES = (
     "wait for a thread to finish",
     "how many days are there in a month",
-    "read a file out of a compressed archive",
-    "turn a Python object into a JSON string",
+    "extract files from an archive",
+    "turn an object into JSON",
     "send an email through a server",
 )
 
@@ -161,21 +162,23 @@ def show_speed(methods, cosine, console):
     )
 
 
+def first_line(passage):
+    return passage.text.strip().splitlines()[0]
+
+
 def show_searches(found, tokenizer, method, console):
     rows = [torch.tensor(tokenizer(query)["input_ids"]) for query in QUERIES]
     with torch.inference_mode():
         queries, _ = method.embed(method.model, rows)
-    table = Table(title=f"Searches over {len(found):,} docstrings")
-    table.add_column("score", justify="right", min_width=5)
-    for heading in ("docstring of", "that begins"):
-        table.add_column(heading, overflow="ellipsis", no_wrap=True)
+    table = Table(title=f"Searches over {len(found):,} docstrings", show_lines=True)
+    table.add_column("query", style="bold", width=20)
+    table.add_column("best hits: cosine, name, first line", overflow="ellipsis", no_wrap=True)
     for query, scores in zip(QUERIES, queries @ method.embeddings.T, strict=True):
-        table.add_row("", f"[bold]{query}")
-        best = scores.topk(3)
-        for score, i in zip(best.values, best.indices, strict=True):
-            first_line = found[i].text.strip().splitlines()[0]
-            table.add_row(f"{score:.2f}", found[i].name, first_line)
-        table.add_section()
+        hits = Text("\n").join(
+            Text.assemble(f"{score:.2f} ", (found[i].name, "cyan"), " ", first_line(found[i]))
+            for score, i in zip(*scores.topk(3), strict=True)
+        )
+        table.add_row(query, hits)
     console.print(table)
 
 

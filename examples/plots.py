@@ -106,7 +106,7 @@ def _draw_map(axes, embeddings, passages, packages=8):
     plane = torch.linalg.svd(means - means.mean(0)).Vh[:2].T
     for color, (name, points) in zip(plt.cm.Dark2.colors, members.items(), strict=True):
         x, y = (points @ plane).T
-        axes.scatter(x, y, s=12, color=color, alpha=0.6, linewidths=0, label=name)
+        axes.scatter(x, y, s=12, color=color, alpha=0.6, linewidths=0, label=name.lstrip("_"))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4, frameon=False, markerscale=2)
     axes.set_title("The library's largest packages, as embedded")
     axes.set_xticks([])

@@ -227,7 +227,7 @@ def show_answers(run, prompts, console, count=5):
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for i in by_length[count :: len(prompts) // count]:
         texts = as_text(prompts[i][-32:]), as_text(run.answers[i])
-        table.add_row(f"{len(prompts[i]):,}", *(escape(repr(text)) for text in texts))
+        table.add_row(f"{len(prompts[i]):,}", *(escape(" ".join(text.split())) for text in texts))
     console.print(table)
 
 
