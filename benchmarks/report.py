@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import Timing
 from rich.console import Console
 from rich.table import Table
 
@@ -52,22 +53,24 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def as_json(
-    machine: dict[str, Any], results: list[dict[str, Any]], base: str | None
-) -> dict[str, Any]:
-    """The document that is written, shown and drawn."""
-    machine["load_after"] = round(os.getloadavg()[0], 1)
-    for row in results:
-        for name, timing in row.get("timings", {}).items():
-            exact = {**dataclasses.asdict(timing), "seconds": timing.seconds, "busy": timing.busy}
-            row["timings"][name] = {
-                key: float(f"{value:.4g}") if isinstance(value, float) else value
-                for key, value in exact.items()
-            }
+def new_document(base: str | None) -> dict[str, Any]:
+    """What is written, shown and drawn; no results yet."""
+    commit = base and git("rev-parse", "--short=12", base)
+    return {"machine": describe_machine(), "base": commit, "results": []}
+
+
+def extend(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add the rows of one problem."""
+    document["results"] += rows
+    document["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+
+
+def plain(timing: Timing) -> dict[str, Any]:
+    """A timing as JSON, to four digits."""
+    exact = dataclasses.asdict(timing) | {"seconds": timing.seconds, "busy": timing.busy}
     return {
-        "machine": machine,
-        "base": base and git("rev-parse", "--short=12", base),
-        "results": results,
+        key: float(f"{value:.4g}") if isinstance(value, float) else value
+        for key, value in exact.items()
     }
 
 
@@ -103,6 +106,21 @@ def of_ceiling(row: dict[str, Any], contender: str = "ours") -> float | None:
     return rate(row, contender) / rate(row, row["ceiling"]["name"]) if row["ceiling"] else None
 
 
+def one_line(rows: list[dict[str, Any]]) -> list[str]:
+    """What is worth saying as soon as a problem has been measured."""
+    if "refused" in rows[0]:
+        return [rows[0]["problem"], "refused:", rows[0]["refused"]]
+    times = (f"{row['threads']}T {duration(row)}" for row in rows)
+    return [rows[0]["problem"], *times]
+
+
+def duration(row: dict[str, Any]) -> str:
+    """Our time; ~ when somebody else used the cores."""
+    ours = row["timings"]["ours"]
+    seconds, mark = ours["seconds"], "~" if ours["busy"] else ""
+    return mark + (f"{seconds * 1e6:.3g} µs" if seconds < 1e-4 else f"{seconds * 1e3:.3g} ms")
+
+
 def columns(document: dict[str, Any]) -> list[str]:
     """The table's columns; peers in order of first appearance."""
     rows = [row for row in document["results"] if "timings" in row]
@@ -118,17 +136,15 @@ def cells(document: dict[str, Any]) -> Iterator[list[str]]:
             yield [row["problem"], "", "not timed", *("" for _ in names), "", ""]
             continue
         timings, threads = row["timings"], str(row["threads"])
-        seconds = timings["ours"]["seconds"]
-        time = f"{seconds * 1e6:.3g} µs" if seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"
         if timings["ours"]["busy"]:
-            yield [row["problem"], threads, f"~{time}", *("" for _ in names), "", ""]
+            yield [row["problem"], threads, duration(row), *("" for _ in names), "", ""]
             continue
         ceiling = row["ceiling"] and row["ceiling"]["name"]
         quiet = {name for name, timing in timings.items() if not timing["busy"]}
         yield [
             row["problem"],
             threads,
-            time,
+            duration(row),
             f"{rate(row) / 1e9:.3g} {UNITS[row['bound']]}" if ceiling else "",
             f"{of_ceiling(row):.0%}" if ceiling in quiet else "",
             *(f"{speedup(row, name):.2f}x" if name in quiet else "" for name in names),

@@ -48,8 +48,11 @@ def prepare_peers(workload: Workload, flex: bool) -> tuple[dict[str, Any], dict[
     for peer in peers:
         reason = peer.unavailable(subject)
         if reason is None:
-            prepared = peer.prepare(subject)
-            reason = wrong(prepared.out(prepared.run()))
+            try:
+                prepared = peer.prepare(subject)
+                reason = wrong(prepared.out(prepared.run()))
+            except RuntimeError as error:  # a kernel that does not know this CPU or dtype
+                reason = f"raises {str(error).splitlines()[0]}"
         if reason is None:
             ready[peer.name] = prepared.run
         else:
@@ -90,7 +93,7 @@ def measure(name: str, options: argparse.Namespace, base: Path | None) -> list[d
                 "ceiling": None
                 if ceiling is None
                 else {"name": ceiling.name, "work": ceiling.work},
-                "timings": timings,
+                "timings": {contender: report.plain(t) for contender, t in timings.items()},
                 "unavailable": reasons,
             }
         )
@@ -127,16 +130,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     names = fnmatch.filter(BENCHMARKS, options.problems)
     if not names:
         sys.exit(f"no problem is called {options.problems!r}; --list shows the names")
-    machine = report.describe_machine()
-    results: list[dict[str, Any]] = []
+    document = report.new_document(options.base)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         base = stack.enter_context(built(options.base)) if options.base else None
         for name in names:
             with console.status(name):
-                results += measure(name, options, base)
+                rows = measure(name, options, base)
+            report.extend(document, rows)
+            console.print(*report.one_line(rows), style="dim")
+            if options.json:  # after every problem: what is measured is kept
+                report.write(options.json, document)
             gc.collect()
-    return report.as_json(machine, results, options.base)
+    return document
 
 
 def main() -> None:
@@ -148,8 +154,6 @@ def main() -> None:
     report.print_table(console, document)
     if options.markdown:
         print(report.markdown(document))
-    if options.json:
-        report.write(options.json, document)
     if options.plot:
         from plot import draw
 
