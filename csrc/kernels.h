@@ -9,7 +9,8 @@ namespace paged_attn {
 struct Kernels {
   const char* name;
   // float32 scratch that `attend` needs for tasks of at most this many rows (a group's) and groups
-  int64_t (*workspace_floats)(const Attention&, int64_t few_rows, int64_t groups, int64_t tile_rows);
+  int64_t (*workspace_floats)(const Attention&, int64_t few_rows, int64_t groups,
+                              int64_t tile_rows);
   void (*attend)(const Attention&, const Task&, float* workspace);
   void (*merge_splits)(const Attention&, const MergeTask&, float* head_dim_v_floats);
   void (*reshape_and_cache)(const ReshapeAndCache&, int64_t worker);

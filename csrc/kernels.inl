@@ -5,7 +5,7 @@
 #include "kernels/merge_states.h"
 #include "kernels/reshape_and_cache.h"
 
-#define PAGED_ATTN_KERNELS(isa)                                                           \
-  const paged_attn::Kernels paged_attn::kernels_##isa = {                                 \
-      #isa, workspace_floats, attend, merge_splits, reshape_and_cache, merge_states,      \
+#define PAGED_ATTN_KERNELS(isa)                                                      \
+  const paged_attn::Kernels paged_attn::kernels_##isa = {                            \
+      #isa, workspace_floats, attend, merge_splits, reshape_and_cache, merge_states, \
   }

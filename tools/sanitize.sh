@@ -7,7 +7,7 @@ python=${PYTHON:-python3}
 out=build/sanitize
 
 export PAGED_ATTN_BUILD_CPP=1
-PAGED_ATTN_EXTRA_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1" \
+PAGED_ATTN_EXTRA_CFLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1" \
   "$python" setup.py --quiet build_ext --build-lib "$out" --build-temp "$out/objects"
 
 # the interpreter is not instrumented: the runtimes come first; torch and CPython keep memory for good

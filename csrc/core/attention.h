@@ -1,4 +1,4 @@
-// What one attention call works on: plain pointers and element strides, free of torch and of any ISA.
+// What one attention call works on: plain pointers and element strides, no torch, no ISA.
 #pragma once
 
 #include <stdint.h>
@@ -8,8 +8,27 @@
 namespace paged_attn {
 
 enum class DType : int32_t {
-  float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, boolean, int32, int64, unsupported
+  // what q may be, floats before float8s
+  float32,
+  bfloat16,
+  float16,
+  float8_e4m3fn,
+  float8_e5m2,
+  int8,
+  boolean,
+  int32,
+  int64,
+  unsupported
 };
+
+PAGED_ATTN_INLINE int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::float32: return 4;
+    case DType::bfloat16:
+    case DType::float16: return 2;
+    default: return 1;
+  }
+}
 
 // int32 or float32 tensors are read through (up to) two strides; a stride of 0 broadcasts.
 template <class T>
@@ -42,7 +61,7 @@ struct Dropout {
   bool enabled = false;
   uint32_t seed[2], offset;
   uint32_t threshold;  // a probability is kept when its random word reaches the threshold
-  float keep_scale;  // of the output, for the probabilities that were dropped
+  float keep_scale;    // of the output, for the probabilities that were dropped
 };
 
 struct Attention {
@@ -72,9 +91,9 @@ struct Attention {
   // layout gives every query head a row of its own.
   int64_t num_groups, group_size;
 
-  void* out;           // (total_q, num_heads, head_dim_v), contiguous
-  float* lse;          // (num_heads, total_q), contiguous
-  float* partials;     // results of split sequences, waiting for the merge
+  void* out;        // (total_q, num_heads, head_dim_v), contiguous
+  float* lse;       // (num_heads, total_q), contiguous
+  float* partials;  // results of split sequences, waiting for the merge
 };
 
 // A piece of work: query tokens of one sequence x head groups x a range of its keys.
@@ -82,9 +101,9 @@ struct Task {
   int32_t sequence;
   int32_t token_begin, token_end;
   int32_t group_begin, group_end;
-  int32_t few_rows;             // which of the two engines runs it
+  int32_t few_rows;              // which of the two engines runs it
   int64_t part_begin, part_end;  // keys; with a block layout, entries of the layout row
-  int64_t partial;              // offset into Attention::partials, or -1: the result is final
+  int64_t partial;               // offset into Attention::partials, or -1: the result is final
   int64_t cost;
 };
 

@@ -1,8 +1,8 @@
 // What stands between a dot product and the softmax: softcap, ALiBi, bias, and the masks.
 //
-// Dot products arrive times logit_scale: as logits in base 2 (times log2 e), or, under a softcap, as
-// logits over the cap. What leaves is a base-2 logit, -inf where the row may not look. Masks select,
-// they never add: a NaN under a mask is gone.
+// Dot products arrive times logit_scale: as logits in base 2 (times log2 e), or, under a softcap,
+// as logits over the cap. What leaves is a base-2 logit, -inf where the row may not look. Masks
+// select, they never add: a NaN under a mask is gone.
 #pragma once
 
 #include "paged_kv.h"
@@ -28,14 +28,10 @@ PAGED_ATTN_INLINE float logit_scale(const Attention& a, const Sequence& s, int64
   return float(a.softcap > 0 ? scale / a.softcap : scale * 1.4426950408889634);
 }
 
-PAGED_ATTN_INLINE int64_t bias_bytes(const Attention& a) {
-  return a.bias_dtype == paged_attn::DType::boolean ? 1 : bytes_of(a.bias_dtype);
-}
-
 PAGED_ATTN_INLINE const char* bias_row(const Attention& a, const Sequence& s, int64_t token,
                                        int64_t head) {
   const int64_t element = head * a.bias_stride_head + (s.q_start + token) * a.bias_stride_query;
-  return (const char*)a.bias + element * bias_bytes(a);
+  return (const char*)a.bias + element * bytes_of(a.bias_dtype);
 }
 
 PAGED_ATTN_INLINE ScoreRow score_row(const Attention& a, const Sequence& s, int64_t token,
@@ -53,7 +49,7 @@ PAGED_ATTN_INLINE ScoreRow score_row(const Attention& a, const Sequence& s, int6
 // Bias on keys [key, key + n), n <= W, as float32; a bool that masks reads as -inf.
 inline F load_bias(const Attention& a, const char* row, int64_t key, int n) {
   const int64_t stride = a.bias_stride_key;
-  const char* p = row + key * stride * bias_bytes(a);
+  const char* p = row + key * stride * bytes_of(a.bias_dtype);
   if (a.bias_dtype == paged_attn::DType::boolean) {
     F x = {};
     for (int i = 0; i < n; ++i) x[i] = p[i * stride] ? 0.f : -INFINITY;
@@ -126,10 +122,10 @@ PAGED_ATTN_INLINE void finish_row(const Attention& a, const ScoreRow& row, const
   }
 }
 
-// A bias can hide a key from every row of a task; such a column borrows the value row of one that is
-// seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.
-inline bool borrow_hidden_values(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                                 KeyBlock& block) {
+// A bias can hide a key from every row of a task; such a column borrows the value row of one that
+// is seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.
+inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
+                                 const paged_attn::Task& task, KeyBlock& block) {
   I seen[MAX_COLUMNS / W] = {};
   for (int64_t token = task.token_begin; token < task.token_end; ++token)
     for (int64_t g = 0; g < a.group_size; ++g) {

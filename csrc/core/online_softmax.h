@@ -27,8 +27,9 @@ PAGED_ATTN_INLINE float update_softmax(float* scores, int begin, int end, float&
 }
 
 // Drops probabilities after they entered the sum.
-PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s, const ScoreRow& row,
-                                          const KeyBlock& block, int begin, int end, float* scores) {
+PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s,
+                                          const ScoreRow& row, const KeyBlock& block, int begin,
+                                          int end, float* scores) {
   for (int i = 0; i < block.num_segments; ++i) {
     const Segment& segment = block.segments[i];
     const int first = int(max64(segment.begin, begin)), last = int(min64(segment.end, end));

@@ -1,8 +1,8 @@
 // Walks the keys of a task in blocks of columns, and says where in memory each column's key lies.
 //
-// A block is made of segments, runs of consecutive keys. Segments start at multiples of ALIGN in both
-// keys and columns. A column that no query of the task may see borrows the address of one that may,
-// so kernels load whole vectors of columns without ever touching memory that is not theirs.
+// A block is made of segments, runs of consecutive keys. Segments start at multiples of ALIGN in
+// both keys and columns. A column that no query of the task may see borrows the address of one that
+// may, so kernels load whole vectors of columns without ever touching memory that is not theirs.
 #pragma once
 
 #include "seqlen_info.h"
@@ -26,9 +26,9 @@ struct KeyBlock {
 struct KeyWalk {
   const Attention* attention;
   const Sequence* sequence;
-  KeyRange visible;     // of all query tokens of the task
+  KeyRange visible;        // of all query tokens of the task
   int64_t part, part_end;  // next key (dense) or layout entry, and the end of the task's share
-  int64_t next_key;     // within the current layout entry, -1 before it is entered
+  int64_t next_key;        // within the current layout entry, -1 before it is entered
   const int32_t* columns;
   int max_columns;
 };
@@ -108,7 +108,8 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
 }
 
 // Places as much of keys [key, end) as still fits; returns the first key left over.
-PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64_t key, int64_t end) {
+PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64_t key,
+                                     int64_t end) {
   const int64_t first = key / ALIGN * ALIGN;
   const int columns =
       int(min64(round_up(end - first, ALIGN), walk.max_columns - block.num_columns));

@@ -10,8 +10,8 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-PAGED_ATTN_INLINE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
-                                     uint32_t k1) {
+PAGED_ATTN_INLINE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
+                                     uint32_t k0, uint32_t k1) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = uint64_t(0xD2511F53u) * c0;
     const uint64_t b = uint64_t(0xCD9E8D57u) * c2;

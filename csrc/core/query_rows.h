@@ -1,5 +1,5 @@
-// How the rows of a task enter an engine and leave it: row r of a group is query token r / group_size
-// of the task under the group's head r % group_size.
+// How the rows of a task enter an engine and leave it: row r of a group is the task's query token
+// r / group_size under the group's head r % group_size.
 #pragma once
 
 #include "online_softmax.h"
@@ -30,11 +30,11 @@ PAGED_ATTN_INLINE int64_t partial_row_floats(const Attention& a) {
 }
 
 // Row r of a group is final, or waits for the sequence's other splits.
-inline void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task, int64_t group,
-                   int64_t r, const float* acc, float m, float l) {
+inline void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                   int64_t group, int64_t r, const float* acc, float m, float l) {
   if (task.partial < 0) {
-    write_row(a, s, task.token_begin + r / a.group_size,
-              group * a.group_size + r % a.group_size, acc, m, l);
+    write_row(a, s, task.token_begin + r / a.group_size, group * a.group_size + r % a.group_size,
+              acc, m, l);
     return;
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;

@@ -7,9 +7,9 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t FEW_ROWS = 16;      // a group's rows that are better served without packing keys
+constexpr int64_t FEW_ROWS = 16;  // a group's rows that are better served without packing keys
 constexpr int64_t TILE_FLOATS = 98304;  // of queries, accumulators and scores: well inside L2
-constexpr int64_t SPLIT_ROWS = 512;   // rows of a sequence above which tiles alone keep threads busy
+constexpr int64_t SPLIT_ROWS = 512;  // rows of a sequence above which tiles alone keep threads busy
 constexpr int64_t MAX_SPLITS = 32;
 
 int64_t power_of_two_below(int64_t x) {
@@ -96,7 +96,8 @@ void add_sequence(const Attention& a, const Sequence& s, int64_t tokens, Plan& p
     const bool few = rows <= FEW_ROWS;
     const int64_t step = few && shared ? a.num_groups : 1;
     if (few)
-      plan.few_rows = std::max(plan.few_rows, rows), plan.few_groups = std::max(plan.few_groups, step);
+      plan.few_rows = std::max(plan.few_rows, rows),
+      plan.few_groups = std::max(plan.few_groups, step);
     else
       plan.tile_rows = std::max(plan.tile_rows, rows);
     for (int64_t group = 0; group < a.num_groups; group += step) {
@@ -124,8 +125,7 @@ void spread_heads(const Attention& a, int64_t threads, Plan& plan) {
       piece.group_end = int32_t(std::min<int64_t>(group + step, task.group_end));
       piece.cost = task.cost / groups * (piece.group_end - group);
       if (task.partial >= 0)
-        piece.partial +=
-            (group - task.group_begin) * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+        piece.partial += (group - task.group_begin) * rows * (round_up(a.head_dim_v, ALIGN) + 2);
       if (group == task.group_begin)
         plan.tasks[i] = piece;
       else

@@ -1,8 +1,8 @@
 // Cuts one attention call into tasks.
 //
-// Tiles and splits follow from a sequence's own lengths and the call's static shapes alone, never from
-// threads, batch or hints: what a sequence computes, and in which order, is the same in any company.
-// Only how many heads share a task depends on the machine, and no head's result depends on that.
+// Tiles and splits follow from a sequence's own lengths and the call's static shapes alone, never
+// from threads, batch or hints: what a sequence computes, and in which order, is the same in any
+// company. Only how many heads share a task depends on the machine, and no result depends on that.
 #pragma once
 
 #include <vector>

@@ -1,7 +1,7 @@
 // Few query rows (decode): keys and values are read in place, once, in the order of memory.
 //
-// A task covers a range of keys for several head groups: 16 keys at a time for every head, so that a
-// page is read whole in either layout, while the next 16 are prefetched line by line (a burst of
+// A task covers a range of keys for several head groups: 16 keys at a time for every head, so that
+// a page is read whole in either layout, while the next 16 are prefetched line by line (a burst of
 // prefetches would be dropped). The rows of a group share each load and each conversion.
 #pragma once
 
@@ -22,12 +22,11 @@ struct Ahead {
   }
 };
 
-// scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a time, so that
-// their W accumulators are summed over the lanes in one transpose
+// scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
+// time, so that their W accumulators are summed over the lanes in one transpose
 template <class T, int ROWS>
 inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, const float* q,
-                     int64_t stride_q, int64_t rows, int64_t head_dim, float scale,
-                     float* scores) {
+                     int64_t stride_q, int64_t rows, int64_t head_dim, float scale, float* scores) {
   constexpr int KEYS = W / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
   for (int c = 0; c < ALIGN; c += KEYS) {
     const T* key[KEYS];
@@ -66,8 +65,9 @@ inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, cons
 
 // acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); `n` lanes of a last vector
 template <class T, int ROWS, int VECS, bool WHOLE>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, const Ahead& ahead, bool prefetch,
-                                  int64_t d, int n, const float* p, float* acc, int64_t stride_acc) {
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, const Ahead& ahead,
+                                  bool prefetch, int64_t d, int n, const float* p, float* acc,
+                                  int64_t stride_acc) {
   F sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)

@@ -1,8 +1,8 @@
 // Many query rows (prefill): two register-tiled matrix products around the running softmax.
 //
 // A task is a tile of query tokens x the heads of one group. The keys of a block are converted and
-// packed once, transposed, and serve every row; so are the values. Per TILE_ROWS rows the scores stay
-// in L1: product, softmax, product. Columns past the rows' visible range are not computed.
+// packed once, transposed, and serve every row; so are the values. Per TILE_ROWS rows the scores
+// stay in L1: product, softmax, product. Columns past the rows' visible range are not computed.
 #pragma once
 
 #include "../core/query_rows.h"
@@ -11,11 +11,11 @@ namespace {
 
 constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
 
-// A (TILE_ROWS, depth) @ B (depth, one panel): C (TILE_ROWS, VECS * W) is that times scale[0], or, to
-// accumulate, that plus diag(scale) C.
+// A (TILE_ROWS, depth) @ B (depth, one panel): C (TILE_ROWS, VECS * W) is that times scale[0], or,
+// to accumulate, that plus diag(scale) C.
 template <int VECS, bool ACCUMULATE>
-inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c, int64_t stride_c,
-                          int64_t depth, const float* scale) {
+inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
+                          int64_t stride_c, int64_t depth, const float* scale) {
   F acc[TILE_ROWS][VECS];
 #pragma GCC unroll 8
   for (int r = 0; r < TILE_ROWS; ++r)
@@ -41,8 +41,8 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
 }
 
 template <bool ACCUMULATE>
-PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b, float* c,
-                                int64_t stride_c, int64_t depth, const float* scale) {
+PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b,
+                                float* c, int64_t stride_c, int64_t depth, const float* scale) {
   switch (vecs) {
 #if PAGED_ATTN_LANES == 16
     case 4: return multiply_tile<4, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
@@ -113,7 +113,8 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
 }
 
 // Columns of a block that rows with this range can see, in whole vectors.
-PAGED_ATTN_INLINE void visible_columns(const KeyBlock& block, KeyRange range, int* begin, int* end) {
+PAGED_ATTN_INLINE void visible_columns(const KeyBlock& block, KeyRange range, int* begin,
+                                       int* end) {
   *begin = 0, *end = block.num_columns;
   if (range.end == 0) {
     *end = 0;
@@ -147,8 +148,8 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
     for (int64_t r = r0; r <= last; ++r) {
       const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
                                      task.group_begin * a.group_size + r % a.group_size);
-      rescale[r - r0] = softmax_row(a, s, row, block, begin, end,
-                                    w.scores + (r - r0) * MAX_COLUMNS, w.m[r], w.l[r]);
+      rescale[r - r0] = softmax_row(a, s, row, block, begin, end, w.scores + (r - r0) * MAX_COLUMNS,
+                                    w.m[r], w.l[r]);
     }
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);

@@ -15,8 +15,8 @@ inline void convert_head(const From* from, To* to, int64_t head_dim, float scale
   }
 }
 
-inline void write_token(const paged_attn::CacheWrite& w, int64_t token, int64_t page, int64_t offset,
-                        int64_t num_heads) {
+inline void write_token(const paged_attn::CacheWrite& w, int64_t token, int64_t page,
+                        int64_t offset, int64_t num_heads) {
   const int64_t from_bytes = bytes_of(w.from_dtype), to_bytes = bytes_of(w.to_dtype);
   for (int64_t h = 0; h < num_heads; ++h) {
     const int64_t source = token * w.from_stride_token + h * w.from_stride_head;

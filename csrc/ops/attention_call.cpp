@@ -11,10 +11,6 @@
 namespace paged_attn {
 namespace {
 
-int64_t bytes_of(DType dtype) {
-  return dtype == DType::float32 ? 4 : dtype <= DType::float16 ? 2 : 1;
-}
-
 // Rows past the last sequence: out 0 (all zero bits in every dtype), lse -inf.
 void fill_padding(const Attention& a) {
   const int64_t used = a.cu_seqlens_q(a.batch), padding = a.total_q - used;
@@ -42,8 +38,7 @@ std::tuple<Tensor, Tensor> run_attention(Attention& a) {
   if (plan.partial_floats > 0 && a.partials == nullptr) throw std::bad_alloc();
 
   const Kernels& isa = kernels();
-  const int64_t floats =
-      isa.workspace_floats(a, plan.few_rows, plan.few_groups, plan.tile_rows);
+  const int64_t floats = isa.workspace_floats(a, plan.few_rows, plan.few_groups, plan.tile_rows);
   const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
   // `plan` is this thread's own; the others must see this one and not theirs
   const Plan& work = plan;
@@ -58,26 +53,6 @@ std::tuple<Tensor, Tensor> run_attention(Attention& a) {
     return memory != nullptr;
   });
   return {out, lse};
-}
-
-Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype) {
-  int64_t strides[4], stride = 1;
-  for (int64_t i = int64_t(shape.size()) - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= shape.begin()[i] > 0 ? shape.begin()[i] : 1;
-  }
-  int32_t code;
-  switch (dtype) {
-    case DType::bfloat16: code = aoti_torch_dtype_bfloat16(); break;
-    case DType::float16: code = aoti_torch_dtype_float16(); break;
-    case DType::float8_e4m3fn: code = aoti_torch_dtype_float8_e4m3fn(); break;
-    case DType::float8_e5m2: code = aoti_torch_dtype_float8_e5m2(); break;
-    default: code = aoti_torch_dtype_float32();
-  }
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(shape.size()), shape.begin(), strides, code, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
 }
 
 }  // namespace paged_attn

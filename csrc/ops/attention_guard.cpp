@@ -24,9 +24,9 @@ bool is_descale(const TensorView& t, int64_t batch, int64_t heads) {
 
 bool on_cpu(const AttentionArguments& x) {
   for (const TensorView* t :
-       {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.seqused_k, &x.block_table, &x.attn_bias,
-        &x.alibi_slopes, &x.sinks, &x.q_descale, &x.k_descale, &x.v_descale, &x.out_scale, &x.rng_state,
-        &x.crow_indices, &x.col_indices})
+       {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.seqused_k, &x.block_table,
+        &x.attn_bias, &x.alibi_slopes, &x.sinks, &x.q_descale, &x.k_descale, &x.v_descale,
+        &x.out_scale, &x.rng_state, &x.crow_indices, &x.col_indices})
     if (!t->on_cpu) return false;
   return true;
 }
@@ -57,7 +57,8 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   if (x.cu_seqlens_k &&
       !(x.cu_seqlens_k.is(DType::int32) && x.cu_seqlens_k.has_shape({a.batch + 1})))
     return false;
-  if (x.seqused_k && !(x.seqused_k.is(DType::int32) && x.seqused_k.has_shape({a.batch}))) return false;
+  if (x.seqused_k && !(x.seqused_k.is(DType::int32) && x.seqused_k.has_shape({a.batch})))
+    return false;
   if (paged && (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
                 x.block_table.size(0) != a.batch || !(x.seqused_k || x.cu_seqlens_k)))
     return false;
@@ -84,7 +85,8 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
   a.kv_dtype = x.k.dtype;
   a.out_dtype = x.q.dtype;
   if (x.out_dtype)
-    a.out_dtype = dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(*x.out_dtype)));
+    a.out_dtype =
+        dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(*x.out_dtype)));
   if (!is_query_type(a.out_dtype)) return false;
   if (x.out_scale && !(x.out_scale.is(DType::float32) && is_float8(a.out_dtype) &&
                        (x.out_scale.dim == 0 || x.out_scale.has_shape({1}))))
@@ -97,9 +99,7 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
   return !x.rng_state || (x.rng_state.is(DType::int64) && x.rng_state.has_shape({2}));
 }
 
-bool is_block_size(int64_t size) {
-  return size >= 16 && size <= 256 && (size & (size - 1)) == 0;
-}
+bool is_block_size(int64_t size) { return size >= 16 && size <= 256 && (size & (size - 1)) == 0; }
 
 bool accept_layout(const AttentionArguments& x, Attention& a) {
   const TensorView &crow = x.crow_indices, &col = x.col_indices;
@@ -163,8 +163,11 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   if (x.dropout_p > 0) {
     const Strided<int64_t> rng = strided<int64_t>(x.rng_state);
     const uint64_t seed = uint64_t(rng(0));
-    a.dropout = {true, {uint32_t(seed), uint32_t(seed >> 32)}, uint32_t(rng(1)),
-                 uint32_t(std::floor(x.dropout_p * 4294967296.0)), float(1 / (1 - x.dropout_p))};
+    a.dropout = {true,
+                 {uint32_t(seed), uint32_t(seed >> 32)},
+                 uint32_t(rng(1)),
+                 uint32_t(std::floor(x.dropout_p * 4294967296.0)),
+                 float(1 / (1 - x.dropout_p))};
   }
   // query heads with layout rows of their own walk the keys alone
   const bool apart = a.layout.crow && a.layout.num_heads > a.num_kv_heads;
@@ -215,7 +218,8 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
   if (!nondecreasing_from_zero(a.cu_seqlens_q, a.batch) || a.cu_seqlens_q(a.batch) > a.total_q)
     return false;
   if (a.cu_seqlens_k && !nondecreasing_from_zero(a.cu_seqlens_k, a.batch)) return false;
-  if (!paged && (a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q)(a.batch) > x.k.size(0)) return false;
+  if (!paged && (a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q)(a.batch) > x.k.size(0))
+    return false;
   for (int64_t b = 0; b < a.batch; ++b) {
     const Sequence s = sequence_at(a, b);
     if (s.k_len < 0) return false;

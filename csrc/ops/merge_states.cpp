@@ -17,9 +17,13 @@ bool accept(const TensorView& out_a, const TensorView& lse_a, const TensorView& 
     if (!lse->is(DType::float32) || !lse->has_shape({out_a.size(1), out_a.size(0)})) return false;
   if (!out_a.on_cpu || !lse_a.on_cpu || !out_b.on_cpu || !lse_b.on_cpu) return false;
   const auto part = [](const TensorView& out, const TensorView& lse) {
-    return MergeStates::Part{out.data(),    out.stride(0), out.stride(1),
-                             out.stride(2), static_cast<const float*>(lse.data()),
-                             lse.stride(0), lse.stride(1)};
+    return MergeStates::Part{out.data(),
+                             out.stride(0),
+                             out.stride(1),
+                             out.stride(2),
+                             static_cast<const float*>(lse.data()),
+                             lse.stride(0),
+                             lse.stride(1)};
   };
   s.dtype = out_a.dtype;
   s.total_q = out_a.size(0);
@@ -30,8 +34,8 @@ bool accept(const TensorView& out_a, const TensorView& lse_a, const TensorView& 
   return true;
 }
 
-std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
-                                        const Tensor& lse_b) {
+std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a,
+                                        const Tensor& out_b, const Tensor& lse_b) {
   MergeStates call = {};
   if (!accept(out_a, lse_a, out_b, lse_b, call))
     refuse("paged_attn::merge_states_error", out_a, lse_a, out_b, lse_b);

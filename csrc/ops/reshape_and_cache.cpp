@@ -18,9 +18,9 @@ struct Cache {
   int64_t half;
   int64_t size(int64_t i) const { return view.size(first + i); }
   int64_t stride(int64_t i) const { return view.stride(first + i); }
-  char* data(int64_t element_bytes) const {
+  char* data() const {
     char* start = static_cast<char*>(view.mutable_data());
-    return start && half ? start + half * view.stride(0) * element_bytes : start;
+    return start && half ? start + half * view.stride(0) * bytes_of(view.dtype) : start;
   }
 };
 
@@ -37,16 +37,15 @@ bool accept_cache(const TensorView& from, const Cache& cache) {
 }
 
 bool accept_scale(const TensorView& scale, const TensorView& from, const Cache& cache) {
-  return !scale || (scale.is(DType::float32) && (scale.dim == 0 || scale.has_shape({from.size(1)})) &&
-                    is_quantised(cache.view.dtype));
+  return !scale ||
+         (scale.is(DType::float32) && (scale.dim == 0 || scale.has_shape({from.size(1)})) &&
+          is_quantised(cache.view.dtype));
 }
 
 CacheWrite cache_write(const TensorView& from, const Cache& cache, const TensorView& scale) {
-  const int64_t bytes =
-      cache.view.dtype == DType::float32 ? 4 : is_quantised(cache.view.dtype) ? 1 : 2;
-  return {from.data(),      from.stride(0),      from.stride(1),  cache.data(bytes),
-          cache.stride(0),  cache.stride(1),     cache.stride(2), from.dtype,
-          cache.view.dtype, from.size(2),        per_head(scale)};
+  return {from.data(),      from.stride(0),  from.stride(1),  cache.data(),
+          cache.stride(0),  cache.stride(1), cache.stride(2), from.dtype,
+          cache.view.dtype, from.size(2),    per_head(scale)};
 }
 
 int64_t slot_at(const ReshapeAndCache& r, int64_t i) {
@@ -54,9 +53,9 @@ int64_t slot_at(const ReshapeAndCache& r, int64_t i) {
                            : static_cast<const int32_t*>(r.slots)[i * r.slot_stride];
 }
 
-bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache, const Cache& v_cache,
-            const TensorView& slots, const TensorView& k_scale, const TensorView& v_scale,
-            ReshapeAndCache& r) {
+bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache,
+            const Cache& v_cache, const TensorView& slots, const TensorView& k_scale,
+            const TensorView& v_scale, ReshapeAndCache& r) {
   if (key.dim != 3 || value.dim != 3 || key.dtype > DType::float16 || value.dtype != key.dtype)
     return false;
   if (value.size(0) != key.size(0) || value.size(1) != key.size(1)) return false;
@@ -101,8 +100,10 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& kv_
   ReshapeAndCache call = {};
   const TensorView both = kv_cache;
   const bool fused = both.dim == 5 && both.size(0) == 2;
-  if (!fused || !accept(key, value, {both, 1, 0}, {both, 1, 1}, slot_mapping, k_scale, v_scale, call))
-    refuse("paged_attn::reshape_and_cache_error", key, value, kv_cache, slot_mapping, k_scale, v_scale);
+  if (!fused ||
+      !accept(key, value, {both, 1, 0}, {both, 1, 1}, slot_mapping, k_scale, v_scale, call))
+    refuse("paged_attn::reshape_and_cache_error", key, value, kv_cache, slot_mapping, k_scale,
+           v_scale);
   run(call);
 }
 

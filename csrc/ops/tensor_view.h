@@ -12,16 +12,7 @@ namespace paged_attn {
 
 using torch::stable::Tensor;
 
-inline DType dtype_of(int32_t code) {
-  static const int32_t codes[] = {
-      aoti_torch_dtype_float32(),      aoti_torch_dtype_bfloat16(),    aoti_torch_dtype_float16(),
-      aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_int8(),
-      aoti_torch_dtype_bool(),         aoti_torch_dtype_int32(),       aoti_torch_dtype_int64(),
-  };
-  for (int i = 0; i < int(DType::unsupported); ++i)
-    if (codes[i] == code) return DType(i);
-  return DType::unsupported;
-}
+DType dtype_of(int32_t code);
 
 struct TensorView {
   const Tensor* tensor = nullptr;
@@ -73,8 +64,7 @@ struct TensorView {
   bool rows_contiguous() const { return last() <= 1 || strides[dim - 1] == 1; }
 };
 
-// A vector, or rows of one vector per sequence: element (i, j) wherever the tensor keeps it, with a
-// missing dimension broadcast. `lead` dimensions are indexed by i.
+// A vector (i) or a matrix (i, j), or nothing.
 template <class T>
 Strided<T> strided(const TensorView& t) {
   Strided<T> s;
@@ -84,7 +74,7 @@ Strided<T> strided(const TensorView& t) {
   return s;
 }
 
-// (), (head) or (batch, head) as (batch, head)
+// (), (head) or (batch, head) as (batch, head), broadcast; or nothing.
 inline Strided<float> per_head(const TensorView& t) {
   Strided<float> s;
   s.data = static_cast<const float*>(t.data());
@@ -93,6 +83,7 @@ inline Strided<float> per_head(const TensorView& t) {
   return s;
 }
 
+// Contiguous, on the CPU.
 Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype);
 
 }  // namespace paged_attn

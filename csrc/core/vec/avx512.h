@@ -5,10 +5,13 @@
 
 namespace {
 
-// Register tile of the matrix products: 6 x 4 accumulators, 4 columns and 1 broadcast of 32 registers.
+// Register tile of the matrix products: 6 x 4 accumulators, 4 columns and 1 broadcast of 32
+// registers.
 constexpr int TILE_ROWS = 6, TILE_VECS = 4;
 
-PAGED_ATTN_INLINE F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+PAGED_ATTN_INLINE F fma(F a, F b, F c) {
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
 // of two operands of which one is NaN the second is the answer: min and max keep a NaN in `x`
 PAGED_ATTN_INLINE F max(F bound, F x) { return (F)_mm512_max_ps((__m512)bound, (__m512)x); }
 PAGED_ATTN_INLINE F min(F x, F bound) { return (F)_mm512_min_ps((__m512)bound, (__m512)x); }
@@ -35,9 +38,12 @@ PAGED_ATTN_INLINE F signed_to_float(U8 x) {
 }
 
 PAGED_ATTN_INLINE F half_to_float(U16 h) { return (F)_mm512_cvtph_ps((__m256i)h); }
-PAGED_ATTN_INLINE U16 float_to_half(F x) { return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+PAGED_ATTN_INLINE U16 float_to_half(F x) {
+  return (U16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+}
 
-// an e4m3 with its exponent and mantissa moved to a half's place reads 2^8 too small, subnormals included
+// an e4m3 with its exponent and mantissa moved to a half's place reads 2^8 too small, subnormals
+// included
 PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
   const U16 x = widen_to_16(raw);
   const F value = half_to_float((x & 0x80) << 8 | (x & 0x7f) << 7) * set1(256.f);

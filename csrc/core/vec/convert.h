@@ -7,10 +7,18 @@
 
 namespace {
 
-struct bfloat16 { uint16_t raw; };
-struct float16 { uint16_t raw; };
-struct float8_e4m3fn { uint8_t raw; };
-struct float8_e5m2 { uint8_t raw; };
+struct bfloat16 {
+  uint16_t raw;
+};
+struct float16 {
+  uint16_t raw;
+};
+struct float8_e4m3fn {
+  uint8_t raw;
+};
+struct float8_e5m2 {
+  uint8_t raw;
+};
 
 PAGED_ATTN_INLINE U16 load_raw(const uint16_t* p) {
   U16 x;
@@ -23,9 +31,7 @@ PAGED_ATTN_INLINE U8 load_raw(const uint8_t* p) {
   return x;
 }
 
-PAGED_ATTN_INLINE F to_float(const bfloat16*, U16 x) {
-  return as_float(widen(x) << 16);
-}
+PAGED_ATTN_INLINE F to_float(const bfloat16*, U16 x) { return as_float(widen(x) << 16); }
 PAGED_ATTN_INLINE F to_float(const float16*, U16 x) { return half_to_float(x); }
 PAGED_ATTN_INLINE F to_float(const float8_e4m3fn*, U8 x) { return e4m3_to_float(x); }
 // an e5m2 is the upper half of a float16
@@ -34,9 +40,16 @@ PAGED_ATTN_INLINE F to_float(const float8_e5m2*, U8 x) {
 }
 PAGED_ATTN_INLINE F to_float(const int8_t*, U8 x) { return signed_to_float(x); }
 
-template <int BYTES> struct RawOf;
-template <> struct RawOf<1> { typedef uint8_t type; };
-template <> struct RawOf<2> { typedef uint16_t type; };
+template <int BYTES>
+struct RawOf;
+template <>
+struct RawOf<1> {
+  typedef uint8_t type;
+};
+template <>
+struct RawOf<2> {
+  typedef uint16_t type;
+};
 
 // W elements; with `n`, the first n of them and zeros, touching no memory beyond.
 template <class T>
@@ -55,7 +68,8 @@ PAGED_ATTN_INLINE U8 to_float8(F x, float largest) {
   const U sign = bits(x) & 0x80000000u;
   const F magnitude = min(set1(largest), as_float(bits(x) ^ sign));
   const U m = bits(magnitude);
-  // a power of two whose unit in the last place is the smallest subnormal rounds to a multiple of it
+  // a power of two whose unit in the last place is the smallest subnormal rounds to a multiple of
+  // it
   const U round_bits = U{} + (uint32_t)((127 - BIAS + 1 - MANTISSA + 23) << 23);
   const U subnormal = bits(magnitude + as_float(round_bits)) - round_bits;
   const U rounded = m + ((1u << (DROP - 1)) - 1) + (m >> DROP & 1u);
@@ -89,7 +103,10 @@ PAGED_ATTN_INLINE void store(T* p, F x, int n) {
     memcpy(p, &raw, n * sizeof(T));
 }
 
-template <class T> struct TypeTag { typedef T type; };
+template <class T>
+struct TypeTag {
+  typedef T type;
+};
 
 // Calls f(TypeTag<element type>) for a dtype that q, k, v or an output may have.
 template <class Function>
@@ -103,16 +120,6 @@ PAGED_ATTN_INLINE void with_type(paged_attn::DType dtype, Function f) {
     case DType::float8_e5m2: return f(TypeTag<float8_e5m2>());
     case DType::int8: return f(TypeTag<int8_t>());
     default: return;
-  }
-}
-
-PAGED_ATTN_INLINE int64_t bytes_of(paged_attn::DType dtype) {
-  using paged_attn::DType;
-  switch (dtype) {
-    case DType::float32: return 4;
-    case DType::bfloat16:
-    case DType::float16: return 2;
-    default: return 1;
   }
 }
 

@@ -1,0 +1,38 @@
+#include "tensor_view.h"
+
+namespace paged_attn {
+namespace {
+
+// torch's codes, in the order of DType
+const int32_t* dtype_codes() {
+  static const int32_t codes[] = {
+      aoti_torch_dtype_float32(),       aoti_torch_dtype_bfloat16(),    aoti_torch_dtype_float16(),
+      aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2(), aoti_torch_dtype_int8(),
+      aoti_torch_dtype_bool(),          aoti_torch_dtype_int32(),       aoti_torch_dtype_int64(),
+  };
+  return codes;
+}
+
+}  // namespace
+
+DType dtype_of(int32_t code) {
+  const int32_t* codes = dtype_codes();
+  for (int i = 0; i < int(DType::unsupported); ++i)
+    if (codes[i] == code) return DType(i);
+  return DType::unsupported;
+}
+
+Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype) {
+  int64_t strides[4], stride = 1;
+  for (int64_t i = int64_t(shape.size()) - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape.begin()[i] > 0 ? shape.begin()[i] : 1;
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.begin(),
+                                                         strides, dtype_codes()[int(dtype)],
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+}  // namespace paged_attn
