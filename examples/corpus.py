@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SKIPPED = {
-    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "site-packages"),
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"),
     *("encodings", "pydoc_data"),  # tables, not text
 }
 

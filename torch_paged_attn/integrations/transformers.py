@@ -12,7 +12,9 @@ AttentionMaskInterface. A mask stays two-dimensional or None, as for FlashAttent
 
 Under continuous batching full-attention layers are paged for real: new keys and values go into
 Transformers' own pages by slot and are read through a block table. Sliding layers keep their ring
-buffer, which Transformers gathers. Works with Transformers 5.17 to 5.23.
+buffer, which Transformers gathers. Tensors are read on the host only where Transformers' own flash
+path reads them: padding masks, and positions of a row that may be packed. Works with Transformers
+5.17 to 5.23.
 """
 
 from typing import Any
