@@ -25,5 +25,5 @@ def load() -> str | None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"the CPU kernels do not load: {error}"
+        return f"the CPU kernels do not load: {error.__cause__ or error}"
     return None
