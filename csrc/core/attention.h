@@ -104,6 +104,7 @@ struct Task {
   int32_t few_rows;              // which of the two engines runs it
   int64_t part_begin, part_end;  // keys; with a block layout, entries of the layout row
   int64_t partial;               // offset into Attention::partials, or -1: the result is final
+  int64_t merge;                 // which merge waits for it, or -1
   int64_t cost;
 };
 

@@ -78,8 +78,9 @@ void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
     task.part_end = std::min(splits.end, (splits.begin / splits.size + i + 1) * splits.size);
     const int64_t keys = std::max<int64_t>(task.part_end - task.part_begin, 0) * unit;
     task.cost = rows * groups * (keys + ALIGN) * (a.head_dim + a.head_dim_v);
-    task.partial = -1;
+    task.partial = task.merge = -1;
     if (count > 1) {
+      task.merge = int64_t(plan.merges.size()) - 1;
       task.partial = plan.partial_floats;
       plan.partial_floats += stride;
     }
@@ -103,35 +104,49 @@ void add_sequence(const Attention& a, const Sequence& s, int64_t tokens, Plan& p
     for (int64_t group = 0; group < a.num_groups; group += step) {
       add_splits(a, s,
                  {int32_t(s.index), int32_t(token), int32_t(end), int32_t(group),
-                  int32_t(group + step), few, 0, 0, -1, 0},
+                  int32_t(group + step), few, 0, 0, -1, -1, 0},
                  plan);
     }
   }
 }
 
-// Tasks that cover many heads are cut by heads until every thread has a few.
+// Piece `i` of a task or a merge that covers many heads, cut every `step` groups.
+template <class T>
+T cut_heads(const Attention& a, const T& whole, int64_t step, int64_t i) {
+  T piece = whole;
+  const int64_t rows = (whole.token_end - whole.token_begin) * a.group_size;
+  piece.group_begin = int32_t(whole.group_begin + i * step);
+  piece.group_end = int32_t(std::min<int64_t>(piece.group_begin + step, whole.group_end));
+  if (whole.partial >= 0) piece.partial += i * step * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+  return piece;
+}
+
+// Cuts tasks that cover many heads by heads, until every thread has a few.
 void spread_heads(const Attention& a, int64_t threads, Plan& plan) {
   const int64_t wanted = 4 * threads, have = int64_t(plan.tasks.size());
   if (have == 0 || have >= wanted) return;
   const int64_t pieces = (wanted + have - 1) / have;
-  for (int64_t i = 0; i < have; ++i) {
-    const Task task = plan.tasks[i];
-    const int64_t groups = task.group_end - task.group_begin;
-    const int64_t step = std::max<int64_t>(1, groups / pieces);
-    const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-    for (int64_t group = task.group_begin; group < task.group_end; group += step) {
-      Task piece = task;
-      piece.group_begin = int32_t(group);
-      piece.group_end = int32_t(std::min<int64_t>(group + step, task.group_end));
-      piece.cost = task.cost / groups * (piece.group_end - group);
-      if (task.partial >= 0)
-        piece.partial += (group - task.group_begin) * rows * (round_up(a.head_dim_v, ALIGN) + 2);
-      if (group == task.group_begin)
-        plan.tasks[i] = piece;
-      else
-        plan.tasks.push_back(piece);
+  const auto step_of = [&](int64_t groups) { return std::max<int64_t>(1, groups / pieces); };
+
+  std::vector<MergeTask> merges;
+  std::vector<int64_t> first_piece;
+  for (const MergeTask& merge : plan.merges) {
+    const int64_t groups = merge.group_end - merge.group_begin, step = step_of(groups);
+    first_piece.push_back(int64_t(merges.size()));
+    for (int64_t i = 0; i * step < groups; ++i) merges.push_back(cut_heads(a, merge, step, i));
+  }
+  std::vector<Task> tasks;
+  for (const Task& task : plan.tasks) {
+    const int64_t groups = task.group_end - task.group_begin, step = step_of(groups);
+    for (int64_t i = 0; i * step < groups; ++i) {
+      tasks.push_back(cut_heads(a, task, step, i));
+      Task& piece = tasks.back();
+      piece.cost = task.cost / groups * (piece.group_end - piece.group_begin);
+      if (task.merge >= 0) piece.merge = first_piece[task.merge] + i;
     }
   }
+  plan.tasks.swap(tasks);
+  plan.merges.swap(merges);
 }
 
 }  // namespace

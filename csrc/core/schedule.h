@@ -15,8 +15,8 @@ namespace paged_attn {
 constexpr int64_t WORTH_SHARING = 1 << 18;
 
 struct Plan {
-  std::vector<Task> tasks;  // the longest first
-  std::vector<MergeTask> merges;
+  std::vector<Task> tasks;        // the longest first
+  std::vector<MergeTask> merges;  // run when as many tasks as they have splits are done
   int64_t partial_floats;
   int64_t few_rows, few_groups, tile_rows;  // of the largest task of either engine
   int64_t cost;                             // of all tasks, in multiply-adds

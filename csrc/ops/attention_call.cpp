@@ -1,7 +1,9 @@
 #include "attention_call.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "../core/schedule.h"
 #include "../core/seqlen_info.h"
@@ -42,15 +44,17 @@ std::tuple<Tensor, Tensor> run_attention(Attention& a) {
   const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
   // `plan` is this thread's own; the others must see this one and not theirs
   const Plan& work = plan;
+  std::vector<std::atomic<int32_t>> finished(work.merges.size());
   run_tasks(int64_t(work.tasks.size()), workers, [&](int64_t i) {
     float* memory = workspace.floats(floats);
-    if (memory != nullptr) isa.attend(a, work.tasks[i], memory);
-    return memory != nullptr;
-  });
-  run_tasks(int64_t(work.merges.size()), workers, [&](int64_t i) {
-    float* memory = workspace.floats(round_up(a.head_dim_v, 16));
-    if (memory != nullptr) isa.merge_splits(a, work.merges[i], memory);
-    return memory != nullptr;
+    if (memory == nullptr) return false;
+    const Task& task = work.tasks[i];
+    isa.attend(a, task, memory);
+    if (task.merge < 0) return true;
+    // whoever finishes the last split adds them up, always in the same order
+    const MergeTask& merge = work.merges[task.merge];
+    if (++finished[task.merge] == merge.num_splits) isa.merge_splits(a, merge, memory);
+    return true;
   });
   return {out, lse};
 }
