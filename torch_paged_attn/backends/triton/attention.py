@@ -1,0 +1,248 @@
+"""From a checked call to a launch: what `flash_varlen` and `blocksparse` share on the host.
+
+Nothing here reads a tensor: grids, splits and workspaces follow from shapes.
+"""
+
+import os
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
+from torch_paged_attn.backends.triton.combine import _combine_kernel
+from torch_paged_attn.backends.triton.formats import as_stored
+from torch_paged_attn.backends.triton.rows import chunks
+from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.tile import num_tiles
+from torch_paged_attn.planning.splits import SplitPlan, plan_fixed_splits, plan_splits
+from torch_paged_attn.tuning import Config, choose_config
+
+# windows this wide hide nothing: no sequence is as long
+UNBOUNDED = 2**30
+
+# rows of a tile when results must not depend on the batch
+INVARIANT_ROWS = 64
+
+
+def batch_invariant() -> bool:
+    """Whether tiles and splits may follow only from a sequence's own lengths."""
+    return os.environ.get("PAGED_ATTN_BATCH_INVARIANT", "0") == "1"
+
+
+def _product_type(q: Tensor, target: Target) -> tl.dtype:
+    """The type of the matrix products: q's, but float16 holds every 8-bit float exactly."""
+    if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not target.converts_bfloat16):
+        return tl.float32
+    return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16
+
+
+def _strides(x: Tensor | None, *shape: int) -> tuple[int, ...]:
+    """Strides of a tensor broadcast to `shape`; zeros without one."""
+    return (0,) * len(shape) if x is None else x.expand(shape).stride()
+
+
+def _window(size: int) -> tuple[bool, int]:
+    bounded = 0 <= size < UNBOUNDED
+    return bounded, size if bounded else 0
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    layout: tuple[Tensor, Tensor] | None = None,
+    q_block_size: int = 0,
+    k_block_size: int = 0,
+    config: Config | None = None,
+    splits: SplitPlan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels. `config` and `splits` override what shapes and tables say."""
+    total_q, num_heads, head_dim = q.shape
+    num_kv_heads, head_dim_v = k.shape[1], v.shape[-1]
+    group_size = num_heads // num_kv_heads
+    batch = cu_seqlens_q.shape[0] - 1
+    is_paged = block_table is not None
+    page_size = k.shape[2] if is_paged else 0
+    out = q.new_empty(total_q, num_heads, head_dim_v, dtype=out_dtype or q.dtype)
+    lse = q.new_empty(num_heads, total_q, dtype=torch.float32)
+    if total_q == 0:
+        return out, lse
+
+    target = target_of(q.device)
+    dtype = _product_type(q, target)
+    pack = min(group_size, 64)
+    if layout is not None and layout[0].shape[-2] == num_heads:
+        pack = 1  # query heads of a group visit different blocks
+    if config is None:
+        rows = INVARIANT_ROWS if batch_invariant() else -(-total_q // max(batch, 1)) * pack
+        itemsize = dtype.primitive_bitwidth // 8
+        widest = max(head_dim, head_dim_v)
+        config = choose_config(
+            target.arch, max(rows, pack), widest, itemsize, k.itemsize, page_size
+        )
+    block_m = max(config.BLOCK_M, next_power_of_2(pack))
+    block_n = config.BLOCK_N
+    tokens = block_m // pack
+    if layout is not None:
+        tokens = min(1 << (tokens.bit_length() - 1), q_block_size)
+        block_n = min(block_n, k_block_size)
+    slack = 1 if layout is None else 2
+    grid_tiles = num_tiles(total_q, batch, tokens, slack)
+    grid_heads = num_kv_heads * -(-group_size // pack)
+
+    key_bound = block_table.shape[1] * page_size if is_paged else k.shape[0]
+    if splits is None and batch_invariant():
+        splits = plan_fixed_splits(key_bound)
+    elif splits is None:
+        busy = max(min(batch, total_q), total_q // tokens) * grid_heads
+        splits = plan_splits(busy, key_bound, 4 * target.multiprocessors)
+    # fixed splits always take the combining pass: one path, one rounding
+    is_split = splits.num_splits > 1 or splits.fixed_keys > 0
+
+    has_left, left = _window(window_size_left)
+    has_right, right = _window(0 if causal else window_size_right)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    bias = "" if attn_bias is None else "bool" if attn_bias.dtype == torch.bool else "float"
+    # nothing happens to the scores but the scale: it joins the exponential's argument
+    raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
+    raw = raw and q_descale is None and k_descale is None
+    has_middle = not bias and layout is None and block_m > 64
+
+    q_stored, q_format = as_stored(q, target)
+    k_stored, k_format = as_stored(k, target)
+    v_stored, _ = as_stored(v, target)
+    out_stored, out_format = as_stored(out, target)
+    if is_split:
+        shape = (splits.num_splits, total_q, num_heads)
+        parts = q.new_empty(*shape, head_dim_v, dtype=torch.float32)
+        part_lse = q.new_empty(shape, dtype=torch.float32)
+    crow, col = layout if layout is not None else (None, None)
+    crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
+    col_strides = (0, 0, 0) if col is None else (0, *col.stride())[-3:]
+    k_low, k_high = chunks(head_dim)
+    v_low, v_high = chunks(head_dim_v)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if target.is_hip and config.waves_per_eu:
+        options["waves_per_eu"] = config.waves_per_eu
+
+    _attention_fwd_kernel[(grid_tiles, grid_heads, splits.num_splits)](
+        q_stored,
+        k_stored,
+        v_stored,
+        parts if is_split else out_stored,
+        part_lse if is_split else lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        crow,
+        col,
+        attn_bias.view(torch.uint8) if bias == "bool" else attn_bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        out_scale,
+        rng_state if dropout_p > 0.0 else None,
+        *q.stride()[:2],
+        *(k.stride()[:3] if is_paged else (0, k.stride(1), k.stride(0))),
+        *(v.stride()[:3] if is_paged else (0, v.stride(1), v.stride(0))),
+        block_table.stride(0) if is_paged else 0,
+        *crow_strides,
+        *col_strides,
+        *((0, 0, 0) if not bias else attn_bias.expand(num_heads, -1, -1).stride()),
+        *_strides(alibi_slopes, batch, num_heads),
+        *_strides(q_descale, batch, num_kv_heads),
+        *_strides(k_descale, batch, num_kv_heads),
+        *_strides(v_descale, batch, num_kv_heads),
+        total_q,
+        min(key_bound, 2**31 - 1),
+        k.shape[0],
+        batch,
+        num_heads,
+        crow.shape[-1] - 1 if crow is not None else 0,
+        col.shape[-1] if col is not None else 0,
+        left,
+        right,
+        scale,
+        (scale if raw else 1.0) * LOG2E.value,
+        softcap,
+        int(dropout_p * 2.0**32),
+        1.0 / (1.0 - dropout_p),
+        splits.num_splits,
+        -(-splits.min_keys // block_n),
+        splits.fixed_keys // block_n,
+        HEAD_DIM=head_dim,
+        K_LOW=k_low,
+        K_HIGH=k_high,
+        HEAD_DIM_V=head_dim_v,
+        V_LOW=v_low,
+        V_HIGH=v_high,
+        GROUP_SIZE=group_size,
+        PACK=pack,
+        TOKENS=tokens,
+        SLACK=slack,
+        PAGE_SIZE=page_size,
+        Q_BLOCK=q_block_size,
+        K_BLOCK=k_block_size,
+        LAYOUT_GROUP=num_heads // crow.shape[-2] if crow is not None else 1,
+        HAS_LEFT=has_left,
+        HAS_RIGHT=has_right,
+        HAS_SOFTCAP=softcap > 0.0,
+        BIAS=bias,
+        RAW_SCORES=raw,
+        IS_PRECISE=dtype == tl.float32,
+        FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
+        IS_SPLIT=is_split,
+        Q_FORMAT=q_format,
+        K_FORMAT=k_format,
+        OUT_FORMAT="NATIVE" if is_split else out_format,
+        DTYPE=dtype,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        **options,
+    )
+    if is_split:
+        _combine_kernel[(total_q, num_heads)](
+            parts,
+            part_lse,
+            out_stored,
+            lse,
+            cu_seqlens_q,
+            sinks,
+            out_scale,
+            total_q,
+            batch,
+            num_heads,
+            splits.num_splits,
+            HEAD_DIM_V=head_dim_v,
+            WIDTH=next_power_of_2(head_dim_v),
+            OUT_FORMAT=out_format,
+            BLOCK_S=16,
+        )
+    return out, lse

@@ -1,0 +1,369 @@
+"""Attention forward for every GPU that Triton knows: packed or paged keys, prefill, decode and mixes.
+
+FlashAttention-2's loop (arXiv 2307.08691). One program works on one tile: up to TOKENS neighbouring
+queries of one sequence times PACK query heads that share a KV head, stacked to BLOCK_M rows, so that
+decode with grouped heads fills a matrix instruction and every key is loaded once for all of them. The
+keys come in tiles of BLOCK_N; those that every row sees need no mask and go first through the middle
+phase. With IS_SPLIT the keys of a tile are shared by several programs, each leaving a partial result
+in float32 for `combine.py`. With a layout, a program's tiles of keys are the listed blocks of its row.
+
+Scores and sums are float32; probabilities are rounded to DTYPE, the type of the products.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.dropout import dropout_keep
+from torch_paged_attn.backends.triton.formats import encode
+from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
+from torch_paged_attn.backends.triton.mask import full_range, key_range, visible
+from torch_paged_attn.backends.triton.rows import find_pages, load_rows
+from torch_paged_attn.backends.triton.softmax import fold_scores, with_sink
+from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
+
+# sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
+VARYING = (
+    "total_q",
+    "max_keys",
+    "num_pages",
+    "batch",
+    "layout_rows",
+    "nnz",
+    "left",
+    "right",
+    "dropout_threshold",
+    "num_splits",
+    "min_tiles",
+    "fixed_tiles",
+)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _attention_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_k_ptr,
+    block_table_ptr,
+    crow_ptr,
+    col_ptr,
+    bias_ptr,
+    alibi_ptr,
+    sinks_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    out_scale_ptr,
+    rng_ptr,
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_slot,
+    stride_v_page,
+    stride_v_head,
+    stride_v_slot,
+    stride_table,
+    stride_crow_batch,
+    stride_crow_head,
+    stride_crow,
+    stride_col_batch,
+    stride_col_head,
+    stride_col,
+    stride_bias_head,
+    stride_bias_token,
+    stride_bias_key,
+    stride_alibi_batch,
+    stride_alibi_head,
+    stride_q_descale_batch,
+    stride_q_descale_head,
+    stride_k_descale_batch,
+    stride_k_descale_head,
+    stride_v_descale_batch,
+    stride_v_descale_head,
+    total_q,
+    max_keys,
+    num_pages,
+    batch,
+    num_heads,
+    layout_rows,
+    nnz,
+    left,
+    right,
+    scale,
+    factor,
+    softcap,
+    dropout_threshold,
+    dropout_scale,
+    num_splits,
+    min_tiles,
+    fixed_tiles,
+    HEAD_DIM: tl.constexpr,
+    K_LOW: tl.constexpr,
+    K_HIGH: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    V_LOW: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PACK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLACK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    LAYOUT_GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    RAW_SCORES: tl.constexpr,
+    IS_PRECISE: tl.constexpr,
+    FIRST_PHASE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    Q_FORMAT: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    HAS_LAYOUT: tl.constexpr = K_BLOCK > 0
+    HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
+    # the last tiles of a causal sequence see the most keys: they start first
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    head_tile = tl.program_id(1) % HEAD_TILES
+    split = tl.program_id(2)
+
+    b, tile = find_tile(number, cu_seqlens_q_ptr, batch, TOKENS, SLACK)
+    q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    k_start, key_len = key_span(
+        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, PAGE_SIZE > 0
+    )
+    query_len = q_stop - q_start
+    past = key_len - query_len
+    first_token = tile * TOKENS
+    if HAS_LAYOUT:
+        # tiles start at positions that are multiples of TOKENS: one tile, one row of the layout
+        first_token += (past & -TOKENS) - past
+    if first_token >= query_len:
+        return
+
+    r = tl.arange(0, BLOCK_M)
+    token = first_token + r // PACK
+    in_group = head_tile * PACK + r % PACK
+    row = q_start + token
+    exists = (r < TOKENS * PACK) & (token >= 0) & (token < query_len) & (in_group < GROUP_SIZE)
+    exists = exists & (row >= 0) & (row < total_q)
+    head = kv_head * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1)
+    position = past + token
+    row64 = row.to(tl.int64)
+
+    # which keys this tile visits, in tiles of BLOCK_N
+    first_position = past + tl.maximum(first_token, 0)
+    last_position = past + tl.minimum(first_token + TOKENS, query_len) - 1
+    start, stop = key_range(
+        first_position, last_position, key_len, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    full_start, full_stop = full_range(
+        first_position, last_position, key_len, left, right, HAS_LEFT, HAS_RIGHT
+    )
+    if HAS_LAYOUT:
+        layout_head = (head_tile * PACK + kv_head * GROUP_SIZE) // LAYOUT_GROUP
+        layout_row = first_position // Q_BLOCK
+        listed = (first_position >= 0) & (layout_row < layout_rows) & (b < batch)
+        crow_ptr += tl.cast(b, tl.int64) * stride_crow_batch + layout_head * stride_crow_head
+        col_ptr += tl.cast(b, tl.int64) * stride_col_batch + layout_head * stride_col_head
+        crow_ptr += layout_row * stride_crow
+        PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
+        first_col = tl.maximum(tl.load(crow_ptr, mask=listed, other=0), 0)
+        last_col = tl.minimum(tl.load(crow_ptr + stride_crow, mask=listed, other=0), nnz)
+        i_start = first_col * PER_BLOCK
+        i_stop = tl.maximum(last_col * PER_BLOCK, i_start)
+    else:
+        i_start = start // BLOCK_N
+        i_stop = tl.where(start < stop, tl.cdiv(stop, BLOCK_N), i_start)
+    if IS_SPLIT:
+        share = tl.maximum(tl.cdiv(i_stop - i_start, num_splits), min_tiles)
+        # boundaries of fixed splits are counted from key 0: they do not move with a window
+        share = tl.where(fixed_tiles > 0, fixed_tiles, share)
+        i_base = tl.where(fixed_tiles > 0, 0, i_start)
+        i_start = tl.maximum(i_start, i_base + split * share)
+        i_stop = tl.maximum(tl.minimum(i_stop, i_base + (split + 1) * share), i_start)
+
+    if K_HIGH > 0:
+        q_high = load_rows(
+            q_ptr,
+            row64 * stride_q_token + head.to(tl.int64) * stride_q_head,
+            exists,
+            K_LOW,
+            K_HIGH,
+            HEAD_DIM,
+            True,
+            Q_FORMAT,
+            DTYPE,
+        )
+    q_low = load_rows(
+        q_ptr,
+        row64 * stride_q_token + head.to(tl.int64) * stride_q_head,
+        exists,
+        0,
+        K_LOW,
+        HEAD_DIM,
+        True,
+        Q_FORMAT,
+        DTYPE,
+    )
+    if not RAW_SCORES:
+        if q_descale_ptr is not None:
+            q_descale_ptr += b * stride_q_descale_batch + kv_head * stride_q_descale_head
+            scale = scale * tl.load(q_descale_ptr, mask=b < batch, other=0.0)
+        if k_descale_ptr is not None:
+            k_descale_ptr += b * stride_k_descale_batch + kv_head * stride_k_descale_head
+            scale = scale * tl.load(k_descale_ptr, mask=b < batch, other=0.0)
+    if alibi_ptr is not None:
+        alibi_ptr += b * stride_alibi_batch
+        slope = tl.load(alibi_ptr + head * stride_alibi_head, mask=exists & (b < batch), other=0.0)
+    if BIAS != "":
+        bias_rows = bias_ptr + row64 * stride_bias_token + head.to(tl.int64) * stride_bias_head
+    if PAGE_SIZE > 0:
+        block_table_ptr += tl.cast(b, tl.int64) * stride_table
+        k_ptr += tl.cast(kv_head, tl.int64) * stride_k_head
+        v_ptr += tl.cast(kv_head, tl.int64) * stride_v_head
+    else:
+        k_ptr += (
+            tl.cast(k_start, tl.int64) * stride_k_slot + tl.cast(kv_head, tl.int64) * stride_k_head
+        )
+        v_ptr += (
+            tl.cast(k_start, tl.int64) * stride_v_slot + tl.cast(kv_head, tl.int64) * stride_v_head
+        )
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
+    if V_HIGH > 0:
+        acc_high = tl.zeros([BLOCK_M, V_HIGH], tl.float32)
+
+    # phases: 0 from the left edge of a window, 1 what every row sees, 2 up to the last key
+    i_full = i_start
+    if FIRST_PHASE == 0:
+        i_full = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK_N), i_start), i_stop)
+    i_tail = i_full
+    if FIRST_PHASE < 2:
+        i_tail = tl.minimum(tl.maximum(full_stop // BLOCK_N, i_full), i_stop)
+
+    for phase in tl.static_range(FIRST_PHASE, 3):
+        if phase == 0:
+            i_first = i_start
+            i_last = i_full
+        elif phase == 1:
+            i_first = i_full
+            i_last = i_tail
+        else:
+            i_first = i_tail
+            i_last = i_stop
+        for i in tl.range(i_first, i_last):
+            if HAS_LAYOUT:
+                col = tl.load(col_ptr + (i // PER_BLOCK) * stride_col)
+                # blocks past the last key are ignored, and so are bad ones
+                past_end = tl.cdiv(key_len, K_BLOCK)
+                col = tl.where((col < 0) | (col > past_end), past_end, col)
+                n0 = col * K_BLOCK + (i % PER_BLOCK) * BLOCK_N
+            else:
+                n0 = i * BLOCK_N
+            j = n0 + tl.arange(0, BLOCK_N)
+            in_range = (j >= start) & (j < stop)
+            page, slot = find_pages(
+                block_table_ptr, n0, in_range, num_pages, BLOCK_N, PAGE_SIZE, phase != 1
+            )
+
+            k_rows = page * stride_k_page + slot * stride_k_slot
+            k_low = load_rows(
+                k_ptr, k_rows, in_range, 0, K_LOW, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
+            )
+            s = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+            if K_HIGH > 0:
+                k_high = load_rows(
+                    k_ptr, k_rows, in_range, K_LOW, K_HIGH, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
+                )
+                s = tl.dot(q_high, tl.trans(k_high), s, input_precision="ieee")
+
+            if not RAW_SCORES:
+                s = s * scale
+            if HAS_SOFTCAP:
+                s = softcapped(s, softcap)
+            if alibi_ptr is not None:
+                s = with_alibi(s, slope, position, j)
+            keep = in_range
+            if phase != 1:
+                seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
+                if BIAS != "":
+                    bias = tl.load(
+                        bias_rows[:, None] + j.to(tl.int64)[None, :] * stride_bias_key,
+                        mask=seen & exists[:, None],
+                        other=0,
+                    )
+                    if BIAS == "bool":
+                        seen = seen & (bias != 0)
+                    else:
+                        bias = bias.to(tl.float32)
+                        seen = seen & (bias != float("-inf"))
+                        s = s + bias
+                    keep = tl.max((seen & exists[:, None]).to(tl.int32), 0) > 0
+                # select, never add: a masked key may hold NaN
+                s = tl.where(seen, s, float("-inf"))
+
+            p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
+            if rng_ptr is not None:
+                survives = dropout_keep(rng_ptr, dropout_threshold, b, head, token, n0, BLOCK_N)
+                p = tl.where(survives, p, 0.0)
+            p = p.to(DTYPE)
+
+            v_rows = page * stride_v_page + slot * stride_v_slot
+            v_low = load_rows(
+                v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
+            )
+            acc_low = tl.dot(p, v_low, acc_low * shrink[:, None], input_precision="ieee")
+            if V_HIGH > 0:
+                v_high = load_rows(
+                    v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
+                )
+                acc_high = tl.dot(p, v_high, acc_high * shrink[:, None], input_precision="ieee")
+
+    # `factor` in base two is `unit` in base e
+    m = m_i * (factor * 0.6931471805599453)
+    shrink = tl.full([BLOCK_M], 1.0, tl.float32)
+    if not IS_SPLIT and sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=exists & (b < batch), other=float("-inf"))
+        m, l_i, shrink = with_sink(m, l_i, sink)
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = tl.where(l_i == 0.0, float("-inf"), m + tl.log(total))
+    gain = shrink * dropout_scale
+    if v_descale_ptr is not None:
+        v_descale_ptr += b * stride_v_descale_batch + kv_head * stride_v_descale_head
+        gain = gain * tl.load(v_descale_ptr, mask=b < batch, other=0.0)
+    if not IS_SPLIT and out_scale_ptr is not None:
+        gain = gain / tl.load(out_scale_ptr)
+
+    part = tl.cast(split, tl.int64) * total_q
+    tl.store(lse_ptr + part * num_heads + head.to(tl.int64) * total_q + row64, lse, mask=exists)
+    # a split without keys leaves no result: its lse says so
+    exists = exists & ((not IS_SPLIT) | (i_start < i_stop))
+    out_row = out_ptr + ((part + row64) * num_heads + head) * HEAD_DIM_V
+    dims = tl.arange(0, V_LOW)
+    tl.store(
+        out_row[:, None] + dims[None, :],
+        encode(acc_low * gain[:, None] / total[:, None], out_ptr.dtype.element_ty, OUT_FORMAT),
+        mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
+    )
+    if V_HIGH > 0:
+        dims = V_LOW + tl.arange(0, V_HIGH)
+        tl.store(
+            out_row[:, None] + dims[None, :],
+            encode(acc_high * gain[:, None] / total[:, None], out_ptr.dtype.element_ty, OUT_FORMAT),
+            mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
+        )

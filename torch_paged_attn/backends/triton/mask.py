@@ -1,0 +1,55 @@
+"""Which keys a row sees, and which a tile of rows must visit."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def key_range(
+    first_position,
+    last_position,
+    key_len,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Half-open range of the keys that some row between two positions sees."""
+    start = tl.zeros_like(key_len)
+    stop = key_len
+    if HAS_LEFT:
+        start = tl.maximum(start, first_position - left)
+    if HAS_RIGHT:
+        stop = tl.minimum(stop, last_position + right + 1)
+    return start, tl.maximum(start, stop)
+
+
+@triton.jit
+def full_range(
+    first_position,
+    last_position,
+    key_len,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Half-open range of the keys that every row between two positions sees; it may be empty."""
+    start = tl.zeros_like(key_len)
+    stop = key_len
+    if HAS_LEFT:
+        start = tl.maximum(start, last_position - left)
+    if HAS_RIGHT:
+        stop = tl.minimum(stop, first_position + right + 1)
+    return start, tl.maximum(stop, 0)
+
+
+@triton.jit
+def visible(position, j, in_range, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """(rows, keys): True where the row at `position` sees key j of those in range."""
+    seen = in_range[None, :] & (position[:, None] == position[:, None])
+    if HAS_RIGHT:
+        seen = seen & (j[None, :] <= (position + right)[:, None])
+    if HAS_LEFT:
+        seen = seen & (j[None, :] >= (position - left)[:, None])
+    return seen

@@ -1,0 +1,111 @@
+"""`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
+from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
+from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
+from torch_paged_attn.ops.merge_states import check
+
+
+@triton.jit
+def _weight(lse, shift):
+    return tl.exp2((lse - shift) * LOG2E)
+
+
+@triton.jit
+def _weighted(out_ptr, offset, inside, weight, FORMAT: tl.constexpr):
+    """A part's share; one without weight may hold anything."""
+    counts = inside & (weight > 0.0)[:, None]
+    out = decode(tl.load(out_ptr + offset, mask=counts, other=0), FORMAT, tl.float32)
+    return out * weight[:, None]
+
+
+@triton.jit(do_not_specialize=("total_q",))
+def _merge_kernel(
+    out_a_ptr,
+    lse_a_ptr,
+    out_b_ptr,
+    lse_b_ptr,
+    out_ptr,
+    lse_ptr,
+    total_q,
+    num_heads,
+    stride_out_a_token,
+    stride_out_a_head,
+    stride_out_a_dim,
+    stride_lse_a_head,
+    stride_lse_a_token,
+    stride_out_b_token,
+    stride_out_b_head,
+    stride_out_b_dim,
+    stride_lse_b_head,
+    stride_lse_b_token,
+    HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token, head = r // num_heads, r % num_heads
+    exists = token < total_q
+    offset_a = head * stride_lse_a_head + token * stride_lse_a_token
+    offset_b = head * stride_lse_b_head + token * stride_lse_b_token
+    lse_a = tl.load(lse_a_ptr + offset_a, mask=exists, other=float("-inf"))
+    lse_b = tl.load(lse_b_ptr + offset_b, mask=exists, other=float("-inf"))
+    m = tl.maximum(lse_a, lse_b)
+    shift = finite_or_zero(m)
+    weight_a, weight_b = _weight(lse_a, shift), _weight(lse_b, shift)
+    total = weight_a + weight_b
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
+    tl.store(lse_ptr + head * total_q + token, lse, mask=exists)
+
+    dims = tl.arange(0, WIDTH)
+    inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
+    offset_a = token * stride_out_a_token + head * stride_out_a_head
+    offset_b = token * stride_out_b_token + head * stride_out_b_head
+    offset_a = offset_a[:, None] + (dims * stride_out_a_dim)[None, :]
+    offset_b = offset_b[:, None] + (dims * stride_out_b_dim)[None, :]
+    merged = _weighted(out_a_ptr, offset_a, inside, weight_a / divisor, FORMAT)
+    merged += _weighted(out_b_ptr, offset_b, inside, weight_b / divisor, FORMAT)
+    stored = encode(merged, out_ptr.dtype.element_ty, FORMAT)
+    tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.merge_states`."""
+    check(out_a, lse_a, out_b, lse_b)
+    total_q, num_heads, head_dim_v = out_a.shape
+    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
+    if lse.numel() == 0:
+        return out, lse
+    target = target_of(out_a.device)
+    (a, fmt), (b, _), (stored, _) = (as_stored(x, target) for x in (out_a, out_b, out))
+    width = next_power_of_2(max(head_dim_v, 1))
+    block_r = max(1, 2048 // width)
+    _merge_kernel[(triton.cdiv(total_q * num_heads, block_r),)](
+        a,
+        lse_a,
+        b,
+        lse_b,
+        stored,
+        lse,
+        total_q,
+        num_heads,
+        *out_a.stride(),
+        *lse_a.stride(),
+        *out_b.stride(),
+        *lse_b.stride(),
+        HEAD_DIM_V=head_dim_v,
+        WIDTH=width,
+        FORMAT=fmt,
+        BLOCK_R=block_r,
+    )
+    return out, lse

@@ -1,0 +1,50 @@
+"""The chip that a call runs on, and what it can do."""
+
+import dataclasses
+import functools
+import os
+
+import torch
+import triton
+
+# the interpreter runs kernels on the CPU, program by program, in NumPy
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """`arch` is `sm90`, `gfx942`, ... or `interpreter`."""
+
+    arch: str
+    multiprocessors: int
+    converts_float8: bool  # elsewhere kernels take the bits apart
+    converts_bfloat16: bool = True  # the interpreter truncates, and multiplies the bits
+
+    @property
+    def is_hip(self) -> bool:
+        """Whether this is an AMD chip."""
+        return self.arch.startswith("gfx")
+
+
+@functools.cache
+def _of_gpu(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.partition(":")[0]
+        native = arch == "gfx950" or arch.startswith("gfx12")
+    else:
+        arch = f"sm{properties.major}{properties.minor}"
+        native = (properties.major, properties.minor) >= (8, 9)
+    return Target(arch, properties.multi_processor_count, native)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a tensor's device."""
+    if INTERPRETED:
+        return Target("interpreter", 4, converts_float8=False, converts_bfloat16=False)
+    return _of_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return triton.next_power_of_2(n)

@@ -1,0 +1,61 @@
+"""Which queries a program works on, found from cumulative lengths on the device.
+
+Tiles of all sequences are numbered with gaps: sequence b's first tile is `cu_seqlens_q[b] // TOKENS +
+SLACK * b`, so that the number of programs follows from shapes alone, and a program finds its sequence
+by counting. The rows past the last sequence are one more sequence, without keys.
+"""
+
+import triton
+import triton.language as tl
+
+
+def num_tiles(total_q: int, batch: int, tokens: int, slack: int) -> int:
+    """How many programs cover every row, whatever the lengths are."""
+    return total_q // tokens + slack * (batch + 1)
+
+
+@triton.jit
+def find_tile(number, cu_seqlens_q_ptr, batch, TOKENS: tl.constexpr, SLACK: tl.constexpr):
+    """Sequence of the tile, and which of its tiles it is (past its last one: nothing to do)."""
+    WIDTH: tl.constexpr = 128
+    started = tl.full([], 0, tl.int32)
+    for b0 in tl.range(0, batch + 1, WIDTH):
+        b = b0 + tl.arange(0, WIDTH)
+        bound = tl.load(cu_seqlens_q_ptr + b, mask=b <= batch, other=0)
+        first = bound // TOKENS + SLACK * b
+        started += tl.sum(((b <= batch) & (first <= number)).to(tl.int32), 0)
+    b = tl.maximum(started - 1, 0)
+    return b, number - tl.load(cu_seqlens_q_ptr + b) // TOKENS - SLACK * b
+
+
+@triton.jit
+def query_span(b, cu_seqlens_q_ptr, batch, total_q):
+    """First query row of sequence b and the row after its last."""
+    start = tl.load(cu_seqlens_q_ptr + b)
+    stop = tl.load(cu_seqlens_q_ptr + b + 1, mask=b < batch, other=0)
+    return start, tl.where(b < batch, stop, total_q)
+
+
+@triton.jit
+def key_span(
+    b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED: tl.constexpr
+):
+    """First packed key row of sequence b, and its number of keys: none for padding rows."""
+    exists = b < batch
+    if cu_seqlens_k_ptr is not None:
+        start = tl.load(cu_seqlens_k_ptr + b, mask=exists, other=0)
+        length = tl.load(cu_seqlens_k_ptr + b + 1, mask=exists, other=0) - start
+    elif IS_PAGED:
+        start = 0
+        length = 0
+    else:
+        start = tl.load(cu_seqlens_q_ptr + b, mask=exists, other=0)
+        length = tl.load(cu_seqlens_q_ptr + b + 1, mask=exists, other=0) - start
+    if seqused_k_ptr is not None:
+        length = tl.load(seqused_k_ptr + b, mask=exists, other=0)
+    # lengths nobody checked must not lead outside the keys, or the table
+    if IS_PAGED:
+        length = tl.minimum(length, max_keys)
+    else:
+        length = tl.minimum(length, max_keys - start)
+    return start, tl.maximum(length, 0)

@@ -1,0 +1,76 @@
+"""Tiles of the attention kernel: explicit choice, then the chip's table, then a rule of thumb."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+TABLES = Path(__file__).parent / "tables"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What one program works on (BLOCK_M rows, BLOCK_N keys at a time) and what the compiler is told."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    waves_per_eu: int = 0  # AMD only; 0 leaves it to the compiler
+
+
+@functools.cache
+def _table(arch: str) -> dict[str, dict[str, Any]]:
+    path = TABLES / f"{arch}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@functools.cache
+def choose_config(
+    arch: str,
+    rows: int,
+    head_dim: int,
+    itemsize: int,
+    kv_itemsize: int,
+    page_size: int,
+) -> Config:
+    """The config for tiles of about `rows` rows. `head_dim` is the larger of the two.
+
+    Tables hold entries like `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is head_dim rounded
+    up to a power of two, `b` the bytes of an element; an entry ending in `/kv1` is for 8-bit keys.
+    """
+    block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
+    phase = "decode" if block_m <= 64 else "prefill"
+    width = 1 << (max(head_dim, 16) - 1).bit_length()
+    key = f"{phase}/d{width}/b{itemsize}"
+    found = _table(arch).get(f"{key}/kv{kv_itemsize}") or _table(arch).get(key)
+    config = Config(BLOCK_M=0, **found) if found and "BLOCK_M" not in found else None
+    if found and config is None:
+        return Config(**found)
+    config = config or _rule_of_thumb(arch, block_m, width, itemsize)
+    return dataclasses.replace(config, BLOCK_M=config.BLOCK_M or block_m)
+
+
+def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int) -> Config:
+    """Tiles that fit the registers and the shared memory of every chip of a family."""
+    if arch == "interpreter":  # fewer and larger NumPy calls are faster
+        return Config(min(block_m, 64), 64, 4, 1)
+    is_hip = arch.startswith("gfx")
+    stages = 1 if is_hip else 2
+    waves = 2 if is_hip else 0
+    if itemsize == 4:  # float32 products run on the plain units: small tiles
+        return Config(min(block_m, 32), 32 if width <= 128 else 16, 4, 1, 0)
+    if block_m <= 64:  # decode: many small programs, all of them loading
+        if width > 256:
+            return Config(block_m, 32 if not is_hip else 16, 4 if block_m <= 32 else 8, stages, 0)
+        return Config(block_m, 64 if width <= 128 else 32, 4, stages if is_hip else 3, waves)
+    if width > 256:
+        return Config(64, 32 if not is_hip else 16, 8, 1, 0)
+    if width > 128:
+        return Config(
+            128 if not is_hip else 64, 64 if not is_hip else 32, 8 if not is_hip else 4, stages, 0
+        )
+    if arch == "sm90":
+        return Config(128, 128, 8, 2 if width > 64 else 3)
+    return Config(128, 64, 4 if is_hip or width <= 64 else 8, stages, waves)
