@@ -6,40 +6,45 @@ from typing import Any
 import report
 from matplotlib.figure import Figure
 
-TITLES = {
-    "read": "Decode: share of a plain read of the keys and values",
-    "matmul": "Prefill, mixed and block-sparse: share of torch.matmul",
-    "copy": "Cache writes: share of a plain copy",
+OURS, INK, GRID = "#c2410c", "#1f2937", "#e5e7eb"
+STYLES = {
+    "ours": (OURS, "*"),
+    "base": ("#fdba74", "*"),
+    "SDPA": ("#2563eb", "o"),
+    "SDPA folded": ("#0891b2", "s"),
+    "vLLM p128": ("#4d7c0f", "D"),
+    "vLLM p16": ("#7c3aed", "^"),
+    "vLLM write": ("#4d7c0f", "D"),
+    "SGLang": ("#64748b", "v"),
+    "flex": ("#be185d", "P"),
+    "dense (ours)": ("#a16207", "X"),
+    "index_put": ("#2563eb", "o"),
 }
-OURS, BASE, INK, GRID = "#c2410c", "#fdba74", "#1f2937", "#e5e7eb"
-COLORS = ("#2563eb", "#0891b2", "#4d7c0f", "#7c3aed", "#64748b", "#be185d", "#a16207", "#111827")
-MARKERS = "osD^vPXd"
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """One panel for each ceiling, one line for each problem, at the fewest threads measured."""
     timed = [row for row in document["results"] if row.get("ceiling")]
     fewest = min(row["threads"] for row in timed)
-    timed = [row for row in timed if row["threads"] == fewest]
-    panels = {bound: [r for r in timed if r["bound"] == bound] for bound in TITLES}
+    panels = {
+        bound: [row for row in rows if row.get("ceiling") and row["threads"] == fewest]
+        for bound, rows in report.sections(document).items()
+    }
     panels = {bound: rows for bound, rows in panels.items() if rows}
-    styles = _styles(timed)
 
-    heights = [len(rows) + 1.2 for rows in panels.values()]
-    figure = Figure(figsize=(9.5, 0.34 * sum(heights) + 1.6), layout="constrained")
+    heights = [len(rows) + 2.2 for rows in panels.values()]
+    figure = Figure(figsize=(9.5, 0.3 * sum(heights) + 1.0), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for ax, (bound, rows) in zip(axes, panels.items(), strict=True):
-        _panel(ax, rows, styles)
-        ax.set_title(TITLES[bound], loc="left", fontsize=10.5, fontweight="bold", color=INK)
-    handles = {}
-    for ax in axes:
-        handles |= {h.get_label(): h for h in ax.collections if h.get_label() in styles}
-    figure.legend(
-        [handles[name] for name in styles if name in handles],
-        [name for name in styles if name in handles],
-        loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9,
-        handletextpad=0.2, columnspacing=1.2,
-    )  # fmt: skip
+        _panel(ax, rows)
+        ax.set_title(report.TITLES[bound], loc="left", fontsize=10.5, fontweight="bold", color=INK)
+        ceiling = " or ".join(dict.fromkeys(row["ceiling"]["name"] for row in rows))
+        ax.set_xlabel(f"share of {ceiling}", fontsize=8.5, color=INK)
+        handles = {h.get_label(): h for h in ax.collections if h.get_label() in STYLES}
+        ax.legend(
+            handles.values(), handles, loc="center left", bbox_to_anchor=(1.0, 0.5),
+            frameon=False, fontsize=8.5, handletextpad=0.2,
+        )  # fmt: skip
     machine = document["machine"]
     threads = "1 thread, CPU time" if fewest == 1 else f"{fewest} threads, wall time"
     figure.supxlabel(
@@ -52,20 +57,12 @@ def draw(document: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def _styles(rows: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    names = dict.fromkeys(["ours", *(name for row in rows for name in report.peers(row))])
-    others = [name for name in names if name not in ("ours", "base")]
-    looks = {n: (COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, n in enumerate(others)}
-    looks |= {"ours": (OURS, "*"), "base": (BASE, "*")}
-    return {name: looks[name] for name in names}
-
-
-def _panel(ax: Any, rows: list[dict[str, Any]], styles: dict[str, tuple[str, str]]) -> None:
+def _panel(ax: Any, rows: list[dict[str, Any]]) -> None:
     for y, row in enumerate(rows):
         shares = {n: 100 * report.of_ceiling(row, n) for n in ("ours", *report.peers(row))}
         ax.plot([0, shares["ours"]], [y, y], color=OURS, linewidth=2.2, alpha=0.25, zorder=1)
         for name, share in shares.items():
-            color, marker = styles[name]
+            color, marker = STYLES[name]
             size, order = (150, 4) if name == "ours" else (34, 3)
             ax.scatter(
                 share, y, s=size, color=color, marker=marker, label=name, zorder=order,

@@ -16,6 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
+TITLES = {
+    "read": "Decode, bound by reading the keys and values",
+    "matmul": "Prefill, mixed batches and block-sparse, bound by matrix products",
+    "copy": "Cache writes, bound by a copy",
+    "call": "Overhead of a call",
+}
 UNITS = {"read": "GB/s", "copy": "GB/s", "matmul": "GF/s"}
 
 
@@ -121,59 +127,69 @@ def duration(row: dict[str, Any]) -> str:
     return mark + (f"{seconds * 1e6:.3g} µs" if seconds < 1e-4 else f"{seconds * 1e3:.3g} ms")
 
 
-def columns(document: dict[str, Any]) -> list[str]:
-    """The table's columns; peers in order of first appearance."""
-    rows = [row for row in document["results"] if "timings" in row]
-    names = dict.fromkeys(name for row in rows for name in peers(row))
-    return ["problem", "threads", "time", "rate", "of ceiling", *names]
+def sections(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by what bounds them."""
+    rows = document["results"]
+    grouped = {bound: [row for row in rows if row["bound"] == bound] for bound in TITLES}
+    return {bound: rows for bound, rows in grouped.items() if rows}
 
 
-def cells(document: dict[str, Any]) -> Iterator[list[str]]:
-    """The table's rows as text; what was measured on a busy machine stays out of ratios."""
-    names = columns(document)[5:]
-    for row in document["results"]:
+def columns(rows: list[dict[str, Any]]) -> list[str]:
+    """A section's columns; peers in order of first appearance."""
+    names = dict.fromkeys(name for row in rows if "timings" in row for name in peers(row))
+    bound = rows[0]["bound"]
+    share = ["rate", f"of {bound}"] if bound in UNITS else []
+    return ["problem", "threads", "time", *share, *names]
+
+
+def cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """A section's rows as text; what was measured on a busy machine stays out of ratios."""
+    header = columns(rows)
+    for row in rows:
         if "refused" in row:
-            yield [row["problem"], "", "not timed", *("" for _ in names), "", ""]
+            yield [row["problem"], "", "refused", *("" for _ in header[3:])]
             continue
-        timings, threads = row["timings"], str(row["threads"])
-        if timings["ours"]["busy"]:
-            yield [row["problem"], threads, duration(row), *("" for _ in names), "", ""]
-            continue
-        ceiling = row["ceiling"] and row["ceiling"]["name"]
+        timings, ceiling = row["timings"], row["ceiling"] and row["ceiling"]["name"]
+        texts = {"problem": row["problem"], "threads": str(row["threads"]), "time": duration(row)}
         quiet = {name for name, timing in timings.items() if not timing["busy"]}
-        yield [
-            row["problem"],
-            threads,
-            duration(row),
-            f"{rate(row) / 1e9:.3g} {UNITS[row['bound']]}" if ceiling else "",
-            f"{of_ceiling(row):.0%}" if ceiling in quiet else "",
-            *(f"{speedup(row, name):.2f}x" if name in quiet else "" for name in names),
-        ]
+        if "ours" in quiet:
+            texts |= {name: f"{speedup(row, name):.2f}x" for name in quiet}
+            if ceiling in quiet:
+                texts["rate"] = f"{rate(row) / 1e9:.3g} {UNITS[row['bound']]}"
+                texts[f"of {row['bound']}"] = f"{of_ceiling(row):.0%}"
+        yield [texts.get(column, "") for column in header]
 
 
 LEGEND = (
     "Peers: how many times as long they take. Time: with one thread the smallest CPU time of"
-    " interleaved samples; with more the median wall time, ~ if others used the cores. Ceilings, of"
-    " the same run: a plain read of the keys and values, torch.matmul, a plain copy."
+    " interleaved samples; with more the median wall time, ~ if others used the cores. read, matmul"
+    " and copy are plain torch operations on as many bytes or of the same dtype, in the same run."
 )
 
 
-def print_table(console: Console, document: dict[str, Any]) -> None:
+def print_tables(console: Console, document: dict[str, Any]) -> None:
     machine = document["machine"]
-    title = f"{machine['cpu']}, {machine['instruction_set']}, torch {machine['torch']}"
-    table = Table(title=f"{title}, {machine['commit']}", caption=LEGEND)
-    for i, column in enumerate(columns(document)):
-        table.add_column(column, justify="right" if i else "left", no_wrap=i != 1)
-    for row in cells(document):
-        table.add_row(*row)
-    console.print(table)
-    for row in document["results"]:
-        if "refused" in row:
-            console.print(f"{row['problem']}: not timed, {row['refused']}", style="red")
+    about = f"{machine['cpu']}, {machine['instruction_set']}, torch {machine['torch']}"
+    console.print(f"\n{about}, commit {machine['commit']}")
+    for bound, rows in sections(document).items():
+        table = Table(title=TITLES[bound], title_justify="left", title_style="bold")
+        for i, column in enumerate(columns(rows)):
+            table.add_column(column, justify="right" if i else "left", no_wrap=i != 1)
+        for row in cells(rows):
+            table.add_row(*row)
+        console.print(table)
+        for row in rows:
+            if "refused" in row:
+                console.print(f"{row['problem']} is not timed: {row['refused']}", style="red")
+    console.print(LEGEND, style="dim")
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The table as it stands in the README."""
-    header = columns(document)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *cells(document)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + LEGEND
+    """The tables as they stand in the README."""
+    lines = []
+    for bound, rows in sections(document).items():
+        header = columns(rows)
+        table = [header, ["---", *["---:"] * (len(header) - 1)], *cells(rows)]
+        lines += [f"**{TITLES[bound]}**", ""]
+        lines += ["| " + " | ".join(line) + " |" for line in table] + [""]
+    return "\n".join([*lines, LEGEND])

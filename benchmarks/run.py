@@ -67,7 +67,8 @@ def measure(name: str, options: argparse.Namespace, base: Path | None) -> list[d
     try:
         checked = workload.check()
     except (AssertionError, NotImplementedError) as error:
-        return [{"problem": name, "refused": str(error) or type(error).__name__}]
+        refused = {"bound": workload.bound, "refused": str(error) or type(error).__name__}
+        return [{"problem": name, **refused}]
     peers, reasons = prepare_peers(workload, options.flex)
     ceiling = workload.ceiling()
 
@@ -151,7 +152,7 @@ def main() -> None:
         print("\n".join(BENCHMARKS))
         return
     document = report.read(options.source) if options.source else run(options)
-    report.print_table(console, document)
+    report.print_tables(console, document)
     if options.markdown:
         print(report.markdown(document))
     if options.plot:

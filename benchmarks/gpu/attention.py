@@ -1,0 +1,274 @@
+"""Prefill, decode, cache writes and block-sparse attention on one GPU, beside the peers found
+there.
+
+    python benchmarks/gpu/attention.py [--fa3 PATH/_vllm_fa3_C.abi3.so] [--only SUBSTRING] [--json OUT]
+
+Every result is checked against a float32 formula (or, where that would not fit, against FA3) before
+it is timed. Medians of CUDA-graph replays for decode, of events for the rest, beside the chip's
+ceilings.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from triton.testing import do_bench, do_bench_cudagraph
+
+from torch_paged_attn.backends import triton as ours
+
+DEVICE = "cuda"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """Sequences of these lengths, packed."""
+
+    lengths: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool = True
+    page_size: int = 0
+
+    def __str__(self) -> str:
+        same = len(set(self.lengths)) == 1
+        size = f"{len(self.lengths)}x{self.lengths[0]}" if same else f"ragged{len(self.lengths)}"
+        mask = "causal" if self.causal else "full"
+        pages = f" page{self.page_size}" if self.page_size else ""
+        return f"prefill {size} {self.num_heads}/{self.num_kv_heads} d{self.head_dim} {mask}{pages}"
+
+    @property
+    def flops(self) -> float:
+        """Causal counts as half."""
+        share = 0.5 if self.causal else 1.0
+        return sum(4 * self.num_heads * self.head_dim * n * n * share for n in self.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """One query a sequence over these many keys, pages in random order."""
+
+    contexts: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    page_size: int = 16
+    head_dim: int = 128
+    kv_dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        same = len(set(self.contexts)) == 1
+        size = (
+            f"b{len(self.contexts)} ctx{self.contexts[0]}"
+            if same
+            else f"ragged{len(self.contexts)}"
+        )
+        kind = "" if self.kv_dtype == torch.bfloat16 else f" {str(self.kv_dtype).split('.')[1]}"
+        return f"decode {size} {self.num_heads}/{self.num_kv_heads} p{self.page_size}{kind}"
+
+    @property
+    def bytes(self) -> float:
+        """Keys and values, each read once."""
+        return sum(self.contexts) * self.num_kv_heads * self.head_dim * 2 * self.kv_dtype.itemsize
+
+
+def ragged(count: int, power: float, most: int, least: int) -> tuple[int, ...]:
+    """Lengths of few long and many short sequences, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple((torch.rand(count, generator=generator) ** power * most + least).int().tolist())
+
+
+PREFILL = (
+    Prefill((16384,), 32, 8, 128),
+    Prefill((4096,) * 4, 32, 8, 128),
+    Prefill((4096,) * 4, 32, 32, 128, causal=False),
+    Prefill((1024,) * 16, 32, 8, 64),
+    Prefill((8192,) * 2, 16, 16, 256),
+    Prefill(ragged(24, 3, 4000, 16), 32, 8, 128),
+    Prefill((4096,) * 4, 32, 8, 128, page_size=16),
+    Prefill((4096,) * 4, 32, 8, 128, page_size=128),
+)
+DECODE = (
+    Decode((1024,), 32, 8),
+    Decode((4096,), 32, 8),
+    Decode((32768,), 32, 8),
+    Decode((131072,), 32, 8),
+    Decode((1024,) * 8, 32, 8),
+    Decode((4096,) * 8, 32, 8),
+    Decode((4096,) * 32, 32, 8),
+    Decode((8192,) * 32, 32, 8, 64),
+    Decode((2048,) * 64, 64, 8),
+    Decode((2048,) * 64, 32, 32),
+    Decode((1000,) * 16, 32, 32),
+    Decode((512,) * 256, 32, 8),
+    Decode(ragged(64, 3, 32000, 17), 32, 8),
+    Decode((8192,) * 32, 32, 8, 64, kv_dtype=torch.float8_e4m3fn),
+    Decode((8192,) * 32, 32, 8, 16, kv_dtype=torch.float8_e4m3fn),
+)
+
+
+def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def paged(lengths: tuple[int, ...], page_size: int, heads: int, dim: int, dtype: torch.dtype):
+    """Caches (pages, slots, heads, dim), their table and the lengths."""
+    counts = [-(-n // page_size) for n in lengths]
+    order = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32)
+    table = torch.zeros(len(lengths), max(counts), device=DEVICE, dtype=torch.int32)
+    for row, part in zip(table, order.split(counts), strict=True):
+        row[: part.numel()] = part
+    shape = (sum(counts), page_size, heads, dim)
+    k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype) for _ in range(2))
+    return k, v, table, torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+
+
+def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
+    return ((out.float() - want.float()).norm() / want.float().norm()).item()
+
+
+def prefill_calls(p: Prefill, fa3) -> tuple[dict[str, Callable], torch.Tensor | None]:
+    total, longest = sum(p.lengths), max(p.lengths)
+    cu = cumulative(p.lengths)
+    shape = (total, p.num_heads, p.head_dim)
+    q = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    calls: dict[str, Callable] = {}
+    if p.page_size:
+        k, v, table, used = paged(p.lengths, p.page_size, p.num_kv_heads, p.head_dim, q.dtype)
+        caches = k.transpose(1, 2), v.transpose(1, 2)
+        calls["ours"] = lambda **o: ours.flash_varlen(
+            q, *caches, cu, None, longest, longest, used, table, causal=p.causal, **o
+        )[0]
+        if fa3:
+            calls["FA3"] = lambda: fa3.fwd(
+                q, k, v, cu_q=cu, seqused_k=used, max_q=longest, max_k=longest, page_table=table,
+                causal=p.causal,
+            )[0]  # fmt: skip
+        return calls, None
+    k, v = (
+        torch.randn(total, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
+        for _ in range(2)
+    )
+    calls["ours"] = lambda **o: ours.flash_varlen(
+        q, k, v, cu, None, longest, longest, causal=p.causal, **o
+    )[0]
+    if fa3:
+        calls["FA3"] = lambda: fa3.fwd(
+            q, k, v, cu_q=cu, cu_k=cu, max_q=longest, max_k=longest, causal=p.causal
+        )[0]
+    if len(set(p.lengths)) == 1:
+        dense = [
+            t.view(len(p.lengths), longest, -1, p.head_dim).transpose(1, 2).contiguous()
+            for t in (q, k, v)
+        ]
+
+        def sdpa(backend: SDPBackend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                gqa = p.num_heads != p.num_kv_heads
+                return scaled_dot_product_attention(*dense, is_causal=p.causal, enable_gqa=gqa)
+
+        calls["cuDNN"] = lambda: sdpa(SDPBackend.CUDNN_ATTENTION)
+        calls["FA2"] = lambda: sdpa(SDPBackend.FLASH_ATTENTION)
+    pieces = [t.split(p.lengths) for t in (q, k, v)]
+    want = torch.cat(
+        [
+            scaled_dot_product_attention(
+                *(t[:, h].float()[None, None] for t, h in zip(piece, (0, 0, 0), strict=True)),
+                is_causal=p.causal,
+            )[0, 0]
+            for piece in zip(*pieces, strict=True)
+        ]
+    )
+    return calls, want  # the first head of every row
+
+
+def decode_calls(d: Decode, fa3) -> tuple[dict[str, Callable], None]:
+    k, v, table, used = paged(d.contexts, d.page_size, d.num_kv_heads, d.head_dim, d.kv_dtype)
+    batch, longest = len(d.contexts), max(d.contexts)
+    q = torch.randn(batch, d.num_heads, d.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    cu = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
+    caches = k.transpose(1, 2), v.transpose(1, 2)
+    calls: dict[str, Callable] = {
+        "ours": lambda **o: ours.flash_varlen(
+            q, *caches, cu, None, 1, longest, used, table, causal=True, **o
+        )[0]
+    }
+    if fa3 and d.kv_dtype == q.dtype:
+        calls["FA3"] = lambda: fa3.fwd(
+            q, k, v, cu_q=cu, seqused_k=used, max_q=1, max_k=longest, page_table=table, causal=True
+        )[0]
+    return calls, None
+
+
+def ceilings() -> dict[str, float]:
+    """TB/s of a copy and of a read, TFLOP/s of a bf16 matrix product."""
+    x = torch.randn(2**30, device=DEVICE, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    a, b = torch.randn(2, 8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    copy = do_bench(lambda: y.copy_(x), return_mode="median")
+    read = do_bench(lambda: torch.amax(x.view(-1, 2**20), 1), return_mode="median")
+    product = do_bench(lambda: a @ b, return_mode="median")
+    return {
+        "copy TB/s": 2 * x.nbytes / copy * 1e-9,
+        "read TB/s": x.nbytes / read * 1e-9,
+        "bf16 TFLOP/s": 2 * 8192**3 / product * 1e-9,
+    }
+
+
+def load_fa3(path: str | None):
+    if path is None:
+        return None
+    sys.path.insert(0, str(Path(path).parent))
+    import fa3_peer
+
+    fa3_peer.load(path)
+    return fa3_peer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fa3", metavar="SO", help="FA3's library, fa3_peer.py beside it")
+    parser.add_argument("--only", default="", help="problems whose name contains this")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    fa3 = load_fa3(options.fa3)
+    torch.manual_seed(0)
+    results = {"ceilings": ceilings()}
+    print(results["ceilings"], flush=True)
+    for problem in (*PREFILL, *DECODE):
+        if options.only not in str(problem):
+            continue
+        is_prefill = isinstance(problem, Prefill)
+        calls, want = (prefill_calls if is_prefill else decode_calls)(problem, fa3)
+        out = calls["ours"]()
+        if want is not None:
+            error = relative_error(out[:, 0], want)
+        else:
+            error = relative_error(out, calls["FA3"]()) if "FA3" in calls else 0.0
+        row = {"error": error}
+        for name, call in calls.items():
+            bench = do_bench if is_prefill else do_bench_cudagraph
+            try:
+                ms = bench(call, rep=100, return_mode="median")
+            except RuntimeError as reason:
+                print(problem, name, str(reason)[:100])
+                continue
+            row[name] = problem.flops / ms * 1e-9 if is_prefill else ms * 1e3
+        if not is_prefill:
+            row["TB/s"] = problem.bytes / row["ours"] * 1e-6
+        unit = "TFLOP/s" if is_prefill else "us"
+        shown = "  ".join(f"{k} {v:.4g}" for k, v in row.items())
+        flag = "" if error < 0.01 else "  WRONG"
+        print(f"{problem!s:42} {unit:8} {shown}{flag}", flush=True)
+        results[str(problem)] = row
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

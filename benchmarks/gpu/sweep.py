@@ -1,0 +1,85 @@
+"""Try tiles for one problem: `python benchmarks/gpu/sweep.py SUBSTRING...` prints the best of each.
+
+Kernels are compiled by many processes at once first; then one process times them, in turn.
+"""
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import sys
+
+import attention
+import torch
+from triton.testing import do_bench, do_bench_cudagraph
+
+from torch_paged_attn.planning.splits import SplitPlan
+from torch_paged_attn.tuning import Config
+
+PREFILL = [
+    Config(m, n, w, s)
+    for m, n, w, s in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    if not (m == 128 and n == 128 and w == 4)
+]
+DECODE = [
+    Config(16, n, w, s) for n, w, s in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))
+]
+
+
+def candidates(problem) -> list[dict]:
+    if isinstance(problem, attention.Prefill):
+        return [{"config": c, "splits": SplitPlan()} for c in PREFILL]
+    return [{"config": c} for c in DECODE]
+
+
+def attempt(name: str, index: int) -> str | None:
+    """Compile one candidate by running it once."""
+    problem = next(p for p in (*attention.PREFILL, *attention.DECODE) if str(p) == name)
+    is_prefill = isinstance(problem, attention.Prefill)
+    calls, _ = (attention.prefill_calls if is_prefill else attention.decode_calls)(problem, None)
+    try:
+        launch(calls["ours"], candidates(problem)[index])
+        torch.cuda.synchronize()
+    except Exception as reason:
+        return str(reason)[:80]
+    return None
+
+
+def launch(call, options: dict):
+    return call(**options)
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    problems = [
+        p for p in (*attention.PREFILL, *attention.DECODE) if any(s in str(p) for s in sys.argv[1:])
+    ]
+    with concurrent.futures.ProcessPoolExecutor(14, mp_context=context) as pool:
+        jobs = [(str(p), i) for p in problems for i in range(len(candidates(p)))]
+        failed = {
+            job: why for job, why in zip(jobs, pool.map(attempt, *zip(*jobs)), strict=True) if why
+        }
+    for problem in problems:
+        is_prefill = isinstance(problem, attention.Prefill)
+        calls, _ = (attention.prefill_calls if is_prefill else attention.decode_calls)(
+            problem, None
+        )
+        timed = []
+        for i, options in enumerate(candidates(problem)):
+            if (str(problem), i) in failed:
+                continue
+            bench = do_bench if is_prefill else do_bench_cudagraph
+            ms = bench(lambda o=options: launch(calls["ours"], o), rep=25, return_mode="median")
+            timed.append((ms, options["config"]))
+        timed.sort(key=lambda entry: entry[0])
+        print(problem, f"({len(timed)} of {len(candidates(problem))} ran)")
+        for ms, c in timed[:4]:
+            rate = (
+                f"{problem.flops / ms * 1e-9:.0f} TFLOP/s" if is_prefill else f"{ms * 1e3:.1f} us"
+            )
+            print(
+                f"   {rate}  BM{c.BLOCK_M} BN{c.BLOCK_N} w{c.num_warps} s{c.num_stages}", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
