@@ -1,7 +1,7 @@
 """Prefill, decode, cache writes and block-sparse attention on one GPU, beside the peers found
 there.
 
-    python benchmarks/gpu/attention.py [--fa3 PATH/_vllm_fa3_C.abi3.so] [--only SUBSTRING] [--json OUT]
+    python benchmarks/gpu/attention.py [--fa3 LIBRARY] [--only SUBSTRING] [--json OUT]
 
 Every result is checked against a float32 formula (or, where that would not fit, against FA3) before
 it is timed. Medians of CUDA-graph replays for decode, of events for the rest, beside the chip's
@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench, do_bench_cudagraph
 
-from torch_paged_attn.backends import triton as ours
+from torch_paged_attn.backends.triton import flash_varlen
+from torch_paged_attn.backends.triton.attention import attend
 
 DEVICE = "cuda"
 
@@ -112,6 +113,13 @@ DECODE = (
 )
 
 
+def ours(*args, config=None, splits=None, **options):
+    """The operator's backend, or its launcher with tiles of the caller's choice."""
+    if config is None:
+        return flash_varlen(*args, **options)
+    return attend(*args, config=config, splits=splits, **options)
+
+
 def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
 
@@ -141,7 +149,7 @@ def prefill_calls(p: Prefill, fa3) -> tuple[dict[str, Callable], torch.Tensor | 
     if p.page_size:
         k, v, table, used = paged(p.lengths, p.page_size, p.num_kv_heads, p.head_dim, q.dtype)
         caches = k.transpose(1, 2), v.transpose(1, 2)
-        calls["ours"] = lambda **o: ours.flash_varlen(
+        calls["ours"] = lambda **o: ours(
             q, *caches, cu, None, longest, longest, used, table, causal=p.causal, **o
         )[0]
         if fa3:
@@ -154,9 +162,7 @@ def prefill_calls(p: Prefill, fa3) -> tuple[dict[str, Callable], torch.Tensor | 
         torch.randn(total, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
         for _ in range(2)
     )
-    calls["ours"] = lambda **o: ours.flash_varlen(
-        q, k, v, cu, None, longest, longest, causal=p.causal, **o
-    )[0]
+    calls["ours"] = lambda **o: ours(q, k, v, cu, None, longest, longest, causal=p.causal, **o)[0]
     if fa3:
         calls["FA3"] = lambda: fa3.fwd(
             q, k, v, cu_q=cu, cu_k=cu, max_q=longest, max_k=longest, causal=p.causal
@@ -194,9 +200,7 @@ def decode_calls(d: Decode, fa3) -> tuple[dict[str, Callable], None]:
     cu = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
     caches = k.transpose(1, 2), v.transpose(1, 2)
     calls: dict[str, Callable] = {
-        "ours": lambda **o: ours.flash_varlen(
-            q, *caches, cu, None, 1, longest, used, table, causal=True, **o
-        )[0]
+        "ours": lambda **o: ours(q, *caches, cu, None, 1, longest, used, table, causal=True, **o)[0]
     }
     if fa3 and d.kv_dtype == q.dtype:
         calls["FA3"] = lambda: fa3.fwd(

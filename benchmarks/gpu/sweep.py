@@ -4,6 +4,7 @@ Kernels are compiled by many processes at once first; then one process times the
 """
 
 import concurrent.futures
+import functools
 import itertools
 import multiprocessing
 import sys
@@ -31,45 +32,39 @@ def candidates(problem) -> list[dict]:
     return [{"config": c} for c in DECODE]
 
 
-def attempt(name: str, index: int) -> str | None:
-    """Compile one candidate by running it once."""
+def calls_of(problem) -> dict:
+    prefill = isinstance(problem, attention.Prefill)
+    return (attention.prefill_calls if prefill else attention.decode_calls)(problem, None)[0]
+
+
+def attempt(job: tuple[str, int]) -> str | None:
+    """Compile one candidate by running it once; why that failed, if it did."""
+    name, index = job
     problem = next(p for p in (*attention.PREFILL, *attention.DECODE) if str(p) == name)
-    is_prefill = isinstance(problem, attention.Prefill)
-    calls, _ = (attention.prefill_calls if is_prefill else attention.decode_calls)(problem, None)
     try:
-        launch(calls["ours"], candidates(problem)[index])
+        calls_of(problem)["ours"](**candidates(problem)[index])
         torch.cuda.synchronize()
     except Exception as reason:
         return str(reason)[:80]
     return None
 
 
-def launch(call, options: dict):
-    return call(**options)
-
-
 def main() -> None:
     context = multiprocessing.get_context("spawn")
-    problems = [
-        p for p in (*attention.PREFILL, *attention.DECODE) if any(s in str(p) for s in sys.argv[1:])
-    ]
+    every = (*attention.PREFILL, *attention.DECODE)
+    problems = [p for p in every if any(s in str(p) for s in sys.argv[1:])]
+    jobs = [(str(p), i) for p in problems for i in range(len(candidates(p)))]
     with concurrent.futures.ProcessPoolExecutor(14, mp_context=context) as pool:
-        jobs = [(str(p), i) for p in problems for i in range(len(candidates(p)))]
-        failed = {
-            job: why for job, why in zip(jobs, pool.map(attempt, *zip(*jobs)), strict=True) if why
-        }
+        failed = {job for job, why in zip(jobs, pool.map(attempt, jobs), strict=True) if why}
     for problem in problems:
         is_prefill = isinstance(problem, attention.Prefill)
-        calls, _ = (attention.prefill_calls if is_prefill else attention.decode_calls)(
-            problem, None
-        )
+        bench = do_bench if is_prefill else do_bench_cudagraph
+        call = calls_of(problem)["ours"]
         timed = []
         for i, options in enumerate(candidates(problem)):
-            if (str(problem), i) in failed:
-                continue
-            bench = do_bench if is_prefill else do_bench_cudagraph
-            ms = bench(lambda o=options: launch(calls["ours"], o), rep=25, return_mode="median")
-            timed.append((ms, options["config"]))
+            if (str(problem), i) not in failed:
+                ms = bench(functools.partial(call, **options), rep=25, return_mode="median")
+                timed.append((ms, options["config"]))
         timed.sort(key=lambda entry: entry[0])
         print(problem, f"({len(timed)} of {len(candidates(problem))} ran)")
         for ms, c in timed[:4]:

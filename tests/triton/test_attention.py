@@ -7,9 +7,9 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch_paged_attn.testing.strategies import layouts, problems
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.strategies import layouts, problems
 
 HAS_GPU = torch.cuda.is_available()
 SHARDS = int(os.environ.get("PAGED_ATTN_FUZZ_SHARDS", 1))

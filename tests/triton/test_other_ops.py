@@ -1,4 +1,6 @@
-"""`reshape_and_cache` and `merge_states` in Triton: the reference's bytes, and the whole from parts."""
+"""`reshape_and_cache` and `merge_states` in Triton: the reference's bytes, and the whole from
+parts.
+"""
 
 import pytest
 import torch

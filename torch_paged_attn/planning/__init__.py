@@ -1,1 +1,3 @@
-"""What several backends derive from the shapes of a call: how much work there is, and how to cut it."""
+"""What several backends derive from the shapes of a call: how much work there is, and how to cut
+it.
+"""

@@ -12,8 +12,9 @@ FIXED_KEYS = 2048
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """`num_splits` programs a tile. Each takes the same share of the tile's keys, at least `min_keys`,
-    or exactly `fixed_keys` of them."""
+    """`num_splits` programs a tile. Each takes the same share of the tile's keys, at least
+    `min_keys`, or exactly `fixed_keys` of them.
+    """
 
     num_splits: int = 1
     min_keys: int = MIN_KEYS
@@ -21,7 +22,7 @@ class SplitPlan:
 
 
 def plan_splits(tiles: int, key_bound: int, slots: int) -> SplitPlan:
-    """Fill `slots` programs' worth of a chip with `tiles` tiles of at most `key_bound` keys each."""
+    """Fill a chip's `slots` for programs with `tiles` tiles of at most `key_bound` keys each."""
     wanted = -(-slots // max(tiles, 1))
     useful = -(-key_bound // MIN_KEYS)
     return SplitPlan(max(1, min(wanted, useful, MAX_SPLITS)))

@@ -11,7 +11,9 @@ TABLES = Path(__file__).parent / "tables"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What one program works on (BLOCK_M rows, BLOCK_N keys at a time) and what the compiler is told."""
+    """What one program works on (BLOCK_M rows, BLOCK_N keys at a time) and what the compiler is
+    told.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -37,8 +39,9 @@ def choose_config(
 ) -> Config:
     """The config for tiles of about `rows` rows. `head_dim` is the larger of the two.
 
-    Tables hold entries like `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is head_dim rounded
-    up to a power of two, `b` the bytes of an element; an entry ending in `/kv1` is for 8-bit keys.
+    Tables hold entries like `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is head_dim
+    rounded up to a power of two, `b` the bytes of an element; an entry ending in `/kv1` is for
+    8-bit keys.
     """
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
     phase = "decode" if block_m <= 64 else "prefill"

@@ -1,11 +1,13 @@
-"""Attention forward for every GPU that Triton knows: packed or paged keys, prefill, decode and mixes.
+"""Attention forward for every GPU that Triton knows: packed or paged keys, prefill, decode and
+mixes.
 
 FlashAttention-2's loop (arXiv 2307.08691). One program works on one tile: up to TOKENS neighbouring
-queries of one sequence times PACK query heads that share a KV head, stacked to BLOCK_M rows, so that
-decode with grouped heads fills a matrix instruction and every key is loaded once for all of them. The
-keys come in tiles of BLOCK_N; those that every row sees need no mask and go first through the middle
-phase. With IS_SPLIT the keys of a tile are shared by several programs, each leaving a partial result
-in float32 for `combine.py`. With a layout, a program's tiles of keys are the listed blocks of its row.
+queries of one sequence times PACK query heads that share a KV head, stacked to BLOCK_M rows, so
+that decode with grouped heads fills a matrix instruction and every key is loaded once for all of
+them. The keys come in tiles of BLOCK_N; those that every row sees need no mask and go first through
+the middle phase. With IS_SPLIT the keys of a tile are shared by several programs, each leaving a
+partial result in float32 for `combine.py`. With a layout, a program's tiles of keys are the listed
+blocks of its row.
 
 Scores and sums are float32; probabilities are rounded to DTYPE, the type of the products.
 """
@@ -278,7 +280,7 @@ def _attention_fwd_kernel(
             j = n0 + tl.arange(0, BLOCK_N)
             in_range = (j >= start) & (j < stop)
             page, slot = find_pages(
-                block_table_ptr, n0, in_range, num_pages, BLOCK_N, PAGE_SIZE, phase != 1
+                block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase != 1
             )
 
             k_rows = page * stride_k_page + slot * stride_k_slot

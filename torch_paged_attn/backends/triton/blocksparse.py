@@ -1,7 +1,7 @@
 """`blocksparse` on GPUs: the attention kernel walks a row's list of blocks instead of a range.
 
-Tiles of queries start at positions that are multiples of their size, so that one tile never needs two
-rows of a layout; nothing is sorted or planned on the host.
+Tiles of queries start at positions that are multiples of their size, so that one tile never needs
+two rows of a layout; nothing is sorted or planned on the host.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Merging the partial results of split keys, in the order of the splits: the same bits every time."""
+"""Merging the partial results of split keys, in the splits' order: the same bits every time."""
 
 import triton
 import triton.language as tl

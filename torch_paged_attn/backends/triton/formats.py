@@ -1,7 +1,7 @@
 """How numbers are stored, where a chip (or the interpreter) does not convert them itself.
 
-A format is a `tl.constexpr` name. `E4M3` and `E5M2` travel as uint8 and `BF16` as int16, taken apart
-and put together bit by bit; `NATIVE` is whatever type the tensor has.
+A format is a `tl.constexpr` name. `E4M3` and `E5M2` travel as uint8 and `BF16` as int16, taken
+apart and put together bit by bit; `NATIVE` is whatever type the tensor has.
 """
 
 import torch
@@ -65,7 +65,9 @@ def _encode(
 
 @triton.jit
 def encode(x, pointer_type: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 as it is stored behind a pointer: rounded to nearest even, the 8-bit formats saturated."""
+    """float32 as it is stored behind a pointer: rounded to nearest even, the 8-bit formats
+    saturated.
+    """
     if FORMAT == "BF16":
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -1,7 +1,7 @@
 """`reshape_and_cache` on GPUs: one launch, one program a token, keys and values together.
 
-Tokens of one slot take turns: a program holds the slot's lock (one of LOCKS, shared by slots that are
-equal modulo LOCKS) while it writes, so that the last of them wins whole.
+Tokens of one slot take turns: a program holds the slot's lock (one of LOCKS, shared by slots that
+are equal modulo LOCKS) while it writes, so that the last of them wins whole.
 """
 
 import functools

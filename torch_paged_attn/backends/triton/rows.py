@@ -34,16 +34,16 @@ def load_rows(
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Elements START to START + WIDTH of rows at the given offsets; 0 past STOP and where not kept."""
+    """Elements START to START + WIDTH of the rows at these offsets; 0 past STOP and if not kept."""
     dims = START + tl.arange(0, WIDTH)
     pointers = ptr + rows[:, None] + dims[None, :]
     if START + WIDTH > STOP:
         inside = (dims < STOP)[None, :]
         if MASKED:
             inside = inside & keep[:, None]
-        x = tl.load(pointers, mask=inside, other=0)
+        x = tl.load(pointers, mask=inside, other=0.0)
     elif MASKED:
-        x = tl.load(pointers, mask=keep[:, None], other=0)
+        x = tl.load(pointers, mask=keep[:, None], other=0.0)
     else:
         x = tl.load(pointers)
     return decode(x, FORMAT, DTYPE)
@@ -53,29 +53,35 @@ def load_rows(
 def find_pages(
     table_ptr,
     n0,
-    keep,
+    start,
+    stop,
     num_pages,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Page and slot within it, int64, of BLOCK_N keys from n0 on. Packed keys are one long page."""
+    """Page and slot within it, int64, of BLOCK_N keys from n0 on. Packed keys are one long page.
+
+    Only entries of keys in [start, stop) are read. A bad id that nobody checked reads page 0:
+    wrong, but inside the cache.
+    """
     offset = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         page = tl.zeros([], tl.int64)
         slot = tl.cast(n0, tl.int64) + offset
-    elif PAGE_SIZE % BLOCK_N == 0:
-        # the whole tile lies in one page
-        page = tl.load(table_ptr + n0 // PAGE_SIZE, mask=tl.max(keep.to(tl.int32), 0) > 0, other=0)
-        page = tl.where((page >= 0) & (page < num_pages), page, 0).to(tl.int64)
-        slot = (n0 % PAGE_SIZE + offset).to(tl.int64)
     else:
-        j = n0 + offset
-        if MASKED:
-            page = tl.load(table_ptr + j // PAGE_SIZE, mask=keep, other=0)
+        if PAGE_SIZE % BLOCK_N == 0:  # the whole tile lies in one page
+            entry = n0 // PAGE_SIZE
+            slot = (n0 % PAGE_SIZE + offset).to(tl.int64)
+            readable = (n0 + BLOCK_N > start) & (n0 < stop)
         else:
-            page = tl.load(table_ptr + j // PAGE_SIZE)
-        # an unchecked bad id reads the first page: wrong, but inside the cache
+            j = n0 + offset
+            entry = j // PAGE_SIZE
+            slot = (j % PAGE_SIZE).to(tl.int64)
+            readable = (j >= start) & (j < stop)
+        if MASKED:
+            page = tl.load(table_ptr + entry, mask=readable, other=0)
+        else:
+            page = tl.load(table_ptr + entry)
         page = tl.where((page >= 0) & (page < num_pages), page, 0).to(tl.int64)
-        slot = (j % PAGE_SIZE).to(tl.int64)
     return page, slot

@@ -14,9 +14,11 @@ def finite_or_zero(m):
 
 @triton.jit
 def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
-    """Fold a tile of scores into the row maxima and sums; `exp2(factor * s)` is what they stand for.
+    """Fold a tile of scores into the row maxima and sums; `exp2(factor * s)` is what they stand
+    for.
 
-    Returns the probabilities under the new maxima, those, the sums, and what the old tiles shrink by.
+    Returns the probabilities under the new maxima, those, the sums, and what the old tiles shrink
+    by.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1))
     shift = finite_or_zero(m_new)

@@ -1,8 +1,8 @@
 """Which queries a program works on, found from cumulative lengths on the device.
 
-Tiles of all sequences are numbered with gaps: sequence b's first tile is `cu_seqlens_q[b] // TOKENS +
-SLACK * b`, so that the number of programs follows from shapes alone, and a program finds its sequence
-by counting. The rows past the last sequence are one more sequence, without keys.
+Tiles of all sequences are numbered with gaps: sequence b's first tile is `cu_seqlens_q[b] // TOKENS
++ SLACK * b`, so that the number of programs follows from shapes alone, and a program finds its
+sequence by counting. The rows past the last sequence are one more sequence, without keys.
 """
 
 import triton
@@ -54,8 +54,5 @@ def key_span(
     if seqused_k_ptr is not None:
         length = tl.load(seqused_k_ptr + b, mask=exists, other=0)
     # lengths nobody checked must not lead outside the keys, or the table
-    if IS_PAGED:
-        length = tl.minimum(length, max_keys)
-    else:
-        length = tl.minimum(length, max_keys - start)
-    return start, tl.maximum(length, 0)
+    room = max_keys if IS_PAGED else max_keys - start
+    return start, tl.maximum(tl.minimum(length, room), 0)
