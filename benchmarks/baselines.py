@@ -166,7 +166,9 @@ class Flex:
 
         heads = None if mask is None else mask.shape[1]
         block_mask = create_block_mask(visible, None, heads, length, length, "cpu", block)
-        compiled = torch.compile(flex_attention, dynamic=False)
+        # every problem and thread count compiles anew; past a limit torch would silently not compile
+        torch._dynamo.reset()
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         run = functools.partial(
             compiled, part.q, part.k, part.v, block_mask=block_mask, enable_gqa=True
         )
