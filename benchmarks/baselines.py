@@ -166,7 +166,7 @@ class Flex:
 
         heads = None if mask is None else mask.shape[1]
         block_mask = create_block_mask(visible, None, heads, length, length, "cpu", block)
-        # every problem and thread count compiles anew; past a limit torch would silently not compile
+        # problems and thread counts compile anew each; past a limit torch silently would not
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         run = functools.partial(
