@@ -16,12 +16,8 @@ constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this m
 template <int VECS, bool ACCUMULATE>
 inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
                           int64_t stride_c, int64_t depth, const float* scale) {
-  F acc[TILE_ROWS][VECS];
-#pragma GCC unroll 8
-  for (int r = 0; r < TILE_ROWS; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j)
-      acc[r][j] = ACCUMULATE ? load(c + r * stride_c + j * W) * set1(scale[r]) : F{};
+  // a sum of its own for every block: one chain over all keys would round too often
+  F acc[TILE_ROWS][VECS] = {};
   for (int64_t k = 0; k < depth; ++k, b += PANEL) {
     F column[VECS];
 #pragma GCC unroll 4
@@ -36,8 +32,10 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
 #pragma GCC unroll 8
   for (int r = 0; r < TILE_ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j)
-      store(c + r * stride_c + j * W, ACCUMULATE ? acc[r][j] : acc[r][j] * set1(scale[0]));
+    for (int j = 0; j < VECS; ++j) {
+      float* to = c + r * stride_c + j * W;
+      store(to, ACCUMULATE ? fma(load(to), set1(scale[r]), acc[r][j]) : acc[r][j] * set1(scale[0]));
+    }
 }
 
 template <bool ACCUMULATE>

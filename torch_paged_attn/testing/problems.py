@@ -145,6 +145,8 @@ PROBLEMS = {
         Problem(
             "llama3_70b_tp8/decode/bf16", ((1, 2100), (1, 77)), 8, 1, 128, dtype=bf16, page_size=16
         ),
+        # sums over many keys: one chain of float32 additions would be seen here
+        Problem("llama3_8b/prefill_2048/f32", ((2048, 0),), 2, 1, 128),
         Problem(
             "gemma2/window_softcap/bf16",
             MIXED,
