@@ -13,9 +13,12 @@ std::vector<const Kernels*> available() {
   std::vector<const Kernels*> tables = {&kernels_generic};
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      !__builtin_cpu_supports("f16c"))
+    return tables;
+  tables.push_back(&kernels_avx2);
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     tables.push_back(&kernels_avx512);
 #endif
   return tables;

@@ -19,6 +19,7 @@ struct Kernels {
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
+extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 #endif
 

@@ -97,7 +97,8 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, const Ahead
 template <class T, int ROWS>
 inline void weigh_values(const T* v, const int64_t* offset, const Ahead& ahead, const float* p,
                          int64_t rows, int64_t head_dim, float* acc, int64_t stride_acc) {
-  constexpr int VECS = 4;
+  // no more accumulators than the products keep, and enough to hide the latency of one
+  constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
   for (int64_t r = 0; r < rows; r += ROWS) {
     const float* weights = p + r * ROW_COLUMNS;
     float* to = acc + r * stride_acc;

@@ -41,11 +41,11 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
 template <bool ACCUMULATE>
 PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b,
                                 float* c, int64_t stride_c, int64_t depth, const float* scale) {
+  if constexpr (TILE_VECS == 4) {
+    if (vecs == 4) return multiply_tile<4, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+    if (vecs == 3) return multiply_tile<3, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+  }
   switch (vecs) {
-#if PAGED_ATTN_LANES == 16
-    case 4: return multiply_tile<4, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
-    case 3: return multiply_tile<3, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
-#endif
     case 2: return multiply_tile<2, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
     default: return multiply_tile<1, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
   }

@@ -1,6 +1,8 @@
 // Any processor GCC or clang knows: 4 lanes, plain vector arithmetic.
 #pragma once
 
+#include "portable.h"
+
 namespace {
 
 // 4 x 2 accumulators fit the 16 registers that every 64-bit ISA has.
@@ -11,47 +13,12 @@ PAGED_ATTN_INLINE F max(F bound, F x) { return x < bound ? bound : x; }
 PAGED_ATTN_INLINE F min(F bound, F x) { return x > bound ? bound : x; }
 // adding 1.5 * 2^23 leaves no bits below one
 PAGED_ATTN_INLINE F round(F x) { return (x + set1(12582912.f)) - set1(12582912.f); }
-// results below the normal range are 0
-PAGED_ATTN_INLINE F scale_by_power(F x, F n) {
-  // 2^128 is past the exponent field; scaling twice by half the power reaches it
-  const I power = __builtin_convertvector(min(set1(200.f), n), I);
-  const I half = power >> 1;
-  const F y = x * as_float((U)(half + 127) << 23) * as_float((U)(power - half + 127) << 23);
-  return n < set1(-125.f) ? F{} : y;
-}
 PAGED_ATTN_INLINE float reduce_max(F x) {
   float m = x[0];
   for (int i = 1; i < W; ++i) m = x[i] < m ? m : x[i];
   return m;
 }
 PAGED_ATTN_INLINE float reduce_add(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
-
-template <class T>
-PAGED_ATTN_INLINE auto load_raw_as(T& x, const void* p, int bytes) {
-  x = T{};
-  memcpy(&x, p, bytes);
-  return x;
-}
-PAGED_ATTN_INLINE U16 load_raw(const uint16_t* p, int n) {
-  U16 x;
-  return load_raw_as(x, p, 2 * n);
-}
-PAGED_ATTN_INLINE U8 load_raw(const uint8_t* p, int n) {
-  U8 x;
-  return load_raw_as(x, p, n);
-}
-PAGED_ATTN_INLINE F load(const float* p, int n) {
-  F x;
-  return load_raw_as(x, p, 4 * n);
-}
-
-PAGED_ATTN_INLINE U widen(U16 x) { return __builtin_convertvector(x, U); }
-PAGED_ATTN_INLINE U widen(U8 x) { return __builtin_convertvector(x, U); }
-PAGED_ATTN_INLINE U16 widen_to_16(U8 x) { return __builtin_convertvector(x, U16); }
-PAGED_ATTN_INLINE F signed_to_float(U8 x) {
-  typedef int8_t I8 __attribute__((vector_size(W)));
-  return __builtin_convertvector(__builtin_convertvector((I8)x, I), F);
-}
 
 // A narrow float's bits, moved to a float32's place, read 2^(127 - bias) too small.
 PAGED_ATTN_INLINE F half_to_float(U16 h) {
@@ -71,11 +38,6 @@ PAGED_ATTN_INLINE U16 float_to_half(F f) {
   h = select((I)(x >= 0x477ff000u), U{} + 0x7c00u, h);
   h = select((I)(x > 0x7f800000u), U{} + 0x7e00u, h);
   return __builtin_convertvector(h | sign >> 16, U16);
-}
-PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
-  const U x = widen(raw);
-  const U value = bits(as_float((x & 0x7fu) << 20) * set1(0x1p120f));
-  return as_float(select((I)((x & 0x7fu) == 0x7fu), U{} + 0x7fc00000u, value) | (x & 0x80u) << 24);
 }
 
 // Transposes W vectors of W lanes.

@@ -10,6 +10,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define PAGED_ATTN_LANES 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define PAGED_ATTN_LANES 8
 #else
 #define PAGED_ATTN_LANES 4
 #endif
@@ -42,6 +44,8 @@ PAGED_ATTN_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
 
 #if PAGED_ATTN_LANES == 16
 #include "avx512.h"
+#elif PAGED_ATTN_LANES == 8
+#include "avx2.h"
 #else
 #include "generic.h"
 #endif
