@@ -31,9 +31,27 @@ PAGED_ATTN_INLINE float reduce_add(F x) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// in the lower half of a register
+PAGED_ATTN_INLINE __m128i in_register(U8 x) { return _mm_cvtsi64_si128((int64_t)x); }
+
+PAGED_ATTN_INLINE U widen(U16 x) { return (U)_mm256_cvtepu16_epi32((__m128i)x); }
+PAGED_ATTN_INLINE U widen(U8 x) { return (U)_mm256_cvtepu8_epi32(in_register(x)); }
+PAGED_ATTN_INLINE U16 widen_to_16(U8 x) { return (U16)_mm_cvtepu8_epi16(in_register(x)); }
+PAGED_ATTN_INLINE F signed_to_float(U8 x) {
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(in_register(x)));
+}
+
 PAGED_ATTN_INLINE F half_to_float(U16 h) { return (F)_mm256_cvtph_ps((__m128i)h); }
 PAGED_ATTN_INLINE U16 float_to_half(F x) {
   return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+}
+
+// an e4m3 with its exponent and mantissa moved to a half's place reads 2^8 too small, subnormals
+// included
+PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
+  const U16 x = (U16)_mm_cvtepi8_epi16(in_register(raw)) << 7;  // the sign twice
+  const U16 nan = (U16)((x & 0x3f80) == 0x3f80) & 0x7c00;
+  return half_to_float((x & 0xbf80) | nan) * set1(256.f);
 }
 
 // Transposes W vectors of W lanes.

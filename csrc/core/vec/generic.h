@@ -20,6 +20,14 @@ PAGED_ATTN_INLINE float reduce_max(F x) {
 }
 PAGED_ATTN_INLINE float reduce_add(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
+PAGED_ATTN_INLINE U widen(U16 x) { return __builtin_convertvector(x, U); }
+PAGED_ATTN_INLINE U widen(U8 x) { return __builtin_convertvector(x, U); }
+PAGED_ATTN_INLINE U16 widen_to_16(U8 x) { return __builtin_convertvector(x, U16); }
+PAGED_ATTN_INLINE F signed_to_float(U8 x) {
+  typedef int8_t I8 __attribute__((vector_size(W)));
+  return __builtin_convertvector(__builtin_convertvector((I8)x, I), F);
+}
+
 // A narrow float's bits, moved to a float32's place, read 2^(127 - bias) too small.
 PAGED_ATTN_INLINE F half_to_float(U16 h) {
   const U x = widen(h);
@@ -38,6 +46,11 @@ PAGED_ATTN_INLINE U16 float_to_half(F f) {
   h = select((I)(x >= 0x477ff000u), U{} + 0x7c00u, h);
   h = select((I)(x > 0x7f800000u), U{} + 0x7e00u, h);
   return __builtin_convertvector(h | sign >> 16, U16);
+}
+PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
+  const U x = widen(raw);
+  const U value = bits(as_float((x & 0x7fu) << 20) * set1(0x1p120f));
+  return as_float(select((I)((x & 0x7fu) == 0x7fu), U{} + 0x7fc00000u, value) | (x & 0x80u) << 24);
 }
 
 // Transposes W vectors of W lanes.
