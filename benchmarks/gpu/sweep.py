@@ -22,7 +22,9 @@ PREFILL = [
     if not (m == 128 and n == 128 and w == 4)
 ]
 DECODE = [
-    Config(16, n, w, s) for n, w, s in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))
+    *(Config(16, 32, w, s) for w, s in itertools.product((2, 4), (3, 5))),
+    *(Config(16, 64, w, s) for w, s in itertools.product((2, 4), (3, 5))),
+    *(Config(16, 128, w, s) for w, s in itertools.product((4, 8), (2, 3))),
 ]
 
 
@@ -71,9 +73,20 @@ def main() -> None:
             rate = (
                 f"{problem.flops / ms * 1e-9:.0f} TFLOP/s" if is_prefill else f"{ms * 1e3:.1f} us"
             )
-            print(
-                f"   {rate}  BM{c.BLOCK_M} BN{c.BLOCK_N} w{c.num_warps} s{c.num_stages}", flush=True
-            )
+            tiles = f"BM{c.BLOCK_M} BN{c.BLOCK_N} w{c.num_warps} s{c.num_stages}"
+            print(f"   {rate}  {tiles}", flush=True)
+        if not is_prefill:
+            time_splits(call, timed[0][1])
+
+
+def time_splits(call, config: Config) -> None:
+    """How the best tiles do with other numbers of splits."""
+    for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        again = functools.partial(call, config=config, splits=SplitPlan(n))
+        print(
+            f"   {n}: {do_bench_cudagraph(again, rep=25, return_mode='median') * 1e3:.1f}", end=""
+        )
+    print(flush=True)
 
 
 if __name__ == "__main__":

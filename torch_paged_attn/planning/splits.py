@@ -6,6 +6,9 @@ import dataclasses
 MIN_KEYS = 256
 MAX_SPLITS = 128
 
+# of what the best number of splits fills
+FILLED_ENOUGH = 0.9
+
 # keys in a split when results must not depend on the batch
 FIXED_KEYS = 2048
 
@@ -22,10 +25,18 @@ class SplitPlan:
 
 
 def plan_splits(tiles: int, key_bound: int, slots: int) -> SplitPlan:
-    """Fill a chip's `slots` for programs with `tiles` tiles of at most `key_bound` keys each."""
-    wanted = -(-slots // max(tiles, 1))
-    useful = -(-key_bound // MIN_KEYS)
-    return SplitPlan(max(1, min(wanted, useful, MAX_SPLITS)))
+    """Fill a chip's `slots` for programs with `tiles` tiles of at most `key_bound` keys each.
+
+    The fewest splits whose last round of programs leaves few slots empty.
+    """
+    most = max(1, min(-(-key_bound // MIN_KEYS), MAX_SPLITS, -(-slots // max(tiles, 1))))
+
+    def filled(num_splits: int) -> float:
+        programs = max(tiles, 1) * num_splits
+        return programs / (-(-programs // slots) * slots)
+
+    best = max(filled(n) for n in range(1, most + 1))
+    return SplitPlan(next(n for n in range(1, most + 1) if filled(n) >= FILLED_ENOUGH * best))
 
 
 def plan_fixed_splits(key_bound: int) -> SplitPlan:

@@ -75,5 +75,5 @@ def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int) -> Config
             128 if not is_hip else 64, 64 if not is_hip else 32, 8 if not is_hip else 4, stages, 0
         )
     if arch == "sm90":
-        return Config(128, 128, 8, 2 if width > 64 else 3)
+        return Config(128, 64, 8, 3 if width > 64 else 2)
     return Config(128, 64, 4 if is_hip or width <= 64 else 8, stages, waves)

@@ -22,6 +22,9 @@ from torch_paged_attn.tuning import Config, choose_config
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
+# programs that a multiprocessor holds at once when tiles are small
+RESIDENT = 4
+
 # rows of a tile when results must not depend on the batch
 INVARIANT_ROWS = 64
 
@@ -119,7 +122,7 @@ def attend(
         splits = plan_fixed_splits(key_bound)
     elif splits is None:
         busy = max(min(batch, total_q), total_q // tokens) * grid_heads
-        splits = plan_splits(busy, key_bound, 4 * target.multiprocessors)
+        splits = plan_splits(busy, key_bound, RESIDENT * target.multiprocessors)
     # fixed splits always take the combining pass: one path, one rounding
     is_split = splits.num_splits > 1 or splits.fixed_keys > 0
 
@@ -143,8 +146,9 @@ def attend(
     crow, col = layout if layout is not None else (None, None)
     crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
     col_strides = (0, 0, 0) if col is None else (0, *col.stride())[-3:]
-    k_low, k_high = chunks(head_dim)
-    v_low, v_high = chunks(head_dim_v)
+    smallest = target.smallest_chunk(block_m)
+    k_low, k_high = chunks(head_dim, smallest)
+    v_low, v_high = chunks(head_dim_v, smallest)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if target.is_hip and config.waves_per_eu:
         options["waves_per_eu"] = config.waves_per_eu

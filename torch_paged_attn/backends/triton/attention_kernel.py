@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.formats import encode
 from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
 from torch_paged_attn.backends.triton.mask import full_range, key_range, visible
 from torch_paged_attn.backends.triton.rows import find_pages, load_rows
-from torch_paged_attn.backends.triton.softmax import fold_scores, with_sink
+from torch_paged_attn.backends.triton.softmax import fold_scores, fold_values, quotient, with_sink
 from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
@@ -322,19 +322,19 @@ def _attention_fwd_kernel(
             p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
             if rng_ptr is not None:
                 survives = dropout_keep(rng_ptr, dropout_threshold, b, head, token, n0, BLOCK_N)
-                p = tl.where(survives, p, 0.0)
+                p = tl.where(survives, p * dropout_scale, 0.0)
             p = p.to(DTYPE)
 
             v_rows = page * stride_v_page + slot * stride_v_slot
             v_low = load_rows(
                 v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
             )
-            acc_low = tl.dot(p, v_low, acc_low * shrink[:, None], input_precision="ieee")
+            acc_low = fold_values(acc_low, shrink, p, v_low, IS_PRECISE)
             if V_HIGH > 0:
                 v_high = load_rows(
                     v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
                 )
-                acc_high = tl.dot(p, v_high, acc_high * shrink[:, None], input_precision="ieee")
+                acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
 
     # `factor` in base two is `unit` in base e
     m = m_i * (factor * 0.6931471805599453)
@@ -344,7 +344,7 @@ def _attention_fwd_kernel(
         m, l_i, shrink = with_sink(m, l_i, sink)
     total = tl.where(l_i == 0.0, 1.0, l_i)
     lse = tl.where(l_i == 0.0, float("-inf"), m + tl.log(total))
-    gain = shrink * dropout_scale
+    gain = shrink
     if v_descale_ptr is not None:
         v_descale_ptr += b * stride_v_descale_batch + kv_head * stride_v_descale_head
         gain = gain * tl.load(v_descale_ptr, mask=b < batch, other=0.0)
@@ -359,13 +359,13 @@ def _attention_fwd_kernel(
     dims = tl.arange(0, V_LOW)
     tl.store(
         out_row[:, None] + dims[None, :],
-        encode(acc_low * gain[:, None] / total[:, None], out_ptr.dtype.element_ty, OUT_FORMAT),
+        encode(quotient(acc_low * gain[:, None], total), out_ptr.dtype.element_ty, OUT_FORMAT),
         mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
     )
     if V_HIGH > 0:
         dims = V_LOW + tl.arange(0, V_HIGH)
         tl.store(
             out_row[:, None] + dims[None, :],
-            encode(acc_high * gain[:, None] / total[:, None], out_ptr.dtype.element_ty, OUT_FORMAT),
+            encode(quotient(acc_high * gain[:, None], total), out_ptr.dtype.element_ty, OUT_FORMAT),
             mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
         )

@@ -9,16 +9,14 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.formats import decode
 
-SMALLEST = 16  # what a matrix instruction takes
 
-
-def chunks(dim: int) -> tuple[int, int]:
+def chunks(dim: int, smallest: int) -> tuple[int, int]:
     """`dim` as one or two powers of two that cover it: (80 -> 64, 16), (128 -> 128, 0)."""
-    whole = max(SMALLEST, triton.next_power_of_2(dim))
+    whole = max(smallest, triton.next_power_of_2(dim))
     low = whole // 2
-    if dim <= low or low < SMALLEST:
+    if dim <= low or low < smallest:
         return whole, 0
-    high = max(SMALLEST, triton.next_power_of_2(dim - low))
+    high = max(smallest, triton.next_power_of_2(dim - low))
     return (low, high) if low + high < whole else (whole, 0)
 
 

@@ -13,6 +13,24 @@ def finite_or_zero(m):
 
 
 @triton.jit
+def _exp(x):
+    """exp of x <= 0 to about one unit in the last place (Cephes' expf); the chips' own is coarser."""
+    x = tl.maximum(x, -87.0)
+    # rounded to a whole number of octaves by adding 1.5 * 2**23
+    octaves = (x * LOG2E + 12582912.0) - 12582912.0
+    r = tl.fma(octaves, -0.693359375, x)
+    r = tl.fma(octaves, 2.12194440e-4, r)
+    series = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    series = tl.fma(series, r, 8.3334519073e-3)
+    series = tl.fma(series, r, 4.1665795894e-2)
+    series = tl.fma(series, r, 1.6666665459e-1)
+    series = tl.fma(series, r, 5.0000001201e-1)
+    value = tl.fma(series, r * r, r) + 1.0
+    power = ((octaves.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return value * power
+
+
+@triton.jit
 def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
     """Fold a tile of scores into the row maxima and sums; `exp2(factor * s)` is what they stand
     for.
@@ -23,11 +41,34 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
     m_new = tl.maximum(m_i, tl.max(s, 1))
     shift = finite_or_zero(m_new)
     if IS_PRECISE:
-        p = tl.exp2((s - shift[:, None]) * factor)
+        x = s - shift[:, None]
+        p = tl.where(x > -87.0, _exp(x), 0.0)
     else:
         p = tl.exp2(s * factor - (shift * factor)[:, None])  # one fused multiply-add
-    shrink = tl.exp2((m_i - shift) * factor)
+    if IS_PRECISE:
+        shrink = tl.where(m_i - shift > -87.0, _exp(m_i - shift), 0.0)
+    else:
+        shrink = tl.exp2((m_i - shift) * factor)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
+
+
+@triton.jit
+def fold_values(acc, shrink, p, v, IS_PRECISE: tl.constexpr):
+    """Add a tile's probabilities times its values to what the earlier tiles left.
+
+    In float32 every tile is summed on its own: long chains of sums would lose bits.
+    """
+    acc = acc * shrink[:, None]
+    if IS_PRECISE:
+        return acc + tl.dot(p, v, input_precision="ieee")
+    else:
+        return tl.dot(p, v, acc)
+
+
+@triton.jit
+def quotient(acc, total):
+    """Rows divided by their totals, correctly rounded: Triton's `/` is not."""
+    return tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
 
 
 @triton.jit

@@ -1,0 +1,102 @@
+"""Fuzz the GPU kernels on all cores: `python tests/triton/fuzz.py --seconds 300 --processes 14`.
+
+Every plan compiles a kernel, so that one process would see few of them. A worker prints what failed
+right away; one whose GPU context is lost, or that hangs, is replaced by another.
+"""
+
+import argparse
+import multiprocessing
+import time
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+
+from torch_paged_attn.testing import Problem, assert_accurate, build
+from torch_paged_attn.testing.strategies import layouts, problems
+
+HUNG_AFTER = 90  # seconds for one plan
+
+
+def run(problem: Problem) -> None:
+    """One plan on the GPU against the reference on the CPU."""
+    from torch_paged_attn.backends import triton as backend
+
+    call = build(problem)
+    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.to("cuda").args
+    first = ["q", "k", "v", "crow_indices", "col_indices", "cu_seqlens_q", "cu_seqlens_k"]
+    first += ["max_seqlen_q", "max_seqlen_k"]
+    positional = [args.pop(name) for name in first if name in args]
+    assert_accurate(*getattr(backend, call.op)(*positional, **args), call.truth())
+
+
+def work(seed: int, results: Any, current: Any) -> None:
+    """Plans from one seed, for ever."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # torch.empty hands out NaN
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=10**6,
+        derandomize=False,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(problems(st.one_of(st.none(), layouts)))
+    def check(problem: Problem) -> None:
+        current.put((seed, time.monotonic(), str(problem)))
+        try:
+            run(problem)
+            results.put((seed, str(problem), ""))
+        except Exception as error:  # a lost context fails every later plan: tell, and stop
+            lost = "CUDA" in str(error)
+            results.put((seed, str(problem), f"{type(error).__name__}: {str(error)[:400]}"))
+            if lost:
+                raise SystemExit(1) from error
+
+    check()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    results, current = context.Queue(), context.Queue()
+    seed, workers, doing = options.seed, {}, {}
+    passed, failed, stop = 0, 0, time.monotonic() + options.seconds
+    while time.monotonic() < stop:
+        while len(workers) < options.processes:
+            workers[seed] = context.Process(target=work, args=(seed, results, current), daemon=True)
+            workers[seed].start()
+            seed += 1
+        time.sleep(0.5)
+        while not current.empty():
+            number, since, plan = current.get()
+            doing[number] = (since, plan)
+        while not results.empty():
+            number, plan, why = results.get()
+            passed, failed = passed + (not why), failed + bool(why)
+            if why:
+                print(f"seed {number}: {why}\n    {plan}", flush=True)
+        for number, worker in list(workers.items()):
+            since, plan = doing.get(number, (time.monotonic(), ""))
+            if not worker.is_alive() or time.monotonic() - since > HUNG_AFTER:
+                if worker.is_alive():
+                    failed += 1
+                    print(f"seed {number}: hung\n    {plan}", flush=True)
+                worker.kill()
+                del workers[number]
+    for worker in workers.values():
+        worker.kill()
+    print(f"{passed} plans passed, {failed} failed")
+    raise SystemExit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
