@@ -9,6 +9,10 @@ PIP := $(PYTHON) -m pip install --quiet --constraint constraints.txt
 # installed afresh when a source of the kernels, or what is depended on, has changed
 BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
+# what the CPU kernels could use here, but for the best, which they use by themselves
+SLOWER_ISAS := import torch, torch_paged_attn; \
+  print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
+
 .PHONY: install run test lint thorough sanitize bench clean
 
 install: $(VENV)/installed
@@ -27,7 +31,8 @@ run: install
 test: install lint
 	$(PYTHON) -m torch_paged_attn
 	$(PYTHON) -m pytest tests
-	PAGED_ATTN_CPU_ISA=generic $(PYTHON) -m pytest tests/backends tests/properties
+	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
+	  PAGED_ATTN_CPU_ISA=$$isa $(PYTHON) -m pytest tests/backends tests/properties; done
 
 lint: install
 	$(PYTHON) -m ruff check .

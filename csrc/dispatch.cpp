@@ -1,6 +1,7 @@
+#include "dispatch.h"
+
 #include <cstdlib>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -28,13 +29,11 @@ const Kernels& choose() {
   const std::vector<const Kernels*> tables = available();
   const char* name = std::getenv("PAGED_ATTN_CPU_ISA");
   if (name == nullptr || *name == '\0') return *tables.back();
-  std::string names;
-  for (const Kernels* table : tables) {
+  for (const Kernels* table : tables)
     if (std::string(name) == table->name) return *table;
-    names += names.empty() ? table->name : std::string(", ") + table->name;
-  }
   throw std::runtime_error("paged_attn: PAGED_ATTN_CPU_ISA=" + std::string(name) +
-                           " is not available here; this machine and build have: " + names);
+                           " is not available here; this machine and build have: " +
+                           available_names());
 }
 
 }  // namespace
@@ -42,6 +41,13 @@ const Kernels& choose() {
 const Kernels& kernels() {
   static const Kernels& chosen = choose();
   return chosen;
+}
+
+std::string available_names() {
+  std::string names;
+  for (const Kernels* table : available())
+    names += (names.empty() ? "" : " ") + std::string(table->name);
+  return names;
 }
 
 }  // namespace paged_attn

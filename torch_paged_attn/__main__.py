@@ -44,6 +44,7 @@ def report() -> dict[str, Any]:
     cpu = devices["cpu"]
     if cpu["ops"]:
         cpu["instruction_set"] = torch.ops.paged_attn.cpu_isa()
+        cpu["instruction_sets"] = torch.ops.paged_attn.cpu_isas().split()
     return {
         "torch_paged_attn": __version__,
         "python": platform.python_version(),
@@ -66,7 +67,9 @@ def main() -> None:
     )
     print("packages  " + "  ".join(f"{p} {v or '-'}" for p, v in known["packages"].items()))
     for device, found in known["devices"].items():
-        isa = f" ({found['instruction_set']})" if "instruction_set" in found else ""
+        isa = ""
+        if "instruction_set" in found:
+            isa = f" ({found['instruction_set']}; has {', '.join(found['instruction_sets'])})"
         print(f"\n{device}: {found['backend'] or 'none'}{isa}")
         if found["reason"]:
             print(f"  {found['reason']}")

@@ -123,4 +123,6 @@ def _explain(checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any)
     return ""
 
 
+# the instruction set that the CPU kernels use, and all that they could use here, slowest first
 LIBRARY.define("cpu_isa() -> str")
+LIBRARY.define("cpu_isas() -> str")

@@ -1,0 +1,11 @@
+// What the library says of its ISAs. Apart from kernels.h, which the ISA files include: no STL there.
+#pragma once
+
+#include <string>
+
+namespace paged_attn {
+
+// The ISAs this processor and this build have, from the slowest to the fastest.
+std::string available_names();
+
+}  // namespace paged_attn
