@@ -20,6 +20,7 @@ class Config:
     num_warps: int
     num_stages: int
     waves_per_eu: int = 0  # AMD only; 0 leaves it to the compiler
+    resident: int = 4  # programs that a multiprocessor holds at once
 
 
 @functools.cache
@@ -40,19 +41,19 @@ def choose_config(
     """The config for tiles of about `rows` rows. `head_dim` is the larger of the two.
 
     Tables hold entries like `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is head_dim
-    rounded up to a power of two, `b` the bytes of an element; an entry ending in `/kv1` is for
-    8-bit keys.
+    rounded up to a power of two, `b` the bytes of an element. One that ends in `/kv1` is for 8-bit
+    keys, in `/wide` for pages of 64 keys or more, in `/narrow` for smaller ones.
     """
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
-    phase = "decode" if block_m <= 64 else "prefill"
     width = 1 << (max(head_dim, 16) - 1).bit_length()
-    key = f"{phase}/d{width}/b{itemsize}"
-    found = _table(arch).get(f"{key}/kv{kv_itemsize}") or _table(arch).get(key)
-    config = Config(BLOCK_M=0, **found) if found and "BLOCK_M" not in found else None
-    if found and config is None:
-        return Config(**found)
-    config = config or _rule_of_thumb(arch, block_m, width, itemsize)
-    return dataclasses.replace(config, BLOCK_M=config.BLOCK_M or block_m)
+    key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
+    pages = "wide" if page_size >= 64 else "narrow"
+    table = _table(arch)
+    entries = [f"{key}/kv1"] if kv_itemsize < itemsize else [f"{key}/{pages}"] if page_size else []
+    for entry in (*entries, key):
+        if entry in table:
+            return Config(**{"BLOCK_M": block_m, **table[entry]})
+    return _rule_of_thumb(arch, block_m, width, itemsize)
 
 
 def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int) -> Config:

@@ -22,9 +22,6 @@ from torch_paged_attn.tuning import Config, choose_config
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
-# programs that a multiprocessor holds at once when tiles are small
-RESIDENT = 4
-
 # rows of a tile when results must not depend on the batch
 INVARIANT_ROWS = 64
 
@@ -122,7 +119,7 @@ def attend(
         splits = plan_fixed_splits(key_bound)
     elif splits is None:
         busy = max(min(batch, total_q), total_q // tokens) * grid_heads
-        splits = plan_splits(busy, key_bound, RESIDENT * target.multiprocessors)
+        splits = plan_splits(busy, key_bound, config.resident * target.multiprocessors)
     # fixed splits always take the combining pass: one path, one rounding
     is_split = splits.num_splits > 1 or splits.fixed_keys > 0
 

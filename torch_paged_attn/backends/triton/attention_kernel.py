@@ -19,8 +19,9 @@ from torch_paged_attn.backends.triton.dropout import dropout_keep
 from torch_paged_attn.backends.triton.formats import encode
 from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
 from torch_paged_attn.backends.triton.mask import full_range, key_range, visible
+from torch_paged_attn.backends.triton.products import fold_values, scores
 from torch_paged_attn.backends.triton.rows import find_pages, load_rows
-from torch_paged_attn.backends.triton.softmax import fold_scores, fold_values, quotient, with_sink
+from torch_paged_attn.backends.triton.softmax import fold_scores, quotient, with_sink
 from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
@@ -193,7 +194,9 @@ def _attention_fwd_kernel(
         share = tl.maximum(tl.cdiv(i_stop - i_start, num_splits), min_tiles)
         # boundaries of fixed splits are counted from key 0: they do not move with a window
         share = tl.where(fixed_tiles > 0, fixed_tiles, share)
-        i_base = tl.where(fixed_tiles > 0, 0, i_start)
+        i_base = i_start
+        if not HAS_LAYOUT:
+            i_base = tl.where(fixed_tiles > 0, 0, i_start)
         i_start = tl.maximum(i_start, i_base + split * share)
         i_stop = tl.maximum(tl.minimum(i_stop, i_base + (split + 1) * share), i_start)
 
@@ -287,12 +290,12 @@ def _attention_fwd_kernel(
             k_low = load_rows(
                 k_ptr, k_rows, in_range, 0, K_LOW, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
             )
-            s = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+            s = scores(q_low, k_low, IS_PRECISE)
             if K_HIGH > 0:
                 k_high = load_rows(
                     k_ptr, k_rows, in_range, K_LOW, K_HIGH, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
                 )
-                s = tl.dot(q_high, tl.trans(k_high), s, input_precision="ieee")
+                s += scores(q_high, k_high, IS_PRECISE)
 
             if not RAW_SCORES:
                 s = s * scale

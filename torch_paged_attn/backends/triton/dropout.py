@@ -9,10 +9,21 @@ def dropout_keep(rng_ptr, threshold, b, head, token, n0, BLOCK_N: tl.constexpr):
     """(rows, BLOCK_N): True where a probability survives. n0 is a multiple of four."""
     seed = tl.load(rng_ptr)
     offset = tl.load(rng_ptr + 1).to(tl.uint32)
-    quad = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)
+    threshold = threshold.to(tl.uint32)
     stream = ((b.to(tl.uint32) << 16) | head.to(tl.uint32))[:, None]
     row = token.to(tl.uint32)[:, None]
-    zero = (quad[None, :] ^ quad[None, :]) & row
-    w0, w1, w2, w3 = tl.philox(seed, quad[None, :] | zero, row | zero, stream | zero, offset | zero)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    return words >= threshold.to(tl.uint32)
+    if BLOCK_N < 32:
+        # too narrow to put four words beside each other: every key draws its own
+        j = n0 + tl.arange(0, BLOCK_N)
+        quad = (j // 4).to(tl.uint32)[None, :]
+        zero = (quad ^ quad) & row
+        w0, w1, w2, w3 = tl.philox(seed, quad | zero, row | zero, stream | zero, offset | zero)
+        lane = (j % 4)[None, :]
+        word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+        return word >= threshold
+    else:
+        quad = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
+        zero = (quad ^ quad) & row
+        w0, w1, w2, w3 = tl.philox(seed, quad | zero, row | zero, stream | zero, offset | zero)
+        words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        return words >= threshold

@@ -14,7 +14,7 @@ def finite_or_zero(m):
 
 @triton.jit
 def _exp(x):
-    """exp of x <= 0 to about one unit in the last place (Cephes' expf); the chips' own is coarser."""
+    """exp of x <= 0 to about one unit in the last place (Cephes' expf); chips are coarser."""
     x = tl.maximum(x, -87.0)
     # rounded to a whole number of octaves by adding 1.5 * 2**23
     octaves = (x * LOG2E + 12582912.0) - 12582912.0
@@ -50,19 +50,6 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
     else:
         shrink = tl.exp2((m_i - shift) * factor)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
-
-
-@triton.jit
-def fold_values(acc, shrink, p, v, IS_PRECISE: tl.constexpr):
-    """Add a tile's probabilities times its values to what the earlier tiles left.
-
-    In float32 every tile is summed on its own: long chains of sums would lose bits.
-    """
-    acc = acc * shrink[:, None]
-    if IS_PRECISE:
-        return acc + tl.dot(p, v, input_precision="ieee")
-    else:
-        return tl.dot(p, v, acc)
 
 
 @triton.jit

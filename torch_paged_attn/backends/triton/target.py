@@ -28,8 +28,8 @@ class Target:
     def smallest_chunk(self, block_m: int) -> int:
         """The narrowest operand of a product in 16 bits.
 
-        TODO: drop the 64 when Triton (3.6 does not) multiplies operands of less than 128 bytes a row
-        right with the instructions of Hopper's warpgroups, which take 64 rows.
+        TODO: drop the 64 when Triton multiplies operands of less than 128 bytes a row right with
+        the instructions of Hopper's warpgroups, which take 64 rows (3.6 does not).
         """
         return 64 if self.arch in ("sm90", "sm100") and block_m >= 64 else 16
 
