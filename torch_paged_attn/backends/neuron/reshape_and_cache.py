@@ -1,0 +1,97 @@
+"""`reshape_and_cache` on Neuron: one scatter of rows for the keys, one for the values."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_paged_attn.backends.neuron.attention import refuse
+from torch_paged_attn.backends.neuron.scatter_kernel import P, scatter_kernel
+from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
+from torch_paged_attn.backends.neuron.toolchain import EMULATED, launch
+from torch_paged_attn.ops.checks import names
+from torch_paged_attn.ops.reshape_and_cache import OP, check, check_split
+
+Rows = tuple[StoredRows, StoredRows]
+
+
+def unsupported(key: Tensor, k_cache: Tensor, names_: tuple[str, str]) -> str | None:
+    """What of a valid call has no kernel yet."""
+    if k_cache.dtype != key.dtype:
+        return (
+            f"{names_[0]} has dtype {names((k_cache.dtype,))}; supported: key's,"
+            f" {names((key.dtype,))}"
+        )
+    return None
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Arguments as in `ops.reshape_and_cache` with one cache tensor."""
+    check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+    _write(key, value, kv_cache[0], kv_cache[1], slot_mapping, ("kv_cache", "kv_cache"))
+
+
+def reshape_and_cache_split(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Arguments as in `ops.reshape_and_cache` with a pair of caches."""
+    check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    _write(key, value, k_cache, v_cache, slot_mapping, ("k_cache", "v_cache"))
+
+
+def _write(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cache_names: tuple[str, str],
+) -> None:
+    reason = unsupported(key, k_cache, cache_names)
+    if reason is not None:
+        refuse(OP, reason)
+    num_tokens = slot_mapping.shape[0]
+    if num_tokens == 0 or k_cache.shape[0] == 0:
+        return
+    # every refusal comes before the first write
+    caches = [stored_rows(cache, allow_copy=False) for cache in (k_cache, v_cache)]
+    for name, cache, rows in zip(cache_names, (k_cache, v_cache), caches, strict=True):
+        if rows is None:
+            refuse(OP, f"{name} has strides {cache.stride()}, no rows of a multiple of their gcd")
+    slots = _last_of_each(slot_mapping.long(), k_cache.shape[0] * k_cache.shape[2])
+    padding = -num_tokens % P
+    slots = F.pad(slots, (0, padding), value=-1)
+    page, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
+    for new, rows in zip((key, value), caches, strict=True):
+        assert rows is not None
+        index = rows.row_of(page, offset).where(slots >= 0, -1).to(torch.int32)
+        written = launch(
+            scatter_kernel,
+            F.pad(new[:num_tokens].flatten(1), (0, 0, 0, padding)),
+            index[:, None],
+            rows.storage,
+            new.shape[1],
+            rows.layout,
+        )
+        if not EMULATED:
+            rows.storage.copy_(written)  # the framework turns this into an alias
+
+
+def _last_of_each(slots: Tensor, num_slots: int) -> Tensor:
+    """-1 for slots outside the cache, and for all but the last token of a slot: scatters race."""
+    slots = slots.where((slots >= 0) & (slots < num_slots), -1)
+    ordered, token = slots.sort(stable=True)
+    is_last = F.pad(ordered[1:] != ordered[:-1], (0, 1), value=True)
+    return torch.empty_like(slots).scatter_(0, token, ordered.where(is_last, -1))
