@@ -22,9 +22,13 @@ SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + ["csrc/core/schedule.cpp", 
 
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}
-if platform.machine() in ("x86_64", "AMD64"):
+if platform.machine() in ("aarch64", "arm64"):
+    ISA_FLAGS["neon"] = []
+elif platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    ISA_FLAGS["avx512"] = ISA_FLAGS["avx2"] + [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")]
+    ISA_FLAGS["avx512"] = ISA_FLAGS["avx2"] + [
+        f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")
+    ]
 KERNEL_FLAGS = ["-O3", "-g0", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"]
 KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]

@@ -21,6 +21,8 @@ extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
 #endif
 
 // The best ISA this processor has, or the one that PAGED_ATTN_CPU_ISA names; throws

@@ -23,16 +23,16 @@ struct Ahead {
 };
 
 // scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
-// time, so that their W accumulators are summed over the lanes in one transpose
+// time, enough to hide the latency of one, W of them summed over the lanes in one transpose
 template <class T, int ROWS>
 inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, const float* q,
                      int64_t stride_q, int64_t rows, int64_t head_dim, float scale, float* scores) {
-  constexpr int KEYS = W / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
+  constexpr int DOTS = W < 8 ? 8 : W, KEYS = DOTS / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
   for (int c = 0; c < ALIGN; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
     for (int64_t r = 0; r < rows; r += ROWS) {
-      F acc[ROWS * KEYS] = {};
+      F acc[DOTS] = {};
       const float* x = q + r * stride_q;
       const auto step = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
         F row[ROWS];
@@ -55,8 +55,8 @@ inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, cons
         const int n = int(head_dim - d);
         step(d, [n](const T* p) __attribute__((always_inline)) { return load(p, n); });
       }
-      float sums[W];
-      store(sums, sum_lanes(acc) * set1(scale));
+      float sums[DOTS];
+      for (int i = 0; i < DOTS; i += W) store(sums + i, sum_lanes(acc + i) * set1(scale));
       for (int i = 0; i < ROWS; ++i)
         memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
     }

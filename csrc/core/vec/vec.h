@@ -46,6 +46,8 @@ PAGED_ATTN_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof x); }
 #include "avx512.h"
 #elif PAGED_ATTN_LANES == 8
 #include "avx2.h"
+#elif defined(PAGED_ATTN_NEON)
+#include "neon.h"
 #else
 #include "generic.h"
 #endif
