@@ -1,4 +1,4 @@
-"""`Call`s run by run_call.cpp: what the guard in attention_guard.cpp makes of the arguments, here."""
+"""`Call`s run by run_call.cpp. What attention_guard.cpp makes of the arguments is made here."""
 
 import math
 import subprocess
@@ -38,7 +38,6 @@ def fields(call: Call, memory: Memory) -> dict[str, Any]:
     paged = args.get("block_table") is not None
     total_q, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    # () and (heads,) broadcast
     members: dict[str, Any] = {
         "q_dtype": q.dtype,
         "kv_dtype": k.dtype,
