@@ -1,0 +1,48 @@
+"""An object of one instruction set holds nothing that could stand in for another's.
+
+Of two weak symbols the linker keeps one, whichever: AVX-512 code could end up in the generic path.
+"""
+
+import os
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).parents[2]
+CXX = os.environ.get("CXX", "g++")
+# what the kernels take from outside: C, never the C++ library
+LIBC = {"expf", "logf", "memcpy", "memset"}
+
+
+@pytest.fixture(scope="module")
+def build_flags():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGED_ATTN_BUILD_CPP", "0")
+        patch.setattr(setuptools, "setup", lambda **_: None)
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.mark.skipif(
+    shutil.which(CXX) is None or shutil.which("nm") is None, reason="needs a compiler and nm"
+)
+@pytest.mark.parametrize("isa", sorted(path.stem for path in ROOT.glob("csrc/isa/*.cpp")))
+def test_an_object_exports_its_table_alone(isa, build_flags, tmp_path):
+    if isa not in build_flags["ISA_FLAGS"]:
+        pytest.skip("not of this machine")
+    # without optimisation nothing is inlined that does not have to be
+    flags = [*build_flags["KERNEL_FLAGS"], *build_flags["ISA_FLAGS"][isa], "-O0"]
+    target = tmp_path / "kernels.o"
+    subprocess.run([CXX, *flags, "-c", ROOT / f"csrc/isa/{isa}.cpp", "-o", target], check=True)
+    nm = subprocess.run(
+        ["nm", "--format=posix", target], check=True, capture_output=True, text=True
+    )
+    symbols = dict(line.split()[:2] for line in nm.stdout.splitlines())
+    assert {name for name, kind in symbols.items() if kind == "U"} <= LIBC
+    # lower case: local to the object, or one of the weak kinds, v and w
+    shared = {name: kind for name, kind in symbols.items() if kind not in "Ubdnrt"}
+    table = f"kernels_{isa}"
+    assert shared == {f"_ZN10paged_attn{len(table)}{table}E": "D"}
