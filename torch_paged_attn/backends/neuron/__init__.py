@@ -1,30 +1,27 @@
-"""The Neuron backend: AWS Trainium and Inferentia, in NKI. Not one line of it imports `nki` until
-an op is called.
+"""The Neuron backend: AWS Trainium and Inferentia, in NKI. Imported by the first call there.
 
 Written against the public documentation of NKI 0.6 and run on an emulator of it. It has never run
 on hardware: see `docs/neuron.md`.
 """
 
-import importlib
-from typing import Any
+from torch_paged_attn.backends.neuron.attention import blocksparse, flash_varlen
+from torch_paged_attn.backends.neuron.merge_states import merge_states
+from torch_paged_attn.backends.neuron.reshape_and_cache import (
+    reshape_and_cache,
+    reshape_and_cache_split,
+)
+from torch_paged_attn.backends.neuron.toolchain import missing
 
-_HOMES = {
-    "blocksparse": "attention",
-    "flash_varlen": "attention",
-    "merge_states": "merge_states",
-    "reshape_and_cache": "reshape_and_cache",
-    "reshape_and_cache_split": "reshape_and_cache",
-}
+__all__ = [
+    "blocksparse",
+    "flash_varlen",
+    "load",
+    "merge_states",
+    "reshape_and_cache",
+    "reshape_and_cache_split",
+]
 
 
 def load() -> str | None:
     """None where the kernels can run, else the reason why not."""
-    from torch_paged_attn.backends.neuron.toolchain import missing
-
     return missing()
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -179,7 +179,7 @@ def flash_varlen(
     )
     out = out_rows[:num_rows].view(total_q, group_size, num_kv_heads, head_dim_v)
     lse = lse_rows[:num_rows].view(total_q, group_size, num_kv_heads)
-    lse = lse.where(lse > engine.FLOOR / 2, float("-inf"))
+    lse = lse.masked_fill(lse < engine.FLOOR / 2, float("-inf"))
     return (
         out.transpose(1, 2).reshape(total_q, num_heads, head_dim_v).contiguous(),
         lse.permute(2, 1, 0).reshape(num_heads, total_q).contiguous(),

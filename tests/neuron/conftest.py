@@ -1,0 +1,47 @@
+"""The Neuron kernels on NumPy: the emulator, or the wheel's own simulator where it is installed."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+# read when the kernels are imported, which no other test does
+os.environ["PAGED_ATTN_NEURON_EMULATE"] = "1"
+# products of 128 x 512 are not worth a second thread; effective if numpy is not loaded yet
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+if importlib.util.find_spec("ml_dtypes") is None:
+    pytest.skip("the emulator needs ml_dtypes", allow_module_level=True)
+
+
+@pytest.fixture
+def machine(request):
+    """A fresh emulated core; parametrise indirectly with its generation."""
+    from torch_paged_attn.testing.nki_emulator import emulated
+
+    with emulated(getattr(request, "param", 3)) as machine:
+        yield machine
+
+
+@pytest.fixture
+def run():
+    """Run a `Call` on the backend."""
+    from torch_paged_attn.backends import neuron
+
+    def run(call, **changes):
+        args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args | changes
+        first = ["q", "k", "v", "crow_indices", "col_indices", "cu_seqlens_q", "cu_seqlens_k"]
+        first += ["max_seqlen_q", "max_seqlen_k"]
+        positional = [args.pop(name) for name in first if name in args]
+        return getattr(neuron, call.op)(*positional, **args)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def poison_allocations():
+    """`torch.empty` hands out NaN: a kernel that leaves an element unwritten is found."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

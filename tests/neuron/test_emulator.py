@@ -1,0 +1,381 @@
+"""Each instruction computes what its documentation says, on plain NumPy, and refuses the rest."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from torch_paged_attn.testing.nki_emulator import Violation, emulated, nisa, nl, simulate
+
+pytestmark = pytest.mark.usefixtures("machine")
+RNG = np.random.default_rng(0)
+gen2, gen4 = (
+    pytest.mark.parametrize("machine", [n], indirect=True, ids=[f"gen{n}"]) for n in (2, 4)
+)
+
+
+def randn(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def tile(values, buffer=nl.sbuf):
+    """A tile on chip that holds `values`."""
+    made = nl.ndarray(values.shape, dtype=values.dtype, buffer=buffer)
+    made.write(values)
+    return made
+
+
+def empty(*shape, dtype=nl.float32, buffer=nl.sbuf):
+    return nl.ndarray(shape, dtype=dtype, buffer=buffer)
+
+
+def hbm(values):
+    made = nl.ndarray(values.shape, dtype=values.dtype, buffer=nl.shared_hbm)
+    made.write(values)
+    return made
+
+
+# --- what is computed
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_matmul_contracts_partitions(dtype):
+    a, b = randn(96, 32).astype(dtype), randn(96, 512).astype(dtype)
+    out = empty(32, 512, buffer=nl.psum)
+    nisa.nc_matmul(out, tile(a), tile(b))
+    expected = a.astype(np.float32).T @ b.astype(np.float32)
+    np.testing.assert_array_equal(out.read(), expected)
+
+
+def test_matmul_accumulates_when_told_and_by_itself():
+    a, b = tile(randn(64, 32)), tile(randn(64, 40))
+    product = a.read().T @ b.read()
+    out = empty(32, 40, buffer=nl.psum)
+    nisa.nc_matmul(out, a, b, accumulate=False)
+    nisa.nc_matmul(out, a, b, accumulate=True)
+    np.testing.assert_array_equal(out.read(), product + product)
+    nisa.nc_matmul(out, a, b)
+    np.testing.assert_array_equal(out.read(), product + product + product)
+    nisa.nc_matmul(out, a, b, accumulate=False)
+    np.testing.assert_array_equal(out.read(), product)
+
+
+def test_transpose_keeps_bits():
+    values = randn(128, 80).astype(ml_dtypes.bfloat16)
+    values[3, 4] = np.nan
+    out = empty(80, 128, dtype=nl.bfloat16, buffer=nl.psum)
+    nisa.nc_transpose(out, tile(values))
+    np.testing.assert_array_equal(out.read().view(np.int16), values.T.view(np.int16))
+    small = randn(32, 32)
+    out = empty(32, 32)
+    nisa.nc_transpose(out, tile(small), engine=nisa.engine.vector)
+    np.testing.assert_array_equal(out.read(), small.T)
+
+
+def test_tensor_scalar_chains_constants_and_columns():
+    x, column = randn(128, 6), randn(128, 1)
+    out = empty(128, 6)
+    nisa.tensor_scalar(
+        out, tile(x), nl.subtract, tile(column), reverse0=True, op1=nl.multiply, operand1=2.0
+    )
+    np.testing.assert_array_equal(out.read(), (column - x) * np.float32(2))
+
+
+def test_scalar_tensor_tensor():
+    x, column, y = randn(128, 6), randn(128, 1), randn(128, 6)
+    out = empty(128, 6)
+    nisa.scalar_tensor_tensor(
+        out, tile(x), nl.multiply, tile(column), nl.add, tile(y, buffer=nl.psum)
+    )
+    np.testing.assert_array_equal(out.read(), x * column + y)
+
+
+def test_comparisons_are_one_and_zero_in_any_type():
+    x, y = randn(128, 6), randn(128, 6)
+    out = empty(128, 6, dtype=nl.uint8)
+    nisa.tensor_tensor(out, tile(x), tile(y), nl.less)
+    np.testing.assert_array_equal(out.read(), (x < y).astype(np.uint8))
+
+
+def test_integers_are_exact_in_sbuf_and_float32_elsewhere():
+    x = np.full((4, 2), 2**24 + 1, np.int32)
+    one = np.ones((4, 2), np.int32)
+    out = empty(4, 2, dtype=nl.int32)
+    nisa.tensor_tensor(out, tile(x), tile(one), nl.add)
+    assert (out.read() == 2**24 + 2).all()
+    nisa.tensor_scalar(out, tile(x), nl.add, 1.0)
+    assert (out.read() == 2**24).all()  # 2**24 + 1 is no float32; ties go to even
+
+
+def test_casts_round_to_even_and_saturate():
+    x = np.array([[0.5, 1.5, 2.5, -300.0, 300.0]], np.float32)
+    out = empty(1, 5, dtype=nl.int8)
+    nisa.tensor_copy(out, tile(x))
+    assert out.read().tolist() == [[0, 2, 2, -128, 127]]
+
+
+def test_reduce_takes_the_last_dimensions():
+    x = randn(16, 3, 5)
+    out = empty(16, 1)
+    nisa.tensor_reduce(out, nl.maximum, tile(x), axis=(1, 2), negate=True)
+    np.testing.assert_array_equal(out.read()[:, 0], -x.max((1, 2)))
+    out = empty(16, 3)
+    nisa.tensor_reduce(out, nl.add, tile(x), axis=2)
+    np.testing.assert_array_equal(out.read(), x.sum(2))
+
+
+def test_activation_scales_shifts_and_sums():
+    x, scale, bias = randn(64, 7), randn(64, 1), randn(64, 1)
+    out, total = empty(64, 7, dtype=nl.bfloat16), empty(64, 1)
+    for command, times in ((nisa.reduce_cmd.reset_reduce, 1), (nisa.reduce_cmd.reduce, 2)):
+        nisa.activation(
+            out,
+            nl.exp,
+            tile(x),
+            bias=tile(bias),
+            scale=tile(scale),
+            reduce_op=nl.add,
+            reduce_res=total,
+            reduce_cmd=command,
+        )
+        expected = np.exp(x * scale + bias)
+        np.testing.assert_array_equal(out.read(), expected.astype(ml_dtypes.bfloat16))
+        np.testing.assert_allclose(total.read()[:, 0], times * expected.sum(1), rtol=1e-6)
+
+
+def test_predicated_copy_selects_and_does_not_multiply():
+    x, mask = np.full((8, 4), np.nan, np.float32), RNG.integers(0, 2, (8, 4)).astype(np.uint8)
+    out = tile(x)
+    nisa.tensor_copy_predicated(out, 0.0, tile(mask))
+    np.testing.assert_array_equal(out.read(), np.where(mask, 0, x))
+    nisa.tensor_copy_predicated(out, tile(np.ones_like(x)), tile(mask), reverse_pred=True)
+    np.testing.assert_array_equal(out.read(), np.where(mask, 0.0, 1.0))
+
+
+def test_iota_counts_partitions_and_patterns():
+    out = empty(4, 2, 3, dtype=nl.int32)
+    nisa.iota(out, pattern=[[100, 2], [1, 3]], offset=7, channel_multiplier=10)
+    p, i, j = np.ogrid[:4, :2, :3]
+    np.testing.assert_array_equal(out.read(), 7 + 10 * p + 100 * i + j)
+
+
+def test_gather_moves_rows_with_an_offset_and_a_stride():
+    cache = randn(10, 12)
+    index = np.array([[7], [0], [7], [9]], np.int32)
+    out = empty(4, 2, 3, dtype=nl.bfloat16)
+    rows = hbm(cache).ap(
+        pattern=[[12, 4], [6, 2], [1, 3]], offset=2, vector_offset=tile(index), indirect_dim=0
+    )
+    nisa.dma_copy(out, rows, dge_mode=nisa.dge_mode.swdge)
+    expected = cache.reshape(10, 2, 6)[index[:, 0], :, 2:5]
+    np.testing.assert_array_equal(out.read(), expected.astype(ml_dtypes.bfloat16))
+
+
+def test_scatter_skips_what_is_outside_when_told():
+    cache, new = hbm(np.zeros((6, 3), np.float32)), randn(4, 3)
+    index = np.array([[5], [-1], [2], [6]], np.int32)
+    rows = cache.ap(pattern=[[3, 4], [1, 3]], vector_offset=tile(index), indirect_dim=0)
+    nisa.dma_copy(rows, tile(new), oob_mode=nisa.oob_mode.skip)
+    expected = np.zeros((6, 3), np.float32)
+    expected[[5, 2]] = new[[0, 2]]
+    np.testing.assert_array_equal(cache.read(), expected)
+
+
+def test_scalar_offset_from_a_tile_and_from_a_register():
+    table = hbm(randn(5, 4, 3))
+    for offset in (tile(np.array([[3]], np.int32)), nisa.register_alloc(3)):
+        out = empty(4, 3)
+        nisa.dma_copy(out, table.ap([[3, 4], [1, 3]], scalar_offset=offset, indirect_dim=0))
+        np.testing.assert_array_equal(out.read(), table.read()[3])
+
+
+def test_slices_and_reshapes_are_views():
+    values = randn(8, 4, 6)
+    whole = tile(values)
+    np.testing.assert_array_equal(whole[:, 1, 2:6:2].read(), values[:, 1, 2:6:2])
+    np.testing.assert_array_equal(whole[3].read(), values[3:4])
+    np.testing.assert_array_equal(whole[:, nl.ds(1, 2)].read(), values[:, 1:3])
+    np.testing.assert_array_equal(whole.reshape((8, 24)).read(), values.reshape(8, 24))
+
+
+def test_registers_move_through_memory():
+    register, out = nisa.register_alloc(), empty(1, 1, dtype=nl.int32)
+    nisa.register_load(register, tile(np.array([[41]], np.int32)))
+    nisa.register_store(out, register)
+    assert out.read().item() == 41
+
+
+def test_programs_share_their_results():
+    def kernel(x):
+        out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+        program = nl.program_id(0)
+        nisa.dma_copy(out[program : program + 1], x[program : program + 1])
+        return out
+
+    x = randn(2, 5)
+    for reverse in (False, True):
+        np.testing.assert_array_equal(simulate(kernel, 2, reverse)(x), x)
+
+
+# --- what is refused: each of these is a program with one fault
+
+
+def matmul(depth=128, rows=128, columns=512, a=nl.bfloat16, b=nl.bfloat16, out=nl.float32, **kw):
+    left, right = empty(depth, rows, dtype=a), empty(depth, columns, dtype=b)
+    nisa.memset(left, 1.0)
+    nisa.memset(right, 1.0)
+    nisa.nc_matmul(empty(rows, columns, dtype=out, buffer=nl.psum), left, right, **kw)
+
+
+def ones(*shape, dtype=nl.float32, buffer=nl.sbuf):
+    return tile(np.ones(shape, dtype), buffer)
+
+
+def across_banks():
+    out = empty(128, 600, buffer=nl.psum)
+    nisa.nc_matmul(out[:, 50:562], ones(128, 128), ones(128, 512))
+
+
+def onto_memset():
+    out = empty(128, 8, buffer=nl.psum)
+    nisa.memset(out, 0.0)
+    nisa.nc_matmul(out, ones(128, 128), ones(128, 8), accumulate=True)
+
+
+def gather(index, rows=6, columns=3, **kw):
+    cache = hbm(np.zeros((rows, 3), np.float32))
+    pattern = [[3, len(index)], [1, columns]]
+    offsets = tile(np.array(index, np.int32)[:, None])
+    nisa.dma_copy(empty(len(index), columns), cache.ap(pattern, vector_offset=offsets), **kw)
+
+
+def scatter_twice():
+    offsets = tile(np.array([[1], [1]], np.int32))
+    cache = hbm(np.zeros((6, 3), np.float32))
+    nisa.dma_copy(cache.ap([[3, 2], [1, 3]], vector_offset=offsets), ones(2, 3))
+
+
+def keeps_a_tile():
+    kept = []
+    nl.fori_loop(0, 2, lambda i: kept.append(empty(1, 1)))
+
+
+def same_element_twice():
+    def kernel(x):
+        out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+        nisa.dma_copy(out, x)
+        return out
+
+    simulate(kernel, 2)(np.ones((2, 2), np.float32))
+
+
+FAULTS = {
+    "129 partitions": lambda: empty(129, 4),
+    "one dimension": lambda: empty(128),
+    "SBUF full": lambda: [empty(128, 30000) for _ in range(2)],
+    "PSUM full": lambda: [empty(128, 512, buffer=nl.psum) for _ in range(9)],
+    "buffer by name": lambda: empty(128, 4, buffer="sbuf"),
+    "matmul: 1024 columns": lambda: matmul(columns=1024),
+    "matmul: mixed float32": lambda: matmul(b=nl.float32),
+    "matmul: integers": lambda: matmul(a=nl.int32, b=nl.int32),
+    "matmul: bfloat16 result": lambda: matmul(out=nl.bfloat16),
+    "matmul: result in SBUF": lambda: nisa.nc_matmul(empty(4, 4), ones(4, 4), ones(4, 4)),
+    "matmul: operand in PSUM": lambda: nisa.nc_matmul(
+        empty(4, 4, buffer=nl.psum), ones(4, 4, buffer=nl.psum), ones(4, 4)
+    ),
+    "matmul: other depth": lambda: nisa.nc_matmul(
+        empty(4, 4, buffer=nl.psum), ones(8, 4), ones(4, 4)
+    ),
+    "matmul: across banks": across_banks,
+    "matmul: accumulates on nothing": lambda: matmul(accumulate=True),
+    "matmul: accumulates on memset": onto_memset,
+    "transpose: changes type": lambda: nisa.nc_transpose(
+        empty(4, 8, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)
+    ),
+    "transpose: wide on VectorE": lambda: nisa.nc_transpose(empty(64, 8), ones(8, 64)),
+    "reads what nothing wrote": lambda: nisa.tensor_copy(empty(8, 4), empty(8, 4)),
+    "DMA of what nothing wrote": lambda: nisa.dma_copy(hbm(np.zeros((8, 4))), empty(8, 4)),
+    "DMA from PSUM": lambda: nisa.dma_copy(empty(8, 4), ones(8, 4, buffer=nl.psum)),
+    "DMA of another size": lambda: nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 5)))),
+    "gather: out of bounds": lambda: gather([0, 6]),
+    "gather: negative": lambda: gather([-1, 0]),
+    "gather: past the end": lambda: gather([0, 5], columns=4),
+    "gather: hardware descriptors": lambda: gather([0], dge_mode=nisa.dge_mode.hwdge),
+    "scatter: one index twice": scatter_twice,
+    "skip without an index": lambda: nisa.dma_copy(
+        empty(8, 4), hbm(np.zeros((8, 4), np.float32)), oob_mode=nisa.oob_mode.skip
+    ),
+    "two inputs in PSUM": lambda: nisa.tensor_tensor(
+        empty(8, 4), ones(8, 4, buffer=nl.psum), ones(8, 4, buffer=nl.psum), nl.add
+    ),
+    "GpSimd in PSUM": lambda: nisa.tensor_copy(
+        empty(8, 4), ones(8, 4, buffer=nl.psum), engine=nisa.engine.gpsimd
+    ),
+    "tiles of other shapes": lambda: nisa.tensor_copy(empty(8, 4), ones(4, 8)),
+    "operand is a matrix": lambda: nisa.tensor_scalar(empty(8, 4), ones(8, 4), nl.add, ones(8, 2)),
+    "operand is bfloat16": lambda: nisa.tensor_scalar(
+        empty(8, 4), ones(8, 4), nl.add, ones(8, 1, dtype=nl.bfloat16)
+    ),
+    "bitwise with arithmetic": lambda: nisa.tensor_scalar(
+        empty(8, 4, dtype=nl.int32),
+        ones(8, 4, dtype=nl.int32),
+        nl.left_shift,
+        1,
+        op1=nl.add,
+        operand1=1,
+    ),
+    "predicate is float": lambda: nisa.tensor_copy_predicated(ones(8, 4), 0.0, ones(8, 4)),
+    "memset of ints with a float": lambda: nisa.memset(empty(8, 4, dtype=nl.int32), 1.0),
+    "memset of floats with an int": lambda: nisa.memset(empty(8, 4), 1),
+    "reduces partitions": lambda: nisa.tensor_reduce(empty(8, 1), nl.add, ones(8, 4), axis=(0, 1)),
+    "log of 0": lambda: nisa.activation(empty(8, 4), nl.log, tile(np.zeros((8, 4), np.float32))),
+    "activation of an operation": lambda: nisa.activation(empty(8, 4), nl.add, ones(8, 4)),
+    "odd first partition": lambda: nisa.memset(empty(128, 4)[1:3], 0.0),
+    "index outside": lambda: empty(8, 4)[:, 4],
+    "slice outside": lambda: empty(8, 4)[:, 2:5],
+    "reshape of partitions": lambda: empty(8, 4).reshape((4, 8)),
+    "reshape of another size": lambda: empty(8, 4).reshape((8, 5)),
+    "register in Python": lambda: range(nisa.register_alloc(3)),
+    "register compared": lambda: nisa.register_alloc(3) == 3,
+    "register plus one": lambda: nisa.register_alloc(3) + 1,
+    "loop variable written": lambda: nl.fori_loop(0, 2, lambda i: nisa.register_move(i, 0)),
+    "loop body returns": lambda: nl.fori_loop(0, 2, lambda i: i),
+    "loop keeps a tile": keeps_a_tile,
+    "tile in an if": lambda: bool(empty(8, 4)),
+    "programs write the same": same_element_twice,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_refuses(fault):
+    with pytest.raises((Violation, TypeError)):
+        FAULTS[fault]()
+
+
+@gen2
+def test_second_generation_lacks(machine):
+    with pytest.raises(Violation, match="writes float32"):
+        nisa.nc_transpose(
+            empty(4, 8, dtype=nl.bfloat16, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)
+        )
+    with pytest.raises(Violation, match="bias from a tile"):
+        nisa.activation(empty(8, 4), nl.exp, ones(8, 4), bias=1.0)
+    with pytest.raises(Violation, match="third generation"):
+        nisa.tensor_copy(empty(8, 4), ones(8, 4), engine=nisa.engine.scalar)
+
+
+@gen4
+def test_fourth_generation_has(machine):
+    matmul(columns=4096, out=nl.float32)
+    matmul(out=nl.bfloat16)
+    matmul(a=nl.float8_e4m3fn, b=nl.float8_e4m3fn)
+
+
+def test_capacity_follows_the_generation():
+    def fill():
+        return [empty(128, 50 * 1024) for _ in range(1)]  # 200 KiB a partition
+
+    with emulated(2), pytest.raises(Violation, match="sbuf holds"):
+        fill()
+    with emulated(3) as third:
+        fill()
+    assert third.peak["sbuf"] == 200 * 1024 and third.live["sbuf"] == 0
