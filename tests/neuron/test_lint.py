@@ -1,0 +1,67 @@
+"""The kernels stay in the language that NKI's front ends accept, and call what is documented."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import torch_paged_attn
+from torch_paged_attn.testing.nki_emulator import nisa, nl
+from torch_paged_attn.testing.nki_emulator.lint import lint
+from torch_paged_attn.testing.nki_emulator.signatures import (
+    ISA,
+    LANGUAGE,
+    METHODS,
+    same_parameters,
+)
+from torch_paged_attn.testing.nki_emulator.tensor import NkiTensor
+
+BACKEND = Path(torch_paged_attn.__file__).parent / "backends" / "neuron"
+KERNELS = sorted(path.name for path in BACKEND.glob("*_kernel.py"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_clean(name):
+    assert lint((BACKEND / name).read_text()) == []
+
+
+FAULTS = {
+    "is": "if x is None:\n        pass",
+    "keyword-only": None,
+    "f-string": "y = f'{x}'",
+    "while": "while x:\n        pass",
+    "comprehension": "y = [i for i in range(3)]",
+    "an operator on a tile": "t = nl.ndarray((1, 1), nl.float32)\n    y = t * 2",
+    "something else than range": "for i in x:\n        pass",
+    "nl.affine_range": "for i in nl.affine_range(3):\n        pass",
+    "nisa.select": "nisa.select(x, x)",
+    "unexpected keyword argument 'mask'": "nisa.tensor_copy(dst=x, src=x, mask=x)",
+    "missing a required argument: 'src'": "nisa.tensor_copy(dst=x)",
+    "no function of this file": "print(x)",
+    "body rebinds y": "y = 1\n    def body(i):\n        y = 2\n    nl.fori_loop(0, 2, body)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_finds(fault):
+    body = FAULTS[fault]
+    source = f"def kernel(x):\n    {body}\n"
+    if body is None:
+        fault, source = "not plain", "def kernel(x, *, y):\n    return x\n"
+    assert any(fault in found for found in lint(source)), lint(source)
+
+
+@pytest.mark.parametrize("table, module", [(ISA, nisa), (LANGUAGE, nl), (METHODS, NkiTensor)])
+def test_the_emulator_has_the_documented_signatures(table, module):
+    for name, documented in table.items():
+        found = inspect.signature(getattr(module, name))
+        assert same_parameters(documented, found), f"{name}{found}"
+
+
+def test_the_wheel_has_the_documented_signatures():
+    isa = pytest.importorskip("nki.isa", exc_type=ImportError)
+    language = pytest.importorskip("nki.language", exc_type=ImportError)
+    for table, module in ((ISA, isa), (LANGUAGE, language)):
+        for name, documented in table.items():
+            found = inspect.signature(getattr(module, name))
+            assert same_parameters(documented, found), f"{name}{found}"
