@@ -75,18 +75,6 @@ def main() -> None:
             )
             tiles = f"BM{c.BLOCK_M} BN{c.BLOCK_N} w{c.num_warps} s{c.num_stages}"
             print(f"   {rate}  {tiles}", flush=True)
-        if not is_prefill:
-            time_splits(call, timed[0][1])
-
-
-def time_splits(call, config: Config) -> None:
-    """How the best tiles do with other numbers of splits."""
-    for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-        again = functools.partial(call, config=config, splits=SplitPlan(n))
-        print(
-            f"   {n}: {do_bench_cudagraph(again, rep=25, return_mode='median') * 1e3:.1f}", end=""
-        )
-    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,12 @@ from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile import num_tiles
-from torch_paged_attn.planning.splits import SplitPlan, plan_fixed_splits, plan_splits
+from torch_paged_attn.planning.splits import (
+    SplitPlan,
+    most_programs,
+    plan_fixed_splits,
+    plan_splits,
+)
 from torch_paged_attn.tuning import Config, choose_config
 
 # windows this wide hide nothing: no sequence is as long
@@ -116,12 +121,14 @@ def attend(
 
     key_bound = block_table.shape[1] * page_size if is_paged else k.shape[0]
     if splits is None and batch_invariant():
-        splits = plan_fixed_splits(key_bound)
+        splits = plan_fixed_splits()
     elif splits is None:
         busy = max(min(batch, total_q), total_q // tokens) * grid_heads
-        splits = plan_splits(busy, key_bound, config.resident * target.multiprocessors)
-    # fixed splits always take the combining pass: one path, one rounding
-    is_split = splits.num_splits > 1 or splits.fixed_keys > 0
+        slots = config.resident * target.multiprocessors
+        splits = plan_splits(busy, key_bound, slots, is_decode=block_m <= 64)
+    is_split = splits.is_split
+    if is_split:
+        grid_tiles = most_programs(splits, grid_tiles, key_bound, grid_heads)
 
     has_left, left = _window(window_size_left)
     has_right, right = _window(0 if causal else window_size_right)
@@ -136,10 +143,12 @@ def attend(
     k_stored, k_format = as_stored(k, target)
     v_stored, _ = as_stored(v, target)
     out_stored, out_format = as_stored(out, target)
+    parts = part_lse = plan = None
     if is_split:
-        shape = (splits.num_splits, total_q, num_heads)
-        parts = q.new_empty(*shape, head_dim_v, dtype=torch.float32)
-        part_lse = q.new_empty(shape, dtype=torch.float32)
+        part_rows = grid_tiles * grid_heads * block_m
+        parts = q.new_empty(part_rows, head_dim_v, dtype=torch.float32)
+        part_lse = q.new_empty(part_rows, dtype=torch.float32)
+        plan = q.new_empty(total_q, 2, dtype=torch.int32)
     crow, col = layout if layout is not None else (None, None)
     crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
     col_strides = (0, 0, 0) if col is None else (0, *col.stride())[-3:]
@@ -150,12 +159,15 @@ def attend(
     if target.is_hip and config.waves_per_eu:
         options["waves_per_eu"] = config.waves_per_eu
 
-    _attention_fwd_kernel[(grid_tiles, grid_heads, splits.num_splits)](
+    _attention_fwd_kernel[(grid_tiles, grid_heads)](
         q_stored,
         k_stored,
         v_stored,
-        parts if is_split else out_stored,
-        part_lse if is_split else lse,
+        out_stored,
+        lse,
+        parts,
+        part_lse,
+        plan,
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
@@ -195,8 +207,8 @@ def attend(
         softcap,
         int(dropout_p * 2.0**32),
         1.0 / (1.0 - dropout_p),
-        splits.num_splits,
-        -(-splits.min_keys // block_n),
+        -(-splits.programs // grid_heads),
+        0 if splits.fixed_keys else -(-splits.min_keys // block_n),
         splits.fixed_keys // block_n,
         HEAD_DIM=head_dim,
         K_LOW=k_low,
@@ -222,7 +234,7 @@ def attend(
         IS_SPLIT=is_split,
         Q_FORMAT=q_format,
         K_FORMAT=k_format,
-        OUT_FORMAT="NATIVE" if is_split else out_format,
+        OUT_FORMAT=out_format,
         DTYPE=dtype,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -232,6 +244,7 @@ def attend(
         _combine_kernel[(total_q, num_heads)](
             parts,
             part_lse,
+            plan,
             out_stored,
             lse,
             cu_seqlens_q,
@@ -240,9 +253,11 @@ def attend(
             total_q,
             batch,
             num_heads,
-            splits.num_splits,
             HEAD_DIM_V=head_dim_v,
             WIDTH=next_power_of_2(head_dim_v),
+            GROUP_SIZE=group_size,
+            PACK=pack,
+            BLOCK_M=block_m,
             OUT_FORMAT=out_format,
             BLOCK_S=16,
         )

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dropout import dropout_keep
-from torch_paged_attn.backends.triton.formats import encode
 from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
 from torch_paged_attn.backends.triton.mask import full_range, key_range, visible
 from torch_paged_attn.backends.triton.products import fold_values, scores
-from torch_paged_attn.backends.triton.rows import find_pages, load_rows
+from torch_paged_attn.backends.triton.rows import find_pages, load_rows, store_rows
 from torch_paged_attn.backends.triton.softmax import fold_scores, quotient, with_sink
 from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
+from torch_paged_attn.backends.triton.work import count_splits, find_work
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
 VARYING = (
@@ -35,7 +35,7 @@ VARYING = (
     "left",
     "right",
     "dropout_threshold",
-    "num_splits",
+    "programs",
     "min_tiles",
     "fixed_tiles",
 )
@@ -48,6 +48,9 @@ def _attention_fwd_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    parts_ptr,
+    part_lse_ptr,
+    plan_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     seqused_k_ptr,
@@ -102,7 +105,7 @@ def _attention_fwd_kernel(
     softcap,
     dropout_threshold,
     dropout_scale,
-    num_splits,
+    programs,
     min_tiles,
     fixed_tiles,
     HEAD_DIM: tl.constexpr,
@@ -136,17 +139,44 @@ def _attention_fwd_kernel(
 ):
     HAS_LAYOUT: tl.constexpr = K_BLOCK > 0
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
-    # the last tiles of a causal sequence see the most keys: they start first
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_TILES
     head_tile = tl.program_id(1) % HEAD_TILES
-    split = tl.program_id(2)
 
-    b, tile = find_tile(number, cu_seqlens_q_ptr, batch, TOKENS, SLACK)
+    if IS_SPLIT:
+        number = tl.program_id(0)
+        b, tile, piece = find_work(
+            number,
+            cu_seqlens_q_ptr,
+            cu_seqlens_k_ptr,
+            seqused_k_ptr,
+            batch,
+            total_q,
+            max_keys,
+            programs,
+            min_tiles,
+            fixed_tiles,
+            PAGE_SIZE > 0,
+            TOKENS,
+            HAS_LAYOUT,
+            BLOCK_N,
+        )
+        if b > batch:
+            return
+    else:
+        # the last tiles of a causal sequence see the most keys: they start first
+        number = tl.num_programs(0) - 1 - tl.program_id(0)
+        b, tile = find_tile(number, cu_seqlens_q_ptr, batch, TOKENS, SLACK)
     q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
     k_start, key_len = key_span(
         b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, PAGE_SIZE > 0
     )
+    if IS_SPLIT:
+        splits = count_splits(key_len, piece, fixed_tiles, BLOCK_N)
+        split = tile % splits
+        tile = tile // splits
+        is_part = splits > 1
+    else:
+        is_part = False
     query_len = q_stop - q_start
     past = key_len - query_len
     first_token = tile * TOKENS
@@ -191,9 +221,8 @@ def _attention_fwd_kernel(
         i_start = start // BLOCK_N
         i_stop = tl.where(start < stop, tl.cdiv(stop, BLOCK_N), i_start)
     if IS_SPLIT:
-        share = tl.maximum(tl.cdiv(i_stop - i_start, num_splits), min_tiles)
+        share = tl.maximum(tl.cdiv(i_stop - i_start, splits), tl.maximum(min_tiles, fixed_tiles))
         # boundaries of fixed splits are counted from key 0: they do not move with a window
-        share = tl.where(fixed_tiles > 0, fixed_tiles, share)
         i_base = i_start
         if not HAS_LAYOUT:
             i_base = tl.where(fixed_tiles > 0, 0, i_start)
@@ -342,8 +371,10 @@ def _attention_fwd_kernel(
     # `factor` in base two is `unit` in base e
     m = m_i * (factor * 0.6931471805599453)
     shrink = tl.full([BLOCK_M], 1.0, tl.float32)
-    if not IS_SPLIT and sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=exists & (b < batch), other=float("-inf"))
+    if sinks_ptr is not None:
+        # the sink counts once: in the combining pass if there is one
+        has_sink = exists & (b < batch) & (not is_part)
+        sink = tl.load(sinks_ptr + head, mask=has_sink, other=float("-inf"))
         m, l_i, shrink = with_sink(m, l_i, sink)
     total = tl.where(l_i == 0.0, 1.0, l_i)
     lse = tl.where(l_i == 0.0, float("-inf"), m + tl.log(total))
@@ -351,24 +382,27 @@ def _attention_fwd_kernel(
     if v_descale_ptr is not None:
         v_descale_ptr += b * stride_v_descale_batch + kv_head * stride_v_descale_head
         gain = gain * tl.load(v_descale_ptr, mask=b < batch, other=0.0)
-    if not IS_SPLIT and out_scale_ptr is not None:
-        gain = gain / tl.load(out_scale_ptr)
 
-    part = tl.cast(split, tl.int64) * total_q
-    tl.store(lse_ptr + part * num_heads + head.to(tl.int64) * total_q + row64, lse, mask=exists)
-    # a split without keys leaves no result: its lse says so
-    exists = exists & ((not IS_SPLIT) | (i_start < i_stop))
-    out_row = out_ptr + ((part + row64) * num_heads + head) * HEAD_DIM_V
-    dims = tl.arange(0, V_LOW)
-    tl.store(
-        out_row[:, None] + dims[None, :],
-        encode(quotient(acc_low * gain[:, None], total), out_ptr.dtype.element_ty, OUT_FORMAT),
-        mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
-    )
+    out_row = out_ptr + (row64 * num_heads + head) * HEAD_DIM_V
+    whole = exists & (not is_part)
+    tl.store(lse_ptr + head.to(tl.int64) * total_q + row64, lse, mask=whole)
+    out_low = quotient(acc_low * gain[:, None], total)
+    store_rows(out_row, out_low, whole, 0, V_LOW, HEAD_DIM_V, out_scale_ptr, OUT_FORMAT)
     if V_HIGH > 0:
-        dims = V_LOW + tl.arange(0, V_HIGH)
-        tl.store(
-            out_row[:, None] + dims[None, :],
-            encode(quotient(acc_high * gain[:, None], total), out_ptr.dtype.element_ty, OUT_FORMAT),
-            mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
-        )
+        out_high = quotient(acc_high * gain[:, None], total)
+        store_rows(out_row, out_high, whole, V_LOW, V_HIGH, HEAD_DIM_V, out_scale_ptr, OUT_FORMAT)
+    if IS_SPLIT:
+        # where a row's parts begin, and how many there are: the same for all heads
+        plan = plan_ptr + 2 * row64
+        announces = exists & (tl.program_id(1) == 0) & (split == 0) & (r % PACK == 0)
+        tl.store(plan, number * BLOCK_M + r, mask=announces)
+        tl.store(plan + 1, splits, mask=announces)
+        part = (tl.cast(number, tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + r
+        exists = exists & is_part
+        tl.store(part_lse_ptr + part, lse, mask=exists)
+        # a split without keys leaves no result: its lse says so
+        exists = exists & (i_start < i_stop)
+        part_row = parts_ptr + part * HEAD_DIM_V
+        store_rows(part_row, out_low, exists, 0, V_LOW, HEAD_DIM_V, None, "NATIVE")
+        if V_HIGH > 0:
+            store_rows(part_row, out_high, exists, V_LOW, V_HIGH, HEAD_DIM_V, None, "NATIVE")

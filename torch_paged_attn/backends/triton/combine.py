@@ -7,10 +7,11 @@ from torch_paged_attn.backends.triton.formats import encode
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero, with_sink
 
 
-@triton.jit(do_not_specialize=("total_q", "batch", "num_splits"))
+@triton.jit(do_not_specialize=("total_q", "batch"))
 def _combine_kernel(
     parts_ptr,
     part_lse_ptr,
+    plan_ptr,
     out_ptr,
     lse_ptr,
     cu_seqlens_q_ptr,
@@ -19,27 +20,38 @@ def _combine_kernel(
     total_q,
     batch,
     num_heads,
-    num_splits,
     HEAD_DIM_V: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """One program merges one query row of one head, BLOCK_S splits at a time."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    splits = tl.load(plan_ptr + 2 * row + 1)
+    if splits == 1:
+        return  # written whole
+    begin = tl.load(plan_ptr + 2 * row)
+    HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
+    in_group = head % GROUP_SIZE
+    head_tile = head // GROUP_SIZE * HEAD_TILES + in_group // PACK
+    tile_row = begin % BLOCK_M + in_group % PACK
     dims = tl.arange(0, WIDTH)
     m = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     acc = tl.zeros([WIDTH], tl.float32)
-    for s0 in tl.range(0, num_splits, BLOCK_S):
+    for s0 in tl.range(0, splits, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        part = s.to(tl.int64) * total_q
-        lse_offset = part * num_heads + tl.cast(head, tl.int64) * total_q + row
-        lse = tl.load(part_lse_ptr + lse_offset, mask=s < num_splits, other=float("-inf"))
+        number = (begin // BLOCK_M + s).to(tl.int64)
+        heads = num_heads // GROUP_SIZE * HEAD_TILES
+        part = (number * heads + head_tile) * BLOCK_M + tile_row
+        lse = tl.load(part_lse_ptr + part, mask=s < splits, other=float("-inf"))
         holds = lse > float("-inf")
         values = tl.load(
-            parts_ptr + (((part + row) * num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
+            parts_ptr + (part * HEAD_DIM_V)[:, None] + dims[None, :],
             mask=holds[:, None] & (dims < HEAD_DIM_V)[None, :],
             other=0.0,
         )

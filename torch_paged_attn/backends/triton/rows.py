@@ -7,7 +7,7 @@ more than it must.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.formats import decode
+from torch_paged_attn.backends.triton.formats import decode, encode
 
 
 def chunks(dim: int, smallest: int) -> tuple[int, int]:
@@ -45,6 +45,25 @@ def load_rows(
     else:
         x = tl.load(pointers)
     return decode(x, FORMAT, DTYPE)
+
+
+@triton.jit
+def store_rows(
+    rows,
+    x,
+    keep,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STOP: tl.constexpr,
+    scale_ptr,
+    FORMAT: tl.constexpr,
+):
+    """Write elements START to START + WIDTH of the rows at these pointers, over a scale if any."""
+    dims = START + tl.arange(0, WIDTH)
+    if scale_ptr is not None:
+        x = x / tl.load(scale_ptr)
+    stored = encode(x, rows.dtype.element_ty, FORMAT)
+    tl.store(rows[:, None] + dims[None, :], stored, mask=keep[:, None] & (dims < STOP)[None, :])
 
 
 @triton.jit

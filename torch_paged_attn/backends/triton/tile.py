@@ -31,7 +31,7 @@ def find_tile(number, cu_seqlens_q_ptr, batch, TOKENS: tl.constexpr, SLACK: tl.c
 @triton.jit
 def query_span(b, cu_seqlens_q_ptr, batch, total_q):
     """First query row of sequence b and the row after its last."""
-    start = tl.load(cu_seqlens_q_ptr + b)
+    start = tl.load(cu_seqlens_q_ptr + b, mask=b <= batch, other=0)
     stop = tl.load(cu_seqlens_q_ptr + b + 1, mask=b < batch, other=0)
     return start, tl.where(b < batch, stop, total_q)
 
