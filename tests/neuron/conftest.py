@@ -8,8 +8,6 @@ import torch
 
 # read when the kernels are imported, which no other test does
 os.environ["PAGED_ATTN_NEURON_EMULATE"] = "1"
-# products of 128 x 512 are not worth a second thread; effective if numpy is not loaded yet
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if importlib.util.find_spec("ml_dtypes") is None:
     pytest.skip("the emulator needs ml_dtypes", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""What the report promises: long DMAs, keys read once in a decode step, room for double buffering."""
+"""What the report promises: long DMAs, keys read once in a decode, room to double buffer."""
 
 from torch_paged_attn.backends.neuron import report
 
