@@ -58,6 +58,24 @@ def _visible(position: Tensor, key_len: Tensor, left: int, right: int) -> tuple[
     return start, torch.maximum(stop, start)
 
 
+def visible_range(
+    cu_seqlens_q: Tensor,
+    key_lens: Tensor,
+    total_q: int,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, Tensor]:
+    """The half-open range of keys that each token sees, `(total_q,)` each; padding sees none."""
+    starts = cu_seqlens_q.cpu().long()
+    stops = torch.cat([starts[1:], torch.tensor([total_q])])
+    key_lens = torch.cat([key_lens.cpu().long(), torch.tensor([0])])
+    sequence, token = _count_up(stops - starts)
+    lens = key_lens[sequence]
+    position = lens - (stops - starts)[sequence] + token
+    return _visible(position, lens, window_size_left, 0 if causal else window_size_right)
+
+
 def build_work_list(
     cu_seqlens_q: Tensor,
     key_lens: Tensor,

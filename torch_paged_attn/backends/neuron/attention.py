@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron import attention_kernel as engine
+from torch_paged_attn.backends.neuron.bias import lay_out_bias
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
 from torch_paged_attn.backends.neuron.toolchain import launch, nl, num_programs
 from torch_paged_attn.ops.checks import (
@@ -20,7 +21,7 @@ from torch_paged_attn.ops.checks import (
     key_lengths,
     names,
 )
-from torch_paged_attn.planning.work_list import WorkList, build_work_list
+from torch_paged_attn.planning.work_list import WorkList, build_work_list, visible_range
 
 P = engine.P
 WIDEST_VALUE = 512  # float32 in one bank of PSUM
@@ -41,7 +42,6 @@ def unsupported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_bias: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -59,7 +59,6 @@ def unsupported(
     if (out_dtype or q.dtype) not in FLOAT:
         return f"out_dtype is {out_dtype}; supported: {names(FLOAT)}"
     for name, tensor in (
-        ("attn_bias", attn_bias),
         ("q_descale", q_descale),
         ("k_descale", k_descale),
         ("v_descale", v_descale),
@@ -151,10 +150,20 @@ def flash_varlen(
     )
     k_rows, v_rows = (_rows(x, block_table is not None) for x in (k, v))
     run = _run(k, k_rows, v_rows, tile_k) if block_table is not None else 1
+    run = run if attn_bias is None else 1
     starts = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     page, slot = _key_slots(items, run, block_table, starts, k)
     num_rows = total_q * group_size
     indices, bounds = _tables(items, num_rows, k_rows.row_of(page, slot), v_rows.row_of(page, slot))
+    bias, bias_head_stride = torch.zeros(1, tile_k, device=q.device), 0
+    if attn_bias is not None:
+        seen_by = visible_range(
+            cu_seqlens_q, key_lens, total_q, causal, window_size_left, window_size_right
+        )
+        bias, bias_head_stride, bias_row, absent = lay_out_bias(
+            attn_bias, items, group_size, *seen_by
+        )
+        indices, bounds = _append(indices, bias_row), _append(bounds, absent)
     q_rows = q.unflatten(1, (num_kv_heads, group_size)).transpose(1, 2)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out_rows, lse_rows = launch(
@@ -165,6 +174,7 @@ def flash_varlen(
         indices.to(q.device),
         bounds.to(q.device),
         _row_scalars(sinks, alibi_slopes, cu_seqlens_q, total_q, num_kv_heads, group_size),
+        bias,
         num_kv_heads,
         k_rows.layout,
         v_rows.layout,
@@ -174,6 +184,8 @@ def flash_varlen(
         float(softcap),
         sinks is not None,
         alibi_slopes is not None,
+        attn_bias is not None,
+        bias_head_stride,
         names((out_dtype,)),
         len(indices) * num_kv_heads > UNROLLED_ITEMS and hasattr(nl, "fori_loop"),
     )
@@ -261,6 +273,12 @@ def _tables(
         indices = torch.cat([indices, idle.expand(missing, -1, -1)])
         bounds = F.pad(bounds, (0, 0, 0, 0, 0, missing))
     return indices, bounds
+
+
+def _append(table: Tensor, columns: Tensor) -> Tensor:
+    """More columns, `(num_items, P, n)`; padding items get zeros."""
+    missing = len(table) - len(columns)
+    return torch.cat([table, F.pad(columns, (0, 0, 0, 0, 0, missing)).to(table.dtype)], 2)
 
 
 def _row_scalars(

@@ -24,11 +24,14 @@ FLOOR = -1.0e30
 # below every sum of a row that sees a key, and within what `log` takes
 TINY = 1.0e-18
 
-# columns of `bounds`
+# the lowest float32: what is less is -inf
+LOWEST = -3.4028234663852886e38
+
+# columns of `bounds`; with a bias, whether nobody sees a chunk's key follows for each chunk
 START, STOP, POSITION, FIRST, KEY_START, KEY_STOP = 0, 1, 2, 3, 4, 5
 NUM_BOUNDS = 6
 
-# columns of `indices`; the chunks' keys follow, then their values
+# columns of `indices`; the chunks' keys follow, then their values, then the row of the bias
 QUERY, RESULT, KEYS = 0, 1, 2
 
 
@@ -110,6 +113,36 @@ def outside(dst, values, bounds, start, stop):
     )
 
 
+def add_unseen(unseen, key_of_partition, bounds):
+    """Keys that the bias hides from every row of the item: run is 1, one column a chunk."""
+    absent = nl.ndarray(unseen.shape, dtype=nl.float32, buffer=nl.sbuf)
+    for chunk in range(unseen.shape[1]):
+        # 0 * key + flag: as wide as what it selects
+        nisa.tensor_scalar(
+            dst=absent[:, chunk, :],
+            data=key_of_partition[:, chunk, :],
+            op0=nl.multiply,
+            operand0=0.0,
+            op1=nl.add,
+            operand1=bounds[:, NUM_BOUNDS + chunk : NUM_BOUNDS + chunk + 1],
+        )
+    nisa.tensor_tensor(dst=unseen, data1=unseen, data2=absent, op=nl.logical_or)
+
+
+def add_bias(scores, bias, index, offset):
+    """scores (P, tile_k) plus the rows of bias (rows, tile_k); -inf masks, and is never added."""
+    tile_k = scores.shape[1]
+    tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    rows = bias.ap(
+        pattern=[[tile_k, P], [1, tile_k]], offset=offset, vector_offset=index, indirect_dim=0
+    )
+    nisa.dma_copy(dst=tile, src=rows, dge_mode=nisa.dge_mode.swdge)
+    hidden = nl.ndarray((P, tile_k), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=hidden, data=tile, op0=nl.less, operand0=LOWEST)
+    nisa.tensor_tensor(dst=scores, data1=scores, data2=tile, op=nl.add)
+    nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=hidden)
+
+
 def compute_scores(scores, q, k, head, identity, scale, softcap):
     """scores (P, tile_k) = cap(scale * q @ k^T); q (P, heads, dim), k as gathered."""
     dim = q.shape[2]
@@ -182,6 +215,7 @@ def attention_kernel(
     indices,
     bounds,
     row_scalars,
+    bias,
     num_kv_heads,
     k_layout,
     v_layout,
@@ -191,6 +225,8 @@ def attention_kernel(
     softcap,
     has_sinks,
     has_alibi,
+    has_bias,
+    bias_head_stride,
     out_type,
     is_dynamic,
 ):
@@ -198,10 +234,12 @@ def attention_kernel(
 
     q: (num_rows, num_kv_heads * head_dim). k, v: their storage as (rows, row size); key `t` of the
     run at row i and head h lies at `i * row size + offset + h * head stride + t * token stride`.
-    indices: (num_items, P, 2 + 2 * chunks) int32: row to load, row to store, rows of k, of v.
-    bounds: (num_items, P, NUM_BOUNDS) float32. row_scalars: (num_rows, 2 * num_kv_heads) float32,
-    sinks then slopes. What an item has not finished is stored past num_rows. A row that sees no key
-    has an lse below FLOOR / 2.
+    indices: (num_items, P, columns) int32: row to load, row to store, rows of k, of v, of bias.
+    bounds: (num_items, P, columns) float32. row_scalars: (num_rows, 2 * num_kv_heads) float32,
+    sinks then slopes. bias: (rows, tile_k) float32 in the order of keys, for which run is 1.
+
+    What an item has not finished is stored past num_rows. A row that sees no key has an lse below
+    FLOOR / 2.
     """
     num_rows, num_items = q.shape[0], indices.shape[0]
     head_dim = q.shape[1] // num_kv_heads
@@ -253,6 +291,8 @@ def attention_kernel(
         outside(masked, key_of_column, bound, START, STOP)
         unseen = nl.ndarray((P, chunks * run, widest), dtype=nl.uint8, buffer=nl.sbuf)
         outside(unseen, key_of_partition, bound, KEY_START, KEY_STOP)
+        if has_bias:
+            add_unseen(unseen, key_of_partition, bound)
         # 0 * key + first: as wide as what it selects
         is_first = nl.ndarray((P, widest), dtype=nl.uint8, buffer=nl.sbuf)
         nisa.tensor_scalar(
@@ -313,6 +353,9 @@ def attention_kernel(
                     op1=nl.add,
                     operand1=scores,
                 )
+            if has_bias:
+                bias_rows = index[:, KEYS + 2 * chunks : KEYS + 2 * chunks + 1]
+                add_bias(scores, bias, bias_rows, (first_head + head) * bias_head_stride)
             nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=masked)
             p = nl.ndarray((P, tile_k), dtype=v.dtype, buffer=nl.sbuf)
             acc_scale = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)

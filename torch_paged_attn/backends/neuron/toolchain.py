@@ -63,7 +63,8 @@ def missing() -> str | None:
 
 
 def launch(kernel: Callable, *args: Any) -> Any:
-    """Run `kernel` on tensors and plain values; tensors that it writes are updated in place."""
+    """Run `kernel` on tensors and plain values; a contiguous tensor it writes changes in place."""
+    args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
     if EMULATED:
         return _emulate(kernel, args)
     reason = missing()
