@@ -4,6 +4,8 @@ import pytest
 import torch
 
 DEVICES = {"cpu": "cpu"}
+if torch.cuda.is_available():
+    DEVICES["triton"] = "cuda"
 
 
 @pytest.fixture(params=DEVICES, scope="session")

@@ -12,7 +12,7 @@ from torch import Tensor
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
 # Dispatch key -> folder under backends/. A new backend is a folder plus a line here.
-BACKENDS = {"CPU": "cpu"}
+BACKENDS = {"CPU": "cpu", "CUDA": "triton"}
 
 # Backends whose compiled library registers its own kernels, so that a call meets no Python.
 COMPILED = frozenset({"CPU"})
@@ -86,7 +86,10 @@ def _backend(folder: str) -> Any:
 def _lazy(folder: str, name: str) -> Callable[..., Any]:
     @functools.cache
     def kernel() -> Callable[..., Any]:
-        return getattr(_backend(folder), name.replace(".", "_"))
+        backend = _backend(folder)
+        if (reason := backend.load()) is not None:
+            raise NotImplementedError(f"paged_attn::{name}: {reason}")
+        return getattr(backend, name.replace(".", "_"))
 
     return lambda *args, **kwargs: kernel()(*args, **kwargs)
 
