@@ -1,7 +1,7 @@
 """Whether the keys of one tile of queries are shared by several programs: decided by shapes.
 
-How many share them is decided on the device, which knows the lengths: the work of the whole batch is
-cut into equal pieces, so that one long sequence among short ones does not run alone at the end.
+How many share them is decided on the device, which knows the lengths: the work of the whole batch
+is cut into equal pieces, so that one long sequence among short ones does not run alone at the end.
 """
 
 import dataclasses

@@ -21,6 +21,7 @@ class Config:
     num_stages: int
     waves_per_eu: int = 0  # AMD only; 0 leaves it to the compiler
     resident: int = 4  # programs that a multiprocessor holds at once
+    maxnreg: int = 0  # NVIDIA only: registers of a thread, so that as many fit; 0 sets no bound
 
 
 @functools.cache

@@ -158,8 +158,12 @@ def attend(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if target.is_hip and config.waves_per_eu:
         options["waves_per_eu"] = config.waves_per_eu
+    if config.maxnreg and target.arch.startswith("sm"):
+        options["maxnreg"] = config.maxnreg
 
-    _attention_fwd_kernel[(grid_tiles, grid_heads)](
+    grid = (grid_tiles * grid_heads,) if is_split else (grid_tiles, grid_heads)
+    search_width = min(next_power_of_2(batch + 1), 256)
+    _attention_fwd_kernel[grid](
         q_stored,
         k_stored,
         v_stored,
@@ -232,6 +236,8 @@ def attend(
         IS_PRECISE=dtype == tl.float32,
         FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
         IS_SPLIT=is_split,
+        SEARCH_WIDTH=search_width,
+        IS_ONE_LOOK=batch < search_width,
         Q_FORMAT=q_format,
         K_FORMAT=k_format,
         OUT_FORMAT=out_format,

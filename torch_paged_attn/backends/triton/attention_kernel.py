@@ -130,6 +130,8 @@ def _attention_fwd_kernel(
     IS_PRECISE: tl.constexpr,
     FIRST_PHASE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    SEARCH_WIDTH: tl.constexpr,
+    IS_ONE_LOOK: tl.constexpr,
     Q_FORMAT: tl.constexpr,
     K_FORMAT: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
@@ -139,11 +141,11 @@ def _attention_fwd_kernel(
 ):
     HAS_LAYOUT: tl.constexpr = K_BLOCK > 0
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
-    kv_head = tl.program_id(1) // HEAD_TILES
-    head_tile = tl.program_id(1) % HEAD_TILES
-
     if IS_SPLIT:
-        number = tl.program_id(0)
+        # programs without work come last, not between the others
+        heads = num_heads // GROUP_SIZE * HEAD_TILES
+        number = tl.program_id(0) // heads
+        head_program = tl.program_id(0) % heads
         b, tile, piece = find_work(
             number,
             cu_seqlens_q_ptr,
@@ -159,13 +161,18 @@ def _attention_fwd_kernel(
             TOKENS,
             HAS_LAYOUT,
             BLOCK_N,
+            SEARCH_WIDTH,
+            IS_ONE_LOOK,
         )
         if b > batch:
             return
     else:
+        head_program = tl.program_id(1)
         # the last tiles of a causal sequence see the most keys: they start first
         number = tl.num_programs(0) - 1 - tl.program_id(0)
         b, tile = find_tile(number, cu_seqlens_q_ptr, batch, TOKENS, SLACK)
+    kv_head = head_program // HEAD_TILES
+    head_tile = head_program % HEAD_TILES
     q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
     k_start, key_len = key_span(
         b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, PAGE_SIZE > 0
@@ -394,10 +401,10 @@ def _attention_fwd_kernel(
     if IS_SPLIT:
         # where a row's parts begin, and how many there are: the same for all heads
         plan = plan_ptr + 2 * row64
-        announces = exists & (tl.program_id(1) == 0) & (split == 0) & (r % PACK == 0)
+        announces = exists & (head_program == 0) & (split == 0) & (r % PACK == 0)
         tl.store(plan, number * BLOCK_M + r, mask=announces)
         tl.store(plan + 1, splits, mask=announces)
-        part = (tl.cast(number, tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + r
+        part = (tl.cast(number, tl.int64) * heads + head_program) * BLOCK_M + r
         exists = exists & is_part
         tl.store(part_lse_ptr + part, lse, mask=exists)
         # a split without keys leaves no result: its lse says so

@@ -1,8 +1,8 @@
-"""Cutting the keys of a ragged batch into pieces of equal work, on the device and without a prologue.
+"""Cutting the keys of a ragged batch into pieces of equal work, on the device, without a prologue.
 
-Every program computes the same plan from the lengths: the tiles of queries times tiles of keys of all
-sequences, over the programs there are, is a piece; a sequence gets as many splits as it has pieces,
-rounded. Splits are numbered through, and a program finds its own by a running sum.
+Every program computes the same plan from the lengths: the tiles of queries times tiles of keys of
+all sequences, over the programs there are, is a piece; a sequence gets as many splits as it has
+pieces, rounded. Splits are numbered through, and a program finds its own by a running sum.
 """
 
 import triton
@@ -10,7 +10,13 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.tile import key_span, query_span
 
-WIDTH = tl.constexpr(128)
+
+@triton.jit
+def piece_size(total, programs, min_tiles):
+    """Tiles of keys in a piece; in float32, which every program rounds alike."""
+    return tl.maximum(
+        tl.ceil(total / tl.maximum(programs, 1)).to(tl.int32), tl.maximum(min_tiles, 1)
+    )
 
 
 @triton.jit
@@ -61,18 +67,35 @@ def find_work(
     TOKENS: tl.constexpr,
     HAS_LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_ONE_LOOK: tl.constexpr,
 ):
-    """Sequence of split `number` (past the batch: nothing to do), its number within the sequence, and
-    the tiles of keys in a piece."""
-    total = tl.full([], 0, tl.int64)
+    """Sequence of split `number` (past the batch: nothing to do), its number within the sequence,
+    and the tiles of keys in a piece. WIDTH sequences are looked at at a time.
+    """
+    if IS_ONE_LOOK:
+        b = tl.arange(0, WIDTH)
+        tiles, key_len = _sizes(
+            b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
+            IS_PAGED, TOKENS, HAS_LAYOUT,
+        )  # fmt: skip
+        total = tl.sum(tiles.to(tl.float32) * tl.cdiv(key_len, BLOCK_N), 0)
+        piece = piece_size(total, programs, min_tiles)
+        counts = tiles * count_splits(key_len, piece, fixed_tiles, BLOCK_N)
+        ended = tl.cumsum(counts, 0) <= number
+        found = tl.sum(ended.to(tl.int32), 0)
+        first = tl.sum(tl.where(ended, counts, 0), 0)
+        return found, number - first, piece
+
+    total = tl.full([], 0.0, tl.float32)
     for b0 in tl.range(0, batch + 1, WIDTH):
         b = b0 + tl.arange(0, WIDTH)
         tiles, key_len = _sizes(
             b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
             IS_PAGED, TOKENS, HAS_LAYOUT,
         )  # fmt: skip
-        total += tl.sum(tiles.to(tl.int64) * tl.cdiv(key_len, BLOCK_N), 0)
-    piece = tl.maximum(tl.cdiv(total, tl.maximum(programs, 1)).to(tl.int32), min_tiles)
+        total += tl.sum(tiles.to(tl.float32) * tl.cdiv(key_len, BLOCK_N), 0)
+    piece = piece_size(total, programs, min_tiles)
 
     before = tl.full([], 0, tl.int32)
     found = tl.full([], 0, tl.int32)
