@@ -36,6 +36,7 @@ def fields(call: Call, memory: Memory) -> dict[str, Any]:
     args = call.args
     q, k, v = args["q"], args["k"], args["v"]
     paged = args.get("block_table") is not None
+    scale = args.get("softmax_scale")
     total_q, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     members: dict[str, Any] = {
@@ -52,7 +53,7 @@ def fields(call: Call, memory: Memory) -> dict[str, Any]:
         "q_stride_token": q.stride(0),
         "q_stride_head": q.stride(1),
         "page_size": k.shape[2] if paged else 0,
-        "softmax_scale": args.get("softmax_scale") or 1 / math.sqrt(head_dim),
+        "softmax_scale": 1 / math.sqrt(head_dim) if scale is None else scale,
         "softcap": args.get("softcap", 0.0),
         "window_left": args.get("window_size_left", -1),
         "window_right": 0 if args.get("causal") else args.get("window_size_right", -1),
