@@ -27,10 +27,10 @@ def blocksparse(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.blocksparse`."""
-    call = (q, k, v, crow_indices, col_indices, cu_seqlens_q, *args)
-    sizes = {"q_block_size": q_block_size, "k_block_size": k_block_size}
-    check(*call, **sizes, causal=causal, **kwargs)
+    call: tuple[Any, ...] = (q, k, v, crow_indices, col_indices, cu_seqlens_q, *args)
+    kwargs |= {"q_block_size": q_block_size, "k_block_size": k_block_size, "causal": causal}
+    check(*call, **kwargs)
     if values_are_checked():
-        check_values(*call, **sizes, causal=causal, **kwargs)
-    layout = (crow_indices, col_indices)
-    return attend(q, k, v, cu_seqlens_q, *args, causal=causal, layout=layout, **sizes, **kwargs)
+        check_values(*call, **kwargs)
+    attention: tuple[Any, ...] = (q, k, v, cu_seqlens_q, *args)
+    return attend(*attention, layout=(crow_indices, col_indices), **kwargs)

@@ -151,7 +151,7 @@ def reshape_and_cache(
 ) -> None:
     """Arguments as in the op `reshape_and_cache`."""
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    _launch(key, value, *kv_cache.unbind(0), slot_mapping, k_scale, v_scale)
+    _launch(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
 
 
 def reshape_and_cache_split(
