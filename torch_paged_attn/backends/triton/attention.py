@@ -90,8 +90,7 @@ def attend(
     num_kv_heads, head_dim_v = k.shape[1], v.shape[-1]
     group_size = num_heads // num_kv_heads
     batch = cu_seqlens_q.shape[0] - 1
-    is_paged = block_table is not None
-    page_size = k.shape[2] if is_paged else 0
+    page_size = 0 if block_table is None else k.shape[2]
     out = q.new_empty(total_q, num_heads, head_dim_v, dtype=out_dtype or q.dtype)
     lse = q.new_empty(num_heads, total_q, dtype=torch.float32)
     if total_q == 0:
@@ -119,7 +118,7 @@ def attend(
     grid_tiles = num_tiles(total_q, batch, tokens, slack)
     grid_heads = num_kv_heads * -(-group_size // pack)
 
-    key_bound = block_table.shape[1] * page_size if is_paged else k.shape[0]
+    key_bound = k.shape[0] if block_table is None else block_table.shape[1] * page_size
     if splits is None and batch_invariant():
         splits = plan_fixed_splits()
     elif splits is None:
@@ -133,7 +132,9 @@ def attend(
     has_left, left = _window(window_size_left)
     has_right, right = _window(0 if causal else window_size_right)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    bias = "" if attn_bias is None else "bool" if attn_bias.dtype == torch.bool else "float"
+    bias, stored_bias = "" if attn_bias is None else "float", attn_bias
+    if attn_bias is not None and attn_bias.dtype == torch.bool:
+        bias, stored_bias = "bool", attn_bias.view(torch.uint8)
     # nothing happens to the scores but the scale: it joins the exponential's argument
     raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
     raw = raw and q_descale is None and k_descale is None
@@ -178,7 +179,7 @@ def attend(
         block_table,
         crow,
         col,
-        attn_bias.view(torch.uint8) if bias == "bool" else attn_bias,
+        stored_bias,
         alibi_slopes,
         sinks,
         q_descale,
@@ -187,12 +188,12 @@ def attend(
         out_scale,
         rng_state if dropout_p > 0.0 else None,
         *q.stride()[:2],
-        *(k.stride()[:3] if is_paged else (0, k.stride(1), k.stride(0))),
-        *(v.stride()[:3] if is_paged else (0, v.stride(1), v.stride(0))),
-        block_table.stride(0) if is_paged else 0,
+        *(k.stride()[:3] if page_size else (0, k.stride(1), k.stride(0))),
+        *(v.stride()[:3] if page_size else (0, v.stride(1), v.stride(0))),
+        0 if block_table is None else block_table.stride(0),
         *crow_strides,
         *col_strides,
-        *((0, 0, 0) if not bias else attn_bias.expand(num_heads, -1, -1).stride()),
+        *_strides(stored_bias, num_heads, -1, -1),
         *_strides(alibi_slopes, batch, num_heads),
         *_strides(q_descale, batch, num_kv_heads),
         *_strides(k_descale, batch, num_kv_heads),
