@@ -15,8 +15,6 @@ GENERATIONS = [2, 3, 4]
 # problem -> the argument that its refusal names
 REFUSED = {
     "llama3_8b/mixed/kv_e4m3": "k has dtype float8_e4m3fn",
-    "llama3_8b/mixed/kv_e5m2": "k has dtype float8_e5m2",
-    "llama3_8b/mixed/kv_int8": "k has dtype int8",
     "llama3_8b/prefill/e4m3": "q has dtype float8_e4m3fn",
     "llama3_8b/prefill/out_e4m3": "out_dtype is",
     "training/dropout/f32": "dropout_p is 0.2",
@@ -32,6 +30,7 @@ EVERY_GENERATION = (
     "llama3_8b/mixed/bf16",
     "gemma2/window_softcap/bf16",
     "gpt_oss/sinks_window/bf16",
+    "llama3_8b/mixed/kv_e5m2",
     "odd_sizes/f32",
 )
 
@@ -126,7 +125,7 @@ def test_a_nan_of_one_sequence_stays_there(run, machine):
 
 @hypothesis.settings(max_examples=12, derandomize=True, database=None, deadline=None)
 @hypothesis.given(problems())
-def test_fuzzed_plans_agree_or_are_refused(problem):
+def test_fuzzed_plans_agree_with_the_reference(problem):
     from torch_paged_attn.backends import neuron
     from torch_paged_attn.backends.neuron.attention import unsupported
     from torch_paged_attn.testing.nki_emulator import emulated
@@ -137,8 +136,7 @@ def test_fuzzed_plans_agree_or_are_refused(problem):
     problem = dataclasses.replace(
         problem,
         dtype=dtype,
-        kv_dtype=None,
-        descale="",
+        kv_dtype=None if problem.kv_dtype == torch.float8_e4m3fn else problem.kv_dtype,
         dropout_p=0.0,
         out_scale=False,
         out_dtype=problem.out_dtype if problem.out_dtype in FLOATS else None,
@@ -146,6 +144,5 @@ def test_fuzzed_plans_agree_or_are_refused(problem):
     call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
     assert unsupported(**args) is None
-    for generation in GENERATIONS:
-        with emulated(generation):
-            assert_accurate(*neuron.flash_varlen(**args), call.truth())
+    with emulated(GENERATIONS[problem.seed % 3]):
+        assert_accurate(*neuron.flash_varlen(**args), call.truth())

@@ -37,7 +37,7 @@ FAULTS = {
     "nisa.select": "nisa.select(x, x)",
     "unexpected keyword argument 'mask'": "nisa.tensor_copy(dst=x, src=x, mask=x)",
     "missing a required argument: 'src'": "nisa.tensor_copy(dst=x)",
-    "no function of this file": "print(x)",
+    "no kernel's function": "print(x)",
     "body rebinds y": "y = 1\n    def body(i):\n        y = 2\n    nl.fori_loop(0, 2, body)",
 }
 

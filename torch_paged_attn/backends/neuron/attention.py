@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_paged_attn.backends.neuron import attention_kernel as engine
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
+from torch_paged_attn.backends.neuron.row_scalars import row_scalars
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
 from torch_paged_attn.backends.neuron.toolchain import launch, nl, num_programs
 from torch_paged_attn.ops.checks import (
@@ -28,6 +29,9 @@ WIDEST_VALUE = 512  # float32 in one bank of PSUM
 WIDEST_KEY = 1024
 KEY_TILES = (512, 256, 128)
 
+# caches of these are widened on the chip; NKI's e4m3 ends at 240 before the fourth generation
+EIGHT_BITS = (torch.float8_e5m2, torch.int8)
+
 # bytes of a partition of SBUF that an item's keys and values may take
 KEY_BYTES = 96 * 1024
 
@@ -42,10 +46,6 @@ def unsupported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_scale: Tensor | None = None,
     dropout_p: float = 0.0,
     out_dtype: torch.dtype | None = None,
     **_rest: Any,
@@ -54,18 +54,10 @@ def unsupported(
     num_kv_heads, head_dim, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
     if q.dtype not in FLOAT:
         return f"q has dtype {names((q.dtype,))}; supported: {names(FLOAT)}"
-    if k.dtype != q.dtype:
-        return f"k has dtype {names((k.dtype,))}; supported: q's, {names((q.dtype,))}"
+    if k.dtype not in (q.dtype, *EIGHT_BITS):
+        return f"k has dtype {names((k.dtype,))}; supported: {names((q.dtype, *EIGHT_BITS))}"
     if (out_dtype or q.dtype) not in FLOAT:
         return f"out_dtype is {out_dtype}; supported: {names(FLOAT)}"
-    for name, tensor in (
-        ("q_descale", q_descale),
-        ("k_descale", k_descale),
-        ("v_descale", v_descale),
-        ("out_scale", out_scale),
-    ):
-        if tensor is not None:
-            return f"{name} is given; supported: None"
     if dropout_p > 0.0:
         return f"dropout_p is {dropout_p}; supported: 0"
     if head_dim > WIDEST_KEY:
@@ -166,6 +158,8 @@ def flash_varlen(
         indices, bounds = _append(indices, bias_row), _append(bounds, absent)
     q_rows = q.unflatten(1, (num_kv_heads, group_size)).transpose(1, 2)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = scale / softcap if softcap > 0.0 else scale
+    descales = (q_descale, k_descale, v_descale)
     out_rows, lse_rows = launch(
         engine.attention_kernel,
         q_rows.reshape(num_rows, num_kv_heads * head_dim),
@@ -173,7 +167,9 @@ def flash_varlen(
         v_rows.storage,
         indices.to(q.device),
         bounds.to(q.device),
-        _row_scalars(sinks, alibi_slopes, cu_seqlens_q, total_q, num_kv_heads, group_size),
+        row_scalars(
+            sinks, alibi_slopes, descales, scale, cu_seqlens_q, total_q, num_kv_heads, group_size
+        ),
         bias,
         num_kv_heads,
         k_rows.layout,
@@ -184,6 +180,7 @@ def flash_varlen(
         float(softcap),
         sinks is not None,
         alibi_slopes is not None,
+        any(descale is not None for descale in descales),
         attn_bias is not None,
         bias_head_stride,
         names((out_dtype,)),
@@ -279,29 +276,3 @@ def _append(table: Tensor, columns: Tensor) -> Tensor:
     """More columns, `(num_items, P, n)`; padding items get zeros."""
     missing = len(table) - len(columns)
     return torch.cat([table, F.pad(columns, (0, 0, 0, 0, 0, missing)).to(table.dtype)], 2)
-
-
-def _row_scalars(
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor,
-    total_q: int,
-    num_kv_heads: int,
-    group_size: int,
-) -> Tensor:
-    """Sink and slope of every row, `(num_rows, 2 * num_kv_heads)`; one row where there is none."""
-    if sinks is None and alibi_slopes is None:
-        return torch.zeros(1, 2 * num_kv_heads, device=cu_seqlens_q.device)
-    num_heads = num_kv_heads * group_size
-    zeros = torch.zeros(num_heads, device=cu_seqlens_q.device)
-    slopes = zeros if alibi_slopes is None else alibi_slopes
-    if slopes.dim() == 2:
-        tokens = torch.arange(total_q, device=slopes.device, dtype=torch.int32)
-        # padding tokens take anybody's
-        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
-        slopes = slopes[sequence.clamp(max=len(slopes) - 1)]
-    both = [
-        x.expand(total_q, num_heads).unflatten(1, (num_kv_heads, group_size)).transpose(1, 2)
-        for x in (zeros if sinks is None else sinks, slopes)
-    ]
-    return torch.stack(both, 2).reshape(total_q * group_size, 2 * num_kv_heads)

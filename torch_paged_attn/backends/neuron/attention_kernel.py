@@ -13,23 +13,30 @@ NKI's parser and its tracer must both take this source: no `is`, no operators on
 `range` (unrolled) or `nl.fori_loop`.
 """
 
+from torch_paged_attn.backends.neuron.tile_kernel import (
+    FLOOR,
+    MASKED,
+    P,
+    add_bias,
+    add_unseen,
+    clear_unseen,
+    compute_scores,
+    outside,
+    update_softmax,
+    weigh_values,
+    widened,
+)
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
-
-P = 128
-
-# a score no row sees, and what a maximum starts at: exp(MASKED - FLOOR) is 0
-MASKED = -3.0e38
-FLOOR = -1.0e30
 
 # below every sum of a row that sees a key, and within what `log` takes
 TINY = 1.0e-18
 
-# the lowest float32: what is less is -inf
-LOWEST = -3.4028234663852886e38
+# rows of `row_scalars`: what each row of queries has to itself
+SINK, SLOPE, SCORE_SCALE, VALUE_SCALE = 0, 1, 2, 3
+NUM_SCALARS = 4
 
 # columns of `bounds`; with a bias, whether nobody sees a chunk's key follows for each chunk
 START, STOP, POSITION, FIRST, KEY_START, KEY_STOP = 0, 1, 2, 3, 4, 5
-NUM_BOUNDS = 6
 
 # columns of `indices`; the chunks' keys follow, then their values, then the row of the bias
 QUERY, RESULT, KEYS = 0, 1, 2
@@ -69,145 +76,6 @@ def gather_keys(dst, cache, index, column, heads, first_head, dim, layout):
         nisa.dma_copy(dst=dst[:, chunk], src=rows, dge_mode=nisa.dge_mode.swdge)
 
 
-def transpose(dst, src, identity):
-    """dst (F, P) = src (P, F) transposed, through PSUM."""
-    partitions, columns = src.shape
-    if nisa.get_nc_version() == nisa.nc_version.gen2:
-        # this generation transposes by a product with 1, exact in float32
-        turned = nl.ndarray((columns, partitions), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(
-            dst=turned,
-            stationary=src,
-            moving=identity[0:partitions, 0:partitions],
-            is_moving_onezero=True,
-            accumulate=False,
-        )
-    else:
-        turned = nl.ndarray((columns, partitions), dtype=src.dtype, buffer=nl.psum)
-        nisa.nc_transpose(dst=turned, data=src, engine=nisa.engine.tensor)
-    nisa.tensor_copy(dst=dst, src=turned)
-
-
-def clear_unseen(tile, head, unseen):
-    """Zero the keys that no row of the item sees: their slots may hold NaN."""
-    chunks, run, dim = tile.shape[1], tile.shape[3], tile.shape[4]
-    for chunk in range(chunks):
-        nisa.tensor_copy_predicated(
-            dst=tile[:, chunk, head],
-            src=0.0,
-            predicate=unseen[:, chunk * run : chunk * run + run, 0:dim],
-        )
-
-
-def outside(dst, values, bounds, start, stop):
-    """dst = values < bounds[start] or values >= bounds[stop], for each partition."""
-    below = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=below, data=values, op0=nl.less, operand0=bounds[:, start : start + 1])
-    nisa.scalar_tensor_tensor(
-        dst=dst,
-        data=values,
-        op0=nl.greater_equal,
-        operand0=bounds[:, stop : stop + 1],
-        op1=nl.logical_or,
-        operand1=below,
-    )
-
-
-def add_unseen(unseen, key_of_partition, bounds):
-    """Keys that the bias hides from every row of the item: run is 1, one column a chunk."""
-    absent = nl.ndarray(unseen.shape, dtype=nl.float32, buffer=nl.sbuf)
-    for chunk in range(unseen.shape[1]):
-        # 0 * key + flag: as wide as what it selects
-        nisa.tensor_scalar(
-            dst=absent[:, chunk, :],
-            data=key_of_partition[:, chunk, :],
-            op0=nl.multiply,
-            operand0=0.0,
-            op1=nl.add,
-            operand1=bounds[:, NUM_BOUNDS + chunk : NUM_BOUNDS + chunk + 1],
-        )
-    nisa.tensor_tensor(dst=unseen, data1=unseen, data2=absent, op=nl.logical_or)
-
-
-def add_bias(scores, bias, index, offset):
-    """scores (P, tile_k) plus the rows of bias (rows, tile_k); -inf masks, and is never added."""
-    tile_k = scores.shape[1]
-    tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
-    rows = bias.ap(
-        pattern=[[tile_k, P], [1, tile_k]], offset=offset, vector_offset=index, indirect_dim=0
-    )
-    nisa.dma_copy(dst=tile, src=rows, dge_mode=nisa.dge_mode.swdge)
-    hidden = nl.ndarray((P, tile_k), dtype=nl.uint8, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=hidden, data=tile, op0=nl.less, operand0=LOWEST)
-    nisa.tensor_tensor(dst=scores, data1=scores, data2=tile, op=nl.add)
-    nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=hidden)
-
-
-def compute_scores(scores, q, k, head, identity, scale, softcap):
-    """scores (P, tile_k) = cap(scale * q @ k^T); q (P, heads, dim), k as gathered."""
-    dim = q.shape[2]
-    chunks, run = k.shape[1], k.shape[3]
-    tile_k = chunks * run * P
-    product = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.psum)
-    for start in range(0, dim, P):
-        stop = min(dim, start + P)
-        q_turned = nl.ndarray((stop - start, P), dtype=q.dtype, buffer=nl.sbuf)
-        transpose(q_turned, q[:, head, start:stop], identity)
-        k_turned = nl.ndarray((stop - start, tile_k), dtype=k.dtype, buffer=nl.sbuf)
-        for chunk in range(chunks):
-            for t in range(run):
-                column = (chunk * run + t) * P
-                transpose(
-                    k_turned[:, column : column + P], k[:, chunk, head, t, start:stop], identity
-                )
-        nisa.nc_matmul(dst=product, stationary=q_turned, moving=k_turned, accumulate=start > 0)
-    if softcap > 0.0:
-        nisa.activation(dst=scores, op=nl.tanh, data=product, scale=scale / softcap)
-        nisa.tensor_scalar(dst=scores, data=scores, op0=nl.multiply, operand0=softcap)
-    else:
-        nisa.activation(dst=scores, op=nl.copy, data=product, scale=scale)
-
-
-def weigh_values(product, p, v, head, identity):
-    """product (P, dim_v) in PSUM = p (P, tile_k) @ v (P, chunks, heads, run, dim_v)."""
-    chunks, run = v.shape[1], v.shape[3]
-    for chunk in range(chunks):
-        for t in range(run):
-            column = (chunk * run + t) * P
-            p_turned = nl.ndarray((P, P), dtype=p.dtype, buffer=nl.sbuf)
-            transpose(p_turned, p[:, column : column + P], identity)
-            nisa.nc_matmul(
-                dst=product,
-                stationary=p_turned,
-                moving=v[:, chunk, head, t, :],
-                accumulate=column > 0,
-            )
-
-
-def update_softmax(p, m_i, l_i, acc_scale, scores):
-    """Fold scores into the running maximum and sum (P, 1); p = exp(scores - maximum)."""
-    tile_max = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=tile_max, op=nl.maximum, data=scores, axis=1)
-    nisa.tensor_tensor(dst=tile_max, data1=tile_max, data2=m_i, op=nl.maximum)
-    shift = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=shift, data=tile_max, op0=nl.multiply, operand0=-1.0)
-    nisa.activation(dst=acc_scale, op=nl.exp, data=m_i, bias=shift)
-    nisa.tensor_copy(dst=m_i, src=tile_max)
-    row_sum = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(
-        dst=p,
-        op=nl.exp,
-        data=scores,
-        bias=shift,
-        reduce_op=nl.add,
-        reduce_res=row_sum,
-        reduce_cmd=nisa.reduce_cmd.reset_reduce,
-    )
-    nisa.scalar_tensor_tensor(
-        dst=l_i, data=l_i, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=row_sum
-    )
-
-
 def attention_kernel(
     q,
     k,
@@ -225,6 +93,7 @@ def attention_kernel(
     softcap,
     has_sinks,
     has_alibi,
+    has_scales,
     has_bias,
     bias_head_stride,
     out_type,
@@ -235,8 +104,9 @@ def attention_kernel(
     q: (num_rows, num_kv_heads * head_dim). k, v: their storage as (rows, row size); key `t` of the
     run at row i and head h lies at `i * row size + offset + h * head stride + t * token stride`.
     indices: (num_items, P, columns) int32: row to load, row to store, rows of k, of v, of bias.
-    bounds: (num_items, P, columns) float32. row_scalars: (num_rows, 2 * num_kv_heads) float32,
-    sinks then slopes. bias: (rows, tile_k) float32 in the order of keys, for which run is 1.
+    bounds: (num_items, P, columns) float32. bias: (rows, tile_k) float32 in the order of keys, for
+    which run is 1. row_scalars: (num_rows, NUM_SCALARS * num_kv_heads) float32. k and v may have 8
+    bits. scale is divided by softcap if there is one; if has_scales each row has its own.
 
     What an item has not finished is stored past num_rows. A row that sees no key has an lse below
     FLOOR / 2.
@@ -247,6 +117,7 @@ def attention_kernel(
     first_head = nl.program_id(0) * heads
     head_dim_v = v_layout[3]
     tile_k = chunks * run * P
+    has_eight_bits = k.dtype != q.dtype
     out = nl.ndarray(
         (num_rows + P, num_kv_heads * head_dim_v), dtype=float_type(out_type), buffer=nl.shared_hbm
     )
@@ -304,10 +175,14 @@ def attention_kernel(
             operand1=bound[:, FIRST : FIRST + 1],
         )
 
-        scalars = nl.ndarray((P, 2, heads), dtype=nl.float32, buffer=nl.sbuf)
-        if has_sinks or has_alibi:
+        scalars = nl.ndarray((P, NUM_SCALARS, heads), dtype=nl.float32, buffer=nl.sbuf)
+        if has_sinks or has_alibi or has_scales:
             scalar_rows = row_scalars.ap(
-                pattern=[[2 * num_kv_heads, P], [num_kv_heads, 2], [1, heads]],
+                pattern=[
+                    [NUM_SCALARS * num_kv_heads, P],
+                    [num_kv_heads, NUM_SCALARS],
+                    [1, heads],
+                ],
                 offset=first_head,
                 vector_offset=query_rows,
                 indirect_dim=0,
@@ -338,18 +213,24 @@ def attention_kernel(
             nisa.tensor_copy_predicated(dst=m_i, src=FLOOR, predicate=is_first[:, 0:1])
             nisa.tensor_copy_predicated(dst=l_i, src=0.0, predicate=is_first[:, 0:1])
             nisa.tensor_copy_predicated(dst=acc_head, src=0.0, predicate=is_first[:, 0:head_dim_v])
+            keys, values, at = k_tile, v_tile, head
+            if has_eight_bits:
+                keys, values, at = widened(k_tile, head, q.dtype), widened(v_tile, head, q.dtype), 0
             if nisa.get_nc_version() == nisa.nc_version.gen2:
-                clear_unseen(k_tile, head, unseen)  # a product transposes: 0 * NaN would spread
-            clear_unseen(v_tile, head, unseen)
+                clear_unseen(keys, at, unseen)  # a product transposes: 0 * NaN would spread
+            clear_unseen(values, at, unseen)
+            factor = scale
+            if has_scales:
+                factor = scalars[:, SCORE_SCALE, head : head + 1]
 
             scores = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
-            compute_scores(scores, q_tile, k_tile, head, identity, scale, softcap)
+            compute_scores(scores, q_tile[:, head], keys, at, identity, factor, softcap)
             if has_alibi:
                 nisa.scalar_tensor_tensor(
                     dst=scores,
                     data=distance,
                     op0=nl.multiply,
-                    operand0=scalars[:, 1, head : head + 1],
+                    operand0=scalars[:, SLOPE, head : head + 1],
                     op1=nl.add,
                     operand1=scores,
                 )
@@ -357,11 +238,11 @@ def attention_kernel(
                 bias_rows = index[:, KEYS + 2 * chunks : KEYS + 2 * chunks + 1]
                 add_bias(scores, bias, bias_rows, (first_head + head) * bias_head_stride)
             nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=masked)
-            p = nl.ndarray((P, tile_k), dtype=v.dtype, buffer=nl.sbuf)
+            p = nl.ndarray((P, tile_k), dtype=q.dtype, buffer=nl.sbuf)
             acc_scale = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
             update_softmax(p, m_i, l_i, acc_scale, scores)
             product = nl.ndarray((P, head_dim_v), dtype=nl.float32, buffer=nl.psum)
-            weigh_values(product, p, v_tile, head, identity)
+            weigh_values(product, p, values, at, identity)
             nisa.scalar_tensor_tensor(
                 dst=acc_head,
                 data=acc_head,
@@ -376,7 +257,7 @@ def attention_kernel(
         weight = nl.ndarray((P, heads), dtype=nl.float32, buffer=nl.sbuf)
         if has_sinks:
             # one more key without a value, folded in last
-            sink = scalars[:, 0, :]
+            sink = scalars[:, SINK, :]
             nisa.tensor_tensor(dst=top, data1=maxima, data2=sink, op=nl.maximum)
             nisa.tensor_tensor(dst=total, data1=maxima, data2=top, op=nl.subtract)
             nisa.activation(dst=weight, op=nl.exp, data=total)
@@ -395,6 +276,10 @@ def attention_kernel(
         nisa.tensor_tensor(dst=lse_tile, data1=lse_tile, data2=top, op=nl.add)
         nisa.reciprocal(dst=total, data=total)
         nisa.tensor_tensor(dst=weight, data1=weight, data2=total, op=nl.multiply)
+        if has_scales:
+            nisa.tensor_tensor(
+                dst=weight, data1=weight, data2=scalars[:, VALUE_SCALE, :], op=nl.multiply
+            )
         out_tile = nl.ndarray((P, heads, head_dim_v), dtype=out.dtype, buffer=nl.sbuf)
         for head in range(heads):
             nisa.activation(

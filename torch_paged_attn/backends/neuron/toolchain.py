@@ -88,9 +88,11 @@ def _emulate(kernel: Callable, args: tuple) -> Any:
 
 
 def _to_numpy(value: Any) -> Any:
-    """The same memory; NumPy has no bfloat16 of its own."""
+    """The same memory; NumPy has no bfloat16 nor float8 of its own."""
     if not isinstance(value, Tensor):
         return value
+    if value.dtype == torch.float8_e5m2:
+        return value.view(torch.int8).numpy().view(nl.float8_e5m2)
     if value.dtype == torch.bfloat16:
         return value.view(torch.int16).numpy().view(nl.bfloat16)
     return value.numpy()

@@ -41,16 +41,17 @@ REFUSED: dict[type[ast.AST], str] = {
 def lint(source: str) -> list[str]:
     """One line for each fault, `line: what`."""
     tree = ast.parse(source)
-    functions = {f.name: f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
+    functions = {f.name for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("_kernel"):
+            functions |= {alias.name for alias in node.names}
     faults = [
         fault for f in tree.body if isinstance(f, ast.FunctionDef) for fault in _lint(f, functions)
     ]
     return [f"{line}: {what}" for line, what in sorted(set(faults))]
 
 
-def _lint(
-    function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]
-) -> Iterator[tuple[int, str]]:
+def _lint(function: ast.FunctionDef, functions: set[str]) -> Iterator[tuple[int, str]]:
     tiles = _tiles(function)
     for node in ast.walk(function):
         line = getattr(node, "lineno", function.lineno)
@@ -91,12 +92,12 @@ def _lint_name(node: ast.Attribute) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"nl.{node.attr} is not in the table of names"
 
 
-def _lint_call(call: ast.Call, functions: dict[str, ast.FunctionDef]) -> Iterator[tuple[int, str]]:
+def _lint_call(call: ast.Call, functions: set[str]) -> Iterator[tuple[int, str]]:
     name = ast.unparse(call.func)
     owner, _, attribute = name.rpartition(".")
     if isinstance(call.func, ast.Name):
         if name not in BUILTINS and name not in functions:
-            yield call.lineno, f"a call of {name}, which is no function of this file"
+            yield call.lineno, f"a call of {name}, which is no kernel's function"
         return
     table = {"nisa": ISA, "nl": LANGUAGE}.get(owner, METHODS)
     if attribute not in table:

@@ -1,0 +1,48 @@
+"""What each query row has to itself, per KV head: sink, slope, factors of its scores and result."""
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.backends.neuron.attention_kernel import MASKED, NUM_SCALARS
+
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def row_scalars(
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    descales: Descales,
+    scale: float,
+    cu_seqlens_q: Tensor,
+    total_q: int,
+    num_kv_heads: int,
+    group_size: int,
+) -> Tensor:
+    """`(num_rows, NUM_SCALARS * num_kv_heads)` float32; one row where nobody asks for any."""
+    device = cu_seqlens_q.device
+    if sinks is None and alibi_slopes is None and not any(d is not None for d in descales):
+        return torch.zeros(1, NUM_SCALARS * num_kv_heads, device=device)
+    tokens = torch.arange(total_q, device=device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
+
+    def per_token(values: Tensor | None, default: float) -> Tensor:
+        """`(total_q, group_size, num_kv_heads)` of values per head, KV head, or sequence too."""
+        if values is None or values.numel() == 0:  # no sequence: padding tokens only
+            values = torch.full((), default, device=device)
+        if values.dim() == 2:  # padding tokens take anybody's
+            values = values[sequence.clamp(max=len(values) - 1)]
+        if values.dim() and values.shape[-1] == num_kv_heads * group_size:
+            by_head = values.unflatten(-1, (num_kv_heads, group_size)).transpose(-1, -2)
+        else:
+            by_head = values[..., None, :] if values.dim() else values
+        return by_head.expand(total_q, group_size, num_kv_heads)
+
+    q_descale, k_descale, v_descale = (per_token(d, 1.0) for d in descales)
+    is_padding = (sequence == len(cu_seqlens_q) - 1)[:, None, None]
+    columns = (
+        per_token(sinks, 0.0).masked_fill(is_padding, MASKED),  # these see no sink either
+        per_token(alibi_slopes, 0.0),
+        q_descale * k_descale * scale,
+        v_descale,
+    )
+    return torch.stack(columns, 2).reshape(total_q * group_size, NUM_SCALARS * num_kv_heads)
