@@ -21,6 +21,7 @@ extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512bf16;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif

@@ -3,11 +3,13 @@
 
 #include "mask.h"
 #include "philox.h"
+#include "product.h"
 
 namespace {
 
-// Replaces the logits of columns [begin, end) by probabilities relative to the new maximum, and
-// returns the factor that brings earlier sums to it.
+// Replaces the logits of columns [begin, end) by probabilities relative to the new maximum, as
+// operands of a product, and returns the factor that brings earlier sums to it.
+template <class Product>
 PAGED_ATTN_INLINE float update_softmax(float* scores, int begin, int end, float& m, float& l) {
   F top = set1(m);
   for (int c = begin; c < end; c += W) top = max(top, load(scores + c));
@@ -15,15 +17,30 @@ PAGED_ATTN_INLINE float update_softmax(float* scores, int begin, int end, float&
   // a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
   const float shift = m_new == -INFINITY ? 0.f : m_new;
   F sum = {};
-  for (int c = begin; c < end; c += W) {
-    const F p = exp2(load(scores + c) - set1(shift));
-    sum += p;
-    store(scores + c, p);
+  constexpr int DEPTH = Product::DEPTH;
+  for (int c = begin; c < end; c += W * DEPTH) {
+    F p[DEPTH] = {};
+    for (int i = 0; i < DEPTH && c + i * W < end; ++i) {
+      p[i] = Product::exp2_for_operand(load(scores + c + i * W) - set1(shift));
+      sum += p[i];
+    }
+    store(scores + c / DEPTH, Product::narrow(p));
   }
   const float rescale = m == m_new ? 1.f : exp2(m - shift);
   l = l * rescale + reduce_add(sum);
   m = m_new;
   return rescale;
+}
+
+// Turns probabilities into operands, in place.
+template <class Product>
+PAGED_ATTN_INLINE void narrow(float* scores, int begin, int end) {
+  constexpr int DEPTH = Product::DEPTH;
+  for (int c = begin; c < end; c += W * DEPTH) {
+    F p[DEPTH] = {};
+    for (int i = 0; i < DEPTH && c + i * W < end; ++i) p[i] = load(scores + c + i * W);
+    store(scores + c / DEPTH, Product::narrow(p));
+  }
 }
 
 // Drops probabilities after they entered the sum.
@@ -40,12 +57,15 @@ PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s,
 }
 
 // Mask, softmax and dropout of one row over columns [begin, end) of a block.
+template <class Product>
 PAGED_ATTN_INLINE float softmax_row(const Attention& a, const Sequence& s, const ScoreRow& row,
                                     const KeyBlock& block, int begin, int end, float* scores,
                                     float& m, float& l) {
   finish_row(a, row, block, begin, end, scores);
-  const float rescale = update_softmax(scores, begin, end, m, l);
-  if (a.dropout.enabled) drop_probabilities(a, s, row, block, begin, end, scores);
+  if (!a.dropout.enabled) return update_softmax<Product>(scores, begin, end, m, l);
+  const float rescale = update_softmax<FloatProduct>(scores, begin, end, m, l);
+  drop_probabilities(a, s, row, block, begin, end, scores);
+  narrow<Product>(scores, begin, end);
   return rescale;
 }
 

@@ -3,12 +3,15 @@
 #pragma once
 
 #include "online_softmax.h"
+#include "product.h"
 
 namespace {
 
-// Rows of one group, widened; `to` has a row stride of whole vectors.
+// Rows of one group as operands; `to` has a row stride of whole vectors.
+template <class Product>
 inline void load_queries(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                          int64_t group, float* to, int64_t stride) {
+  constexpr int STEP = W * Product::DEPTH;
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
     typedef typename decltype(tag)::type T;
@@ -16,10 +19,13 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
       const int64_t token = s.q_start + task.token_begin + r / a.group_size;
       const int64_t head = group * a.group_size + r % a.group_size;
       const T* from = (const T*)a.q + token * a.q_stride_token + head * a.q_stride_head;
-      for (int64_t d = 0; d < a.head_dim; d += W) {
-        const int64_t n = a.head_dim - d;
-        store(to + r * stride + d, n >= W ? load(from + d) : load(from + d, int(n)));
-      }
+      if constexpr (Product::template accepts<T>)
+        for (int64_t d = 0; d < a.head_dim; d += STEP) {
+          const int64_t n = a.head_dim - d;
+          const F operands = n >= STEP ? Product::load_operands(from + d)
+                                       : Product::load_operands(from + d, int(n));
+          store(to + r * stride + d / Product::DEPTH, operands);
+        }
     }
   });
 }

@@ -170,7 +170,8 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
                                      (task.group_begin + g) * a.group_size + r % a.group_size);
       const float rescale =
-          softmax_row(a, s, row, block, 0, columns, w.scores + i * ROW_COLUMNS, w.m[i], w.l[i]);
+          softmax_row<FloatProduct>(a, s, row, block, 0, columns, w.scores + i * ROW_COLUMNS,
+                                    w.m[i], w.l[i]);
       if (rescale == 1) continue;
       float* acc = w.acc + i * w.stride_acc;
       for (int64_t d = 0; d < w.stride_acc; d += W) store(acc + d, load(acc + d) * set1(rescale));
@@ -197,7 +198,7 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
   for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
   for (int g = 0; g < groups; ++g) {
     w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
-    load_queries(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
+    load_queries<FloatProduct>(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
   }
 
   KeyBlock blocks[2];

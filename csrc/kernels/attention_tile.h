@@ -3,17 +3,24 @@
 // A task is a tile of query tokens x the heads of one group. The keys of a block are converted and
 // packed once, transposed, and serve every row; so are the values. Per TILE_ROWS rows the scores
 // stay in L1: product, softmax, product. Columns past the rows' visible range are not computed.
+// What is packed are operands of a Product, each the size of a float.
 #pragma once
 
+#include "../core/product.h"
 #include "../core/query_rows.h"
 
 namespace {
 
 constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
 
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
 // A (TILE_ROWS, depth) @ B (depth, one panel): C (TILE_ROWS, VECS * W) is that times scale[0], or,
-// to accumulate, that plus diag(scale) C.
-template <int VECS, bool ACCUMULATE>
+// to accumulate, that plus diag(scale) C. Depth counts operands.
+template <class Product, int VECS, bool ACCUMULATE>
 inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
                           int64_t stride_c, int64_t depth, const float* scale) {
   // a sum of its own for every block: one chain over all keys would round too often
@@ -26,7 +33,7 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
     for (int r = 0; r < TILE_ROWS; ++r) {
       const F x = set1(a[r * stride_a + k]);
 #pragma GCC unroll 4
-      for (int j = 0; j < VECS; ++j) acc[r][j] = fma(column[j], x, acc[r][j]);
+      for (int j = 0; j < VECS; ++j) acc[r][j] = Product::multiply_add(column[j], x, acc[r][j]);
     }
   }
 #pragma GCC unroll 8
@@ -38,47 +45,64 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
     }
 }
 
-template <bool ACCUMULATE>
+template <class Product, bool ACCUMULATE>
 PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b,
                                 float* c, int64_t stride_c, int64_t depth, const float* scale) {
+  const auto tile = [&](auto count) __attribute__((always_inline)) {
+    constexpr int VECS = decltype(count)::value;
+    multiply_tile<Product, VECS, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+  };
   if constexpr (TILE_VECS == 4) {
-    if (vecs == 4) return multiply_tile<4, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
-    if (vecs == 3) return multiply_tile<3, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+    if (vecs == 4) return tile(Count<4>());
+    if (vecs == 3) return tile(Count<3>());
   }
-  switch (vecs) {
-    case 2: return multiply_tile<2, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
-    default: return multiply_tile<1, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
-  }
+  return vecs == 2 ? tile(Count<2>()) : tile(Count<1>());
 }
 
-// (column / PANEL, head_dim, column % PANEL)
-template <class T>
-inline void pack_keys(const T* k, const KeyBlock& block, int64_t head_dim, float* packed) {
+// Operands along head_dim.
+template <class Product>
+PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
+  return round_up(a.head_dim, Product::DEPTH) / Product::DEPTH;
+}
+
+// (column / PANEL, operand of head_dim, column % PANEL)
+template <class Product, class T>
+inline void pack_keys(const T* k, const KeyBlock& block, int64_t head_dim, int64_t depth,
+                      float* packed) {
+  constexpr int STEP = W * Product::DEPTH;
   for (int c = 0; c < block.num_columns; c += W) {
-    float* panel = packed + c / PANEL * head_dim * PANEL + c % PANEL;
-    for (int64_t d = 0; d < head_dim; d += W) {
-      const int n = int(min64(W, head_dim - d));
+    float* panel = packed + c / PANEL * depth * PANEL + c % PANEL;
+    for (int64_t d = 0; d < head_dim; d += STEP) {
+      const int n = int(min64(STEP, head_dim - d));
       F rows[W];
-      if (n == W) {
-        for (int i = 0; i < W; ++i) rows[i] = load(k + block.k_offset[c + i] + d);
+      if (n == STEP) {
+        for (int i = 0; i < W; ++i) rows[i] = Product::load_operands(k + block.k_offset[c + i] + d);
       } else {
-        for (int i = 0; i < W; ++i) rows[i] = load(k + block.k_offset[c + i] + d, n);
+        for (int i = 0; i < W; ++i)
+          rows[i] = Product::load_operands(k + block.k_offset[c + i] + d, n);
       }
       transpose(rows);
-      for (int i = 0; i < n; ++i) store(panel + (d + i) * PANEL, rows[i]);
+      const int64_t first = d / Product::DEPTH;
+      for (int i = 0; i < min64(W, depth - first); ++i) store(panel + (first + i) * PANEL, rows[i]);
     }
   }
 }
 
-// (head_dim_v / PANEL, column, head_dim_v % PANEL)
-template <class T>
+// (head_dim_v / PANEL, operand of columns, head_dim_v % PANEL)
+template <class Product, class T>
 inline void pack_values(const T* v, const KeyBlock& block, int64_t head_dim, float* packed) {
-  for (int c = 0; c < block.num_columns; ++c) {
-    const T* row = v + block.v_offset[c];
-    for (int64_t d = 0; d < head_dim; d += W) {
-      const int64_t n = head_dim - d;
-      float* to = packed + (d / PANEL * MAX_COLUMNS + c) * PANEL + d % PANEL;
-      store(to, n >= W ? load(row + d) : load(row + d, int(n)));
+  constexpr int DEPTH = Product::DEPTH, STEP = W * DEPTH;
+  for (int c = 0; c < block.num_columns; c += DEPTH) {
+    const T* row[DEPTH];
+    for (int i = 0; i < DEPTH; ++i) row[i] = v + block.v_offset[c + i];
+    for (int64_t d = 0; d < head_dim; d += STEP) {
+      const int n = int(min64(STEP, head_dim - d));
+      F x[DEPTH];
+      for (int i = 0; i < DEPTH; ++i)
+        x[i] = n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
+      Product::interleave(x);
+      float* to = packed + (d / PANEL * MAX_COLUMNS + c) / DEPTH * PANEL + d % PANEL;
+      for (int i = 0; i < DEPTH; ++i) store(to + i * W, x[i]);
     }
   }
 }
@@ -89,6 +113,7 @@ struct TileWorkspace {
   int64_t floats;
 };
 
+template <class Product>
 PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows, float* memory) {
   TileWorkspace w;
   w.floats = 0;
@@ -98,14 +123,14 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
     return p;
   };
   w.rows = round_up(rows, TILE_ROWS);
-  w.stride_q = round_up(a.head_dim, W);
+  w.stride_q = round_up(key_depth<Product>(a), W);
   w.stride_acc = round_up(a.head_dim_v, W);
   w.q = take(w.rows * w.stride_q);
   w.acc = take(w.rows * w.stride_acc);
   w.m = take(w.rows);
   w.l = take(w.rows);
-  w.keys = take(a.head_dim * MAX_COLUMNS);
-  w.values = take(round_up(a.head_dim_v, PANEL) * MAX_COLUMNS);
+  w.keys = take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.values = take(round_up(a.head_dim_v, PANEL) * (MAX_COLUMNS / Product::DEPTH));
   w.scores = take(TILE_ROWS * MAX_COLUMNS);
   return w;
 }
@@ -124,10 +149,13 @@ PAGED_ATTN_INLINE void visible_columns(const KeyBlock& block, KeyRange range, in
 }
 
 // Attention of all rows of a tile to one packed block.
+template <class Product>
 inline void attend_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                          const KeyBlock& block, const TileWorkspace& w) {
   const float scale = logit_scale(a, s, int64_t(task.group_begin) * a.num_kv_heads / a.num_groups);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  constexpr int DEPTH = Product::DEPTH;
+  const int64_t depth = key_depth<Product>(a);
   for (int64_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
     const int64_t last = min64(r0 + TILE_ROWS, rows) - 1;
     const KeyRange range = visible_keys(a, s, task.token_begin + r0 / a.group_size,
@@ -138,32 +166,35 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
 
     for (int c = begin, n; c < end; c += n) {
       n = int(min64(PANEL - c % PANEL, end - c));
-      const float* panel = w.keys + c / PANEL * a.head_dim * PANEL + c % PANEL;
-      multiply<false>(n / W, w.q + r0 * w.stride_q, w.stride_q, panel, w.scores + c, MAX_COLUMNS,
-                      a.head_dim, &scale);
+      const float* panel = w.keys + c / PANEL * depth * PANEL + c % PANEL;
+      multiply<Product, false>(n / W, w.q + r0 * w.stride_q, w.stride_q, panel, w.scores + c,
+                               MAX_COLUMNS, depth, &scale);
     }
     float rescale[TILE_ROWS] = {};
     for (int64_t r = r0; r <= last; ++r) {
       const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
                                      task.group_begin * a.group_size + r % a.group_size);
-      rescale[r - r0] = softmax_row(a, s, row, block, begin, end, w.scores + (r - r0) * MAX_COLUMNS,
-                                    w.m[r], w.l[r]);
+      float* scores = w.scores + (r - r0) * MAX_COLUMNS;
+      rescale[r - r0] =
+          softmax_row<Product>(a, s, row, block, begin, end, scores, w.m[r], w.l[r]);
     }
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);
-      multiply<true>(int(n / W), w.scores + begin, MAX_COLUMNS,
-                     w.values + d * MAX_COLUMNS + begin * PANEL, w.acc + r0 * w.stride_acc + d,
-                     w.stride_acc, end - begin, rescale);
+      const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;
+      multiply<Product, true>(int(n / W), w.scores + begin / DEPTH, MAX_COLUMNS, panel,
+                              w.acc + r0 * w.stride_acc + d, w.stride_acc, (end - begin) / DEPTH,
+                              rescale);
     }
   }
 }
 
+template <class Product>
 inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
   const int64_t tokens = task.token_end - task.token_begin, rows = tokens * a.group_size;
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
-  const TileWorkspace w = tile_workspace(a, rows, memory);
-  load_queries(a, s, task, task.group_begin, w.q, w.stride_q);
+  const TileWorkspace w = tile_workspace<Product>(a, rows, memory);
+  load_queries<Product>(a, s, task, task.group_begin, w.q, w.stride_q);
   // rows that only fill the last register tile see zeros
   memset(w.q + rows * w.stride_q, 0, (w.rows - rows) * w.stride_q * sizeof(float));
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
@@ -175,10 +206,14 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
     if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
-      pack_keys((const T*)a.k.data + kv_head * a.k.stride_head, block, a.head_dim, w.keys);
-      pack_values((const T*)a.v.data + kv_head * a.v.stride_head, block, a.head_dim_v, w.values);
+      if constexpr (Product::template accepts<T>) {
+        pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block, a.head_dim,
+                           key_depth<Product>(a), w.keys);
+        pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block, a.head_dim_v,
+                             w.values);
+      }
     });
-    attend_block(a, s, task, block, w);
+    attend_block<Product>(a, s, task, block, w);
   }
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r], w.l[r]);

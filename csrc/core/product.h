@@ -1,0 +1,105 @@
+// What the matrix products multiply. An operand takes the place of one float32 and holds DEPTH
+// numbers that are neighbours along the depth of a product: dims of queries and keys, keys of
+// probabilities and values.
+#pragma once
+
+#include "vec/convert.h"
+
+namespace {
+
+// Any dtypes: float32, one number an operand.
+struct FloatProduct {
+  static constexpr int DEPTH = 1;
+
+  template <class T>
+  static constexpr bool accepts = true;
+
+  static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) { return fma(a, b, sum); }
+
+  // W operands of neighbours in memory; with `n`, of the first n numbers and zeros
+  template <class T>
+  static PAGED_ATTN_INLINE F load_operands(const T* p) {
+    return load(p);
+  }
+  template <class T>
+  static PAGED_ATTN_INLINE F load_operands(const T* p, int n) {
+    return load(p, n);
+  }
+  // DEPTH vectors, each of operands of one row, become operands down the rows, in order
+  static PAGED_ATTN_INLINE void interleave(F*) {}
+  // W operands of DEPTH * W numbers
+  static PAGED_ATTN_INLINE F narrow(const F* x) { return x[0]; }
+  // 2^x as exact as an operand holds it
+  static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return exp2(x); }
+};
+
+#if defined(__AVX512BF16__)
+
+// Pairs of bfloat16 with float32 sums: exact for what bfloat16 holds, which 8-bit numbers are.
+// Probabilities are rounded to bfloat16, so queries must not ask for more.
+struct PairProduct {
+  static constexpr int DEPTH = 2;
+
+  template <class T>
+  static constexpr bool accepts = sizeof(T) == 1;
+  static PAGED_ATTN_INLINE bool suits(paged_attn::DType q, paged_attn::DType kv) {
+    const auto exact = [](paged_attn::DType x) __attribute__((always_inline)) {
+      return x == paged_attn::DType::bfloat16 || bytes_of(x) == 1;
+    };
+    return exact(q) && exact(kv);
+  }
+
+  static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
+    return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+
+  template <class T>
+  static PAGED_ATTN_INLINE F load_operands(const T* p) {
+    return pack(load(p), load(p + W));
+  }
+  template <class T>
+  static PAGED_ATTN_INLINE F load_operands(const T* p, int n) {
+    return n <= W ? pack(load(p, n), F{}) : pack(load(p), load(p + W, n - W));
+  }
+  static PAGED_ATTN_INLINE F load_operands(const bfloat16* p) {
+    return (F)_mm512_loadu_si512(p);
+  }
+  static PAGED_ATTN_INLINE F load_operands(const bfloat16* p, int n) {
+    return (F)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << n) - 1), p);
+  }
+
+  static PAGED_ATTN_INLINE void interleave(F* x) {
+    U16x32 low, high;
+    for (int i = 0; i < W; ++i) {
+      low[2 * i] = i, low[2 * i + 1] = i + 32;
+      high[2 * i] = i + 16, high[2 * i + 1] = i + 48;
+    }
+    const __m512i a = (__m512i)x[0], b = (__m512i)x[1];
+    x[0] = (F)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+    x[1] = (F)_mm512_permutex2var_epi16(a, (__m512i)high, b);
+  }
+  static PAGED_ATTN_INLINE F narrow(const F* x) { return pack(x[0], x[1]); }
+
+  // to 3e-6: the minimax polynomial of degree 4 over the fractional part
+  static PAGED_ATTN_INLINE F exp2_for_operand(F x) {
+    const F f = (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // 0 for -inf
+    F p = set1(1.3426684e-2f);
+    p = fma(p, f, set1(5.2242474e-2f));
+    p = fma(p, f, set1(2.412802e-1f));
+    p = fma(p, f, set1(6.9304484e-1f));
+    p = fma(p, f, set1(1.f));
+    return scale_by_power(p, x);  // by the power of the integer below x
+  }
+
+ private:
+  typedef uint16_t U16x32 __attribute__((vector_size(64)));
+  static PAGED_ATTN_INLINE F pack(F low, F high) {
+    return (F)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  }
+};
+template <>
+constexpr bool PairProduct::accepts<bfloat16> = true;
+
+#endif
+
+}  // namespace

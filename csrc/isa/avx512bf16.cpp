@@ -1,0 +1,3 @@
+#include "../kernels.inl"
+
+PAGED_ATTN_KERNELS(avx512bf16);
