@@ -11,6 +11,7 @@ namespace {
 
 constexpr int ALIGN = 16;
 constexpr int MAX_COLUMNS = 128;
+constexpr int CACHE_LINE = 64;
 
 struct Segment {
   int64_t key;  // of the first column

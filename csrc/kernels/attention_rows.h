@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int ROW_COLUMNS = 64;  // keys per softmax update
-constexpr int CACHE_LINE = 64;
 
 // Where the keys to come lie: a prefetch address per key of the chunk at hand.
 struct Ahead {

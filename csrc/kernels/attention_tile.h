@@ -148,15 +148,32 @@ PAGED_ATTN_INLINE void visible_columns(const KeyBlock& block, KeyRange range, in
   }
 }
 
-// Attention of all rows of a tile to one packed block.
+// Asks for the rows of a block's columns [begin, end), which will be packed next.
+PAGED_ATTN_INLINE void fetch_columns(const Attention& a, int64_t kv_head, const KeyBlock& block,
+                                     int64_t begin, int64_t end) {
+  const int64_t bytes = bytes_of(a.kv_dtype);
+  const char* k = (const char*)a.k.data + kv_head * a.k.stride_head * bytes;
+  const char* v = (const char*)a.v.data + kv_head * a.v.stride_head * bytes;
+  for (int64_t c = begin; c < min64(end, block.num_columns); ++c) {
+    for (int64_t b = 0; b < a.head_dim * bytes; b += CACHE_LINE)
+      __builtin_prefetch(k + block.k_offset[c] * bytes + b, 0, 2);
+    for (int64_t b = 0; b < a.head_dim_v * bytes; b += CACHE_LINE)
+      __builtin_prefetch(v + block.v_offset[c] * bytes + b, 0, 2);
+  }
+}
+
+// Attention of all rows of a tile to one packed block, while the next one is fetched.
 template <class Product>
 inline void attend_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                         const KeyBlock& block, const TileWorkspace& w) {
-  const float scale = logit_scale(a, s, int64_t(task.group_begin) * a.num_kv_heads / a.num_groups);
+                         const KeyBlock& block, const KeyBlock& next, const TileWorkspace& w) {
+  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  const float scale = logit_scale(a, s, kv_head);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   constexpr int DEPTH = Product::DEPTH;
   const int64_t depth = key_depth<Product>(a);
   for (int64_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
+    fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows,
+                  (r0 + TILE_ROWS) * MAX_COLUMNS / w.rows);
     const int64_t last = min64(r0 + TILE_ROWS, rows) - 1;
     const KeyRange range = visible_keys(a, s, task.token_begin + r0 / a.group_size,
                                         task.token_begin + last / a.group_size);
@@ -200,9 +217,12 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY, w.l[r] = 0;
 
-  KeyBlock block;
+  KeyBlock blocks[2];
   KeyWalk walk = walk_keys(a, s, task, MAX_COLUMNS);
-  while (next_block(walk, block)) {
+  bool more = next_block(walk, blocks[0]);
+  for (int i = 0; more; i ^= 1) {
+    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
+    more = next_block(walk, next);
     if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
@@ -213,7 +233,7 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
                              w.values);
       }
     });
-    attend_block<Product>(a, s, task, block, w);
+    attend_block<Product>(a, s, task, block, next, w);
   }
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r], w.l[r]);
