@@ -7,6 +7,12 @@
 
 namespace {
 
+// Operands along head_dim.
+template <class Product>
+PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
+  return round_up(a.head_dim, Product::DEPTH) / Product::DEPTH;
+}
+
 // Rows of one group as operands; `to` has a row stride of whole vectors.
 template <class Product>
 inline void load_queries(const Attention& a, const Sequence& s, const paged_attn::Task& task,

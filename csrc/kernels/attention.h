@@ -6,21 +6,33 @@
 
 namespace {
 
-// No product needs more than float32.
+// Calls f with the product that serves a call.
+template <class Function>
+PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
+#if defined(__AVX512BF16__)
+  if (PairProduct::suits(a.q_dtype, a.kv_dtype)) return f(PairProduct());
+#endif
+  return f(FloatProduct());
+}
+
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
-  const int64_t few = few_rows ? rows_workspace(a, few_rows, groups, nullptr).floats : 0;
-  const int64_t tile = tile_rows ? tile_workspace<FloatProduct>(a, tile_rows, nullptr).floats : 0;
-  return max64(few, tile);
+  return with_product(a, [&](auto product) __attribute__((always_inline)) {
+    typedef decltype(product) Product;
+    const int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats : 0;
+    const int64_t tile = tile_rows ? tile_workspace<Product>(a, tile_rows, nullptr).floats : 0;
+    return max64(few, tile);
+  });
 }
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const Sequence s = sequence_at(a, task.sequence);
-  if (task.few_rows) return attend_rows(a, s, task, workspace);
-#if defined(__AVX512BF16__)
-  if (PairProduct::suits(a.q_dtype, a.kv_dtype))
-    return attend_tile<PairProduct>(a, s, task, workspace);
-#endif
-  attend_tile<FloatProduct>(a, s, task, workspace);
+  with_product(a, [&](auto product) __attribute__((always_inline)) {
+    typedef decltype(product) Product;
+    if (task.few_rows)
+      attend_rows<Product>(a, s, task, workspace);
+    else
+      attend_tile<Product>(a, s, task, workspace);
+  });
 }
 
 // Adds up the splits of a sequence in their order, row by row.

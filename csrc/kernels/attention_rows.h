@@ -11,22 +11,41 @@ namespace {
 
 constexpr int ROW_COLUMNS = 64;  // keys per softmax update
 
-// Where the keys to come lie: a prefetch address per key of the chunk at hand.
+// The next ALIGN columns of every head of a task, asked for in the order of memory, as many lines at
+// a time as this chunk reads.
 struct Ahead {
-  const char* base;
+  const char* data;  // of the first head
   const int64_t* offset;
-  int element_bytes;
-  PAGED_ATTN_INLINE void fetch(int column, int64_t byte) const {
-    __builtin_prefetch(base + offset[column] * element_bytes + byte, 0, 2);
+  int64_t element_bytes, head_bytes, row_bytes;
+  int heads;
+  bool heads_adjoin;  // a token's heads, rather than a head's tokens
+  int column = 0, head = 0;
+  int64_t byte = 0;  // of the row
+
+  PAGED_ATTN_INLINE bool more() const { return column < ALIGN && head < heads; }
+  PAGED_ATTN_INLINE void fetch(int lines) {
+    while (lines > 0 && more()) {
+      const char* row = data + head * head_bytes + offset[column] * element_bytes;
+      for (; lines > 0 && byte < row_bytes; --lines, byte += CACHE_LINE)
+        __builtin_prefetch(row + byte, 0, 2);
+      if (byte < row_bytes) return;
+      byte = 0;
+      if (heads_adjoin) {
+        if (++head == heads) head = 0, ++column;
+      } else {
+        if (++column == ALIGN) column = 0, ++head;
+      }
+    }
   }
 };
 
 // scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
 // time, enough to hide the latency of one, W of them summed over the lanes in one transpose
-template <class T, int ROWS>
-inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, const float* q,
+template <class Product, class T, int ROWS>
+inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const float* q,
                      int64_t stride_q, int64_t rows, int64_t head_dim, float scale, float* scores) {
   constexpr int DOTS = W < 8 ? 8 : W, KEYS = DOTS / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
+  constexpr int STEP = W * Product::DEPTH;
   for (int c = 0; c < ALIGN; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
@@ -36,23 +55,25 @@ inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, cons
       const auto step = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
         F row[ROWS];
 #pragma GCC unroll 4
-        for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d);
+        for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
-          for (int i = 0; i < ROWS; ++i) acc[i * KEYS + j] = fma(y, row[i], acc[i * KEYS + j]);
+          for (int i = 0; i < ROWS; ++i)
+            acc[i * KEYS + j] = Product::multiply_add(y, row[i], acc[i * KEYS + j]);
         }
       };
       int64_t d = 0;
-      for (; d + W <= head_dim; d += W) {
-        if (r == 0 && d % PER_LINE == 0)
-          for (int j = 0; j < KEYS; ++j) ahead.fetch(c + j, d * int(sizeof(T)));
-        step(d, [](const T* p) __attribute__((always_inline)) { return load(p); });
+      for (; d + STEP <= head_dim; d += STEP) {
+        if (r == 0 && d % PER_LINE == 0) ahead.fetch(KEYS);
+        step(d, [](const T* p)
+                    __attribute__((always_inline)) { return Product::load_operands(p); });
       }
       if (d < head_dim) {
         const int n = int(head_dim - d);
-        step(d, [n](const T* p) __attribute__((always_inline)) { return load(p, n); });
+        step(d, [n](const T* p)
+                    __attribute__((always_inline)) { return Product::load_operands(p, n); });
       }
       float sums[DOTS];
       for (int i = 0; i < DOTS; i += W) store(sums + i, sum_lanes(acc + i) * set1(scale));
@@ -62,29 +83,35 @@ inline void dot_keys(const T* k, const int64_t* offset, const Ahead& ahead, cons
   }
 }
 
-// acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); `n` lanes of a last vector
-template <class T, int ROWS, int VECS, bool WHOLE>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, const Ahead& ahead,
+// acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); with `n`, fewer dims
+template <class Product, class T, int ROWS, int VECS, bool WHOLE>
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahead,
                                   bool prefetch, int64_t d, int n, const float* p, float* acc,
                                   int64_t stride_acc) {
+  constexpr int DEPTH = Product::DEPTH;
+  constexpr int LINES = (DEPTH * VECS * W * int(sizeof(T)) + CACHE_LINE - 1) / CACHE_LINE;
   F sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + d + j * W);
-  for (int c = 0; c < ALIGN; ++c) {
-    const T* row = v + offset[c] + d;
-    if (prefetch)
-      for (int b = 0; b < VECS * W * int(sizeof(T)); b += CACHE_LINE)
-        ahead.fetch(c, d * int(sizeof(T)) + b);
+  for (int c = 0; c < ALIGN; c += DEPTH) {
+    if (prefetch) ahead.fetch(LINES);
     F x[VECS];
+#pragma GCC unroll 2
+    for (int i = 0; i < DEPTH; ++i) {
+      const T* row = v + offset[c + i] + d;
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) x[j] = WHOLE ? load(row + j * W) : load(row + j * W, n);
+      for (int j = 0; j < VECS; j += DEPTH)
+        x[i + j] = WHOLE ? Product::load_operands(row + j * W) : Product::load_operands(row, n);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j += DEPTH) Product::interleave(x + j);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      const F weight = set1(p[r * ROW_COLUMNS + c]);
+      const F weight = set1(p[r * ROW_COLUMNS + c / DEPTH]);
 #pragma GCC unroll 4
-      for (int j = 0; j < VECS; ++j) sum[r][j] = fma(x[j], weight, sum[r][j]);
+      for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);
     }
   }
 #pragma GCC unroll 4
@@ -93,22 +120,26 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, const Ahead
     for (int j = 0; j < VECS; ++j) store(acc + r * stride_acc + d + j * W, sum[r][j]);
 }
 
-template <class T, int ROWS>
-inline void weigh_values(const T* v, const int64_t* offset, const Ahead& ahead, const float* p,
+template <class Product, class T, int ROWS>
+inline void weigh_values(const T* v, const int64_t* offset, Ahead& ahead, const float* p,
                          int64_t rows, int64_t head_dim, float* acc, int64_t stride_acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
+  constexpr int FEW = Product::DEPTH, STEP = W * FEW;
   for (int64_t r = 0; r < rows; r += ROWS) {
     const float* weights = p + r * ROW_COLUMNS;
     float* to = acc + r * stride_acc;
+    const bool first = r == 0;
     int64_t d = 0;
     for (; d + VECS * W <= head_dim; d += VECS * W)
-      add_values<T, ROWS, VECS, true>(v, offset, ahead, r == 0, d, W, weights, to, stride_acc);
-    for (; d + W <= head_dim; d += W)
-      add_values<T, ROWS, 1, true>(v, offset, ahead, r == 0, d, W, weights, to, stride_acc);
+      add_values<Product, T, ROWS, VECS, true>(v, offset, ahead, first, d, STEP, weights, to,
+                                               stride_acc);
+    for (; d + STEP <= head_dim; d += STEP)
+      add_values<Product, T, ROWS, FEW, true>(v, offset, ahead, first, d, STEP, weights, to,
+                                              stride_acc);
     if (d < head_dim)
-      add_values<T, ROWS, 1, false>(v, offset, ahead, r == 0, d, int(head_dim - d), weights, to,
-                                    stride_acc);
+      add_values<Product, T, ROWS, FEW, false>(v, offset, ahead, first, d, int(head_dim - d),
+                                               weights, to, stride_acc);
   }
 }
 
@@ -120,6 +151,7 @@ struct RowsWorkspace {
   int64_t floats;
 };
 
+template <class Product>
 PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows, int64_t groups,
                                                float* memory) {
   RowsWorkspace w;
@@ -130,8 +162,8 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
     return p;
   };
   w.rows = rows <= 2 ? rows : round_up(rows, 4);
-  w.stride_q = round_up(a.head_dim, W);
-  w.stride_acc = round_up(a.head_dim_v, W);
+  w.stride_q = round_up(key_depth<Product>(a), W);
+  w.stride_acc = round_up(a.head_dim_v, W * Product::DEPTH);
   w.q = take(groups * w.rows * w.stride_q);
   w.acc = take(groups * w.rows * w.stride_acc);
   w.m = take(groups * w.rows);
@@ -142,7 +174,7 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
 }
 
 // One block of keys for every group of the task.
-template <class T, int ROWS>
+template <class Product, class T, int ROWS>
 inline void attend_rows_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                               const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   const int groups = task.group_end - task.group_begin;
@@ -151,16 +183,24 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     const int64_t kv_head = int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
     return (const T*)x.data + kv_head * x.stride_head;
   };
+  const auto ahead_of = [&](const paged_attn::KeyValue& x, int64_t dims, const int64_t* offset)
+                            __attribute__((always_inline)) {
+                              const int64_t size = sizeof(T);
+                              const bool adjoin = x.stride_head < x.stride_token;
+                              return Ahead{(const char*)head_of(x, 0), offset, size,
+                                           x.stride_head * size, dims * size, groups, adjoin};
+                            };
   for (int c = 0; c < columns; c += ALIGN) {
     // after the last keys of a block come its first values
-    const bool last = c + ALIGN >= columns;
+    Ahead ahead = c + ALIGN < columns ? ahead_of(a.k, a.head_dim, block.k_offset + c + ALIGN)
+                                      : ahead_of(a.v, a.head_dim_v, block.v_offset);
     for (int g = 0; g < groups; ++g) {
-      const T* k = head_of(a.k, g);
-      const Ahead ahead = {(const char*)(last ? head_of(a.v, g) : k),
-                           last ? block.v_offset : block.k_offset + c + ALIGN, int(sizeof(T))};
-      dot_keys<T, ROWS>(k, block.k_offset + c, ahead, w.q + g * w.rows * w.stride_q, w.stride_q,
-                        w.rows, a.head_dim, w.scale[g], w.scores + g * w.rows * ROW_COLUMNS + c);
+      float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
+      dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, ahead,
+                                 w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
+                                 w.scale[g], scores);
     }
+    ahead.fetch(INT32_MAX);
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   for (int g = 0; g < groups; ++g)
@@ -169,35 +209,37 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
                                      (task.group_begin + g) * a.group_size + r % a.group_size);
       const float rescale =
-          softmax_row<FloatProduct>(a, s, row, block, 0, columns, w.scores + i * ROW_COLUMNS,
+          softmax_row<Product>(a, s, row, block, 0, columns, w.scores + i * ROW_COLUMNS,
                                     w.m[i], w.l[i]);
       if (rescale == 1) continue;
       float* acc = w.acc + i * w.stride_acc;
       for (int64_t d = 0; d < w.stride_acc; d += W) store(acc + d, load(acc + d) * set1(rescale));
     }
   for (int c = 0; c < columns; c += ALIGN) {
-    const bool last = c + ALIGN >= columns;
+    Ahead ahead = c + ALIGN < columns ? ahead_of(a.v, a.head_dim_v, block.v_offset + c + ALIGN)
+                                      : ahead_of(a.k, a.head_dim, next.k_offset);
     for (int g = 0; g < groups; ++g) {
-      const T* v = head_of(a.v, g);
-      const Ahead ahead = {(const char*)(last ? head_of(a.k, g) : v),
-                           last ? next.k_offset : block.v_offset + c + ALIGN, int(sizeof(T))};
-      weigh_values<T, ROWS>(v, block.v_offset + c, ahead, w.scores + g * w.rows * ROW_COLUMNS + c,
-                            w.rows, a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
+      const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
+      weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, ahead, p, w.rows,
+                                     a.head_dim_v, w.acc + g * w.rows * w.stride_acc,
+                                     w.stride_acc);
     }
+    ahead.fetch(INT32_MAX);
   }
 }
 
+template <class Product>
 inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   const int groups = task.group_end - task.group_begin;
-  const RowsWorkspace w = rows_workspace(a, rows, groups, memory);
+  const RowsWorkspace w = rows_workspace<Product>(a, rows, groups, memory);
   memset(w.q, 0, groups * w.rows * w.stride_q * sizeof(float));
   memset(w.acc, 0, groups * w.rows * w.stride_acc * sizeof(float));
   for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
   for (int g = 0; g < groups; ++g) {
     w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
-    load_queries<FloatProduct>(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
+    load_queries<Product>(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
   }
 
   KeyBlock blocks[2];
@@ -210,10 +252,12 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       const KeyBlock& upcoming = more ? next : block;
-      switch (w.rows) {
-        case 1: return attend_rows_block<T, 1>(a, s, task, block, upcoming, w);
-        case 2: return attend_rows_block<T, 2>(a, s, task, block, upcoming, w);
-        default: return attend_rows_block<T, 4>(a, s, task, block, upcoming, w);
+      if constexpr (Product::template accepts<T>) {
+        switch (w.rows) {
+          case 1: return attend_rows_block<Product, T, 1>(a, s, task, block, upcoming, w);
+          case 2: return attend_rows_block<Product, T, 2>(a, s, task, block, upcoming, w);
+          default: return attend_rows_block<Product, T, 4>(a, s, task, block, upcoming, w);
+        }
       }
     });
   }

@@ -59,12 +59,6 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
   return vecs == 2 ? tile(Count<2>()) : tile(Count<1>());
 }
 
-// Operands along head_dim.
-template <class Product>
-PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
-  return round_up(a.head_dim, Product::DEPTH) / Product::DEPTH;
-}
-
 // (column / PANEL, operand of head_dim, column % PANEL)
 template <class Product, class T>
 inline void pack_keys(const T* k, const KeyBlock& block, int64_t head_dim, int64_t depth,
