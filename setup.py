@@ -29,7 +29,7 @@ elif platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS["avx512"] = ISA_FLAGS["avx2"] + [
         f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")
     ]
-    ISA_FLAGS["avx512bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
+    ISA_FLAGS["avx512bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
 KERNEL_FLAGS = ["-O3", "-g0", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"]
 KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]

@@ -21,7 +21,8 @@ std::vector<const Kernels*> available() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     tables.push_back(&kernels_avx512);
-    if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kernels_avx512bf16);
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+      tables.push_back(&kernels_avx512bf16);
   }
 #elif defined(__aarch64__)
   tables.push_back(&kernels_neon);

@@ -35,6 +35,29 @@ struct FloatProduct {
 
 #if defined(__AVX512BF16__)
 
+// The bfloat16 of every magnitude an 8-bit float of MANTISSA bits can have, in bytes.
+template <int MANTISSA, int BIAS, bool INFINITE>
+struct Float8Table {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr Float8Table() : low(), high() {
+    constexpr int UNIT = 1 << MANTISSA;
+    for (int code = 0; code < 128; ++code) {
+      int exponent = code / UNIT, mantissa = code % UNIT;
+      const bool special = INFINITE ? exponent == 31 : code == 127;
+      if (exponent == 0) {
+        for (exponent = 1; mantissa < UNIT && mantissa > 0; --exponent) mantissa *= 2;
+        mantissa %= UNIT;
+      }
+      int bits = (exponent + 127 - BIAS) << 7 | mantissa << (7 - MANTISSA);
+      if (code == 0) bits = 0;
+      if (special) bits = INFINITE && mantissa == 0 ? 0x7f80 : 0x7fc0;
+      low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+constexpr Float8Table<3, 7, false> E4M3;
+constexpr Float8Table<2, 15, true> E5M2;
+
 // Pairs of bfloat16 with float32 sums: exact for what bfloat16 holds, which 8-bit numbers are.
 // Probabilities are rounded to bfloat16, so queries must not ask for more.
 struct PairProduct {
@@ -68,6 +91,15 @@ struct PairProduct {
     return (F)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << n) - 1), p);
   }
 
+  static PAGED_ATTN_INLINE F load_operands(const float8_e4m3fn* p) { return look_up(p, 32, E4M3); }
+  static PAGED_ATTN_INLINE F load_operands(const float8_e4m3fn* p, int n) {
+    return look_up(p, n, E4M3);
+  }
+  static PAGED_ATTN_INLINE F load_operands(const float8_e5m2* p) { return look_up(p, 32, E5M2); }
+  static PAGED_ATTN_INLINE F load_operands(const float8_e5m2* p, int n) {
+    return look_up(p, n, E5M2);
+  }
+
   static PAGED_ATTN_INLINE void interleave(F* x) {
     U16x32 low, high;
     for (int i = 0; i < W; ++i) {
@@ -93,6 +125,25 @@ struct PairProduct {
 
  private:
   typedef uint16_t U16x32 __attribute__((vector_size(64)));
+  typedef uint8_t U8x64 __attribute__((vector_size(64)));
+  // every byte twice, then its low and its high half from the tables, which ignore the sign
+  template <class Table>
+  static PAGED_ATTN_INLINE F look_up(const void* p, int n, const Table& table) {
+    U8x64 twice;
+    for (int i = 0; i < 64; ++i) twice[i] = uint8_t(i / 2);
+    const __m256i raw = _mm256_maskz_loadu_epi8(__mmask32((uint64_t(1) << n) - 1), p);
+    const __m512i x = _mm512_permutexvar_epi8((__m512i)twice, _mm512_castsi256_si512(raw));
+    const auto half = [&](const uint8_t* bytes, __m512i i, uint64_t lanes)
+                          __attribute__((always_inline)) {
+                            const __m512i a = _mm512_load_si512(bytes);
+                            const __m512i b = _mm512_load_si512(bytes + 64);
+                            return _mm512_mask2_permutex2var_epi8(a, i, lanes, b);
+                          };
+    const __m512i y = half(table.low, x, 0x5555555555555555);
+    const __m512i z = half(table.high, y, 0xaaaaaaaaaaaaaaaa);
+    const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
+    return (F)_mm512_ternarylogic_epi32(z, x, sign, 0xf8);  // z | (x & sign)
+  }
   static PAGED_ATTN_INLINE F pack(F low, F high) {
     return (F)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   }

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int ROW_COLUMNS = 64;  // keys per softmax update
 
-// The next ALIGN columns of every head of a task, asked for in the order of memory, as many lines at
-// a time as this chunk reads.
+// The next ALIGN columns of every head of a task, asked for line by line in the order of memory:
+// a line for every line of this chunk that is read.
 struct Ahead {
   const char* data;  // of the first head
   const int64_t* offset;
@@ -22,20 +22,18 @@ struct Ahead {
   int column = 0, head = 0;
   int64_t byte = 0;  // of the row
 
-  PAGED_ATTN_INLINE bool more() const { return column < ALIGN && head < heads; }
-  PAGED_ATTN_INLINE void fetch(int lines) {
-    while (lines > 0 && more()) {
-      const char* row = data + head * head_bytes + offset[column] * element_bytes;
-      for (; lines > 0 && byte < row_bytes; --lines, byte += CACHE_LINE)
-        __builtin_prefetch(row + byte, 0, 2);
-      if (byte < row_bytes) return;
-      byte = 0;
-      if (heads_adjoin) {
-        if (++head == heads) head = 0, ++column;
-      } else {
-        if (++column == ALIGN) column = 0, ++head;
-      }
+  PAGED_ATTN_INLINE bool fetch() {
+    if (column == ALIGN || head == heads) return false;
+    __builtin_prefetch(data + head * head_bytes + offset[column] * element_bytes + byte, 0, 2);
+    byte += CACHE_LINE;
+    if (byte < row_bytes) return true;
+    byte = 0;
+    if (heads_adjoin) {
+      if (++head == heads) head = 0, ++column;
+    } else {
+      if (++column == ALIGN) column = 0, ++head;
     }
+    return true;
   }
 };
 
@@ -66,7 +64,8 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const floa
       };
       int64_t d = 0;
       for (; d + STEP <= head_dim; d += STEP) {
-        if (r == 0 && d % PER_LINE == 0) ahead.fetch(KEYS);
+        if (r == 0 && d % PER_LINE == 0)
+          for (int j = 0; j < KEYS; ++j) ahead.fetch();
         step(d, [](const T* p)
                     __attribute__((always_inline)) { return Product::load_operands(p); });
       }
@@ -89,17 +88,17 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahea
                                   bool prefetch, int64_t d, int n, const float* p, float* acc,
                                   int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
-  constexpr int LINES = (DEPTH * VECS * W * int(sizeof(T)) + CACHE_LINE - 1) / CACHE_LINE;
   F sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + d + j * W);
   for (int c = 0; c < ALIGN; c += DEPTH) {
-    if (prefetch) ahead.fetch(LINES);
     F x[VECS];
 #pragma GCC unroll 2
     for (int i = 0; i < DEPTH; ++i) {
+      if (prefetch)
+        for (int b = 0; b < VECS * W * int(sizeof(T)); b += CACHE_LINE) ahead.fetch();
       const T* row = v + offset[c + i] + d;
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; j += DEPTH)
@@ -183,24 +182,26 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     const int64_t kv_head = int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
     return (const T*)x.data + kv_head * x.stride_head;
   };
-  const auto ahead_of = [&](const paged_attn::KeyValue& x, int64_t dims, const int64_t* offset)
-                            __attribute__((always_inline)) {
-                              const int64_t size = sizeof(T);
-                              const bool adjoin = x.stride_head < x.stride_token;
-                              return Ahead{(const char*)head_of(x, 0), offset, size,
-                                           x.stride_head * size, dims * size, groups, adjoin};
-                            };
+  const int64_t size = sizeof(T);
+  const auto keys_ahead = [&](const int64_t* offset) __attribute__((always_inline)) {
+    return Ahead{(const char*)head_of(a.k, 0), offset, size, a.k.stride_head * size,
+                 a.head_dim * size, groups, a.k.stride_head < a.k.stride_token};
+  };
+  const auto values_ahead = [&](const int64_t* offset) __attribute__((always_inline)) {
+    return Ahead{(const char*)head_of(a.v, 0), offset, size, a.v.stride_head * size,
+                 a.head_dim_v * size, groups, a.v.stride_head < a.v.stride_token};
+  };
   for (int c = 0; c < columns; c += ALIGN) {
     // after the last keys of a block come its first values
-    Ahead ahead = c + ALIGN < columns ? ahead_of(a.k, a.head_dim, block.k_offset + c + ALIGN)
-                                      : ahead_of(a.v, a.head_dim_v, block.v_offset);
+    Ahead ahead = c + ALIGN < columns ? keys_ahead(block.k_offset + c + ALIGN)
+                                      : values_ahead(block.v_offset);
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, ahead,
                                  w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
                                  w.scale[g], scores);
     }
-    ahead.fetch(INT32_MAX);
+    while (ahead.fetch()) {}
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   for (int g = 0; g < groups; ++g)
@@ -216,15 +217,15 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       for (int64_t d = 0; d < w.stride_acc; d += W) store(acc + d, load(acc + d) * set1(rescale));
     }
   for (int c = 0; c < columns; c += ALIGN) {
-    Ahead ahead = c + ALIGN < columns ? ahead_of(a.v, a.head_dim_v, block.v_offset + c + ALIGN)
-                                      : ahead_of(a.k, a.head_dim, next.k_offset);
+    Ahead ahead = c + ALIGN < columns ? values_ahead(block.v_offset + c + ALIGN)
+                                      : keys_ahead(next.k_offset);
     for (int g = 0; g < groups; ++g) {
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, ahead, p, w.rows,
                                      a.head_dim_v, w.acc + g * w.rows * w.stride_acc,
                                      w.stride_acc);
     }
-    ahead.fetch(INT32_MAX);
+    while (ahead.fetch()) {}
   }
 }
 
