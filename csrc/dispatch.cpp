@@ -36,9 +36,9 @@ const Kernels& choose() {
   if (name == nullptr || *name == '\0') return *tables.back();
   for (const Kernels* table : tables)
     if (std::string(name) == table->name) return *table;
-  throw std::runtime_error("paged_attn: PAGED_ATTN_CPU_ISA=" + std::string(name) +
-                           " is not available here; this machine and build have: " +
-                           available_names());
+  throw std::runtime_error(
+      "paged_attn: PAGED_ATTN_CPU_ISA=" + std::string(name) +
+      " is not available here; this machine and build have: " + available_names());
 }
 
 }  // namespace

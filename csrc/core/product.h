@@ -84,9 +84,7 @@ struct PairProduct {
   static PAGED_ATTN_INLINE F load_operands(const T* p, int n) {
     return n <= W ? pack(load(p, n), F{}) : pack(load(p), load(p + W, n - W));
   }
-  static PAGED_ATTN_INLINE F load_operands(const bfloat16* p) {
-    return (F)_mm512_loadu_si512(p);
-  }
+  static PAGED_ATTN_INLINE F load_operands(const bfloat16* p) { return (F)_mm512_loadu_si512(p); }
   static PAGED_ATTN_INLINE F load_operands(const bfloat16* p, int n) {
     return (F)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << n) - 1), p);
   }

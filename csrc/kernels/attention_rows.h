@@ -37,6 +37,20 @@ struct Ahead {
   }
 };
 
+template <class T>
+PAGED_ATTN_INLINE Ahead ahead_of(const paged_attn::KeyValue& x, const T* first_head,
+                                 int64_t head_dim, int heads, const int64_t* offset) {
+  Ahead ahead;
+  ahead.data = (const char*)first_head;
+  ahead.offset = offset;
+  ahead.element_bytes = sizeof(T);
+  ahead.head_bytes = x.stride_head * int64_t(sizeof(T));
+  ahead.row_bytes = head_dim * int64_t(sizeof(T));
+  ahead.heads = heads;
+  ahead.heads_adjoin = x.stride_head < x.stride_token;
+  return ahead;
+}
+
 // scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
 // time, enough to hide the latency of one, W of them summed over the lanes in one transpose
 template <class Product, class T, int ROWS>
@@ -66,8 +80,8 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const floa
       for (; d + STEP <= head_dim; d += STEP) {
         if (r == 0 && d % PER_LINE == 0)
           for (int j = 0; j < KEYS; ++j) ahead.fetch();
-        step(d, [](const T* p)
-                    __attribute__((always_inline)) { return Product::load_operands(p); });
+        step(d,
+             [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
       }
       if (d < head_dim) {
         const int n = int(head_dim - d);
@@ -84,8 +98,8 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const floa
 
 // acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); with `n`, fewer dims
 template <class Product, class T, int ROWS, int VECS, bool WHOLE>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahead,
-                                  bool prefetch, int64_t d, int n, const float* p, float* acc,
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahead, bool prefetch,
+                                  int64_t d, int n, const float* p, float* acc,
                                   int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
   F sum[ROWS][VECS];
@@ -182,26 +196,23 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     const int64_t kv_head = int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
     return (const T*)x.data + kv_head * x.stride_head;
   };
-  const int64_t size = sizeof(T);
-  const auto keys_ahead = [&](const int64_t* offset) __attribute__((always_inline)) {
-    return Ahead{(const char*)head_of(a.k, 0), offset, size, a.k.stride_head * size,
-                 a.head_dim * size, groups, a.k.stride_head < a.k.stride_token};
+  const auto keys = [&](const int64_t* offset) __attribute__((always_inline)) {
+    return ahead_of(a.k, head_of(a.k, 0), a.head_dim, groups, offset);
   };
-  const auto values_ahead = [&](const int64_t* offset) __attribute__((always_inline)) {
-    return Ahead{(const char*)head_of(a.v, 0), offset, size, a.v.stride_head * size,
-                 a.head_dim_v * size, groups, a.v.stride_head < a.v.stride_token};
+  const auto values = [&](const int64_t* offset) __attribute__((always_inline)) {
+    return ahead_of(a.v, head_of(a.v, 0), a.head_dim_v, groups, offset);
   };
   for (int c = 0; c < columns; c += ALIGN) {
     // after the last keys of a block come its first values
-    Ahead ahead = c + ALIGN < columns ? keys_ahead(block.k_offset + c + ALIGN)
-                                      : values_ahead(block.v_offset);
+    Ahead ahead = c + ALIGN < columns ? keys(block.k_offset + c + ALIGN) : values(block.v_offset);
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, ahead,
                                  w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
                                  w.scale[g], scores);
     }
-    while (ahead.fetch()) {}
+    while (ahead.fetch()) {
+    }
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   for (int g = 0; g < groups; ++g)
@@ -209,23 +220,21 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       const int64_t i = g * w.rows + r;
       const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
                                      (task.group_begin + g) * a.group_size + r % a.group_size);
-      const float rescale =
-          softmax_row<Product>(a, s, row, block, 0, columns, w.scores + i * ROW_COLUMNS,
-                                    w.m[i], w.l[i]);
+      const float rescale = softmax_row<Product>(a, s, row, block, 0, columns,
+                                                 w.scores + i * ROW_COLUMNS, w.m[i], w.l[i]);
       if (rescale == 1) continue;
       float* acc = w.acc + i * w.stride_acc;
       for (int64_t d = 0; d < w.stride_acc; d += W) store(acc + d, load(acc + d) * set1(rescale));
     }
   for (int c = 0; c < columns; c += ALIGN) {
-    Ahead ahead = c + ALIGN < columns ? values_ahead(block.v_offset + c + ALIGN)
-                                      : keys_ahead(next.k_offset);
+    Ahead ahead = c + ALIGN < columns ? values(block.v_offset + c + ALIGN) : keys(next.k_offset);
     for (int g = 0; g < groups; ++g) {
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, ahead, p, w.rows,
-                                     a.head_dim_v, w.acc + g * w.rows * w.stride_acc,
-                                     w.stride_acc);
+                                     a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
     }
-    while (ahead.fetch()) {}
+    while (ahead.fetch()) {
+    }
   }
 }
 
@@ -240,7 +249,8 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
   for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
   for (int g = 0; g < groups; ++g) {
     w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
-    load_queries<Product>(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q, w.stride_q);
+    load_queries<Product>(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q,
+                          w.stride_q);
   }
 
   KeyBlock blocks[2];

@@ -93,7 +93,8 @@ inline void pack_values(const T* v, const KeyBlock& block, int64_t head_dim, flo
       const int n = int(min64(STEP, head_dim - d));
       F x[DEPTH];
       for (int i = 0; i < DEPTH; ++i)
-        x[i] = n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
+        x[i] =
+            n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
       Product::interleave(x);
       float* to = packed + (d / PANEL * MAX_COLUMNS + c) / DEPTH * PANEL + d % PANEL;
       for (int i = 0; i < DEPTH; ++i) store(to + i * W, x[i]);
@@ -186,8 +187,7 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
       const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
                                      task.group_begin * a.group_size + r % a.group_size);
       float* scores = w.scores + (r - r0) * MAX_COLUMNS;
-      rescale[r - r0] =
-          softmax_row<Product>(a, s, row, block, begin, end, scores, w.m[r], w.l[r]);
+      rescale[r - r0] = softmax_row<Product>(a, s, row, block, begin, end, scores, w.m[r], w.l[r]);
     }
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);
