@@ -13,7 +13,7 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test lint thorough sanitize bench clean
+.PHONY: install run test test-gpu lint thorough sanitize bench clean
 
 install: $(VENV)/installed
 
@@ -28,11 +28,18 @@ run: install
 	$(PYTHON) examples/serve.py
 
 # The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
+# tests/triton turns Triton's interpreter on, so it has a process of its own.
 test: install lint
 	$(PYTHON) -m torch_paged_attn
-	$(PYTHON) -m pytest tests
+	$(PYTHON) -m pytest tests --ignore tests/triton
+	$(PYTHON) -m pytest tests/triton
 	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
 	  PAGED_ATTN_CPU_ISA=$$isa $(PYTHON) -m pytest tests/backends tests/properties; done
+
+# On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
+test-gpu:
+	$(PYTHON) -m pytest tests/triton tests/backends
+	$(PYTHON) tests/triton/fuzz.py --seconds 300
 
 lint: install
 	$(PYTHON) -m ruff check .
