@@ -1,0 +1,46 @@
+"""Without Neuron's packages the backend imports, and says what is missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch_paged_attn
+
+CODE = """
+import sys, types
+{before}
+import torch
+from torch_paged_attn.backends import neuron
+print(neuron.load())
+args = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), torch.zeros(1, 1, 8)
+try:
+    neuron.flash_varlen(*args, torch.tensor([0, 1], dtype=torch.int32), None, 1, 1)
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def say(before):
+    path = str(Path(torch_paged_attn.__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": path, "PAGED_ATTN_NEURON_EMULATE": "0"}
+    code = CODE.format(before=before)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    reason, refusal = done.stdout.splitlines()
+    assert refusal.endswith(reason)
+    return reason
+
+
+def test_says_how_to_get_nki():
+    assert "install nki" in say("sys.modules['nki'] = None")
+
+
+def test_knows_the_old_sdk():
+    before = "sys.modules['nki'] = None; "
+    before += "sys.modules['neuronxcc'] = sys.modules['neuronxcc.nki'] = types.ModuleType('x')"
+    assert "SDK 2.29 or newer" in say(before)
+
+
+def test_knows_a_stranger_of_the_same_name():
+    assert "without nki.jit is installed" in say("sys.modules['nki'] = types.ModuleType('nki')")
