@@ -23,7 +23,7 @@ SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + ["csrc/core/schedule.cpp", 
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}
 if platform.machine() in ("aarch64", "arm64"):
-    ISA_FLAGS["neon"] = []
+    ISA_FLAGS |= {"neon": [], "neon_bf16": ["-march=armv8.2-a+bf16"]}
 elif platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ISA_FLAGS["avx2"] + [

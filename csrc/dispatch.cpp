@@ -6,8 +6,29 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace paged_attn {
 namespace {
+
+#if defined(__aarch64__)
+bool has_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long BF16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
+  return getauxval(AT_HWCAP2) & BF16;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+#endif
 
 // From the slowest to the fastest.
 std::vector<const Kernels*> available() {
@@ -26,6 +47,7 @@ std::vector<const Kernels*> available() {
   }
 #elif defined(__aarch64__)
   tables.push_back(&kernels_neon);
+  if (has_bf16()) tables.push_back(&kernels_neon_bf16);
 #endif
   return tables;
 }

@@ -24,6 +24,7 @@ extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512bf16;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
+extern const Kernels kernels_neon_bf16;
 #endif
 
 // The best ISA this processor has, or the one that PAGED_ATTN_CPU_ISA names; throws

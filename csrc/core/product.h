@@ -152,3 +152,7 @@ constexpr bool PairProduct::accepts<bfloat16> = true;
 #endif
 
 }  // namespace
+
+#if defined(PAGED_ATTN_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "product_neon.h"
+#endif
