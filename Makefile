@@ -9,11 +9,14 @@ PIP := $(PYTHON) -m pip install --quiet --constraint constraints.txt
 # installed afresh when a source of the kernels, or what is depended on, has changed
 BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
+# the emulator multiplies small matrices: a second thread would only spin
+export OPENBLAS_NUM_THREADS := 1
+
 # what the CPU kernels could use here, but for the best, which they use by themselves
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test test-gpu lint thorough sanitize bench clean
+.PHONY: install run test test-gpu test-neon lint thorough sanitize bench clean
 
 install: $(VENV)/installed
 
@@ -31,10 +34,14 @@ run: install
 # tests/triton turns Triton's interpreter on, so it has a process of its own.
 test: install lint
 	$(PYTHON) -m torch_paged_attn
-	$(PYTHON) -m pytest tests --ignore tests/triton
+	$(PYTHON) -m pytest tests --ignore tests/triton --ignore tests/isa
 	$(PYTHON) -m pytest tests/triton
 	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
 	  PAGED_ATTN_CPU_ISA=$$isa $(PYTHON) -m pytest tests/backends tests/properties; done
+
+# The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
+test-neon: install
+	$(PYTHON) -m pytest tests/isa
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
 test-gpu:

@@ -13,7 +13,7 @@ import torch
 import torch_paged_attn
 
 PACKAGE = Path(torch_paged_attn.__file__).parent
-HEAVY = ("triton", "jax", "nki", "transformers", "matplotlib", "hypothesis", "rich")
+HEAVY = ("triton", "jax", "nki", "transformers", "matplotlib", "hypothesis", "rich", "ml_dtypes")
 
 
 def python(code, **environment):
