@@ -41,6 +41,10 @@ test: install lint
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
 test-neon: install
+	@test -n "$$QEMU_AARCH64" || command -v qemu-aarch64-static || \
+	  { echo "test-neon needs QEMU: apt-get install qemu-user-static"; exit 1; }
+	@test -n "$$AARCH64_CXX" || command -v aarch64-linux-gnu-g++ || $(PYTHON) -c "import ziglang" || \
+	  { echo "test-neon needs a compiler: apt-get install g++-aarch64-linux-gnu"; exit 1; }
 	$(PYTHON) -m pytest tests/isa
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3

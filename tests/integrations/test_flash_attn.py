@@ -682,9 +682,7 @@ def test_rotary_turns_new_keys_and_queries(interleaved, causal):
         return_softmax_lse=True,
     )  # fmt: skip
     result = (out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
-    truth = batch.truth(causal=causal)
-    torch.testing.assert_close(result[0].double(), truth.out, rtol=0, atol=1e-5)
-    torch.testing.assert_close(result[1].double(), truth.softmax_lse, rtol=0, atol=1e-5)
+    assert_accurate(*result, batch.truth(causal=causal))
 
 
 def test_8_bit_caches_are_scaled_both_ways():
