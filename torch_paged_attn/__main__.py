@@ -1,7 +1,6 @@
 """`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op."""
 
 import argparse
-import importlib
 import importlib.metadata
 import json
 import platform
@@ -13,7 +12,12 @@ from torch_paged_attn import __version__
 from torch_paged_attn.ops import _library
 
 # device -> the dispatch key its tensors carry
-DEVICES = {"cpu": "CPU", "cuda / rocm": "CUDA", "tpu / neuron (torch_xla)": "XLA"}
+DEVICES = {
+    "cpu": "CPU",
+    "cuda / rocm": "CUDA",
+    "tpu / neuron (torch_xla)": "XLA",
+    "tpu / neuron (native)": "PrivateUse1",
+}
 PACKAGES = ("torch", "triton", "jax", "nki", "transformers", "rich", "matplotlib")
 
 
@@ -27,12 +31,9 @@ def installed(package: str) -> str | None:
 
 def answer(key: str) -> dict[str, Any]:
     """Which backend answers on one dispatch key, or why none does."""
-    folder = _library.BACKENDS.get(key)
+    folder, reason = _library.choose_backend(key)
     if folder is None:
-        return {"backend": None, "ops": [], "reason": "no backend for this device yet"}
-    reason = importlib.import_module(f"torch_paged_attn.backends.{folder}").load()
-    if reason is not None:
-        return {"backend": folder, "ops": [], "reason": reason}
+        return {"backend": None, "ops": [], "reason": reason}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = [name for name in _library.OPS if has(f"paged_attn::{name}", key)]
     return {"backend": folder, "ops": ops, "reason": None}
@@ -42,7 +43,7 @@ def report() -> dict[str, Any]:
     """Everything this command knows."""
     devices = {device: answer(key) for device, key in DEVICES.items()}
     cpu = devices["cpu"]
-    if cpu["ops"]:
+    if cpu["backend"] == "cpu":
         cpu["instruction_set"] = torch.ops.paged_attn.cpu_isa()
         cpu["instruction_sets"] = torch.ops.paged_attn.cpu_isas().split()
     return {

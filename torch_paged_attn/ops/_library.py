@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,19 @@ from torch import Tensor
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
-# Dispatch key -> folder under backends/. A new backend is a folder plus a line here.
-BACKENDS = {"CPU": "cpu", "CUDA": "triton"}
+# Dispatch key -> folders under backends/, the first that can run here answers. A new backend is a
+# folder plus its name here.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "CPU": ("cpu",),
+    "CUDA": ("triton",),
+    "XLA": ("neuron",),
+    "PrivateUse1": ("neuron",),
+}
+if os.environ.get("PAGED_ATTN_NEURON_EMULATE") == "1":
+    BACKENDS["CPU"] = ("neuron",)
 
 # Backends whose compiled library registers its own kernels, so that a call meets no Python.
-COMPILED = frozenset({"CPU"})
+COMPILED = frozenset({"cpu"})
 
 # op name -> its overload packet's qualified names, in order of definition
 OPS: list[str] = []
@@ -65,31 +74,37 @@ def define(
 
 
 def bind_backends() -> None:
-    """Bind every operator to every backend; only compiled libraries are loaded right away."""
-    for key, folder in BACKENDS.items():
-        reason = _backend(folder).load() if key in COMPILED else None
+    """Bind every operator on every dispatch key; only compiled libraries are loaded right away."""
+    for key, folders in BACKENDS.items():
+        compiled = not COMPILED.isdisjoint(folders)
+        if compiled and choose_backend(key)[0] is not None:
+            continue
         for name in OPS:
-            if reason is not None:
-                LIBRARY.impl(name, functools.partial(_refuse, name, reason), key)
-            elif key not in COMPILED:
-                LIBRARY.impl(name, _lazy(folder, name), key)
+            LIBRARY.impl(name, _lazy(key, name), key)
 
 
-def _refuse(name: str, reason: str, *_args: Any, **_kwargs: Any) -> None:
-    raise NotImplementedError(f"paged_attn::{name}: {reason}")
+def choose_backend(key: str) -> tuple[str | None, str]:
+    """The folder whose kernels answer on a dispatch key, or None and why each cannot run here."""
+    reasons = []
+    for folder in BACKENDS.get(key, ()):
+        reason = _backend(folder).load()
+        if reason is None:
+            return folder, ""
+        reasons.append(reason)
+    return None, "; ".join(reasons) or "no backend for this device yet"
 
 
 def _backend(folder: str) -> Any:
     return importlib.import_module(f"torch_paged_attn.backends.{folder}")
 
 
-def _lazy(folder: str, name: str) -> Callable[..., Any]:
+def _lazy(key: str, name: str) -> Callable[..., Any]:
     @functools.cache
     def kernel() -> Callable[..., Any]:
-        backend = _backend(folder)
-        if (reason := backend.load()) is not None:
+        folder, reason = choose_backend(key)
+        if folder is None:
             raise NotImplementedError(f"paged_attn::{name}: {reason}")
-        return getattr(backend, name.replace(".", "_"))
+        return getattr(_backend(folder), name.replace(".", "_"))
 
     return lambda *args, **kwargs: kernel()(*args, **kwargs)
 
