@@ -15,12 +15,10 @@ Scores and sums are float32; probabilities are rounded to DTYPE, the type of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.dropout import dropout_keep
-from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
-from torch_paged_attn.backends.triton.mask import full_range, key_range, visible
-from torch_paged_attn.backends.triton.products import fold_values, scores
-from torch_paged_attn.backends.triton.rows import find_pages, load_rows, store_rows
-from torch_paged_attn.backends.triton.softmax import fold_scores, quotient, with_sink
+from torch_paged_attn.backends.triton.key_loop import attend_keys
+from torch_paged_attn.backends.triton.mask import full_range, key_range
+from torch_paged_attn.backends.triton.rows import load_rows, store_rows
+from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
 from torch_paged_attn.backends.triton.work import count_splits, find_work
 
@@ -236,29 +234,11 @@ def _attention_fwd_kernel(
         i_start = tl.maximum(i_start, i_base + split * share)
         i_stop = tl.maximum(tl.minimum(i_stop, i_base + (split + 1) * share), i_start)
 
+    q_rows = row64 * stride_q_token + head.to(tl.int64) * stride_q_head
+    q_low = load_rows(q_ptr, q_rows, exists, 0, K_LOW, HEAD_DIM, True, Q_FORMAT, DTYPE)
+    q_high = q_low
     if K_HIGH > 0:
-        q_high = load_rows(
-            q_ptr,
-            row64 * stride_q_token + head.to(tl.int64) * stride_q_head,
-            exists,
-            K_LOW,
-            K_HIGH,
-            HEAD_DIM,
-            True,
-            Q_FORMAT,
-            DTYPE,
-        )
-    q_low = load_rows(
-        q_ptr,
-        row64 * stride_q_token + head.to(tl.int64) * stride_q_head,
-        exists,
-        0,
-        K_LOW,
-        HEAD_DIM,
-        True,
-        Q_FORMAT,
-        DTYPE,
-    )
+        q_high = load_rows(q_ptr, q_rows, exists, K_LOW, K_HIGH, HEAD_DIM, True, Q_FORMAT, DTYPE)
     if not RAW_SCORES:
         if q_descale_ptr is not None:
             q_descale_ptr += b * stride_q_descale_batch + kv_head * stride_q_descale_head
@@ -266,9 +246,11 @@ def _attention_fwd_kernel(
         if k_descale_ptr is not None:
             k_descale_ptr += b * stride_k_descale_batch + kv_head * stride_k_descale_head
             scale = scale * tl.load(k_descale_ptr, mask=b < batch, other=0.0)
+    slope = 0.0
     if alibi_ptr is not None:
         alibi_ptr += b * stride_alibi_batch
         slope = tl.load(alibi_ptr + head * stride_alibi_head, mask=exists & (b < batch), other=0.0)
+    bias_rows = bias_ptr
     if BIAS != "":
         bias_rows = bias_ptr + row64 * stride_bias_token + head.to(tl.int64) * stride_bias_head
     if PAGE_SIZE > 0:
@@ -283,97 +265,63 @@ def _attention_fwd_kernel(
             tl.cast(k_start, tl.int64) * stride_v_slot + tl.cast(kv_head, tl.int64) * stride_v_head
         )
 
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
-    if V_HIGH > 0:
-        acc_high = tl.zeros([BLOCK_M, V_HIGH], tl.float32)
-
-    # phases: 0 from the left edge of a window, 1 what every row sees, 2 up to the last key
-    i_full = i_start
-    if FIRST_PHASE == 0:
-        i_full = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK_N), i_start), i_stop)
-    i_tail = i_full
-    if FIRST_PHASE < 2:
-        i_tail = tl.minimum(tl.maximum(full_stop // BLOCK_N, i_full), i_stop)
-
-    for phase in tl.static_range(FIRST_PHASE, 3):
-        if phase == 0:
-            i_first = i_start
-            i_last = i_full
-        elif phase == 1:
-            i_first = i_full
-            i_last = i_tail
-        else:
-            i_first = i_tail
-            i_last = i_stop
-        for i in tl.range(i_first, i_last):
-            if HAS_LAYOUT:
-                col = tl.load(col_ptr + (i // PER_BLOCK) * stride_col)
-                # blocks past the last key are ignored, and so are bad ones
-                past_end = tl.cdiv(key_len, K_BLOCK)
-                col = tl.where((col < 0) | (col > past_end), past_end, col)
-                n0 = col * K_BLOCK + (i % PER_BLOCK) * BLOCK_N
-            else:
-                n0 = i * BLOCK_N
-            j = n0 + tl.arange(0, BLOCK_N)
-            in_range = (j >= start) & (j < stop)
-            page, slot = find_pages(
-                block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase != 1
-            )
-
-            k_rows = page * stride_k_page + slot * stride_k_slot
-            k_low = load_rows(
-                k_ptr, k_rows, in_range, 0, K_LOW, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
-            )
-            s = scores(q_low, k_low, IS_PRECISE)
-            if K_HIGH > 0:
-                k_high = load_rows(
-                    k_ptr, k_rows, in_range, K_LOW, K_HIGH, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
-                )
-                s += scores(q_high, k_high, IS_PRECISE)
-
-            if not RAW_SCORES:
-                s = s * scale
-            if HAS_SOFTCAP:
-                s = softcapped(s, softcap)
-            if alibi_ptr is not None:
-                s = with_alibi(s, slope, position, j)
-            keep = in_range
-            if phase != 1:
-                seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
-                if BIAS != "":
-                    bias = tl.load(
-                        bias_rows[:, None] + j.to(tl.int64)[None, :] * stride_bias_key,
-                        mask=seen & exists[:, None],
-                        other=0,
-                    )
-                    if BIAS == "bool":
-                        seen = seen & (bias != 0)
-                    else:
-                        bias = bias.to(tl.float32)
-                        seen = seen & (bias != float("-inf"))
-                        s = s + bias
-                    keep = tl.max((seen & exists[:, None]).to(tl.int32), 0) > 0
-                # select, never add: a masked key may hold NaN
-                s = tl.where(seen, s, float("-inf"))
-
-            p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
-            if rng_ptr is not None:
-                survives = dropout_keep(rng_ptr, dropout_threshold, b, head, token, n0, BLOCK_N)
-                p = tl.where(survives, p * dropout_scale, 0.0)
-            p = p.to(DTYPE)
-
-            v_rows = page * stride_v_page + slot * stride_v_slot
-            v_low = load_rows(
-                v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
-            )
-            acc_low = fold_values(acc_low, shrink, p, v_low, IS_PRECISE)
-            if V_HIGH > 0:
-                v_high = load_rows(
-                    v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
-                )
-                acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
+    m_i, l_i, acc_low, acc_high = attend_keys(
+        q_low,
+        q_high,
+        k_ptr,
+        v_ptr,
+        block_table_ptr,
+        col_ptr,
+        bias_rows,
+        rng_ptr,
+        b,
+        head,
+        token,
+        position,
+        exists,
+        slope,
+        i_start,
+        i_stop,
+        start,
+        stop,
+        full_start,
+        full_stop,
+        key_len,
+        num_pages,
+        stride_k_page,
+        stride_k_slot,
+        stride_v_page,
+        stride_v_slot,
+        stride_col,
+        stride_bias_key,
+        left,
+        right,
+        scale,
+        factor,
+        softcap,
+        dropout_threshold,
+        dropout_scale,
+        HEAD_DIM,
+        K_LOW,
+        K_HIGH,
+        HEAD_DIM_V,
+        V_LOW,
+        V_HIGH,
+        PAGE_SIZE,
+        K_BLOCK,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_SOFTCAP,
+        alibi_ptr is not None,
+        BIAS,
+        RAW_SCORES,
+        IS_PRECISE,
+        FIRST_PHASE,
+        K_FORMAT,
+        DTYPE,
+        BLOCK_M,
+        BLOCK_N,
+    )
 
     # `factor` in base two is `unit` in base e
     m = m_i * (factor * 0.6931471805599453)

@@ -1,0 +1,169 @@
+"""The loop over tiles of keys: scores, the running softmax, and the sum of weighted values."""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.dropout import dropout_keep
+from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
+from torch_paged_attn.backends.triton.mask import visible
+from torch_paged_attn.backends.triton.products import fold_values, scores
+from torch_paged_attn.backends.triton.rows import find_pages, load_rows
+from torch_paged_attn.backends.triton.softmax import fold_scores
+
+
+@triton.jit
+def attend_keys(
+    q_low,
+    q_high,
+    k_ptr,
+    v_ptr,
+    block_table_ptr,
+    col_ptr,
+    bias_rows,
+    rng_ptr,
+    b,
+    head,
+    token,
+    position,
+    exists,
+    slope,
+    i_start,
+    i_stop,
+    start,
+    stop,
+    full_start,
+    full_stop,
+    key_len,
+    num_pages,
+    stride_k_page,
+    stride_k_slot,
+    stride_v_page,
+    stride_v_slot,
+    stride_col,
+    stride_bias_key,
+    left,
+    right,
+    scale,
+    factor,
+    softcap,
+    dropout_threshold,
+    dropout_scale,
+    HEAD_DIM: tl.constexpr,
+    K_LOW: tl.constexpr,
+    K_HIGH: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    V_LOW: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    RAW_SCORES: tl.constexpr,
+    IS_PRECISE: tl.constexpr,
+    FIRST_PHASE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend a tile of queries to keys of number `i_start` to `i_stop`, in tiles of BLOCK_N (with a
+    layout: to the blocks listed there).
+
+    Returns row maxima, row sums, and the sums of weighted values in two chunks.
+    """
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
+    # carried along, but unused, where one chunk holds a row of v
+    acc_high = tl.zeros([BLOCK_M, V_HIGH if V_HIGH > 0 else 1], tl.float32)
+
+    # phases: 0 from the left edge of a window, 1 what every row sees, 2 up to the last key
+    i_full = i_start
+    if FIRST_PHASE == 0:
+        i_full = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK_N), i_start), i_stop)
+    i_tail = i_full
+    if FIRST_PHASE < 2:
+        i_tail = tl.minimum(tl.maximum(full_stop // BLOCK_N, i_full), i_stop)
+
+    for phase in tl.static_range(FIRST_PHASE, 3):
+        if phase == 0:
+            i_first = i_start
+            i_last = i_full
+        elif phase == 1:
+            i_first = i_full
+            i_last = i_tail
+        else:
+            i_first = i_tail
+            i_last = i_stop
+        for i in tl.range(i_first, i_last):
+            if K_BLOCK > 0:
+                PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
+                col = tl.load(col_ptr + (i // PER_BLOCK) * stride_col)
+                # blocks past the last key are ignored, and so are bad ones
+                past_end = tl.cdiv(key_len, K_BLOCK)
+                col = tl.where((col < 0) | (col > past_end), past_end, col)
+                n0 = col * K_BLOCK + (i % PER_BLOCK) * BLOCK_N
+            else:
+                n0 = i * BLOCK_N
+            j = n0 + tl.arange(0, BLOCK_N)
+            in_range = (j >= start) & (j < stop)
+            page, slot = find_pages(
+                block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase != 1
+            )
+
+            k_rows = page * stride_k_page + slot * stride_k_slot
+            k_low = load_rows(
+                k_ptr, k_rows, in_range, 0, K_LOW, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
+            )
+            s = scores(q_low, k_low, IS_PRECISE)
+            if K_HIGH > 0:
+                k_high = load_rows(
+                    k_ptr, k_rows, in_range, K_LOW, K_HIGH, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
+                )
+                s += scores(q_high, k_high, IS_PRECISE)
+
+            if not RAW_SCORES:
+                s = s * scale
+            if HAS_SOFTCAP:
+                s = softcapped(s, softcap)
+            if HAS_ALIBI:
+                s = with_alibi(s, slope, position, j)
+            keep = in_range
+            if phase != 1:
+                seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
+                if BIAS != "":
+                    bias = tl.load(
+                        bias_rows[:, None] + j.to(tl.int64)[None, :] * stride_bias_key,
+                        mask=seen & exists[:, None],
+                        other=0,
+                    )
+                    if BIAS == "bool":
+                        seen = seen & (bias != 0)
+                    else:
+                        bias = bias.to(tl.float32)
+                        seen = seen & (bias != float("-inf"))
+                        s = s + bias
+                    keep = tl.max((seen & exists[:, None]).to(tl.int32), 0) > 0
+                # select, never add: a masked key may hold NaN
+                s = tl.where(seen, s, float("-inf"))
+
+            p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
+            if rng_ptr is not None:
+                survives = dropout_keep(rng_ptr, dropout_threshold, b, head, token, n0, BLOCK_N)
+                p = tl.where(survives, p * dropout_scale, 0.0)
+            p = p.to(DTYPE)
+
+            v_rows = page * stride_v_page + slot * stride_v_slot
+            v_low = load_rows(
+                v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
+            )
+            acc_low = fold_values(acc_low, shrink, p, v_low, IS_PRECISE)
+            if V_HIGH > 0:
+                v_high = load_rows(
+                    v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
+                )
+                acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
+    return m_i, l_i, acc_low, acc_high
