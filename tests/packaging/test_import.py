@@ -95,6 +95,7 @@ MAY_IMPORT = {
     "ops": ("ops", "backends.cpu"),
     "reference": ("reference",),
     "backends/cpu": ("backends.cpu", "ops", "planning", "tuning"),
+    "backends/tpu": ("backends.tpu", "ops", "planning", "tuning"),
     "backends/neuron": ("backends.neuron", "ops", "planning", "tuning", "testing"),
     "backends/triton": ("backends.triton", "ops", "planning", "tuning"),
     "planning": ("planning",),

@@ -1,0 +1,134 @@
+"""Blocks of keys on their way from HBM: a ring of buffers, filled ahead of where they are used.
+
+The issue cursor (tile, block) runs `num_buffers - 1` blocks ahead of the computation, across the
+ends of tiles and sequences, so that no tile starts with an empty pipeline.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+class Cursor(NamedTuple):
+    """The next block to fetch, and the buffer that the computation stands at."""
+
+    tile: Array
+    block: Array
+    slot: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyStream:
+    """Refs of one kernel, and the sizes of its blocks.
+
+    Each buffer has a semaphore for keys and one for values: a forgotten wait is then seen by the
+    interpreter, which two copies on one semaphore would hide.
+    """
+
+    tiles: Any  # Tiles of SMEM refs
+    table: Any
+    table_start: Any
+    k_hbm: Any  # (num_pages, num_kv_heads, page_size, head_dim)
+    v_hbm: Any
+    k_buffers: Any  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
+    v_buffers: Any
+    semaphores: Any  # (2, num_buffers)
+    num_tiles: int
+    num_cores: int
+    static_waits: bool
+
+    @property
+    def num_buffers(self) -> int:
+        return self.k_buffers.shape[0]
+
+    @property
+    def pages(self) -> int:
+        """Pages of a block."""
+        return self.k_buffers.shape[1]
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.pages * self.k_buffers.shape[3]
+
+    def first_block(self, tile: Array) -> Array:
+        return lax.div(self.tiles.start[tile], jnp.int32(self.block_k))
+
+    def stop_block(self, tile: Array) -> Array:
+        return lax.div(self.tiles.stop[tile] + (self.block_k - 1), jnp.int32(self.block_k))
+
+    def open(self, tile: Array) -> Cursor:
+        """Start at the core's first tile: fill all buffers but one."""
+        cursor = self._at(self.tiles.busy_from[tile], jnp.int32(0))
+
+        def fill(slot: Array, cursor: Cursor) -> Cursor:
+            return self._advance(cursor, slot)
+
+        return lax.fori_loop(0, self.num_buffers - 1, fill, cursor)
+
+    def next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
+        """Ask for one block more, wait for this one: its buffer, and the cursor moved on."""
+        slot = cursor.slot
+        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
+        cursor = self._advance(cursor, free)
+        self._wait(tile, block, slot)
+        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
+
+    def _at(self, tile: Array, slot: Array) -> Cursor:
+        return Cursor(tile, self.first_block(jnp.minimum(tile, self.num_tiles - 1)), slot)
+
+    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
+        tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
+
+        @pl.when(cursor.tile < self.num_tiles)
+        def _():
+            self._start(tile, cursor.block, slot)
+
+        block = cursor.block + 1
+        is_done = block >= self.stop_block(tile)
+        following = self.tiles.busy_from[tile + self.num_cores]
+        following = self._at(jnp.where(is_done, following, cursor.tile), cursor.slot)
+        return following._replace(block=jnp.where(is_done, following.block, block))
+
+    def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
+        """The pages of the block that some token of the tile looks at."""
+        page_size = self.k_buffers.shape[3]
+        first = lax.div(self.tiles.start[tile], jnp.int32(page_size)) - block * self.pages
+        stop = lax.div(self.tiles.stop[tile] + (page_size - 1), jnp.int32(page_size))
+        return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
+
+    def _copies(self, page: Array, slot: Array, i: int) -> tuple[Any, Any]:
+        k_done, v_done = self.semaphores.at[0, slot], self.semaphores.at[1, slot]
+        return (
+            pltpu.make_async_copy(self.k_hbm.at[page], self.k_buffers.at[slot, i], k_done),
+            pltpu.make_async_copy(self.v_hbm.at[page], self.v_buffers.at[slot, i], v_done),
+        )
+
+    def _start(self, tile: Array, block: Array, slot: Array) -> None:
+        first, stop = self._live_pages(tile, block)
+        entry = self.table_start[self.tiles.sequence[tile]] + block * self.pages
+        for i in range(self.pages):
+
+            @pl.when((i >= first) & (i < stop))
+            def _(i=i):
+                for copy in self._copies(self.table[entry + i], slot, i):
+                    copy.start()
+
+    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
+        first, stop = self._live_pages(tile, block)
+        if not self.static_waits:
+            # one wait for as many bytes as all the pages have
+            for buffers, done in ((self.k_buffers, 0), (self.v_buffers, 1)):
+                copied = buffers.at[slot, pl.ds(first, stop - first)]
+                pltpu.make_async_copy(copied, copied, self.semaphores.at[done, slot]).wait()
+            return
+        for i in range(self.pages):
+
+            @pl.when((i >= first) & (i < stop))
+            def _(i=i):
+                for copy in self._copies(jnp.int32(0), slot, i):
+                    copy.wait()

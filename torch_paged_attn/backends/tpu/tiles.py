@@ -1,0 +1,123 @@
+"""A batch as tiles of query tokens, computed on the device: a new length is no new compilation.
+
+A tile is `tile_q` consecutive tokens of one sequence. The kernel walks the tiles and, for each,
+the keys that some token of it sees: cost follows what is visible, whatever the mix of prefill and
+decode. The shapes here are upper bounds; tiles beyond the batch's see no key.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which keys a query at position p sees: `[p - left, p + right]`, -1 is unbounded."""
+
+    left: int
+    right: int
+
+    def start(self, position: Array) -> Array:
+        """The first key."""
+        return jnp.zeros_like(position) if self.left < 0 else jnp.maximum(position - self.left, 0)
+
+    def stop(self, position: Array, key_len: Array) -> Array:
+        """The first key behind the last."""
+        stop = key_len if self.right < 0 else jnp.minimum(key_len, position + self.right + 1)
+        return jnp.maximum(stop, 0)
+
+
+class Lengths(NamedTuple):
+    """What a batch is made of, per sequence."""
+
+    first_query: Array  # (batch,) where its tokens start in q
+    query: Array  # (batch,) Lq
+    key: Array  # (batch,) Lk
+
+
+class Tiles(NamedTuple):
+    """`(num_tiles,)` int32 each, as the kernel reads them.
+
+    Some token of the tile sees each key of `[start, stop)`; all of them see every key of
+    `[full_start, full_stop)`.
+    """
+
+    sequence: Array
+    position: Array  # of the tile's first token among the keys
+    start: Array
+    full_start: Array
+    full_stop: Array
+    stop: Array
+    busy_from: Array  # (num_tiles + cores,) this tile or the core's next one that sees a key
+
+
+class Cut(NamedTuple):
+    """Tiles, and how tokens go there and back."""
+
+    tiles: Tiles
+    token: Array  # (num_tiles, tile_q) in q
+    tile_of: Array  # (total_q,) tile of a token, and its place there
+    place_of: Array  # (total_q,)
+
+
+def count_up(counts: Array, size: int) -> tuple[Array, Array]:
+    """`[2, 3]` as which `[0, 0, 1, 1, 1]` and rank `[0, 1, 0, 1, 2]`; `size` entries, where those
+    beyond the last have `which == len(counts)`.
+    """
+    ends = jnp.cumsum(counts)
+    index = jnp.arange(size, dtype=jnp.int32)
+    which = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    first = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+    return which, (index - first[which]).astype(jnp.int32)
+
+
+def cut_queries(
+    lengths: Lengths, chosen: Array, total_q: int, *, tile_q: int, window: Window, num_cores: int
+) -> Cut:
+    """Tiles of the `chosen` sequences (a bool for each)."""
+    batch = lengths.query.shape[0]
+    tokens = jnp.where(chosen, lengths.query, 0)
+    per_sequence = lax.div(tokens + (tile_q - 1), jnp.int32(tile_q))
+    bound = min(total_q, (total_q + batch * (tile_q - 1)) // tile_q)
+    bound = max(1, -(-bound // num_cores)) * num_cores
+    which, rank = count_up(per_sequence, bound)
+    is_tile = which < batch
+    sequence = jnp.minimum(which, batch - 1)
+
+    first = rank * tile_q
+    query_len, key_len = lengths.query[sequence], lengths.key[sequence]
+    past = key_len - query_len
+    position = past + first
+    last = past + jnp.minimum(first + tile_q, query_len) - 1
+    start, stop = window.start(position), window.stop(last, key_len)
+    is_busy = is_tile & (start < stop)
+    tiles = Tiles(
+        sequence=sequence,
+        position=position,
+        start=jnp.where(is_busy, start, 0),
+        full_start=window.start(last),
+        full_stop=window.stop(position, key_len),
+        stop=jnp.where(is_busy, stop, 0),
+        busy_from=_busy_from(is_busy, num_cores),
+    )
+
+    of_token, place = count_up(lengths.query, total_q)
+    of_token = jnp.minimum(of_token, batch - 1)
+    first_tile = jnp.cumsum(per_sequence) - per_sequence
+    token = lengths.first_query[sequence][:, None] + first[:, None] + jnp.arange(tile_q)
+    return Cut(
+        tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles),
+        token=jnp.clip(token, 0, total_q - 1),
+        tile_of=jnp.clip(first_tile[of_token] + place // tile_q, 0, bound - 1),
+        place_of=place % tile_q,
+    )
+
+
+def _busy_from(is_busy: Array, num_cores: int) -> Array:
+    num_tiles = is_busy.shape[0]
+    index = jnp.where(is_busy, jnp.arange(num_tiles), num_tiles).reshape(-1, num_cores)
+    index = lax.cummin(index, reverse=True).reshape(-1)
+    return jnp.concatenate([index, jnp.full(num_cores, num_tiles)])
