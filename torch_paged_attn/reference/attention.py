@@ -13,16 +13,21 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked."""
+    """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked.
+
+    `magnitudes` sums |p v| in place of p v: what the rounding errors of a sum scale with.
+    """
 
     compute: torch.dtype = torch.float32
     round_probabilities: bool = False
     round_out: bool = True
+    magnitudes: bool = False
 
 
 FLOAT32 = Precision()
 GOLDEN = Precision(torch.float64, round_out=False)
 BASELINE = Precision(torch.float32, round_probabilities=True)
+MAGNITUDE = Precision(torch.float64, round_out=False, magnitudes=True)
 
 
 def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,6 +127,8 @@ def attend(
             real *= _descale(descale, b, num_kv_heads, compute)[:, None, None]
             kv.append(real.repeat_interleave(group_size, 0))
         k_real, v_real = kv
+        if precision.magnitudes:
+            v_real = v_real.abs()
         q_scale = _descale(q_descale, b, num_kv_heads, compute).repeat_interleave(group_size)
         q_real = q[rows].transpose(0, 1).to(compute) * q_scale[:, None, None]
 

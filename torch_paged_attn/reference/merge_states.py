@@ -15,7 +15,9 @@ def merge_states(
     merged = torch.zeros(out_a.shape, dtype=precision.compute)
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
         weight = (part - shift).exp().mT[..., None]
-        merged += torch.where(weight > 0.0, weight * out.to(precision.compute), 0.0)
+        real = out.to(precision.compute)
+        real = real.abs() if precision.magnitudes else real
+        merged += torch.where(weight > 0.0, weight * real, 0.0)
     return (merged.to(out_a.dtype) if precision.round_out else merged), lse.to(
         torch.float32 if precision.round_out else precision.compute
     )
