@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -68,7 +68,8 @@ class PagedBatch:
 @dataclass
 class _Sequence:
     length: int = 0
-    pages: list[int] = field(default_factory=list)
+    # an array, because tensors are made of it every step
+    pages: array[int] = field(default_factory=lambda: array("i"))
     # None once a token is unknown; keys has one entry per full page as long as tokens are known
     tokens: list[int] | None = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -176,8 +177,8 @@ class PagedKVCache:
             self._forget(state.pages[-1])
         for page in hits:
             self._share(page)
-        state.pages += hits
-        state.pages += [self._take() for _ in range(needed - copied)]
+        state.pages.extend(hits)
+        state.pages.extend(self._take() for _ in range(needed - copied))
         state.length = length
         if ids is None and count:
             state.tokens = None
@@ -199,9 +200,7 @@ class PagedKVCache:
         for page in state.pages:
             self._share(page)
         tokens = None if state.tokens is None else list(state.tokens)
-        self._sequences[child] = _Sequence(
-            state.length, list(state.pages), tokens, list(state.keys)
-        )
+        self._sequences[child] = _Sequence(state.length, state.pages[:], tokens, list(state.keys))
 
     def truncate(self, seq: Hashable, length: int) -> None:
         """Forget a sequence's tokens from position length on, such as rejected drafts."""
@@ -253,26 +252,26 @@ class PagedKVCache:
         if width < longest:
             raise ValueError(f"max_pages must be at least {longest}, got {max_pages}")
 
-        rows = [state.pages + [-1] * (width - len(state.pages)) for state in states]
-        slots = [
-            slot
-            for state, query_len in zip(states, query_lens, strict=True)
-            for slot in self._last_slots(state, query_len)
-        ]
+        block_table = torch.full((len(states), width), -1, dtype=torch.int32)
+        for row, state in zip(block_table, states, strict=True):
+            if state.pages:
+                row[: len(state.pages)] = torch.frombuffer(state.pages, dtype=torch.int32)
+        lengths = torch.tensor([state.length for state in states], dtype=torch.int32)
+        cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+        # the last query row of a sequence stands at its last position
+        seq = torch.arange(len(states)).repeat_interleave(cu_seqlens_q.diff())
+        position = torch.arange(seq.numel()) + (lengths - cu_seqlens_q[1:])[seq]
+        slots = block_table[seq, position // self.page_size].long() * self.page_size
+        slots += position % self.page_size
         wide = self.num_pages * self.page_size > torch.iinfo(torch.int32).max
         return PagedBatch(
-            self._to_device(slots, torch.int64 if wide else torch.int32),
-            self._to_device(rows).reshape(len(states), width),
-            self._to_device([state.length for state in states]),
-            self._to_device([0, *accumulate(query_lens)]),
+            self._to_device(slots.to(torch.int64 if wide else torch.int32)),
+            self._to_device(block_table),
+            self._to_device(lengths),
+            self._to_device(cu_seqlens_q),
             max(query_lens, default=0),
             max((state.length for state in states), default=0),
         )
-
-    def _last_slots(self, state: _Sequence, count: int) -> Iterator[int]:
-        for position in range(state.length - count, state.length):
-            page, offset = divmod(position, self.page_size)
-            yield state.pages[page] * self.page_size + offset
 
     def _sequence(self, seq: Hashable) -> _Sequence:
         if seq not in self._sequences:
@@ -306,7 +305,7 @@ class PagedKVCache:
         self._evictable.pop(page, None)
         self._ref_counts[page] += 1
 
-    def _release(self, pages: list[int]) -> None:
+    def _release(self, pages: array[int]) -> None:
         # the end of a prefix is of no use without its start: it must be evicted first
         for page in reversed(pages):
             self._ref_counts[page] -= 1
@@ -328,8 +327,8 @@ class PagedKVCache:
         self._ref_counts[shared] -= 1
         state.pages[-1] = own
 
-    def _to_device(self, data: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         device = self.kv_cache.device
         # from pinned memory the copy overlaps: no wait for the stream
-        tensor = torch.tensor(data, dtype=dtype, pin_memory=device.type == "cuda")
+        tensor = tensor.pin_memory() if device.type == "cuda" else tensor
         return tensor.to(device, non_blocking=True)
