@@ -102,10 +102,29 @@ inline F finish_logits(const Attention& a, const ScoreRow& row, int64_t key, F x
   return select(keep, x, set1(-INFINITY));
 }
 
+// Whether a logit is its dot product, but for masks that follow from positions.
+PAGED_ATTN_INLINE bool is_plain(const Attention& a) {
+  return !(a.softcap > 0) && !a.alibi_slopes && !a.bias;
+}
+
+// Whether query tokens [first, last] all see every key in columns [begin, end) of a block.
+PAGED_ATTN_INLINE bool all_visible(const Attention& a, const Sequence& s, int64_t first,
+                                   int64_t last, const KeyBlock& block, int begin, int end) {
+  const KeyRange of_first = visible_keys(a, s, first), of_last = visible_keys(a, s, last);
+  bool all = true;
+  for (int i = 0; i < block.num_segments; ++i) {
+    const Segment& segment = block.segments[i];
+    const int64_t shift = segment.key - segment.begin;
+    all &= of_last.begin <= max64(segment.begin, begin) + shift;
+    all &= of_first.end >= min64(segment.end, end) + shift;
+  }
+  return all;
+}
+
 // Turns the dot products of columns [begin, end) of a row into masked logits, in place.
 PAGED_ATTN_INLINE void finish_row(const Attention& a, const ScoreRow& row, const KeyBlock& block,
                                   int begin, int end, float* scores) {
-  const bool plain = !(a.softcap > 0) && row.alibi_slope == 0 && !row.bias;
+  const bool plain = is_plain(a);
   for (int i = 0; i < block.num_segments; ++i) {
     const Segment& segment = block.segments[i];
     const int first = int(max64(segment.begin, begin)), last = int(min64(segment.end, end));

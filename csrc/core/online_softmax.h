@@ -7,29 +7,42 @@
 
 namespace {
 
-// Replaces the logits of columns [begin, end) by probabilities relative to the new maximum, as
-// operands of a product, and returns the factor that brings earlier sums to it.
-template <class Product>
-PAGED_ATTN_INLINE float update_softmax(float* scores, int begin, int end, float& m, float& l) {
-  F top = set1(m);
-  for (int c = begin; c < end; c += W) top = max(top, load(scores + c));
-  const float m_new = reduce_max(top);
-  // a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-  const float shift = m_new == -INFINITY ? 0.f : m_new;
-  F sum = {};
+// Replaces the logits of columns [begin, end) of ROWS rows by probabilities relative to a row's new
+// maximum, as operands of a product. `rescale` brings a row's earlier sums to that maximum. Rows
+// take every step together: one alone would wait for its own reductions.
+template <class Product, int ROWS>
+PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, int end, float* m,
+                                      float* l, float* rescale) {
   constexpr int DEPTH = Product::DEPTH;
-  for (int c = begin; c < end; c += W * DEPTH) {
-    F p[DEPTH] = {};
-    for (int i = 0; i < DEPTH && c + i * W < end; ++i) {
-      p[i] = Product::exp2_for_operand(load(scores + c + i * W) - set1(shift));
-      sum += p[i];
-    }
-    store(scores + c / DEPTH, Product::narrow(p));
+  F top[ROWS], sum[ROWS] = {};
+  float shift[ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) top[r] = set1(m[r]);
+  for (int c = begin; c < end; c += W)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * stride + c));
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    const float m_new = reduce_max(top[r]);
+    // a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
+    shift[r] = m_new == -INFINITY ? 0.f : m_new;
+    rescale[r] = exp2(m[r] - shift[r]);
+    m[r] = m_new;
   }
-  const float rescale = m == m_new ? 1.f : exp2(m - shift);
-  l = l * rescale + reduce_add(sum);
-  m = m_new;
-  return rescale;
+  for (int c = begin; c < end; c += W * DEPTH)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      F p[DEPTH] = {};
+#pragma GCC unroll 2
+      for (int i = 0; i < DEPTH; ++i) {
+        if (i > 0 && c + i * W >= end) continue;
+        p[i] = Product::exp2_for_operand(load(scores + r * stride + c + i * W) - set1(shift[r]));
+        sum[r] += p[i];
+      }
+      store(scores + r * stride + c / DEPTH, Product::narrow(p));
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) l[r] = l[r] * rescale[r] + reduce_add(sum[r]);
 }
 
 // Turns probabilities into operands, in place.
@@ -56,18 +69,37 @@ PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s,
   }
 }
 
-// Mask, softmax and dropout of one row over columns [begin, end) of a block.
+// Mask, softmax and dropout of the first `count` of ROWS rows over columns [begin, end) of a block;
+// the others only fill a register tile. row_at(r) says which row of scores the r-th is.
+template <class Product, int ROWS, class RowAt>
+PAGED_ATTN_INLINE void softmax_rows(const Attention& a, const Sequence& s, const KeyBlock& block,
+                                    int begin, int end, bool finished, int count, RowAt row_at,
+                                    float* scores, int64_t stride, float* m, float* l,
+                                    float* rescale) {
+  for (int r = 0; r < count && !finished; ++r)
+    finish_row(a, row_at(r), block, begin, end, scores + r * stride);
+  if (!a.dropout.enabled)
+    return update_softmax<Product, ROWS>(scores, stride, begin, end, m, l, rescale);
+  update_softmax<FloatProduct, ROWS>(scores, stride, begin, end, m, l, rescale);
+  for (int r = 0; r < count; ++r) {
+    drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * stride);
+    narrow<Product>(scores + r * stride, begin, end);
+  }
+}
+
 template <class Product>
 PAGED_ATTN_INLINE float softmax_row(const Attention& a, const Sequence& s, const ScoreRow& row,
                                     const KeyBlock& block, int begin, int end, float* scores,
                                     float& m, float& l) {
-  finish_row(a, row, block, begin, end, scores);
-  if (!a.dropout.enabled) return update_softmax<Product>(scores, begin, end, m, l);
-  const float rescale = update_softmax<FloatProduct>(scores, begin, end, m, l);
-  drop_probabilities(a, s, row, block, begin, end, scores);
-  narrow<Product>(scores, begin, end);
+  float rescale;
+  const auto only = [&](int) __attribute__((always_inline)) { return row; };
+  softmax_rows<Product, 1>(a, s, block, begin, end, false, 1, only, scores, 0, &m, &l, &rescale);
   return rescale;
 }
+
+// Rows of a head lie further apart than the processor's own prefetcher looks, so those of this many
+// tokens on are asked for while one is read or written.
+constexpr int TOKENS_AHEAD = 4;
 
 // Normalises a finished accumulator and writes it out with its lse.
 inline void write_row(const Attention& a, const Sequence& s, int64_t token, int64_t head,
@@ -88,7 +120,6 @@ inline void write_row(const Attention& a, const Sequence& s, int64_t token, int6
   const int64_t kv_head = head * a.num_kv_heads / a.num_heads;
   float factor = a.v_descale ? a.v_descale(s.index, kv_head) : 1.f;
   if (a.dropout.enabled) factor *= a.dropout.keep_scale;
-  const float out_scale = a.out_scale ? *a.out_scale : 1.f;
   const bool empty = l == 0;
   const int64_t row = s.q_start + token;
   a.lse[head * a.total_q + row] = lse;
@@ -96,8 +127,10 @@ inline void write_row(const Attention& a, const Sequence& s, int64_t token, int6
     typedef typename decltype(tag)::type T;
     T* out = (T*)a.out + (row * a.num_heads + head) * a.head_dim_v;
     for (int64_t d = 0; d < a.head_dim_v; d += W) {
+      __builtin_prefetch(out + TOKENS_AHEAD * a.num_heads * a.head_dim_v + d, 1);
       // a row without keys is 0 even if nothing ever wrote its accumulator
-      const F x = empty ? F{} : load(acc + d) / set1(l) * set1(factor) / set1(out_scale);
+      F x = empty ? F{} : load(acc + d) / set1(l) * set1(factor);
+      if (a.out_scale) x = x / set1(*a.out_scale);
       store(out + d, x, int(min64(W, a.head_dim_v - d)));
     }
   });

@@ -28,6 +28,7 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
       if constexpr (Product::template accepts<T>)
         for (int64_t d = 0; d < a.head_dim; d += STEP) {
           const int64_t n = a.head_dim - d;
+          __builtin_prefetch(from + TOKENS_AHEAD * a.q_stride_token + d);
           const F operands = n >= STEP ? Product::load_operands(from + d)
                                        : Product::load_operands(from + d, int(n));
           store(to + r * stride + d / Product::DEPTH, operands);

@@ -8,7 +8,8 @@ namespace paged_attn {
 namespace {
 
 constexpr int64_t FEW_ROWS = 16;  // a group's rows that are better served without packing keys
-constexpr int64_t TILE_FLOATS = 98304;  // of queries, accumulators and scores: well inside L2
+constexpr int64_t TILE_FLOATS = 196608;  // of queries, accumulators and scores: well inside L2
+constexpr int64_t MANY_TILES = 8;        // that a long sequence is cut into, for threads to share
 constexpr int64_t SPLIT_ROWS = 512;  // rows of a sequence above which tiles alone keep threads busy
 constexpr int64_t MAX_SPLITS = 32;
 
@@ -18,10 +19,12 @@ int64_t power_of_two_below(int64_t x) {
   return p;
 }
 
-int64_t tile_tokens(const Attention& a) {
+// The more rows a tile has, the more of them a packed block of keys serves.
+int64_t tile_tokens(const Attention& a, const Sequence& s) {
   const int64_t rows = TILE_FLOATS / (a.head_dim + a.head_dim_v + 64);
-  const int64_t tokens = std::clamp<int64_t>(rows, 16, 256) / a.group_size;
-  const int64_t limit = a.layout.crow ? std::min<int64_t>(a.layout.q_block_size, 128) : 128;
+  const int64_t tokens = std::clamp<int64_t>(rows, 16, 512) / a.group_size;
+  int64_t limit = std::max<int64_t>(64, s.q_len / MANY_TILES);
+  if (a.layout.crow) limit = std::min(limit, a.layout.q_block_size);
   return power_of_two_below(std::clamp<int64_t>(tokens, 1, limit));
 }
 
@@ -88,9 +91,10 @@ void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
   }
 }
 
-void add_sequence(const Attention& a, const Sequence& s, int64_t tokens, Plan& plan) {
+void add_sequence(const Attention& a, const Sequence& s, Plan& plan) {
   // a bias hides keys, and a layout lists them, per head
   const bool shared = a.bias == nullptr && (a.layout.crow == nullptr || a.layout.num_heads == 1);
+  const int64_t tokens = tile_tokens(a, s);
   for (int64_t token = 0, end; token < s.q_len; token = end) {
     end = tile_end(a, s, token, tokens);
     const int64_t rows = (end - token) * a.group_size;
@@ -155,8 +159,7 @@ void make_plan(const Attention& a, int64_t threads, Plan& plan) {
   plan.tasks.clear();
   plan.merges.clear();
   plan.partial_floats = plan.few_rows = plan.few_groups = plan.tile_rows = plan.cost = 0;
-  const int64_t tokens = tile_tokens(a);
-  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), tokens, plan);
+  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), plan);
   for (const Task& task : plan.tasks) plan.cost += task.cost;
   if (threads == 1 || plan.cost < WORTH_SHARING) return;
   spread_heads(a, threads, plan);

@@ -170,8 +170,9 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
     fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows,
                   (r0 + TILE_ROWS) * MAX_COLUMNS / w.rows);
     const int64_t last = min64(r0 + TILE_ROWS, rows) - 1;
-    const KeyRange range = visible_keys(a, s, task.token_begin + r0 / a.group_size,
-                                        task.token_begin + last / a.group_size);
+    const int64_t first_token = task.token_begin + r0 / a.group_size;
+    const int64_t last_token = task.token_begin + last / a.group_size;
+    const KeyRange range = visible_keys(a, s, first_token, last_token);
     int begin, end;
     visible_columns(block, range, &begin, &end);
     if (begin >= end) continue;
@@ -182,13 +183,15 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
       multiply<Product, false>(n / W, w.q + r0 * w.stride_q, w.stride_q, panel, w.scores + c,
                                MAX_COLUMNS, depth, &scale);
     }
-    float rescale[TILE_ROWS] = {};
-    for (int64_t r = r0; r <= last; ++r) {
-      const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
-                                     task.group_begin * a.group_size + r % a.group_size);
-      float* scores = w.scores + (r - r0) * MAX_COLUMNS;
-      rescale[r - r0] = softmax_row<Product>(a, s, row, block, begin, end, scores, w.m[r], w.l[r]);
-    }
+    const auto row_at = [&](int r) __attribute__((always_inline)) {
+      return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
+                       task.group_begin * a.group_size + (r0 + r) % a.group_size);
+    };
+    const bool finished =
+        is_plain(a) && all_visible(a, s, first_token, last_token, block, begin, end);
+    float rescale[TILE_ROWS];
+    softmax_rows<Product, TILE_ROWS>(a, s, block, begin, end, finished, int(last - r0 + 1), row_at,
+                                     w.scores, MAX_COLUMNS, w.m + r0, w.l + r0, rescale);
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);
       const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;
