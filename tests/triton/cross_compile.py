@@ -1,152 +1,217 @@
-"""Compile for chips that are not here what the named problems would launch there, and read it.
+"""Compile, for chips that are not here, what calls would launch there, and read what came out.
 
     python tests/triton/cross_compile.py sm90 gfx942 [--only SUBSTRING]
 
-Prints registers, spills (and scratch), shared memory and matrix instructions of every kernel.
+The calls are the named problems and every kind of cache write and merge; tiles, specialisations
+and compiler options are those of a launch, because a launch is what happens, up to the point where
+a kernel would be loaded.
 """
 
 import argparse
-import importlib
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, mangle_type
 
-from torch_paged_attn.backends import triton as backend
-from torch_paged_attn.backends.triton.target import Target
 from torch_paged_attn.testing import PROBLEMS, build
 
-TARGETS = {
-    "sm80": ("cuda", 80, 32),
-    "sm86": ("cuda", 86, 32),
-    "sm90": ("cuda", 90, 32),
-    "sm100": ("cuda", 100, 32),
-    "sm120": ("cuda", 120, 32),
-    "gfx90a": ("hip", "gfx90a", 64),
-    "gfx942": ("hip", "gfx942", 64),
-    "gfx950": ("hip", "gfx950", 64),
-    "gfx1100": ("hip", "gfx1100", 32),
-    "gfx1201": ("hip", "gfx1201", 32),
+# backend, architecture and warp size as Triton names them; bytes of shared memory (LDS) a program
+# may have; how its matrix instructions begin
+MMA = r"\bmma\.sync"
+CHIPS = {
+    "sm80": ("cuda", 80, 32, 166912, MMA),
+    "sm86": ("cuda", 86, 32, 101376, MMA),
+    "sm90": ("cuda", 90, 32, 232448, rf"\bwgmma\.mma_async|{MMA}"),
+    "sm100": ("cuda", 100, 32, 232448, rf"\btcgen05\.mma|{MMA}"),
+    "sm120": ("cuda", 120, 32, 101376, MMA),
+    "gfx90a": ("hip", "gfx90a", 64, 65536, r"\bv_mfma_"),
+    "gfx942": ("hip", "gfx942", 64, 65536, r"\bv_mfma_"),
+    "gfx950": ("hip", "gfx950", 64, 163840, r"\bv_mfma_"),
+    "gfx1100": ("hip", "gfx1100", 32, 65536, r"\bv_wmma_"),
+    "gfx1201": ("hip", "gfx1201", 32, 65536, r"\bv_wmma_"),
 }
 
-# bytes of shared memory (LDS) that one program may have
-SHARED = {"sm80": 166912, "sm86": 101376, "sm90": 232448, "sm100": 232448, "sm120": 101376}
-SHARED |= {"gfx950": 163840} | dict.fromkeys(("gfx90a", "gfx942", "gfx1100", "gfx1201"), 65536)
-
-FLOAT8_ARCHS = ("sm90", "sm100", "sm120", "gfx950", "gfx1201")
+FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
-def launches(monkeypatch, arch, call):
-    """The (kernel, arguments) that `call()` would launch on `arch`, with tensors on the CPU."""
-    recorded = []
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one compiled kernel takes: bytes of `spills` count scratch and local memory too."""
 
-    def record(kernel, *args, grid, warmup, **kwargs):
-        recorded.append((kernel, args, kwargs))
+    name: str
+    registers: int
+    spills: int
+    scalar_spills: int
+    shared: int
+    matrix_instructions: int
+    is_float32: bool  # its products run on the plain units
 
-    fake = Target(arch, 132, arch in FLOAT8_ARCHS)
-    monkeypatch.setattr(JITFunction, "run", record)
-    for name in ("attention", "merge_states", "reshape_and_cache"):
-        module = importlib.import_module(f"torch_paged_attn.backends.triton.{name}")
-        monkeypatch.setattr(module, "target_of", lambda device: fake)
-    call()
-    monkeypatch.undo()
-    return recorded
-
-
-def compiled(arch, kernel, args, kwargs):
-    """Compile one launch, specialised as a launch would be."""
-    gpu = GPUTarget(*TARGETS[arch])
-    compiler = make_backend(gpu)
-    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = values.pop(parameter.name)
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, int) and value == 1 and not parameter.do_not_specialize:
-            signature[parameter.name], constants[(i,)] = "constexpr", 1
-        else:
-            signature[parameter.name] = mangle_type(value)
-            aligned = isinstance(value, torch.Tensor) or (
-                isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-            )
-            if aligned:
-                attributes[(i,)] = compiler.parse_attr("D")
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=gpu, options=values)
+    def faults(self, arch: str) -> list[str]:
+        """What a chip would not forgive, in words."""
+        room = CHIPS[arch][3]
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} bytes spilled")
+        if self.scalar_spills:
+            found.append(f"{self.scalar_spills} scalar registers spilled")
+        if self.shared > room:
+            found.append(f"{self.shared} bytes of shared memory, of {room}")
+        if "attention" in self.name and not self.is_float32 and not self.matrix_instructions:
+            found.append("no matrix instruction")
+        return found
 
 
-def report(arch, binary):
-    """Registers, spills, bytes of shared memory, and the names of the matrix instructions in it."""
+def _attention(name: str) -> Callable[[], None]:
+    from torch_paged_attn.backends import triton as backend
+
+    call = build(PROBLEMS[name])
+    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
+    return functools.partial(getattr(backend, call.op), **args)
+
+
+def _cache_write(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends import triton as backend
+
+    new = torch.zeros(9, 8, 128, dtype=source)
+    cache = torch.zeros(2, 4, 8, 16, 128).to(stored)
+    scale = torch.ones(8) if stored.itemsize == 1 else None
+    slots = torch.arange(9)
+    return lambda: backend.reshape_and_cache(new, new, cache, slots, scale, scale)
+
+
+def _merge(dtype: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends import triton as backend
+
+    out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
+    return lambda: backend.merge_states(out, lse, out, lse)
+
+
+def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
+    calls = {name: functools.partial(_attention, name) for name in PROBLEMS}
+    for name, dtype in FLOATS.items():
+        calls[f"merge_states/{name}"] = functools.partial(_merge, dtype)
+        for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
+            write = functools.partial(_cache_write, dtype, stored)
+            calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write
+    return calls
+
+
+CALLS = _calls()
+
+
+def _local_memory(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack and local memory, of a kernel for NVIDIA."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups()
+    return int(registers), int(stack) + int(local)
+
+
+def _read(arch: str, name: str, binary) -> Kernel:
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
 
-        def count(key):
+        def number(key: str) -> int:
             return int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
 
-        spills = (
-            count("vgpr_spill_count")
-            + count("sgpr_spill_count")
-            + count("private_segment_fixed_size")
-        )
-        matrix = set(re.findall(r"v_(mfma|wmma)_", text))
-        return {
-            "registers": count("vgpr_count"),
-            "spills": spills,
-            "shared": binary.metadata.shared,
-            "matrix": matrix,
-        }
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage)
-    matrix = set(re.findall(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)", binary.asm["ptx"]))
-    return {
-        "registers": int(found[1]),
-        "spills": int(found[2]) + int(found[3]),
-        "shared": binary.metadata.shared,
-        "matrix": matrix,
-    }
+        registers = number("vgpr_count")
+        spills = number("private_segment_fixed_size") + 4 * number("vgpr_spill_count")
+        scalar_spills = number("sgpr_spill_count")
+    else:
+        text = binary.asm["ptx"]
+        scalar_spills = 0
+        registers, spills = _local_memory(binary.asm["cubin"])
+    is_float32 = not re.search(r"\btt\.dot .*x(bf16|f16|f8E\w+)", binary.asm["ttir"])
+    count = len(re.findall(CHIPS[arch][4], text))
+    return Kernel(name, registers, spills, scalar_spills, binary.metadata.shared, count, is_float32)
 
 
-def call_of(problem):
-    """The launcher of a problem, bound to its arguments."""
-    call = build(problem)
-    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
-    first = ["q", "k", "v", "crow_indices", "col_indices", "cu_seqlens_q", "cu_seqlens_k"]
-    first += ["max_seqlen_q", "max_seqlen_k"]
-    positional = [args.pop(name) for name in first if name in args]
-    return lambda: getattr(backend, call.op)(*positional, **args)
+def compile_call(arch: str, name: str) -> list[Kernel]:
+    """The kernels that a call launches on a chip. In a process where Triton does not interpret."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import GPUDriver
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from torch_paged_attn.backends.triton.target import Target, assume
+
+    class Elsewhere(GPUDriver):
+        """Stands for the driver of a chip that is not here, as far as compiling asks it."""
+
+        def __init__(self):
+            self.get_current_device = lambda: arch
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self):
+            return GPUTarget(*CHIPS[arch][:3])
+
+        is_active = map_python_to_cpp_type = get_active_torch_device = get_benchmarker = None
+
+    kernels, launch = [], JITFunction.run
+
+    def compile_only(kernel, *args, grid, warmup, **kwargs):
+        binary = launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+        kernels.append(_read(arch, kernel.__name__, binary))
+        return binary
+
+    driver.set_active(Elsewhere())
+    JITFunction.run = compile_only
+    try:
+        with assume(Target.of_arch(arch, 128)):
+            CALLS[name]()()
+    finally:
+        JITFunction.run = launch
+    return kernels
 
 
-def main():
+def _compile_for_real() -> None:
+    """Not in the interpreter, which the suite in the parent process turns on."""
+    os.environ["TRITON_INTERPRET"] = "0"
+    torch.set_num_threads(1)
+
+
+def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes in which `compile_call` works."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(processes, context, _compile_for_real)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arch", nargs="+", choices=TARGETS)
-    parser.add_argument("--only", default="")
+    parser.add_argument("arch", nargs="*", default=list(CHIPS))
+    parser.add_argument("--only", default="", help="calls whose name contains this")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    for arch in options.arch:
-        for name, problem in PROBLEMS.items():
-            if options.only not in name:
-                continue
-            for launch in launches(pytest.MonkeyPatch(), arch, call_of(problem)):
-                found = report(arch, compiled(arch, *launch))
-                verdict = "  SPILLS" if found["spills"] else ""
-                verdict += "  TOO MUCH SHARED" if found["shared"] > SHARED[arch] else ""
-                print(f"{arch} {name} {launch[0].__name__}: {found}{verdict}", flush=True)
+    jobs = [(a, n) for a in options.arch or CHIPS for n in CALLS if options.only in n]
+    failed = 0
+    with workers(options.processes) as pool:
+        for (arch, name), kernels in zip(jobs, pool.map(compile_call, *zip(*jobs)), strict=True):
+            for kernel in kernels:
+                faults = kernel.faults(arch)
+                failed += bool(faults)
+                print(
+                    f"{arch:7} {name:34} {kernel.name:26} {kernel.registers:3} registers"
+                    f" {kernel.shared:6} shared {kernel.matrix_instructions:4} matrix"
+                    f"  {'; '.join(faults)}",
+                    flush=True,
+                )
+    print(f"{len(jobs)} calls, {failed} kernels at fault")
+    raise SystemExit(failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The chip that a call runs on, and what it can do."""
 
+import contextlib
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -19,6 +21,14 @@ class Target:
     multiprocessors: int
     converts_float8: bool  # elsewhere kernels take the bits apart
     converts_bfloat16: bool = True  # the interpreter truncates, and multiplies the bits
+
+    @classmethod
+    def of_arch(cls, arch: str, multiprocessors: int) -> "Target":
+        """An NVIDIA chip by compute capability (`sm90`), an AMD one by its name (`gfx942`)."""
+        if arch.startswith("gfx"):
+            # gfx942 knows other float8 types of its own, with one exponent more and no -0
+            return cls(arch, multiprocessors, arch == "gfx950" or arch.startswith("gfx12"))
+        return cls(arch, multiprocessors, int(arch[2:]) >= 89)
 
     @property
     def is_hip(self) -> bool:
@@ -39,15 +49,29 @@ def _of_gpu(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         arch = properties.gcnArchName.partition(":")[0]
-        native = arch == "gfx950" or arch.startswith("gfx12")
     else:
         arch = f"sm{properties.major}{properties.minor}"
-        native = (properties.major, properties.minor) >= (8, 9)
-    return Target(arch, properties.multi_processor_count, native)
+    return Target.of_arch(arch, properties.multi_processor_count)
+
+
+_assumed: Target | None = None
+
+
+@contextlib.contextmanager
+def assume(target: Target) -> Iterator[None]:
+    """Within it, whatever device a tensor is on is that target: to compile for chips elsewhere."""
+    global _assumed
+    before, _assumed = _assumed, target
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def target_of(device: torch.device) -> Target:
     """The target of a tensor's device."""
+    if _assumed is not None:
+        return _assumed
     if INTERPRETED:
         return Target("interpreter", 4, converts_float8=False, converts_bfloat16=False)
     return _of_gpu(device.index if device.index is not None else torch.cuda.current_device())
