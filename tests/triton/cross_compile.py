@@ -200,7 +200,9 @@ def main() -> None:
     jobs = [(a, n) for a in options.arch or CHIPS for n in CALLS if options.only in n]
     failed = 0
     with workers(options.processes) as pool:
-        for (arch, name), kernels in zip(jobs, pool.map(compile_call, *zip(*jobs)), strict=True):
+        for (arch, name), kernels in zip(
+            jobs, pool.map(compile_call, *zip(*jobs, strict=True)), strict=True
+        ):
             for kernel in kernels:
                 faults = kernel.faults(arch)
                 failed += bool(faults)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops._inlining import inline
+
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
@@ -69,6 +71,7 @@ def define(
     explain = functools.partial(_explain, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
+    inline(name, LIBRARY, _gpu_backend)
     OPS.append(name)
     return op
 
@@ -96,6 +99,11 @@ def choose_backend(key: str) -> tuple[str | None, str]:
 
 def _backend(folder: str) -> Any:
     return importlib.import_module(f"torch_paged_attn.backends.{folder}")
+
+
+def _gpu_backend() -> Any:
+    folder, _ = choose_backend("CUDA")
+    return _backend(folder) if folder is not None else None
 
 
 def _lazy(key: str, name: str) -> Callable[..., Any]:

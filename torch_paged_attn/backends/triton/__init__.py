@@ -1,15 +1,19 @@
 """The Triton backend: NVIDIA and AMD GPUs, no line of C++. Imported by the first call on a GPU."""
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 if importlib.util.find_spec("triton") is not None:
     from torch_paged_attn.backends.triton.blocksparse import blocksparse
     from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
+    from torch_paged_attn.backends.triton.launch import traced
     from torch_paged_attn.backends.triton.merge_states import merge_states
     from torch_paged_attn.backends.triton.reshape_and_cache import (
         reshape_and_cache,
         reshape_and_cache_split,
     )
+    from torch_paged_attn.backends.triton.values import values_are_checked
 
     __all__ = [
         "blocksparse",
@@ -25,3 +29,19 @@ def load() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; a torch for CUDA or ROCm brings it"
     return None
+
+
+def traceable(name: str) -> Callable[..., Any] | None:
+    """The op as torch.compile traces it, launches included; None where it has to stay opaque.
+
+    A cache write does: a graph writes through an opaque op in place, but copies what a kernel
+    writes through two views of one tensor. So does everything when values are to be checked.
+    """
+    if name not in ("flash_varlen", "blocksparse", "merge_states") or values_are_checked():
+        return None
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        with traced():
+            return globals()[name](*args, **kwargs)
+
+    return trace

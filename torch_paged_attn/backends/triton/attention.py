@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.combine import _combine_kernel
 from torch_paged_attn.backends.triton.formats import as_stored
+from torch_paged_attn.backends.triton.launch import launch
 from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
@@ -164,7 +165,9 @@ def attend(
 
     grid = (grid_tiles * grid_heads,) if is_split else (grid_tiles, grid_heads)
     search_width = min(next_power_of_2(batch + 1), 256)
-    _attention_fwd_kernel[grid](
+    launch(
+        _attention_fwd_kernel,
+        grid,
         q_stored,
         k_stored,
         v_stored,
@@ -248,7 +251,9 @@ def attend(
         **options,
     )
     if is_split:
-        _combine_kernel[(total_q, num_heads)](
+        launch(
+            _combine_kernel,
+            (total_q, num_heads),
             parts,
             part_lse,
             plan,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
+from torch_paged_attn.backends.triton.launch import launch
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.ops.merge_states import check
@@ -90,7 +91,9 @@ def merge_states(
     (a, fmt), (b, _), (stored, _) = (as_stored(x, target) for x in (out_a, out_b, out))
     width = next_power_of_2(max(head_dim_v, 1))
     block_r = max(1, 2048 // width)
-    _merge_kernel[(triton.cdiv(total_q * num_heads, block_r),)](
+    launch(
+        _merge_kernel,
+        (triton.cdiv(total_q * num_heads, block_r),),
         a,
         lse_a,
         b,

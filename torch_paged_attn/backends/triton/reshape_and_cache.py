@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
+from torch_paged_attn.backends.triton.launch import launch
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.values import values_are_checked
 from torch_paged_attn.ops.reshape_and_cache import check, check_split, check_values_split
@@ -188,7 +189,9 @@ def _launch(
     dim, dim_v = key.shape[2], value.shape[2]
     width, width_v = next_power_of_2(dim), next_power_of_2(dim_v)
     heads = next_power_of_2(num_heads)
-    _reshape_and_cache_kernel[(num_tokens,)](
+    launch(
+        _reshape_and_cache_kernel,
+        (num_tokens,),
         k_new,
         v_new,
         k_old,
