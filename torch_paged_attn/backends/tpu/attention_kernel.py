@@ -2,23 +2,23 @@
 
 One grid step is one tile: a few tokens of one sequence, with all heads. The rows of a KV head are
 its group's, `row = g * tile_q + token`, so that a decode step's heads share the keys they read.
+Keys arrive in blocks and are computed on in steps, of which those that nobody sees are skipped.
 
-Blocks of which every row sees every key are not masked. In the others masked scores are replaced,
+Steps of which every row sees every key are not masked. In the others masked scores are replaced,
 and values that nobody sees are zero: no NaN of a key that nobody sees is ever multiplied.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu import philox
 from torch_paged_attn.backends.tpu.key_stream import Cursor, KeyStream
-from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.softmax import LANES, LOG2_E, MASKED, Softmax, product
 from torch_paged_attn.backends.tpu.tiles import Tiles, Window
 
@@ -31,227 +31,174 @@ class Statics:
     """What a kernel is compiled for, besides shapes."""
 
     tile_q: int
+    group_size: int
     block_k: int
+    step_k: int
     num_buffers: int
     num_cores: int
     vmem_bytes: int
     softmax_scale: float
     softcap: float
     window: Window
+    dropout_p: float
+    compute_dtype: Any
     out_dtype: Any
     interpret: Any
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_tiles: int) -> None:
+def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_tiles: int) -> None:
+    """What Pallas runs for each tile; `names` are those of `refs` (see `launch.py`)."""
     ref = dict(zip(names, refs, strict=True))
     core, step = pl.program_id(0), pl.program_id(1)
     tile = step * statics.num_cores + core
     tiles = Tiles(*(ref[name] for name in Tiles._fields))
-    is_joined = "v_hbm" not in ref
-    stream = KeyStream(
-        tiles=tiles,
-        table=ref["table"],
-        table_start=ref["table_start"],
-        k_hbm=ref["k_hbm"].at[0] if is_joined else ref["k_hbm"],
-        v_hbm=ref["k_hbm"].at[1] if is_joined else ref["v_hbm"],
-        k_buffers=ref["k_buffers"],
-        v_buffers=ref["v_buffers"],
-        semaphores=ref["semaphores"],
-        num_tiles=num_tiles,
-        num_cores=statics.num_cores,
-        static_waits=statics.interpret is True,
-    )
+    stream = KeyStream.of(ref, tiles, num_tiles, statics)
     softmax = Softmax(ref["m_i"], ref["l_i"], ref["acc"])
     saved = ref["cursor"]
 
     @pl.when(step == 0)
-    def _():
+    def _() -> None:
         for i, value in enumerate(stream.open(tile)):
             saved[i] = value
 
     softmax.reset(ref.get("sinks"))
-    start, stop = tiles.start[tile], tiles.stop[tile]
-
-    def attend_block(block: Array, cursor: Cursor) -> Cursor:
-        slot, cursor = stream.next(cursor, tile, block)
-        first = block * stream.block_k
-        is_full = (tiles.full_start[tile] <= first) & (
-            first + stream.block_k <= tiles.full_stop[tile]
-        )
-        attend = functools.partial(_attend, ref, stream, softmax, statics, tile, first, slot)
-        pl.when(is_full)(functools.partial(attend, masked=False))
-        pl.when(jnp.logical_not(is_full))(functools.partial(attend, masked=True))
-        return cursor
-
-    cursor = Cursor(*(saved[i] for i in range(3)))
+    attention = TileAttention(ref, stream, softmax, statics, tile)
     cursor = lax.fori_loop(
         stream.first_block(tile),
-        jnp.where(start < stop, stream.stop_block(tile), 0),
-        attend_block,
-        cursor,
+        stream.stop_block(tile),
+        attention.attend_block,
+        Cursor(*(saved[i] for i in range(len(Cursor._fields)))),
     )
     for i, value in enumerate(cursor):
         saved[i] = value
 
     def finish(head: Any) -> None:
         out, lse = softmax.finish(head)
-        if "v_descale" in ref:
-            out = out * ref["v_descale"][tiles.sequence[tile], head]
+        if "out_factor" in ref:
+            out = out * ref["out_factor"][tiles.sequence[tile], head]
         ref["out"][0, head] = out.astype(ref["out"].dtype)
-        ref["lse"][0, pl.ds(head, 1), : lse.shape[1]] = lse
+        ref["lse"][0, pl.ds(head, 1), :] = lse
 
-    _for_heads(softmax, finish)
-
-
-def _for_heads(softmax: Softmax, body: Any) -> None:
-    """Unrolled where a head is little work, so that the next head's products hide its latency."""
-    heads, rows = softmax.m_i.shape[:2]
-    if rows < LONG_TILE:
-        for head in range(heads):
-            body(head)
-    else:
-        lax.fori_loop(0, heads, lambda head, _: body(head), None)
+    attention.for_heads(finish)
 
 
-def _attend(
-    ref: dict[str, Any],
-    stream: KeyStream,
-    softmax: Softmax,
-    statics: Statics,
-    tile: Array,
-    first: Array,
-    slot: Array,
-    *,
-    masked: bool,
-) -> None:
-    """Fold block `first // block_k`, which lies in buffer `slot`, into the tile's softmax."""
-    rows, block_k = softmax.m_i.shape[1], stream.block_k
-    tiles, window, tile_q = stream.tiles, statics.window, statics.tile_q
-    dtype = ref["q"].dtype
-    shape = (rows, block_k)
-    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
-    start, stop = tiles.start[tile] - first, tiles.stop[tile] - first
-    position = tiles.position[tile] - first
-    # how far a key lies behind the row's token, but for the position of the tile
-    offset = (
-        lane if tile_q == 1 else lane - (lax.broadcasted_iota(jnp.int32, shape, 0) & (tile_q - 1))
-    )
-    if masked:
+@dataclasses.dataclass(frozen=True)
+class TileAttention:
+    """One tile against the blocks of keys that it sees."""
+
+    ref: dict[str, Any]
+    stream: KeyStream
+    softmax: Softmax
+    statics: Statics
+    tile: Array
+
+    def for_heads(self, body: Callable[[Any], None]) -> None:
+        """Unrolled where a head is little work: the next head's products then hide its latency."""
+        heads, rows = self.softmax.m_i.shape[:2]
+        if rows < LONG_TILE:
+            for head in range(heads):
+                body(head)
+        else:
+            lax.fori_loop(0, heads, lambda head, _: body(head), None)
+
+    def attend_block(self, block: Array, cursor: Cursor) -> Cursor:
+        """Fold one block of keys into the softmax, and have another one fetched."""
+        tiles, step_k, block_k = self.stream.tiles, self.statics.step_k, self.stream.block_k
+        slot, cursor = self.stream.next(cursor, self.tile, block)
+        first = block * block_k
+        if step_k == block_k:
+            self.attend_step(first, slot, jnp.int32(0))
+            return cursor
+        start = jnp.maximum(tiles.start[self.tile] - first, 0)
+        stop = jnp.minimum(tiles.stop[self.tile] - first, block_k)
+        lax.fori_loop(
+            lax.div(start, jnp.int32(step_k)),
+            lax.div(stop + (step_k - 1), jnp.int32(step_k)),
+            lambda step, _: self.attend_step(first, slot, step),
+            None,
+        )
+        return cursor
+
+    def attend_step(self, first: Array, slot: Array, step: Array) -> None:
+        """Fold `step_k` keys of the block that starts at key `first` and lies in buffer `slot`."""
+        tiles, step_k = self.stream.tiles, self.statics.step_k
+        first_key = first + step * step_k
+        is_full = (tiles.full_start[self.tile] <= first_key) & (
+            first_key + step_k <= tiles.full_stop[self.tile]
+        )
+        if "bias" in self.ref:
+            self._attend(first_key, slot, step, masked=True)
+            return
+        pl.when(is_full)(functools.partial(self._attend, first_key, slot, step, masked=False))
+        pl.when(~is_full)(functools.partial(self._attend, first_key, slot, step, masked=True))
+
+    def _attend(self, first_key: Array, slot: Array, step: Array, *, masked: bool) -> None:
+        ref, stream, statics = self.ref, self.stream, self.statics
+        tiles, window, tile_q, step_k = stream.tiles, statics.window, statics.tile_q, statics.step_k
+        dtype = statics.compute_dtype
+        num_pages = step_k // stream.page_size
+        pages = pl.ds(step * num_pages, num_pages)
+        shape = (self.softmax.m_i.shape[1], step_k)
+        row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        # how far a key lies behind its row's token, but for the position of the tile
+        offset = lane if tile_q == 1 else lane - (row & (tile_q - 1))
+        position = tiles.position[self.tile] - first_key
+        start, stop = tiles.start[self.tile] - first_key, tiles.stop[self.tile] - first_key
         visible = lane < stop
         if tile_q > 1 and window.right >= 0:
             visible &= offset <= position + window.right
         if window.left >= 0:
             visible &= offset >= position - window.left
-        key = lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
+        key = lax.broadcasted_iota(jnp.int32, (step_k, 1), 0)
         is_seen = (key >= start) & (key < stop)
 
-    def attend_head(head: Any) -> None:
-        k = stream.k_buffers[slot, :, head].reshape(block_k, -1).astype(dtype)
-        v = stream.v_buffers[slot, :, head].reshape(block_k, -1)
-        if masked:
-            v = jnp.where(is_seen, v, jnp.zeros_like(v))
-        scale = statics.softmax_scale
-        if "score_scale" in ref:
-            scale = scale * ref["score_scale"][tiles.sequence[tile], head]
-        scores = product(ref["q"][0, head], k, 1)
-        if statics.softcap > 0.0:
-            scores = jnp.tanh(scores * (scale / statics.softcap)) * (statics.softcap * LOG2_E)
-        else:
-            scores = scores * (scale * LOG2_E)
-        if "slopes" in ref:
-            distance = jnp.abs(offset - position).astype(jnp.float32)
-            scores = scores - ref["slopes"][0, head] * distance
-        if masked:
-            scores = jnp.where(visible, scores, MASKED)
-        softmax.fold(head, scores, v.astype(dtype), dtype)
+        def attend_head(head: Any) -> None:
+            k = stream.k_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
+            v = stream.v_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
+            scale = statics.softmax_scale
+            if "score_scale" in ref:
+                scale = scale * ref["score_scale"][tiles.sequence[self.tile], head]
+            scores = product(ref["q"][0, head], k, 1)
+            if statics.softcap > 0.0:
+                scores = jnp.tanh(scores * (scale / statics.softcap)) * (statics.softcap * LOG2_E)
+            else:
+                scores = scores * (scale * LOG2_E)
+            if "slopes" in ref:
+                distance = jnp.abs(offset - position).astype(jnp.float32)
+                scores = scores - ref["slopes"][0, head] * distance
+            sees, value_is_seen = visible, is_seen
+            if "bias" in ref:
+                bias = stream.bias_of(slot, head, step, step_k)
+                sees &= bias > -jnp.inf
+                scores = scores + bias * LOG2_E
+                value_is_seen &= _as_column(jnp.any(sees, axis=0, keepdims=True))
+            if masked:
+                scores = jnp.where(sees, scores, MASKED)
+                v = jnp.where(value_is_seen, v, jnp.zeros_like(v))
+            keep = self._keep(head, first_key, row, lane) if statics.dropout_p > 0.0 else None
+            self.softmax.fold(head, scores, v, dtype, keep)
 
-    _for_heads(softmax, attend_head)
+        self.for_heads(attend_head)
+
+    def _keep(self, head: Any, first_key: Array, row: Array, lane: Array) -> Array:
+        """Which probabilities survive dropout."""
+        tile_q, rng, tiles = self.statics.tile_q, self.ref["rng"], self.stream.tiles
+        query = tiles.first_query[self.tile] + (row & (tile_q - 1))
+        head = head * self.statics.group_size + lax.shift_right_logical(
+            row, tile_q.bit_length() - 1
+        )
+        head = (tiles.sequence[self.tile] << 16) | head
+        column, query, head = (x.astype(jnp.uint32) for x in (first_key + lane, query, head))
+        seed_low, seed_high, offset = (rng[i].astype(jnp.uint32) for i in range(3))
+        draws = philox.draw(column, query, head, (seed_low, seed_high), offset)
+        return draws >= jnp.uint32(int(self.statics.dropout_p * 2.0**32))
 
 
-def attend_tiles(
-    q: Array,
-    pages: Pages,
-    tiles: Tiles,
-    statics: Statics,
-    *,
-    sinks: Array | None,
-    slopes: Array | None,
-    score_scale: Array | None,
-    v_descale: Array | None,
-) -> tuple[Array, Array]:
-    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and lse without the last
-    axis, padded to whole lanes.
-
-    `sinks` and `slopes` are (1 or batch, num_kv_heads, rows, 1), in base 2; `score_scale` and
-    `v_descale` (batch, num_kv_heads).
-    """
-    num_tiles, heads, rows, _ = q.shape
-    dim, dim_v, page_size = pages.head_dim, pages.head_dim_v, pages.page_size
-    kv_dtype = pages.k.dtype
-    block_pages = statics.block_k // page_size
-    lse_width = -(-rows // LANES) * LANES
-    num_cores = statics.num_cores
-
-    def of_tile(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return step * num_cores + core, 0, 0, 0
-
-    def of_sequence(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
-        return sequence[step * num_cores + core], 0, 0, 0
-
-    scalars: dict[str, Array] = tiles._asdict() | {
-        "table_start": pages.table_start,
-        "table": pages.table,
-    }
-    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
-        "q": (q, pl.BlockSpec((1, *q.shape[1:]), of_tile)),
-        "k_hbm": (pages.k, pl.BlockSpec(memory_space=pl.ANY)),
-    }
-    if pages.v is not None:
-        inputs["v_hbm"] = (pages.v, pl.BlockSpec(memory_space=pl.ANY))
-    for name, column in (("sinks", sinks), ("slopes", slopes)):
-        if column is not None:
-            index = of_sequence if column.shape[0] > 1 else lambda *_: (0, 0, 0, 0)
-            inputs[name] = (column, pl.BlockSpec((1, *column.shape[1:]), index))
-    for name, factor in (("score_scale", score_scale), ("v_descale", v_descale)):
-        if factor is not None:
-            inputs[name] = (factor, pl.BlockSpec(memory_space=pltpu.SMEM))
-    scratch: dict[str, Any] = {
-        "k_buffers": pltpu.VMEM(
-            (statics.num_buffers, block_pages, heads, page_size, dim), kv_dtype
-        ),
-        "v_buffers": pltpu.VMEM(
-            (statics.num_buffers, block_pages, heads, page_size, dim_v), kv_dtype
-        ),
-        "semaphores": pltpu.SemaphoreType.DMA((2, statics.num_buffers)),
-        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, dim_v), jnp.float32),
-        "cursor": pltpu.SMEM((3,), jnp.int32),
-    }
-    names = (*scalars, *inputs, "out", "lse", *scratch)
-    kernel = functools.partial(_kernel, names=names, statics=statics, num_tiles=num_tiles)
-    return pl.pallas_call(
-        kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct((num_tiles, heads, rows, dim_v), statics.out_dtype),
-            jax.ShapeDtypeStruct((num_tiles, heads, lse_width), jnp.float32),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(num_cores, num_tiles // num_cores),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=(
-                pl.BlockSpec((1, heads, rows, dim_v), of_tile),
-                pl.BlockSpec((1, heads, lse_width), lambda *args: of_tile(*args)[:3]),
-            ),
-            scratch_shapes=list(scratch.values()),
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=statics.vmem_bytes,
-            # ids are clipped before the launch
-            disable_bounds_checks=True,
-        ),
-        interpret=statics.interpret,
-        name=f"paged_attn_flash_varlen_q{statics.tile_q}",
-    )(*scalars.values(), *(value for value, _ in inputs.values()))
+def _as_column(row: Array) -> Array:
+    """Bools (1, n) as (n, 1): a diagonal of each 128."""
+    parts = []
+    for first in range(0, row.shape[1], LANES):
+        part = jnp.broadcast_to(row[:, first : first + LANES], (LANES, LANES))
+        i, j = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))
+        parts.append(jnp.sum(jnp.where(part & (i == j), 1.0, 0.0), axis=1, keepdims=True))
+    return jnp.concatenate(parts, axis=0) > 0.0

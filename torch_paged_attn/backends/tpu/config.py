@@ -14,11 +14,19 @@ class Config:
     `num_cores` is the number of TensorCores that one kernel runs on: 2 on v4 and v5p.
     """
 
-    block_k: int = 1024  # keys of a block, rounded to whole pages
+    block_k: int = 1024  # keys of a block: fetched together, rounded to whole pages
+    step_k: int = 256  # keys of a step of a long tile: computed on together
     num_buffers: int = 3  # blocks in VMEM: one is computed on, the others are on their way
     tile_rows: int = 512  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1
     vmem_bytes: int = 100 * MIB
+
+    def with_bias(self) -> "Config":
+        """With a bias, whose blocks are as many floats as there are scores."""
+        block_k = min(self.block_k, 256)
+        return dataclasses.replace(
+            self, block_k=block_k, step_k=min(self.step_k, block_k), tile_rows=128
+        )
 
 
 # by `device_kind`

@@ -12,6 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu.tiles import Tiles
+
 
 class Cursor(NamedTuple):
     """The next block to fetch, and the buffer that the computation stands at."""
@@ -29,17 +31,40 @@ class KeyStream:
     interpreter, which two copies on one semaphore would hide.
     """
 
-    tiles: Any  # Tiles of SMEM refs
+    tiles: Tiles  # of SMEM refs
     table: Any
     table_start: Any
     k_hbm: Any  # (num_pages, num_kv_heads, page_size, head_dim)
     v_hbm: Any
     k_buffers: Any  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
     v_buffers: Any
-    semaphores: Any  # (2, num_buffers)
+    bias_hbm: Any  # (num_tiles, 1 or num_kv_heads, rows, keys), or None
+    bias_buffers: Any  # (num_buffers, 1 or num_kv_heads, rows, block_k)
+    semaphores: Any  # (3, num_buffers)
     num_tiles: int
     num_cores: int
     static_waits: bool
+
+    @classmethod
+    def of(cls, ref: dict[str, Any], tiles: Tiles, num_tiles: int, statics: Any) -> "KeyStream":
+        """From the kernel's refs by name."""
+        k_hbm = ref["k_hbm"]
+        is_joined = "v_hbm" not in ref
+        return cls(
+            tiles=tiles,
+            table=ref["table"],
+            table_start=ref["table_start"],
+            k_hbm=k_hbm.at[0] if is_joined else k_hbm,
+            v_hbm=k_hbm.at[1] if is_joined else ref["v_hbm"],
+            k_buffers=ref["k_buffers"],
+            v_buffers=ref["v_buffers"],
+            bias_hbm=ref.get("bias"),
+            bias_buffers=ref.get("bias_buffers"),
+            semaphores=ref["semaphores"],
+            num_tiles=num_tiles,
+            num_cores=statics.num_cores,
+            static_waits=statics.interpret is True,
+        )
 
     @property
     def num_buffers(self) -> int:
@@ -51,9 +76,13 @@ class KeyStream:
         return self.k_buffers.shape[1]
 
     @property
+    def page_size(self) -> int:
+        return self.k_buffers.shape[3]
+
+    @property
     def block_k(self) -> int:
         """Keys of a block."""
-        return self.pages * self.k_buffers.shape[3]
+        return self.pages * self.page_size
 
     def first_block(self, tile: Array) -> Array:
         return lax.div(self.tiles.start[tile], jnp.int32(self.block_k))
@@ -96,10 +125,23 @@ class KeyStream:
 
     def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
         """The pages of the block that some token of the tile looks at."""
-        page_size = self.k_buffers.shape[3]
-        first = lax.div(self.tiles.start[tile], jnp.int32(page_size)) - block * self.pages
-        stop = lax.div(self.tiles.stop[tile] + (page_size - 1), jnp.int32(page_size))
+        size = jnp.int32(self.page_size)
+        first = lax.div(self.tiles.start[tile], size) - block * self.pages
+        stop = lax.div(self.tiles.stop[tile] + (self.page_size - 1), size)
         return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
+
+    def bias_of(self, slot: Array, head: Any, step: Array, step_k: int) -> Array:
+        """The bias (rows, step_k) of one step of the block in this buffer."""
+        head = head if self.bias_buffers.shape[1] > 1 else 0
+        return self.bias_buffers[slot, head, :, pl.ds(step * step_k, step_k)]
+
+    def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
+        columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
+        return pltpu.make_async_copy(
+            self.bias_hbm.at[tile, :, :, columns],
+            self.bias_buffers.at[slot],
+            self.semaphores.at[2, slot],
+        )
 
     def _copies(self, page: Array, slot: Array, i: int) -> tuple[Any, Any]:
         k_done, v_done = self.semaphores.at[0, slot], self.semaphores.at[1, slot]
@@ -110,6 +152,8 @@ class KeyStream:
 
     def _start(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
+        if self.bias_hbm is not None:
+            self._bias_copy(tile, block, slot).start()
         entry = self.table_start[self.tiles.sequence[tile]] + block * self.pages
         for i in range(self.pages):
 
@@ -120,6 +164,8 @@ class KeyStream:
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
+        if self.bias_hbm is not None:
+            self._bias_copy(tile, block, slot).wait()
         if not self.static_waits:
             # one wait for as many bytes as all the pages have
             for buffers, done in ((self.k_buffers, 0), (self.v_buffers, 1)):

@@ -48,7 +48,7 @@ def _fold_lanes(x: Array) -> Array:
 
 
 def _as_row(column: Array) -> Array:
-    """(rows, LANES), all lanes alike, as (1, rows): a diagonal, summed."""
+    """(rows, LANES), all lanes alike, as (1, rows up to whole lanes): a diagonal, summed."""
     parts = []
     for first in range(0, column.shape[0], LANES):
         part = column[first : first + LANES]
@@ -76,14 +76,18 @@ class Softmax:
             self.l_i[...] = jnp.where((lane == 0) & (sink > FLOOR), 1.0, 0.0)
         self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
 
-    def fold(self, head: Any, scores: Array, v: Array, dtype: Any) -> None:
-        """Add a block of base-2 scores (rows, block_k) and its values."""
+    def fold(
+        self, head: Any, scores: Array, v: Array, dtype: Any, keep: Array | None = None
+    ) -> None:
+        """Add base-2 scores (rows, keys) and their values; `keep` is what survives dropout."""
         m = self.m_i[head]
         m_new = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
         p = jnp.exp2(scores - _across(m_new, scores.shape[1]))
         rescale = jnp.exp2(m - m_new)
         self.m_i[head] = m_new
         self.l_i[head] = self.l_i[head] * rescale + _fold_lanes(p)
+        if keep is not None:
+            p = jnp.where(keep, p, 0.0)
         weighed = product(p.astype(dtype), v, 0)
         self.acc[head] = self.acc[head] * _across(rescale, weighed.shape[1]) + weighed
 

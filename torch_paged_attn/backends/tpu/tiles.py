@@ -46,6 +46,7 @@ class Tiles(NamedTuple):
     """
 
     sequence: Array
+    first_query: Array  # of the tile within its sequence
     position: Array  # of the tile's first token among the keys
     start: Array
     full_start: Array
@@ -75,13 +76,21 @@ def count_up(counts: Array, size: int) -> tuple[Array, Array]:
 
 
 def cut_queries(
-    lengths: Lengths, chosen: Array, total_q: int, *, tile_q: int, window: Window, num_cores: int
+    lengths: Lengths,
+    chosen: Array,
+    total_q: int,
+    *,
+    tile_q: int,
+    is_whole: bool,
+    window: Window,
+    num_cores: int,
 ) -> Cut:
-    """Tiles of the `chosen` sequences (a bool for each)."""
+    """Tiles of the `chosen` sequences (a bool for each); `is_whole` if each is one tile at most."""
     batch = lengths.query.shape[0]
     tokens = jnp.where(chosen, lengths.query, 0)
     per_sequence = lax.div(tokens + (tile_q - 1), jnp.int32(tile_q))
-    bound = min(total_q, (total_q + batch * (tile_q - 1)) // tile_q)
+    bound = batch if is_whole else (total_q + batch * (tile_q - 1)) // tile_q
+    bound = min(total_q, bound)
     bound = max(1, -(-bound // num_cores)) * num_cores
     which, rank = count_up(per_sequence, bound)
     is_tile = which < batch
@@ -96,6 +105,7 @@ def cut_queries(
     is_busy = is_tile & (start < stop)
     tiles = Tiles(
         sequence=sequence,
+        first_query=first,
         position=position,
         start=jnp.where(is_busy, start, 0),
         full_start=window.start(last),
