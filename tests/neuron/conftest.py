@@ -1,17 +1,20 @@
 """The Neuron kernels on NumPy, in the emulator."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
 
-# read when the kernels are imported, which no other test does
-os.environ["PAGED_ATTN_NEURON_EMULATE"] = "1"
+import torch_paged_attn.ops  # CPU tensors stay with the CPU kernels here
 
 # the emulator's bfloat16 and float8
 if importlib.util.find_spec("ml_dtypes") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    # read when the backend is imported, and by every process that a test starts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGED_ATTN_NEURON_EMULATE", "1")
+        importlib.import_module("torch_paged_attn.backends.neuron")
 
 
 @pytest.fixture

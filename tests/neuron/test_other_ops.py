@@ -62,11 +62,26 @@ def test_interleaved_caches_and_padded_tokens(kernels):
         assert torch.equal(cache, want)
 
 
-def test_refuses_eight_bits(kernels):
-    key, value, _, slots = tokens(torch.float32)
-    caches = [torch.zeros(40, 3, 5, n).to(torch.float8_e4m3fn) for n in (24, 17)]
-    with pytest.raises(NotImplementedError, match="k_cache has dtype float8_e4m3fn; supported"):
-        kernels.reshape_and_cache_split(key, value, *caches, slots)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_eight_bits_are_rounded_and_saturate(dtype, cache_dtype, kernels):
+    key, value, caches, slots = tokens(dtype)
+    scales = torch.tensor(0.03), torch.tensor([0.5, 0.002, 0.1])
+    expected = [torch.zeros(c.shape).to(cache_dtype) for c in caches]
+    written = [c.clone() for c in expected]
+    reference.reshape_and_cache_split(key, value, *expected, slots, *scales)
+    kernels.reshape_and_cache_split(key, value, *written, slots, *scales)
+    for cache, want in zip(written, expected, strict=True):
+        assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_refuses_strides_that_are_no_rows_before_it_writes(kernels):
+    key, value, _, slots = tokens(torch.float32, heads=1, dim=24, dim_v=24, page_size=1)
+    k_cache = torch.zeros(40, 1, 1, 24)
+    v_cache = torch.zeros(1000).as_strided((40, 1, 1, 24), (23, 1, 1, 1))
+    with pytest.raises(NotImplementedError, match="reshape_and_cache: Neuron: v_cache has strides"):
+        kernels.reshape_and_cache_split(key, value, k_cache, v_cache, slots.clamp(max=39))
+    assert not k_cache.any()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -96,7 +96,7 @@ MAY_IMPORT = {
     "reference": ("reference",),
     "backends/cpu": ("backends.cpu", "ops", "planning", "tuning"),
     "backends/tpu": ("backends.tpu", "ops", "planning", "tuning"),
-    "backends/neuron": ("backends.neuron", "ops", "planning", "tuning", "testing"),
+    "backends/neuron": ("backends.neuron", "ops", "planning", "tuning", "testing.nki_emulator"),
     "backends/triton": ("backends.triton", "ops", "planning", "tuning"),
     "planning": ("planning",),
     "tuning": ("tuning",),

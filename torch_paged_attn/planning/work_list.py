@@ -1,137 +1,229 @@
-"""A batch as a flat list of items, each one tile of query rows against one tile of keys.
+"""A batch as flat lists of items, each a stack of tiles of query rows against one tile of keys.
 
-A row is a query token of one head of a group: `row = token * group_size + g`, so that a decode
-step's heads share the keys they read. Rows of a sequence are cut into tiles of `tile_q`, its keys
-into tiles of `tile_k`, and an item stands for each pair in which some row sees some key: cost
-follows what is visible, whatever the mix of prefill and decode. The items of a query tile follow
-one another; masks are a range of visible keys for each row.
+A row is a query token of one head of a group: `row = token * group_size + member`, so that a decode
+step's heads share the keys they read. Rows of a span (a sequence, or the part of one that lies in
+one row of a block-sparse layout) are cut into tiles of `tile_q`, and up to `depth` tiles are
+stacked: what reads a tile of keys for a stack reads it once. An item stands for each tile of keys
+of which some row of the stack sees some key, and the keys of a layout's blocks are laid side by
+side: cost follows what is visible, whatever the mix of prefill and decode.
 
-Every row belongs to one tile, those of padding tokens and of sequences without keys too: their one
+Every row belongs to one stack, those of padding tokens and of sequences without keys too: their one
 item shows no key, and makes the kernel write their empty result.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from torch_paged_attn.planning.columns import Blocks, Columns, Stretch, count_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Lengths of a batch, on the host, and what its queries see of the keys."""
+
+    cu_seqlens_q: Tensor  # (batch + 1,) int64
+    key_lens: Tensor  # (batch,) int64
+    total_q: int
+    window_size_left: int
+    window_size_right: int  # 0 where the call is causal
+
+    def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+        """First token, number of tokens and keys of each; the padding tokens are one more."""
+        stops = torch.cat([self.cu_seqlens_q[1:], torch.tensor([self.total_q])])
+        lens = torch.cat([self.key_lens, torch.tensor([0])])
+        return self.cu_seqlens_q, stops - self.cu_seqlens_q, lens
+
+    def visible(self, position: Tensor, key_len: Tensor) -> tuple[Tensor, Tensor]:
+        """The half-open range of keys that queries at these positions see."""
+        left, right = self.window_size_left, self.window_size_right
+        start = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
+        stop = key_len if right < 0 else torch.minimum(key_len, position + right + 1)
+        return start, torch.maximum(stop, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A block-sparse mask in CSR, on the host: `([batch,] H, n)` each."""
+
+    crow_indices: Tensor
+    col_indices: Tensor
+    q_block_size: int
+    k_block_size: int
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkList:
-    """`(num_items,)` and `(num_items, tile_q)` int64 or bool tensors; keys count from `first_key`.
+    """Stacks `(num_stacks, ...)` and items `(num_items, ...)`, int64 or bool tensors.
 
-    `rows` beyond the tile's last repeat it: they may be loaded, not stored (`is_row` is False). No
-    row sees keys outside `[key_start, key_stop)`, and of these some row sees each.
+    `token` and `member` beyond a stack's last row repeat it: they may be loaded, not stored
+    (`is_row` is False). No row of an item sees columns outside `[key_start, key_stop)`, and of
+    these some row sees each.
     """
 
-    tile_q: int
     tile_k: int
-    sequence: Tensor  # (num_items,); the padding tokens are one sequence more
-    first_key: Tensor  # (num_items,) within the sequence
-    is_first: Tensor  # (num_items,) of its query tile
+    sequence: Tensor  # (num_stacks,); the padding tokens are one sequence more
+    plane: Tensor  # (num_stacks,) which head; 0 where all heads go together
+    token: Tensor  # (num_stacks, depth, tile_q) in the whole batch
+    member: Tensor  # (num_stacks, depth, tile_q) of the group
+    is_row: Tensor  # (num_stacks, depth, tile_q)
+    position: Tensor  # (num_stacks, depth, tile_q) among the keys
+    stack: Tensor  # (num_items,)
+    is_first: Tensor  # (num_items,) of its stack
     is_last: Tensor  # (num_items,)
-    key_start: Tensor  # (num_items,)
+    keys: Tensor  # (num_items, tile_k / grain) position that each grain of columns starts at
+    key_start: Tensor  # (num_items,) columns
     key_stop: Tensor  # (num_items,)
-    rows: Tensor  # (num_items, tile_q) in the whole batch
-    is_row: Tensor  # (num_items, tile_q)
-    row_start: Tensor  # (num_items, tile_q) the keys a row sees
-    row_stop: Tensor  # (num_items, tile_q)
-    position: Tensor  # (num_items, tile_q) of the query among the keys
+    row_start: Tensor  # (num_items, depth, tile_q) the columns a row sees
+    row_stop: Tensor  # (num_items, depth, tile_q)
+
+    @property
+    def depth(self) -> int:
+        """Tiles in a stack."""
+        return self.token.shape[1]
 
     @property
     def num_items(self) -> int:
-        """How many pairs of tiles there are."""
-        return self.sequence.shape[0]
+        """How many tiles of keys are read."""
+        return self.stack.shape[0]
 
 
-def _count_up(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """`[2, 3]` as which `[0, 0, 1, 1, 1]` and rank `[0, 1, 0, 1, 2]`."""
-    which = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    rank = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
-    return which, rank
+@dataclasses.dataclass(frozen=True)
+class _Spans:
+    """Consecutive tokens of one sequence and head, `(num_spans,)` each."""
+
+    sequence: Tensor
+    plane: Tensor
+    first: Tensor  # token within the sequence
+    length: Tensor
+    layout_row: Tensor
 
 
-def _visible(position: Tensor, key_len: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """The half-open range of keys that queries at these positions see."""
-    start = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
-    stop = key_len if right < 0 else torch.minimum(key_len, position + right + 1)
-    return start, torch.maximum(stop, start)
+def _spans(batch: Batch, planes: int, layout: Layout | None) -> _Spans:
+    _, lengths, key_lens = batch.sequences()
+    sequence = torch.arange(len(lengths))
+    first, last_row = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    row = torch.zeros_like(lengths)
+    if layout is not None:
+        # tokens in one row of the layout; those before the first key are in rows below 0
+        size, past = layout.q_block_size, key_lens - lengths
+        row = past.div(size, rounding_mode="floor")
+        last_row = (key_lens - 1).div(size, rounding_mode="floor")
+        sequence, rank = count_up(torch.where(lengths > 0, last_row - row + 1, 0))
+        row = row[sequence] + rank
+        first = (row * size - past[sequence]).clamp(min=0)
+        lengths = torch.minimum((row + 1) * size - past[sequence], lengths[sequence]) - first
+    plane = torch.arange(planes).repeat_interleave(len(sequence))
+    return _Spans(
+        sequence.repeat(planes),
+        plane,
+        first.repeat(planes),
+        lengths.repeat(planes),
+        row.repeat(planes),
+    )
 
 
-def visible_range(
-    cu_seqlens_q: Tensor,
-    key_lens: Tensor,
-    total_q: int,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, Tensor]:
-    """The half-open range of keys that each token sees, `(total_q,)` each; padding sees none."""
-    starts = cu_seqlens_q.cpu().long()
-    stops = torch.cat([starts[1:], torch.tensor([total_q])])
-    key_lens = torch.cat([key_lens.cpu().long(), torch.tensor([0])])
-    sequence, token = _count_up(stops - starts)
-    lens = key_lens[sequence]
-    position = lens - (stops - starts)[sequence] + token
-    return _visible(position, lens, window_size_left, 0 if causal else window_size_right)
-
-
-def build_work_list(
-    cu_seqlens_q: Tensor,
-    key_lens: Tensor,
-    total_q: int,
+def build_work_lists(
+    batch: Batch,
     *,
+    group_size: int,
+    planes: int,
+    tile_q: int,
+    tile_k: int,
+    grain: int,
+    depths: Sequence[int],
+    layout: Layout | None = None,
+) -> list[WorkList]:
+    """One list for each depth that is used; items in the order of their queries, then of their
+    keys.
+
+    `planes` heads are planned one by one (1: together). `depths` ascend from 1: a span is cut into
+    stacks of the last of them, and what is left takes the first that holds it. `grain` divides
+    `tile_k` and a layout's blocks.
+    """
+    spans = _spans(batch, planes, layout)
+    tiles = -(-spans.length * group_size // tile_q)
+    span, rank = count_up(-(-tiles // depths[-1]))
+    first_tile = rank * depths[-1]
+    num_tiles = (tiles[span] - first_tile).clamp(max=depths[-1])
+    lists = []
+    for shallower, depth in zip((0, *depths), depths, strict=False):
+        chosen = (num_tiles > shallower) & (num_tiles <= depth)
+        if chosen.any():
+            stacks = span[chosen], first_tile[chosen] * tile_q, depth
+            lists.append(_list(batch, spans, stacks, group_size, tile_q, tile_k, grain, layout))
+    return lists
+
+
+def _list(
+    batch: Batch,
+    spans: _Spans,
+    stacks: tuple[Tensor, Tensor, int],
     group_size: int,
     tile_q: int,
     tile_k: int,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
+    grain: int,
+    layout: Layout | None,
 ) -> WorkList:
-    """Items in the order of their queries, then of their keys. Lengths are read on the host."""
-    starts = cu_seqlens_q.cpu().long()
-    stops = torch.cat([starts[1:], torch.tensor([total_q])])
-    key_lens = torch.cat([key_lens.cpu().long(), torch.tensor([0])])
-    past = key_lens - (stops - starts)
-    left, right = window_size_left, 0 if causal else window_size_right
+    span, first_row, depth = stacks
+    starts, lengths, key_lens = batch.sequences()
+    sequence, plane = spans.sequence[span], spans.plane[span]
+    first_token, key_len = spans.first[span], key_lens[sequence]
+    past = key_len - lengths[sequence]
 
-    num_rows = (stops - starts) * group_size
-    sequence, tile = _count_up(-(-num_rows // tile_q))
-    first_row = tile * tile_q
-    last_row = torch.minimum(first_row + tile_q, num_rows[sequence]) - 1
-    lens = key_lens[sequence]
-    start, _ = _visible(past[sequence] + first_row // group_size, lens, left, right)
-    _, stop = _visible(past[sequence] + last_row // group_size, lens, left, right)
+    last_row = torch.minimum(first_row + depth * tile_q, spans.length[span] * group_size) - 1
+    row = first_row[:, None] + torch.arange(depth * tile_q)
+    is_row = row <= last_row[:, None]
+    row = torch.minimum(row, last_row[:, None])
+    token = first_token[:, None] + row // group_size
+    position = past[:, None] + token
+    row_start, row_stop = batch.visible(position, key_len[:, None])
 
-    first_tile = start // tile_k
-    num_key_tiles = (-(-stop // tile_k) - first_tile).clamp(min=1)
-    query_tile, rank = _count_up(num_key_tiles)
-    first_key = (first_tile[query_tile] + rank) * tile_k
-    item_sequence = sequence[query_tile]
+    start, stop = row_start[:, 0], row_stop[:, -1]
+    columns: Columns
+    if layout is None:
+        columns = Stretch.over(start, stop, tile_k)
+    else:
+        csr = layout.crow_indices, layout.col_indices
+        head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)
+        size = layout.k_block_size
+        columns = Blocks.listed_in(csr, size, sequence, head, spans.layout_row[span], start, stop)
 
-    local = first_row[query_tile, None] + torch.arange(tile_q)
-    is_row = local <= last_row[query_tile, None]
-    local = torch.minimum(local, last_row[query_tile, None])
-    position = past[item_sequence, None] + local // group_size
-    row_start, row_stop = _visible(position, lens[query_tile, None], left, right)
+    num_items = (-(-columns.width // tile_k)).clamp(min=1)
+    stack, rank = count_up(num_items)
+    number = torch.arange(len(span))[:, None]
+    first_column = rank * tile_k
+    bounds = []
+    for edge in (row_start, row_stop):
+        column = columns.before(number, edge)[stack] - first_column[:, None]
+        bounds.append(column.clamp(0, tile_k))
     # two rows that see nothing of this tile may bound it on either side: empty is [0, 0)
-    row_start = (row_start - first_key[:, None]).clamp(0, tile_k)
-    row_stop = (row_stop - first_key[:, None]).clamp(0, tile_k)
-    sees = is_row & (row_start < row_stop)
-    row_start, row_stop = row_start.where(sees, 0), row_stop.where(sees, 0)
+    sees = is_row[stack] & (bounds[0] < bounds[1])
+    row_start, row_stop = (bound.where(sees, 0) for bound in bounds)
     key_stop = row_stop.amax(1)
+    key_start = row_start.where(sees, tile_k).amin(1).minimum(key_stop)
+
+    # a grain that nobody sees is replaced by one that somebody does: no other key is looked up
+    column = torch.arange(0, tile_k, grain)
+    low, high = (edge // grain * grain for edge in (key_start, (key_stop - 1).clamp(min=0)))
+    column = column.clamp(low[:, None], high[:, None]) + first_column[:, None]
+    shape = (-1, depth, tile_q)
     return WorkList(
-        tile_q=tile_q,
         tile_k=tile_k,
-        sequence=item_sequence,
-        first_key=first_key,
+        sequence=sequence,
+        plane=plane,
+        token=(starts[sequence, None] + token).view(shape),
+        member=(row % group_size).view(shape),
+        is_row=is_row.view(shape),
+        position=position.view(shape),
+        stack=stack,
         is_first=rank == 0,
-        is_last=rank == num_key_tiles[query_tile] - 1,
-        key_start=row_start.where(sees, tile_k).amin(1).minimum(key_stop),
+        is_last=rank == num_items[stack] - 1,
+        keys=columns.key(stack[:, None], column),
+        key_start=key_start,
         key_stop=key_stop,
-        rows=starts[item_sequence, None] * group_size + local,
-        is_row=is_row,
-        row_start=row_start,
-        row_stop=row_stop,
-        position=position - first_key[:, None],
+        row_start=row_start.view(shape),
+        row_stop=row_stop.view(shape),
     )

@@ -4,7 +4,8 @@ Written against the public documentation of NKI 0.6 and run on an emulator of it
 on hardware: see `docs/neuron.md`.
 """
 
-from torch_paged_attn.backends.neuron.attention import blocksparse, flash_varlen
+from torch_paged_attn.backends.neuron.blocksparse import blocksparse
+from torch_paged_attn.backends.neuron.flash_varlen import flash_varlen
 from torch_paged_attn.backends.neuron.merge_states import merge_states
 from torch_paged_attn.backends.neuron.reshape_and_cache import (
     reshape_and_cache,

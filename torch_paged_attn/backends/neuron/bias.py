@@ -1,45 +1,84 @@
-"""`attn_bias` as rows that the kernel gathers: one row of `tile_k` keys, in their order."""
+"""`attn_bias` as rows that the kernel gathers: for each item and token one row of `tile_k` keys."""
+
+import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from torch_paged_attn.backends.neuron.tables import Heads, Tables
+from torch_paged_attn.planning.columns import count_up
 from torch_paged_attn.planning.work_list import WorkList
 
 
-def lay_out_bias(
-    attn_bias: Tensor, items: WorkList, group_size: int, start: Tensor, stop: Tensor
-) -> tuple[Tensor, int, Tensor, Tensor]:
-    """Rows, elements from one KV head to the next, row of each query row, keys that nobody sees.
-
-    `start` and `stop` `(total_q,)` bound what tokens see without the bias. The last two are
-    `(num_items, tile_q, 1)` and `(num_items, tile_q, tile_k / tile_q)`; key `c * tile_q + p` of an
-    item is column c of line p.
+@dataclasses.dataclass(frozen=True)
+class BiasRows:
+    """`attention_kernel`'s `bias`, `bias_rows` and `bias_head_stride`; which columns it hides from
+    every row of an item, `(num_items, tile_k)` bool.
     """
-    num_heads, total_q, columns = attn_bias.shape
-    if attn_bias.dtype == torch.bool:
-        attn_bias = torch.zeros(attn_bias.shape, device=attn_bias.device).masked_fill(
-            ~attn_bias, float("-inf")
-        )
-    bias = F.pad(attn_bias.float(), (0, -columns % items.tile_k))
-    tiles = bias.shape[2] // items.tile_k
-    # an item that shows no key may lie past the last tile
-    tile = (items.first_key // items.tile_k).clamp(max=max(tiles - 1, 0))
-    token, head = items.rows // group_size, items.rows % group_size
-    is_shared = num_heads == 1
-    row = (token if is_shared else head * total_q + token) * tiles + tile[:, None]
 
-    keys = torch.arange(bias.shape[2])
-    seen = (bias != float("-inf")).any(0).cpu()
-    seen &= (keys >= start[:, None]) & (keys < stop[:, None])
-    # how many of the tokens before t see a key: two of these bound a tile's tokens
-    before = F.pad(seen.cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
-    key = tile[:, None] * items.tile_k + torch.arange(items.tile_k)
-    first, last = token[:, :1], token[:, -1:]
-    absent = before[last + 1, key] == before[first, key]
-    return (
-        bias.reshape(-1, items.tile_k),
-        0 if is_shared else group_size * total_q * bias.shape[2],
-        row[..., None],
-        absent.unflatten(1, (-1, items.tile_q)).transpose(1, 2),
+    rows: Tensor
+    index: Tensor
+    head_stride: int
+    absent: Tensor
+
+
+def lay_out_bias(attn_bias: Tensor, tables: Tables, heads: Heads, run: int) -> BiasRows:
+    """Rows are (bias head, item, token of its stack)."""
+    work, device = tables.work, attn_bias.device
+    is_shared = attn_bias.shape[0] == 1
+    first, last = work.token[:, 0, 0], work.token[:, -1, -1]
+    item, rank = count_up((last - first + 1)[work.stack])
+    token = first[work.stack][item] + rank
+    start = torch.nn.functional.pad(
+        torch.bincount(item, minlength=work.num_items).cumsum(0), (1, 0)
     )
+    keys = (work.keys[..., None] + torch.arange(run)).flatten(1)
+    keys = keys.clamp(max=max(attn_bias.shape[2] - 1, 0))
+
+    if attn_bias.shape[2] == 0:  # no sequence has a key
+        rows = torch.zeros(attn_bias.shape[0], len(item), work.tile_k, device=device)
+    else:
+        at = token.to(device)[:, None], keys[item].to(device)
+        rows = torch.stack([head[at] for head in attn_bias])
+    if rows.dtype == torch.bool:
+        rows = torch.zeros(rows.shape, device=device).masked_fill(~rows, float("-inf"))
+    rows = rows.float()
+
+    # a column is absent where no head of no token that may see it has a bias above -inf
+    row_start, row_stop = (
+        torch.zeros(len(item), dtype=torch.long).scatter_reduce(
+            0, _row_of(work, start), edge.flatten(), "amax"
+        )
+        for edge in (work.row_start, work.row_stop)
+    )
+    column = torch.arange(work.tile_k)
+    may_see = (column >= row_start[:, None]) & (column < row_stop[:, None])
+    planes = 1 if is_shared else heads.planes
+    shows = (rows != float("-inf")).unflatten(0, (planes, -1)).any(1)
+    plane = (work.plane[work.stack][item] if planes > 1 else torch.zeros_like(item)).to(device)
+    seen = shows[plane, torch.arange(len(item), device=device)] & may_see.to(device)
+    some = torch.zeros(work.num_items, work.tile_k, device=device)
+    some.index_add_(0, item.to(device), seen.float())
+
+    row = _row_of(work, start).view(work.row_start.shape)
+    plane, member = work.plane[:, None, None], work.member
+    if not is_shared:
+        # where heads go together, the kernel adds the KV head's own offset
+        head = heads.head_of(plane) * (heads.planes > 1) * heads.group_size
+        head = head + heads.member_of(plane, member)
+        row = row + head[work.stack] * len(item)
+    return BiasRows(
+        rows=rows.reshape(-1, work.tile_k),
+        index=row[tables.items].transpose(1, 2).to(torch.int32),
+        # where heads go together, the kernel moves from one KV head's rows to the next
+        head_stride=0
+        if is_shared or heads.planes > 1
+        else heads.group_size * len(item) * work.tile_k,
+        absent=(some == 0)[tables.items.to(device)],
+    )
+
+
+def _row_of(work: WorkList, start: Tensor) -> Tensor:
+    """Which line of the bias each (item, level, row) takes, flat."""
+    place = work.token - work.token[:, :1, :1]
+    return (start[:-1, None, None] + place[work.stack]).flatten()

@@ -8,20 +8,10 @@ from torch_paged_attn.backends.neuron.attention import refuse
 from torch_paged_attn.backends.neuron.scatter_kernel import P, scatter_kernel
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
 from torch_paged_attn.backends.neuron.toolchain import EMULATED, launch
-from torch_paged_attn.ops.checks import names
+from torch_paged_attn.ops.checks import FLOAT8
 from torch_paged_attn.ops.reshape_and_cache import OP, check, check_split
 
 Rows = tuple[StoredRows, StoredRows]
-
-
-def unsupported(key: Tensor, k_cache: Tensor, names_: tuple[str, str]) -> str | None:
-    """What of a valid call has no kernel yet."""
-    if k_cache.dtype != key.dtype:
-        return (
-            f"{names_[0]} has dtype {names((k_cache.dtype,))}; supported: key's,"
-            f" {names((key.dtype,))}"
-        )
-    return None
 
 
 def reshape_and_cache(
@@ -34,7 +24,9 @@ def reshape_and_cache(
 ) -> None:
     """Arguments as in `ops.reshape_and_cache` with one cache tensor."""
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    _write(key, value, kv_cache[0], kv_cache[1], slot_mapping, ("kv_cache", "kv_cache"))
+    _write(
+        key, value, kv_cache[0], kv_cache[1], slot_mapping, (k_scale, v_scale), ("kv_cache",) * 2
+    )
 
 
 def reshape_and_cache_split(
@@ -48,7 +40,7 @@ def reshape_and_cache_split(
 ) -> None:
     """Arguments as in `ops.reshape_and_cache` with a pair of caches."""
     check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    _write(key, value, k_cache, v_cache, slot_mapping, ("k_cache", "v_cache"))
+    _write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale), ("k_cache", "v_cache"))
 
 
 def _write(
@@ -57,11 +49,9 @@ def _write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
     cache_names: tuple[str, str],
 ) -> None:
-    reason = unsupported(key, k_cache, cache_names)
-    if reason is not None:
-        refuse(OP, reason)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return
@@ -74,19 +64,36 @@ def _write(
     padding = -num_tokens % P
     slots = F.pad(slots, (0, padding), value=-1)
     page, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    for new, rows in zip((key, value), caches, strict=True):
+    for new, scale, rows in zip((key, value), scales, caches, strict=True):
         assert rows is not None
-        index = rows.row_of(page, offset).where(slots >= 0, -1).to(torch.int32)
+        index = rows.row_of(page, torch.tensor(0), offset).where(slots >= 0, -1).to(torch.int32)
         written = launch(
             scatter_kernel,
-            F.pad(new[:num_tokens].flatten(1), (0, 0, 0, padding)),
+            F.pad(_stored(new[:num_tokens], scale, rows.storage.dtype), (0, 0, 0, padding)),
             index[:, None],
-            rows.storage,
+            _bytes(rows.storage),
             new.shape[1],
             rows.layout,
         )
         if not EMULATED:
-            rows.storage.copy_(written)  # the framework turns this into an alias
+            _bytes(rows.storage).copy_(written)  # the framework turns this into an alias
+
+
+def _stored(new: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows of tokens as the cache holds them: the graph compiler fuses this arithmetic."""
+    if dtype == new.dtype:
+        return new.flatten(1)
+    real = new.float() if scale is None else new.float() / scale.view(-1, 1)
+    if dtype == torch.int8:
+        real = real.round().clamp(-128, 127)
+    else:
+        real = real.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return _bytes(real.to(dtype)).flatten(1)
+
+
+def _bytes(stored: Tensor) -> Tensor:
+    """NKI's 8-bit floats differ by generation: they travel as bytes."""
+    return stored.view(torch.uint8) if stored.dtype in FLOAT8 else stored
 
 
 def _last_of_each(slots: Tensor, num_slots: int) -> Tensor:

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.neuron.attention_kernel import MASKED, NUM_SCALARS
+from torch_paged_attn.backends.neuron.attention_kernel import NUM_SCALARS
+from torch_paged_attn.backends.neuron.tables import Heads
+from torch_paged_attn.backends.neuron.tile_kernel import MASKED
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -15,15 +17,15 @@ def row_scalars(
     scale: float,
     cu_seqlens_q: Tensor,
     total_q: int,
-    num_kv_heads: int,
-    group_size: int,
+    heads: Heads,
 ) -> Tensor:
-    """`(num_rows, NUM_SCALARS * num_kv_heads)` float32; one row where nobody asks for any."""
+    """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where nobody asks for any."""
     device = cu_seqlens_q.device
     if sinks is None and alibi_slopes is None and not any(d is not None for d in descales):
-        return torch.zeros(1, NUM_SCALARS * num_kv_heads, device=device)
+        return torch.zeros(1, heads.together * NUM_SCALARS, device=device)
     tokens = torch.arange(total_q, device=device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
+    num_kv_heads, group_size = heads.num_kv_heads, heads.group_size
 
     def per_token(values: Tensor | None, default: float) -> Tensor:
         """`(total_q, group_size, num_kv_heads)` of values per head, KV head, or sequence too."""
@@ -31,7 +33,7 @@ def row_scalars(
             values = torch.full((), default, device=device)
         if values.dim() == 2:  # padding tokens take anybody's
             values = values[sequence.clamp(max=len(values) - 1)]
-        if values.dim() and values.shape[-1] == num_kv_heads * group_size:
+        if values.dim() and values.shape[-1] == heads.num_heads:
             by_head = values.unflatten(-1, (num_kv_heads, group_size)).transpose(-1, -2)
         else:
             by_head = values[..., None, :] if values.dim() else values
@@ -45,4 +47,4 @@ def row_scalars(
         q_descale * k_descale * scale,
         v_descale,
     )
-    return torch.stack(columns, 2).reshape(total_q * group_size, NUM_SCALARS * num_kv_heads)
+    return torch.stack(columns, 3).reshape(-1, heads.together * NUM_SCALARS)

@@ -9,11 +9,13 @@ from torch import Tensor
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
     """Element (page, head, slot, d) is at `row * row_size + offset + head * head_stride + d` of
-    `storage`, where `row = page * page_rows + slot * slot_rows`.
+    `storage`, where `row = page * page_rows + head * head_rows + slot * slot_rows`: either
+    `head_stride` or `head_rows` is 0.
     """
 
     storage: Tensor  # (rows, row_size), contiguous
     page_rows: int
+    head_rows: int
     slot_rows: int
     slot_stride: int
     head_stride: int
@@ -25,33 +27,34 @@ class StoredRows:
         """What the kernels take."""
         return self.slot_stride, self.head_stride, self.offset, self.dim
 
-    def row_of(self, page: Tensor, slot: Tensor) -> Tensor:
-        """Where the keys of these pages and slots start."""
-        return page * self.page_rows + slot * self.slot_rows
+    def row_of(self, page: Tensor, head: Tensor, slot: Tensor) -> Tensor:
+        """Where the keys of these pages, heads and slots start."""
+        return page * self.page_rows + head * self.head_rows + slot * self.slot_rows
 
 
-def stored_rows(cache: Tensor, allow_copy: bool = True) -> StoredRows | None:
+def stored_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -> StoredRows | None:
     """`cache` (num_pages, num_kv_heads, page_size, dim) of any strides; None if only a copy could
-    be read as rows, and none is allowed.
+    be read as rows, and none is allowed. `by_head` makes rows of one head each.
     """
     page_size, dim = cache.shape[2:]
     page_stride, head_stride, slot_stride, _ = (
         0 if n == 1 else s for n, s in zip(cache.shape, cache.stride(), strict=True)
     )
-    row_size = math.gcd(page_stride, slot_stride) or dim
+    row_size = math.gcd(page_stride, slot_stride, head_stride if by_head else 0) or dim
     size = cache.untyped_storage().nbytes() // cache.itemsize
     last = cache.storage_offset() + sum(
         (n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)
     )
     if last >= size // row_size * row_size or row_size < dim:
-        return stored_rows(cache.contiguous()) if allow_copy else None
+        return stored_rows(cache.contiguous(), by_head=by_head) if allow_copy else None
     rows = size // row_size
     return StoredRows(
         storage=cache.as_strided((rows, row_size), (row_size, 1), 0),
         page_rows=page_stride // row_size,
+        head_rows=head_stride // row_size if by_head else 0,
         slot_rows=slot_stride // row_size,
         slot_stride=slot_stride if page_size > 1 else dim,
-        head_stride=head_stride,
+        head_stride=0 if by_head else head_stride,
         offset=int(cache.storage_offset()),
         dim=dim,
     )

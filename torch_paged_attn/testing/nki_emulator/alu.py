@@ -45,6 +45,8 @@ greater_equal = Alu("greater_equal", _truth(np.greater_equal))
 logical_and = Alu("logical_and", _truth(np.logical_and))
 logical_or = Alu("logical_or", _truth(np.logical_or))
 bitwise_and = Alu("bitwise_and", np.bitwise_and, is_bitwise=True)
+bitwise_or = Alu("bitwise_or", np.bitwise_or, is_bitwise=True)
+bitwise_xor = Alu("bitwise_xor", np.bitwise_xor, is_bitwise=True)
 left_shift = Alu("left_shift", np.left_shift, is_bitwise=True)
 right_shift = Alu("right_shift", np.right_shift, is_bitwise=True)
 

@@ -9,6 +9,8 @@ import numpy as np
 from torch_paged_attn.testing.nki_emulator.alu import (
     add,
     bitwise_and,
+    bitwise_or,
+    bitwise_xor,
     copy,
     equal,
     exp,
@@ -57,6 +59,8 @@ __all__ = [
     "add",
     "bfloat16",
     "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
     "copy",
     "ds",
     "equal",

@@ -1,5 +1,6 @@
 """Where tensors live: regions of memory, and storages with what is known of every element."""
 
+import copy
 import enum
 import math
 import weakref
@@ -56,6 +57,7 @@ class Storage:
             self.data = data
         self.started = np.zeros(size, bool) if region is MemoryRegion.psum else None
         self.writes: dict[int, np.ndarray] = {}
+        self.owner: Storage | None = None  # a view keeps what it looks at
         if region.on_chip:
             self._take(shape)
 
@@ -67,6 +69,13 @@ class Storage:
         current, memory = machine(), self.region.value
         current.allocate(memory, taken)
         weakref.finalize(self, current.release, memory, taken)
+
+    def viewed(self, dtype: np.dtype) -> "Storage":
+        """The same bytes as elements of another type of the same size."""
+        twin = copy.copy(self)
+        twin.dtype, twin.data = dtype, self.data.view(dtype)
+        twin.owner = self
+        return twin
 
     def writes_of(self, program: int) -> np.ndarray:
         """Which elements `program` has written, a bitmap to add to."""

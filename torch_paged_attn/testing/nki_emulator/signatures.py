@@ -10,12 +10,16 @@ ISA = {
     "activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None,"
     " reduce_cmd=0, name=None",
     "dma_copy": "dst, src, priority=None, oob_mode=0, dge_mode=0, engine=0, name=None",
+    "exponential": "dst, src, max_value=0.0, reduce_res=None, reduce_cmd=0, reduce_init=0.0,"
+    " name=None",
     "get_nc_version": "",
     "iota": "dst, pattern, offset=0, channel_multiplier=0, name=None",
     "memset": "dst, value, engine=0, name=None",
     "nc_matmul": "dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False,"
     " is_transpose=False, accumulate=None, tile_position=(), tile_size=(), perf_mode=0, name=None",
     "nc_transpose": "dst, data, engine=0, name=None",
+    "range_select": "dst, on_true_tile, comp_op0, comp_op1, bound0, bound1, reduce_cmd=0,"
+    " reduce_res=None, reduce_op=0, range_start=0, on_false_value=0, name=None",
     "reciprocal": "dst, data, name=None",
     "register_alloc": "x=None",
     "register_load": "dst, src",
@@ -42,6 +46,7 @@ METHODS = {
     "ap": "pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0,"
     " dtype=None",
     "reshape": "shape",
+    "view": "dtype",
 }
 
 

@@ -110,6 +110,13 @@ class NkiTensor:
         strides = (*self.strides[:kept], *contiguous_strides(shape[kept:]))
         return NkiTensor(self.storage, shape, strides, self.offset)
 
+    def view(self, dtype: np.dtype) -> "NkiTensor":
+        """The same bytes read as another type; here one of the same size."""
+        require(not self.is_indirect, "an indirect view cannot be reinterpreted")
+        dtype = np.dtype(dtype)
+        require(dtype.itemsize == self.dtype.itemsize, f"view of {self.dtype} as {dtype}")
+        return NkiTensor(self.storage.viewed(dtype), self.shape, self.strides, self.offset)
+
     def ap(
         self,
         pattern: Sequence[Sequence[int]],

@@ -23,6 +23,8 @@ from torch_paged_attn.testing.nki_emulator.isa.sequencer import (
 )
 from torch_paged_attn.testing.nki_emulator.isa.tensor_engine import nc_matmul, nc_transpose
 from torch_paged_attn.testing.nki_emulator.isa.vector_engine import (
+    exponential,
+    range_select,
     reciprocal,
     scalar_tensor_tensor,
     tensor_reduce,
@@ -35,6 +37,7 @@ __all__ = [
     "dge_mode",
     "dma_copy",
     "engine",
+    "exponential",
     "get_nc_version",
     "iota",
     "matmul_perf_mode",
@@ -43,6 +46,7 @@ __all__ = [
     "nc_transpose",
     "nc_version",
     "oob_mode",
+    "range_select",
     "reciprocal",
     "reduce_cmd",
     "register_alloc",

@@ -35,9 +35,10 @@ def dma_copy(
     require(
         not skips or src.is_indirect or dst.is_indirect, "dma_copy: only an index can be skipped"
     )
-    _count_bytes(dst, src)
+    moved = 1.0
     if gathers:
         rows, inside = _rows(src, skips)
+        moved = float(inside.mean())
         _check_written(src, rows[inside])
         values = _windows(src, src.storage.data)[rows[inside]]
         where = np.broadcast_to(inside.reshape(-1, *[1] * (src.ndim - 1)), src.shape)
@@ -48,9 +49,10 @@ def dma_copy(
             None if inside.all() else where.reshape(dst.shape),
         )
     elif scatters:
-        _scatter(dst, src, skips)
+        moved = _scatter(dst, src, skips)
     else:
         dst.write(src.read().reshape(dst.shape))
+    _count_bytes(dst, src, moved)
 
 
 def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:
@@ -87,7 +89,8 @@ def _check_written(view: NkiTensor, rows: np.ndarray) -> None:
         require(bool(written.all()), "dma_copy reads HBM before it is written")
 
 
-def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> None:
+def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> float:
+    """Returns the share of the rows that was not skipped."""
     rows, inside = _rows(dst, skips)
     kept = rows[inside]
     require(
@@ -102,10 +105,14 @@ def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> None:
     for bitmap in bitmaps:
         if bitmap is not None:
             _windows(dst, bitmap)[kept] = True
+    return float(inside.mean())
 
 
-def _count_bytes(dst: NkiTensor, src: NkiTensor) -> None:
-    """What is contiguous on the HBM side is one descriptor; partitions never join."""
+def _count_bytes(dst: NkiTensor, src: NkiTensor, moved: float) -> None:
+    """`moved` is the share of the rows that was not skipped.
+
+    What is contiguous on the HBM side is one descriptor; partitions never join.
+    """
     side = dst if src.on_chip else src
     other = src if src.on_chip else dst
     together = 1
@@ -116,4 +123,5 @@ def _count_bytes(dst: NkiTensor, src: NkiTensor) -> None:
     if other.on_chip:
         together = min(together, other.size // other.shape[0])
     item = side.dtype.itemsize
-    machine().transfers.append(Transfer(side.size * item, together * item))
+    if moved:
+        machine().transfers.append(Transfer(round(side.size * item * moved), together * item))

@@ -4,9 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from torch_paged_attn.testing.nki_emulator.alu import Alu
+from torch_paged_attn.testing.nki_emulator.alu import (
+    Alu,
+    equal,
+    greater,
+    greater_equal,
+    less,
+    less_equal,
+    maximum,
+)
 from torch_paged_attn.testing.nki_emulator.dtypes import as_float32, int32, is_float, uint32
-from torch_paged_attn.testing.nki_emulator.enums import Engine
+from torch_paged_attn.testing.nki_emulator.enums import Engine, ReduceCommand
 from torch_paged_attn.testing.nki_emulator.isa.operands import (
     check_engine,
     check_not_both_in_psum,
@@ -21,11 +29,24 @@ from torch_paged_attn.testing.nki_emulator.tensor import NkiTensor
 
 WHOLE_NUMBERS = (int32, uint32)
 ENGINES = (Engine.vector, Engine.gpsimd)
+FP32_MIN = float(np.finfo(np.float32).min)
 
 
 def _apply(op: Alu, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
     with np.errstate(all="ignore"):
         return op.compute(b, a) if reverse else op.compute(a, b)
+
+
+def _bitwise(op: Alu, a: np.ndarray, b: Any, dtype: np.dtype) -> np.ndarray:
+    """Bit patterns: shifts are logical, and what leaves the width is lost."""
+    unsigned = np.dtype(f"u{a.dtype.itemsize}")
+    b = (
+        b.view(np.dtype(f"u{b.dtype.itemsize}")).astype(np.int64)
+        if isinstance(b, np.ndarray)
+        else b
+    )
+    wide = op.compute(a.view(unsigned).astype(np.int64), b)
+    return wide.astype(np.dtype(f"u{dtype.itemsize}")).view(dtype)
 
 
 def tensor_tensor(
@@ -43,12 +64,20 @@ def tensor_tensor(
     check_not_both_in_psum("tensor_tensor", data1, data2)
     check_engine("tensor_tensor", engine, ENGINES, *tiles)
     exact = all(t.dtype in WHOLE_NUMBERS and t.buffer is MemoryRegion.sbuf for t in tiles)
+    exact = exact and not op.is_bitwise
     count(engine, Engine.gpsimd if exact else Engine.vector, "tensor_tensor")
     a, b = (t.read().reshape(dst.shape) for t in (data1, data2))
     if op.is_bitwise:
         require(not any(is_float(t.dtype) for t in tiles), f"tensor_tensor: {op.name} of floats")
-    if op.is_bitwise or exact:
-        dst.write(_apply(op, a.astype(np.int64), b.astype(np.int64)))
+        dst.write(_bitwise(op, np.ascontiguousarray(a), np.ascontiguousarray(b), dst.dtype))
+    elif exact:
+        whole = _apply(op, a.astype(np.int64), b.astype(np.int64))
+        limits = np.iinfo(dst.dtype)
+        require(
+            bool(((whole >= limits.min) & (whole <= limits.max)).all()),
+            f"tensor_tensor: {op.name} overflows {dst.dtype}, which is documented nowhere",
+        )
+        dst.write(whole)
     else:
         dst.write(_apply(op, as_float32(a), as_float32(b)))
 
@@ -80,10 +109,14 @@ def tensor_scalar(
             not is_float(data.dtype) and not is_float(dst.dtype),
             f"tensor_scalar: {op0.name} of floats",
         )
-        values = values.astype(np.int64)
+        require(engine is not Engine.gpsimd, "tensor_scalar: bitwise operations are VectorE's")
+        values = np.ascontiguousarray(values)
         for op, operand, reverse in steps:
-            require(isinstance(operand, int), f"tensor_scalar: {op.name} with a {type(operand)}")
-            values = _apply(op, values, operand, reverse)
+            require(
+                isinstance(operand, int) and not reverse,
+                f"tensor_scalar: {op.name} with {operand!r} on the right",
+            )
+            values = _bitwise(op, values, operand, data.dtype)
     else:
         values = as_float32(values)
         for op, operand, reverse in steps:
@@ -147,3 +180,78 @@ def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None
     check_same_size("reciprocal", dst, data)
     with np.errstate(all="ignore"):
         dst.write((np.float32(1.0) / as_float32(data.read())).reshape(dst.shape))
+
+
+def _reduce(
+    instruction: str, command: ReduceCommand, result: NkiTensor | None, values: np.ndarray
+) -> None:
+    """Store what was reduced; of the commands only `reset_reduce` and `idle` are emulated."""
+    require(
+        command in (ReduceCommand.reset_reduce, ReduceCommand.idle),
+        f"{instruction}: {command.name} is not emulated",
+    )
+    if result is not None:
+        require(command is ReduceCommand.reset_reduce, f"{instruction}: reduce_res without it")
+        check_tiles(instruction, result)
+        require(result.shape == (len(values), 1), f"{instruction}: reduce_res {result.shape}")
+        result.write(values.reshape(-1, 1))
+
+
+def range_select(
+    dst: NkiTensor,
+    on_true_tile: NkiTensor,
+    comp_op0: Alu,
+    comp_op1: Alu,
+    bound0: NkiTensor,
+    bound1: NkiTensor,
+    reduce_cmd: ReduceCommand = ReduceCommand.reset_reduce,
+    reduce_res: NkiTensor | None = None,
+    reduce_op: Alu = maximum,
+    range_start: int = 0,
+    on_false_value: float = FP32_MIN,
+    name: str | None = None,
+) -> None:
+    """Keep the elements whose place in the row lies in bounds; the others become FP32_MIN."""
+    machine().count("vector", "range_select")
+    require(machine().generation >= 3, "range_select came with the third generation")
+    check_tiles("range_select", dst, on_true_tile)
+    check_same_size("range_select", dst, on_true_tile)
+    require(is_float(on_true_tile.dtype), f"range_select of {on_true_tile.dtype}")
+    require(on_false_value == FP32_MIN, "range_select: on_false_value is FP32_MIN")
+    require(reduce_op is maximum, "range_select: reduce_op is nl.maximum")
+    comparisons = (equal, less, less_equal, greater, greater_equal)
+    require(
+        any(comp_op0 is c for c in comparisons) and any(comp_op1 is c for c in comparisons),
+        "range_select: comp_op0 and comp_op1 are comparisons",
+    )
+    rows = on_true_tile.shape[0]
+    values = as_float32(on_true_tile.read()).reshape(rows, -1)
+    place = np.arange(range_start, range_start + values.shape[1], dtype=np.float32)[None]
+    low, high = (
+        number("range_select", bound, on_true_tile).reshape(rows, 1) for bound in (bound0, bound1)
+    )
+    kept = _apply(comp_op0, place, low).astype(bool) & _apply(comp_op1, place, high).astype(bool)
+    selected = np.where(kept, values, np.float32(FP32_MIN))
+    dst.write(selected.reshape(dst.shape))
+    _reduce("range_select", reduce_cmd, reduce_res, selected.max(1))
+
+
+def exponential(
+    dst: NkiTensor,
+    src: NkiTensor,
+    max_value: Any = 0.0,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: ReduceCommand = ReduceCommand.idle,
+    reduce_init: Any = 0.0,
+    name: str | None = None,
+) -> None:
+    """`exp(src - max_value)` on VectorE, and its sum over the free dimensions."""
+    machine().count("vector", "exponential")
+    require(machine().generation >= 4, "exponential came with the fourth generation")
+    check_tiles("exponential", dst, src)
+    check_same_size("exponential", dst, src)
+    require(src.ndim <= 4, "exponential: at most 4 dimensions")
+    with np.errstate(all="ignore"):
+        values = np.exp(as_float32(src.read()) - number("exponential", max_value, src))
+    dst.write(values.reshape(dst.shape))
+    _reduce("exponential", reduce_cmd, reduce_res, values.reshape(len(values), -1).sum(1))

@@ -1,0 +1,41 @@
+"""What the kernels' design promises, counted: few bytes, long DMAs, room to double buffer."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "neuron"))
+
+import cost
+
+CASES = {problem.name.partition("/")[2]: problem for problem in cost.CASES}
+
+
+@pytest.mark.parametrize("name", ["prefill_1024", "chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
+def test_little_is_read_twice_and_in_long_pieces(name):
+    counted = cost.cost_of(CASES[name])
+    assert counted.long_share >= 0.95
+    assert counted.dma_bytes <= 1.15 * counted.least_bytes
+    # half of a bank's eight, and two items' keys fit beside what a stack keeps
+    assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
+
+
+@pytest.mark.parametrize("name", ["prefill_1024", "decode_b8_ctx1k", "mixed"])
+def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
+    counted = cost.cost_of(CASES[name])
+    num_bytes, matmuls = cost.vllm_design(CASES[name])
+    assert counted.dma_bytes < num_bytes and counted.matmuls < matmuls
+
+
+def test_cost_follows_the_listed_blocks():
+    full = dataclasses.replace(
+        CASES["blocksparse_4096_quarter"], seqs=((2048, 0),), num_heads=8, num_kv_heads=2
+    )
+    matmuls = {}
+    for density in (0.25, 1.0):
+        layout = dataclasses.replace(full.layout, density=density)
+        matmuls[density] = cost.cost_of(dataclasses.replace(full, layout=layout)).matmuls
+    # tiles are of 512 keys: the shorter lists fill theirs less
+    assert matmuls[0.25] < 0.5 * matmuls[1.0]

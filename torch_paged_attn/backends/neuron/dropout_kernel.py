@@ -1,0 +1,87 @@
+"""Dropout's random bits on the chip: Philox-4x32-10, word for word the reference's.
+
+Products of 32 bits are put together from products of 16, which fit in 32: GpSimd's integer
+arithmetic is exact there, and what it does beyond is documented nowhere. VectorE shifts and masks.
+"""
+
+from torch_paged_attn.backends.neuron.tile_kernel import P, spread
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+LOW = 0xFFFF
+
+# columns of `words` after the two keys of each round
+OFFSET, THRESHOLD = 2 * ROUNDS, 2 * ROUNDS + 1
+NUM_WORDS = 2 * ROUNDS + 2
+
+
+def constant(shape, value):
+    """A tile of one 32-bit number."""
+    tile = nl.ndarray(shape, dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.memset(dst=tile, value=value)
+    return tile
+
+
+def bits_of(data, op, operand):
+    """data op operand, bit by bit."""
+    tile = nl.ndarray(data.shape, dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=tile, data=data, op0=op, operand0=operand)
+    return tile
+
+
+def combined(a, b, op):
+    """a op b for tiles of 32-bit numbers."""
+    tile = nl.ndarray(a.shape, dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=tile, data1=a, data2=b, op=op)
+    return tile
+
+
+def halves_of_product(factor, data):
+    """High and low 32 bits of factor * data; the factor's high and low 16 are tiles."""
+    low, high = bits_of(data, nl.bitwise_and, LOW), bits_of(data, nl.right_shift, 16)
+    bottom = combined(factor[1], low, nl.multiply)
+    middle = combined(
+        combined(factor[0], low, nl.multiply), bits_of(bottom, nl.right_shift, 16), nl.add
+    )
+    cross = combined(
+        combined(factor[1], high, nl.multiply), bits_of(middle, nl.bitwise_and, LOW), nl.add
+    )
+    top = combined(
+        combined(factor[0], high, nl.multiply), bits_of(middle, nl.right_shift, 16), nl.add
+    )
+    upper = combined(top, bits_of(cross, nl.right_shift, 16), nl.add)
+    carried = nl.ndarray(data.shape, dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=carried, data=cross, op0=nl.bitwise_and, operand0=LOW, op1=nl.left_shift, operand1=16
+    )
+    return upper, combined(carried, bits_of(bottom, nl.bitwise_and, LOW), nl.bitwise_or)
+
+
+def multiplier(which, shape):
+    """High and low 16 bits of one of Philox's constants, as tiles."""
+    return constant(shape, MULTIPLIERS[which] >> 16), constant(shape, MULTIPLIERS[which] & LOW)
+
+
+def dropped(words, quad, rows, row, head, factors):
+    """Where a probability is dropped, (P, quads, 4) uint32.
+
+    words: (P, NUM_WORDS). quad: (P, quads), column / 4. rows: (P, n), whose column `row` is the
+    query's place in its sequence. head: (P, 1), sequence << 16 | head. All uint32.
+    """
+    quads = quad.shape[1]
+    c0, c1 = quad, spread(rows, row, quads)
+    c2, c3 = spread(head, 0, quads), spread(words, OFFSET, quads)
+    for step in range(ROUNDS):
+        high0, low0 = halves_of_product(factors[0], c0)
+        high1, low1 = halves_of_product(factors[1], c2)
+        key0, key1 = spread(words, 2 * step, quads), spread(words, 2 * step + 1, quads)
+        c0 = combined(combined(high1, c1, nl.bitwise_xor), key0, nl.bitwise_xor)
+        c2 = combined(combined(high0, c3, nl.bitwise_xor), key1, nl.bitwise_xor)
+        c1, c3 = low1, low0
+    outputs = (c0, c1, c2, c3)
+    result = nl.ndarray((P, quads, 4), dtype=nl.uint32, buffer=nl.sbuf)
+    threshold = spread(words, THRESHOLD, quads)
+    for lane in range(4):
+        nisa.tensor_tensor(dst=result[:, :, lane], data1=outputs[lane], data2=threshold, op=nl.less)
+    return result

@@ -1,0 +1,121 @@
+"""From the metadata of a call, on whatever device it is, to the tables of its work lists."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.backends.neuron.recent import HostCopies, Recent
+from torch_paged_attn.backends.neuron.stored_rows import StoredRows
+from torch_paged_attn.backends.neuron.tables import Heads, Tables, lay_out
+from torch_paged_attn.backends.neuron.tile_kernel import P
+from torch_paged_attn.ops.checks import key_lengths
+from torch_paged_attn.planning.work_list import Batch, Layout, WorkList, build_work_lists
+
+CsrLayout = tuple[Tensor, Tensor, int, int]  # crow_indices, col_indices, q_block_size, k_block_size
+
+_on_host = HostCopies()
+_recent_plans: Recent[list[Tables]] = Recent(16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Which tokens there are, where their keys lie, and which blocks they look at."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    layout: CsrLayout | None
+
+    def on_host(self) -> "Metadata":
+        """The same on the CPU."""
+        k_starts, used, table = (
+            None if t is None else _on_host(t)
+            for t in (self.cu_seqlens_k, self.seqused_k, self.block_table)
+        )
+        layout = self.layout
+        if layout is not None:
+            layout = _on_host(layout[0]), _on_host(layout[1]), *layout[2:]
+        return Metadata(_on_host(self.cu_seqlens_q), k_starts, used, table, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """What decides a plan besides metadata: the call's options and the tiles."""
+
+    total_q: int
+    window_size_left: int
+    window_size_right: int
+    has_dropout: bool
+    heads: Heads
+    num_pages: int
+    page_size: int
+    tile_k: int
+    run: int
+    deepest: int
+    programs: int  # that share the items
+
+
+def plan(
+    metadata: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows]
+) -> list[Tables]:
+    """Tables of each work list; the same for every layer of a step."""
+    host = metadata.on_host()
+    csr, blocks = (host.layout[:2], host.layout[2:]) if host.layout else ((None, None), ())
+    tensors = (host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table, *csr)
+    places = tuple((r.page_rows, r.head_rows, r.slot_rows) for r in rows)
+    options = geometry, places, blocks
+    return _recent_plans(tensors, options, lambda: _make(host, geometry, rows))
+
+
+def _make(host: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
+    cu_seqlens_q = host.cu_seqlens_q.long()
+    key_lens = key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long()
+    batch = Batch(
+        cu_seqlens_q,
+        key_lens,
+        geometry.total_q,
+        geometry.window_size_left,
+        geometry.window_size_right,
+    )
+    heads, run = geometry.heads, geometry.run
+    lists = build_work_lists(
+        batch,
+        group_size=heads.members,
+        planes=heads.planes,
+        tile_q=P,
+        tile_k=geometry.tile_k,
+        grain=run,
+        depths=sorted({1, max(1, geometry.deepest // 4), geometry.deepest}),
+        layout=None if host.layout is None else Layout(*host.layout),
+    )
+    in_sequence = None
+    if geometry.has_dropout:
+        _, lengths, _ = batch.sequences()
+        in_sequence = torch.arange(geometry.total_q) - cu_seqlens_q.repeat_interleave(lengths)
+    return [
+        lay_out(
+            work, heads, rows, _slots(work, host, geometry), in_sequence, run, geometry.programs
+        )
+        for work in lists
+    ]
+
+
+def _slots(work: WorkList, host: Metadata, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Page and slot that each run of an item's keys starts at, `(num_items, tile_k / run)`."""
+    page, slot = torch.zeros_like(work.keys), torch.zeros_like(work.keys)
+    sees = work.key_start < work.key_stop
+    sequence, key = work.sequence[work.stack][sees, None], work.keys[sees]
+    if not len(key):
+        return page, slot
+    if host.block_table is None:
+        starts = host.cu_seqlens_q if host.cu_seqlens_k is None else host.cu_seqlens_k
+        slot[sees] = starts.long()[sequence] + key
+        return page, slot
+    table = host.block_table.long()
+    # ids nobody has checked must not read outside the cache
+    column = (key // geometry.page_size).clamp(max=table.shape[1] - 1)
+    page[sees] = table[sequence, column].clamp(0, geometry.num_pages - 1)
+    slot[sees] = key % geometry.page_size
+    return page, slot

@@ -1,0 +1,51 @@
+"""Eight-bit keys and values in the type of the products."""
+
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+P = 128
+
+# float8_e4m3fn's one pattern of NaN, moved to where float16 has its bits
+NAN_BITS = 0x7F << 7
+
+
+def widened(tile, head, dtype, stored):
+    """One head of gathered keys (P, chunks, heads, run, dim) as (P, chunks, 1, run, dim)."""
+    chunks, run, dim = tile.shape[1], tile.shape[3], tile.shape[4]
+    wide = nl.ndarray((P, chunks, 1, run, dim), dtype=dtype, buffer=nl.sbuf)
+    for chunk in range(chunks):
+        widen(wide[:, chunk, 0], tile[:, chunk, head], stored)
+    return wide
+
+
+def widen(dst, src, stored):
+    """dst = src, whose bytes are `stored`: int8, float8_e5m2 or float8_e4m3fn."""
+    if stored == "int8":
+        nisa.tensor_copy(dst=dst, src=src)
+    elif stored == "float8_e5m2":
+        nisa.tensor_copy(dst=dst, src=src.view(nl.float8_e5m2))
+    elif nisa.get_nc_version() == nisa.nc_version.gen4:
+        nisa.tensor_copy(dst=dst, src=src.view(nl.float8_e4m3fn))
+    else:
+        widen_e4m3fn(dst, src)
+
+
+def widen_e4m3fn(dst, src):
+    """Bit by bit, for chips whose own e4m3 ends at 240.
+
+    Four bits of exponent and three of mantissa, at float16's places, are the value over 256.
+    """
+    shape = src.shape
+    bits = nl.ndarray(shape, dtype=nl.uint16, buffer=nl.sbuf)
+    sign = nl.ndarray(shape, dtype=nl.uint16, buffer=nl.sbuf)
+    is_nan = nl.ndarray(shape, dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=bits, src=src)
+    nisa.tensor_scalar(
+        dst=sign, data=bits, op0=nl.bitwise_and, operand0=0x80, op1=nl.left_shift, operand1=8
+    )
+    nisa.tensor_scalar(
+        dst=bits, data=bits, op0=nl.bitwise_and, operand0=0x7F, op1=nl.left_shift, operand1=7
+    )
+    nisa.tensor_scalar(dst=is_nan, data=bits, op0=nl.equal, operand0=float(NAN_BITS))
+    nisa.tensor_tensor(dst=bits, data1=bits, data2=sign, op=nl.bitwise_or)
+    nisa.tensor_scalar(dst=dst, data=bits.view(nl.float16), op0=nl.multiply, operand0=256.0)
+    nisa.tensor_copy_predicated(dst=dst, src=float("nan"), predicate=is_nan)
