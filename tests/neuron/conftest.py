@@ -5,13 +5,12 @@ import importlib.util
 import pytest
 import torch
 
-import torch_paged_attn.ops  # CPU tensors stay with the CPU kernels here
-
 # the emulator's bfloat16 and float8
 if importlib.util.find_spec("ml_dtypes") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    # read when the backend is imported, and by every process that a test starts
+    # CPU tensors stay with the CPU kernels here: only the backend sees the switch
+    importlib.import_module("torch_paged_attn")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGED_ATTN_NEURON_EMULATE", "1")
         importlib.import_module("torch_paged_attn.backends.neuron")
