@@ -14,7 +14,12 @@ from torch_paged_attn.ops.checks import (
     fail,
     key_lengths,
 )
-from torch_paged_attn.ops.flash_varlen import SCALARS, TENSORS, default_max_seqlens
+from torch_paged_attn.ops.flash_varlen import (
+    SCALARS,
+    TENSORS,
+    default_max_seqlens,
+    given_scalars,
+)
 from torch_paged_attn.ops.flash_varlen import fake as attention_fake
 
 OP = "blocksparse"
@@ -211,11 +216,8 @@ def blocksparse(
         rng_state,
         q_block_size=q_block_size,
         k_block_size=k_block_size,
-        softmax_scale=softmax_scale,
         causal=causal,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        out_dtype=out_dtype,
+        **given_scalars(
+            softmax_scale, window_size_left, window_size_right, softcap, dropout_p, out_dtype
+        ),
     )

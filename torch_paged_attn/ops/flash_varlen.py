@@ -60,6 +60,31 @@ def default_max_seqlens(
     return max_seqlen_q, max_seqlen_k
 
 
+def given_scalars(
+    softmax_scale: float | None,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    dropout_p: float,
+    out_dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """Those that are not the schema's defaults: each one would cost a call 0.2 microseconds."""
+    given: dict[str, Any] = {}
+    if softmax_scale is not None:
+        given["softmax_scale"] = softmax_scale
+    if window_size_left != -1:
+        given["window_size_left"] = window_size_left
+    if window_size_right != -1:
+        given["window_size_right"] = window_size_right
+    if softcap != 0:
+        given["softcap"] = softcap
+    if dropout_p != 0:
+        given["dropout_p"] = dropout_p
+    if out_dtype is not None:
+        given["out_dtype"] = out_dtype
+    return given
+
+
 def flash_varlen(
     q: Tensor,
     k: Tensor,
@@ -174,11 +199,8 @@ def flash_varlen(
         v_descale,
         out_scale,
         rng_state,
-        softmax_scale=softmax_scale,
         causal=causal,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        out_dtype=out_dtype,
+        **given_scalars(
+            softmax_scale, window_size_left, window_size_right, softcap, dropout_p, out_dtype
+        ),
     )
