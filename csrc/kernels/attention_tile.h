@@ -18,12 +18,14 @@ struct Count {
   static constexpr int value = N;
 };
 
-// A (TILE_ROWS, depth) @ B (depth, one panel): C (TILE_ROWS, VECS * W) is that times scale[0], or,
-// to accumulate, that plus diag(scale) C. Depth counts operands.
-template <class Product, int VECS, bool ACCUMULATE>
+// a longer chain of float32 sums would round more often than the sums of a good library
+constexpr int64_t MAX_CHAIN = 128;
+
+// C (TILE_ROWS, VECS * W) becomes scale A (TILE_ROWS, depth) @ B (depth, one panel), plus
+// diag(keep) C if there is a `keep`. Depth counts operands.
+template <class Product, int VECS>
 inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
-                          int64_t stride_c, int64_t depth, const float* scale) {
-  // a sum of its own for every block: one chain over all keys would round too often
+                          int64_t stride_c, int64_t depth, float scale, const float* keep) {
   F acc[TILE_ROWS][VECS] = {};
   for (int64_t k = 0; k < depth; ++k, b += PANEL) {
     F column[VECS];
@@ -41,16 +43,18 @@ inline void multiply_tile(const float* a, int64_t stride_a, const float* b, floa
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j) {
       float* to = c + r * stride_c + j * W;
-      store(to, ACCUMULATE ? fma(load(to), set1(scale[r]), acc[r][j]) : acc[r][j] * set1(scale[0]));
+      const F product = acc[r][j] * set1(scale);
+      store(to, keep ? fma(load(to), set1(keep[r]), product) : product);
     }
 }
 
-template <class Product, bool ACCUMULATE>
+template <class Product>
 PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b,
-                                float* c, int64_t stride_c, int64_t depth, const float* scale) {
+                                float* c, int64_t stride_c, int64_t depth, float scale,
+                                const float* keep) {
   const auto tile = [&](auto count) __attribute__((always_inline)) {
     constexpr int VECS = decltype(count)::value;
-    multiply_tile<Product, VECS, ACCUMULATE>(a, stride_a, b, c, stride_c, depth, scale);
+    multiply_tile<Product, VECS>(a, stride_a, b, c, stride_c, depth, scale, keep);
   };
   if constexpr (TILE_VECS == 4) {
     if (vecs == 4) return tile(Count<4>());
@@ -166,6 +170,8 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   constexpr int DEPTH = Product::DEPTH;
   const int64_t depth = key_depth<Product>(a);
+  float all[TILE_ROWS];
+  for (float& x : all) x = 1.f;
   for (int64_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
     fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows,
                   (r0 + TILE_ROWS) * MAX_COLUMNS / w.rows);
@@ -179,9 +185,11 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
 
     for (int c = begin, n; c < end; c += n) {
       n = int(min64(PANEL - c % PANEL, end - c));
+      const float *q = w.q + r0 * w.stride_q, *keep = nullptr;
       const float* panel = w.keys + c / PANEL * depth * PANEL + c % PANEL;
-      multiply<Product, false>(n / W, w.q + r0 * w.stride_q, w.stride_q, panel, w.scores + c,
-                               MAX_COLUMNS, depth, &scale);
+      for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = all)
+        multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
+                          min64(MAX_CHAIN, depth - d), scale, keep);
     }
     const auto row_at = [&](int r) __attribute__((always_inline)) {
       return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
@@ -195,9 +203,9 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);
       const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;
-      multiply<Product, true>(int(n / W), w.scores + begin / DEPTH, MAX_COLUMNS, panel,
-                              w.acc + r0 * w.stride_acc + d, w.stride_acc, (end - begin) / DEPTH,
-                              rescale);
+      multiply<Product>(int(n / W), w.scores + begin / DEPTH, MAX_COLUMNS, panel,
+                        w.acc + r0 * w.stride_acc + d, w.stride_acc, (end - begin) / DEPTH, 1.f,
+                        rescale);
     }
   }
 }

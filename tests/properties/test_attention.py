@@ -19,6 +19,7 @@ FEW_ROWS_THAT_CANCEL = Problem(
     padding_rows=2,
     causal=False,
 )
+LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
 def same_bits(a, b):
@@ -27,6 +28,7 @@ def same_bits(a, b):
 
 @given(problems())
 @example(FEW_ROWS_THAT_CANCEL)
+@example(LONG_SUMS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())

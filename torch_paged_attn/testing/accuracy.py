@@ -4,9 +4,10 @@ Golden is the formula in float64 from the same (quantised) inputs; baseline is t
 float32 with the contract's own rounding points. A kernel may be as far from golden as the baseline
 is, plus what the last rounding costs: the maximum finds lost keys and rows, the mean finds
 precision bugs. A row's numbers share the roundings of its probabilities and of its float32 sums,
-and over few rows the baseline may have been lucky: n rows are granted one rounding of float32 over
-sqrt(n), of the sums of |p v| because cancellation makes these larger than the result, and their
-mean one rounding of the result over n.
+and over few rows the baseline may have been lucky, or summed by a library's routine for small
+matrices, which rounds less: n rows are granted two roundings of float32 over sqrt(n), of the sums
+of |p v| because cancellation makes these larger than the result, and their mean one rounding of
+the result over n.
 """
 
 import dataclasses
@@ -70,7 +71,7 @@ def assert_close_as_baseline(
     error, allowed = (result - golden).abs(), (baseline - golden).abs()
     size = golden.abs()
     rows = max(1, int(magnitude.any(-1).sum()))  # but those that see no key
-    luck = EPS_FLOAT32 / math.sqrt(rows) * magnitude
+    luck = 2.0 * EPS_FLOAT32 / math.sqrt(rows) * magnitude
     max_allowed = 2.0 * (allowed.max() + eps * size.max() + luck.max())
     mean_allowed = (2.5 if gradient else 1.1) * allowed.mean() + luck.mean()
     mean_allowed += (eps / 8 + eps / rows) * size.mean()
