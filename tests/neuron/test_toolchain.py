@@ -10,14 +10,8 @@ import torch_paged_attn
 CODE = """
 import sys, types
 {before}
-import torch
 from torch_paged_attn.backends import neuron
 print(neuron.load())
-args = torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), torch.zeros(1, 1, 8)
-try:
-    neuron.flash_varlen(*args, torch.tensor([0, 1], dtype=torch.int32), None, 1, 1)
-except NotImplementedError as error:
-    print(error)
 """
 
 
@@ -27,9 +21,7 @@ def say(before):
     code = CODE.format(before=before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    reason, refusal = done.stdout.splitlines()
-    assert refusal.endswith(reason)
-    return reason
+    return done.stdout
 
 
 def test_says_how_to_get_nki():

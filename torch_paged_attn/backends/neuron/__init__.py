@@ -4,6 +4,10 @@ Written against the public documentation of NKI 0.6 and run on an emulator of it
 on hardware: see `docs/neuron.md`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from torch_paged_attn.backends.neuron.adapter import can_trace, missing, traced
 from torch_paged_attn.backends.neuron.blocksparse import blocksparse
 from torch_paged_attn.backends.neuron.flash_varlen import flash_varlen
 from torch_paged_attn.backends.neuron.merge_states import merge_states
@@ -11,7 +15,6 @@ from torch_paged_attn.backends.neuron.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
 )
-from torch_paged_attn.backends.neuron.toolchain import missing
 
 __all__ = [
     "blocksparse",
@@ -26,3 +29,20 @@ __all__ = [
 def load() -> str | None:
     """None where the kernels can run, else the reason why not."""
     return missing()
+
+
+def traceable(name: str) -> Callable[..., Any] | None:
+    """The op as torch.compile traces it, launches included; None where it has to stay opaque.
+
+    The attention ops do: their work lists are made on the host from what the tensors hold.
+    """
+    if name == "merge_states":
+        return merge_states
+    if not name.startswith("reshape_and_cache") or not can_trace():
+        return None
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        with traced():
+            return globals()[name.replace(".", "_")](*args, **kwargs)
+
+    return trace

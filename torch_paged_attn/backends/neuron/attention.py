@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron import attention_kernel as engine
+from torch_paged_attn.backends.neuron.adapter import launch, num_programs
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
 from torch_paged_attn.backends.neuron.dropout_kernel import NUM_WORDS
 from torch_paged_attn.backends.neuron.philox_words import philox_words
@@ -18,7 +19,7 @@ from torch_paged_attn.backends.neuron.plan import CsrLayout, Geometry, Metadata,
 from torch_paged_attn.backends.neuron.row_scalars import row_scalars
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
 from torch_paged_attn.backends.neuron.tables import Heads
-from torch_paged_attn.backends.neuron.toolchain import launch, nl, num_programs
+from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 
 P = engine.P

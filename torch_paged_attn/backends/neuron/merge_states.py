@@ -11,6 +11,8 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.merge_states`; computed in float32."""
     check(out_a, lse_a, out_b, lse_b)
+    # the same bits whatever the strides
+    out_a, lse_a, out_b, lse_b = (t.contiguous() for t in (out_a, lse_a, out_b, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     shift = lse.masked_fill(lse == float("-inf"), 0.0)
     merged = torch.zeros(out_a.shape, dtype=torch.float32, device=out_a.device)

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_paged_attn.backends.neuron.adapter import launch, write_back
 from torch_paged_attn.backends.neuron.attention import refuse
 from torch_paged_attn.backends.neuron.scatter_kernel import P, scatter_kernel
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
-from torch_paged_attn.backends.neuron.toolchain import EMULATED, launch
 from torch_paged_attn.ops.checks import FLOAT8
 from torch_paged_attn.ops.reshape_and_cache import OP, check, check_split
 
@@ -75,8 +75,7 @@ def _write(
             new.shape[1],
             rows.layout,
         )
-        if not EMULATED:
-            _bytes(rows.storage).copy_(written)  # the framework turns this into an alias
+        write_back(_bytes(rows.storage), written)
 
 
 def _stored(new: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

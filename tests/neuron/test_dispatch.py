@@ -1,0 +1,54 @@
+"""`PAGED_ATTN_NEURON_EMULATE=1`: CPU tensors go through the dispatcher to the Neuron kernels."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_paged_attn
+
+ROOT = Path(torch_paged_attn.__file__).parent.parent
+
+
+def emulated(*arguments):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PAGED_ATTN_NEURON_EMULATE": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_report_says_who_answers():
+    cpu = json.loads(emulated("-m", "torch_paged_attn", "--json"))["devices"]["cpu"]
+    assert cpu["backend"] == "neuron" and cpu["reason"] is None
+    assert {"flash_varlen", "blocksparse", "reshape_and_cache.split"} <= set(cpu["ops"])
+
+
+MODEL = """
+import torch, transformers
+from torch_paged_attn.integrations import transformers as paged
+from torch_paged_attn.testing.nki_emulator.machine import machine
+
+paged.register()
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    initializer_range=0.6, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+build = transformers.LlamaForCausalLM._from_config
+eager = build(config, attn_implementation="eager").eval()
+ours = build(config, attn_implementation=paged.NAME).eval()
+ours.load_state_dict(eager.state_dict())
+prompt = torch.randint(1, 97, (2, 9))
+new = [m.generate(prompt, max_new_tokens=6, do_sample=False).tolist() for m in (eager, ours)]
+launched = sum(n for (engine, _), n in machine().instructions.items() if engine == "tensor")
+print(new[0] == new[1], launched > 0)
+"""
+
+
+def test_a_model_generates_the_same_tokens():
+    pytest.importorskip("transformers")
+    assert emulated("-c", MODEL).split() == ["True", "True"]
