@@ -32,16 +32,18 @@ def load() -> str | None:
 
 
 def traceable(name: str) -> Callable[..., Any] | None:
-    """The op as torch.compile traces it, launches included; None where it has to stay opaque.
+    """The op as torch.compile traces it, launches included; None where it stays one opaque node.
 
-    A cache write does: a graph writes through an opaque op in place, but copies what a kernel
-    writes through two views of one tensor. So does everything when values are to be checked.
+    Attention does: where its kernels write follows from lengths they load, which torch.compile's
+    analysis takes for tensors they write, so that a graph could not be a CUDA graph any more; it
+    cannot print kernels with PTX in them, nor those in Gluon. Cache writes do, for a graph copies
+    what a kernel writes through two views of one tensor.
     """
-    if name not in ("flash_varlen", "blocksparse", "merge_states") or values_are_checked():
+    if name != "merge_states" or values_are_checked():
         return None
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with traced():
-            return globals()[name](*args, **kwargs)
+            return merge_states(*args, **kwargs)
 
     return trace
