@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from torch_paged_attn.ops.checks import QUANTISED
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 from torch_paged_attn.testing.strategies import layouts, problems
 
@@ -53,6 +54,20 @@ def test_agrees_with_the_reference(problem, run, device):
     assert out.dtype == (problem.out_dtype or problem.dtype) and lse.dtype == torch.float32
     assert out.is_contiguous() and lse.is_contiguous()
     assert_accurate(out, lse, call.truth())
+
+
+DECODE = PROBLEMS["llama3_8b/decode_b5/bf16"]
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("exponent", [-40, 0, 40])
+def test_decode_reads_pairs_of_8_bit_numbers(exponent, kv_dtype, run, device):
+    """Also for queries beyond the range of the products' float16."""
+    problem = dataclasses.replace(DECODE, kv_dtype=kv_dtype, descale="heads")
+    call = build(problem)
+    call.args["q"] *= 2.0**exponent
+    call.args["softmax_scale"] = 2.0**-exponent * problem.head_dim**-0.5
+    assert_accurate(*run(call.to(device)), call.truth())
 
 
 @over(NAMES if HAS_GPU else ("llama3_8b/decode_b5/bf16", "blocksparse/batched/f32"))

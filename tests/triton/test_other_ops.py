@@ -61,10 +61,8 @@ def test_one_tensor_cache_and_slots_outside_it(kernels, device):
     assert same_bytes(cache, expected)
 
 
-@pytest.mark.parametrize("num", [40, 4000])
+@pytest.mark.parametrize("num", [40, 1100])
 def test_tokens_of_one_slot_one_wins_whole(num, kernels, device):
-    if device.type == "cpu" and num > 40:
-        pytest.skip("the interpreter runs one program at a time")
     key, value, caches, slots = tokens(
         torch.float32, torch.float32, num=num, heads=8, dim=128, dim_v=128
     )

@@ -30,7 +30,7 @@ def _table(arch: str) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def choose_config(
     arch: str,
     rows: int,
@@ -38,26 +38,31 @@ def choose_config(
     itemsize: int,
     kv_itemsize: int,
     page_size: int,
+    tiles: int,
 ) -> Config:
-    """The config for tiles of about `rows` rows. `head_dim` is the larger of the two.
+    """The config for about `tiles` tiles of about `rows` rows. `head_dim` is the larger of the two.
 
     Tables hold entries like `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is head_dim
     rounded up to a power of two, `b` the bytes of an element. One that ends in `/kv1` is for 8-bit
-    keys, in `/wide` for pages of 64 keys or more, in `/narrow` for smaller ones.
+    keys; for keys in pages, in `/few` or `/many` for at most 32 tiles or at least 1024, in `/wide`
+    for pages of 64 keys or more, in `/narrow` for smaller ones.
     """
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
     width = 1 << (max(head_dim, 16) - 1).bit_length()
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
     pages = "wide" if page_size >= 64 else "narrow"
     table = _table(arch)
-    entries = [f"{key}/kv1"] if kv_itemsize < itemsize else [f"{key}/{pages}"] if page_size else []
-    for entry in (*entries, key):
+    size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
+    entries = [size, pages] if page_size else []
+    if kv_itemsize < itemsize:
+        entries = ["kv1"]
+    for entry in (*(f"{key}/{entry}" for entry in entries), key):
         if entry in table:
             return Config(**{"BLOCK_M": block_m, **table[entry]})
-    return _rule_of_thumb(arch, block_m, width, itemsize)
+    return _rule_of_thumb(arch, block_m, width, itemsize, page_size)
 
 
-def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int) -> Config:
+def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int, page_size: int) -> Config:
     """Tiles that fit the registers and the shared memory of every chip of a family."""
     if arch == "interpreter":  # fewer and larger NumPy calls are faster
         return Config(min(block_m, 64), 64, 4, 1)
@@ -67,9 +72,12 @@ def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int) -> Config
     if itemsize == 4:  # float32 products run on the plain units: small tiles
         return Config(min(block_m, 32), 32 if width <= 128 else 16, 4, 1, 0)
     if block_m <= 64:  # decode: many small programs, all of them loading
+        if not is_hip and width <= 256:
+            # the ids of pages take two stages of their own
+            stages = 5 if page_size else 3
         if width > 256:
             return Config(block_m, 32 if not is_hip else 16, 4 if block_m <= 32 else 8, stages, 0)
-        return Config(block_m, 64 if width <= 128 else 32, 4, stages if is_hip else 3, waves)
+        return Config(block_m, 64 if width <= 128 else 32, 4, stages, waves)
     if width > 256:
         return Config(64, 32 if not is_hip else 16, 8, 1, 0)
     if width > 128:

@@ -3,6 +3,7 @@
 Nothing here reads a tensor: grids, splits and workspaces follow from shapes.
 """
 
+import math
 import os
 
 import torch
@@ -10,26 +11,28 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
-from torch_paged_attn.backends.triton.combine import _combine_kernel
-from torch_paged_attn.backends.triton.formats import as_stored
+from torch_paged_attn.backends.triton.counters import zeroed_counters
+from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
 from torch_paged_attn.backends.triton.launch import launch
 from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile import num_tiles
-from torch_paged_attn.planning.splits import (
-    SplitPlan,
-    most_programs,
-    plan_fixed_splits,
-    plan_splits,
-)
+from torch_paged_attn.planning.splits import SplitPlan, plan_fixed_splits, plan_splits
 from torch_paged_attn.tuning import Config, choose_config
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
-# rows of a tile when results must not depend on the batch
+# elements of partial results that a warp holds while it merges: 64 registers
+MERGED_BY_WARP = 2048
+
+# programs along the second dimension of a grid
+MOST_IN_GRID = 65535
+
+# rows of a tile, and tiles, when results must not depend on the batch
 INVARIANT_ROWS = 64
+INVARIANT_TILES = 256
 
 
 def batch_invariant() -> bool:
@@ -37,8 +40,10 @@ def batch_invariant() -> bool:
     return os.environ.get("PAGED_ATTN_BATCH_INVARIANT", "0") == "1"
 
 
-def _product_type(q: Tensor, target: Target) -> tl.dtype:
-    """The type of the matrix products: q's, but float16 holds every 8-bit float exactly."""
+def _product_type(q: Tensor, is_paired: bool, target: Target) -> tl.dtype:
+    """The type of the matrix products: q's, but float16 holds every 8-bit number exactly."""
+    if is_paired:
+        return tl.float16
     if q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not target.converts_bfloat16):
         return tl.float32
     return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16
@@ -47,6 +52,11 @@ def _product_type(q: Tensor, target: Target) -> tl.dtype:
 def _strides(x: Tensor | None, *shape: int) -> tuple[int, ...]:
     """Strides of a tensor broadcast to `shape`; zeros without one."""
     return (0,) * len(shape) if x is None else x.expand(shape).stride()
+
+
+def _row_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of page, head and slot; packed keys are one long page."""
+    return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 
 def _window(size: int) -> tuple[bool, int]:
@@ -98,38 +108,42 @@ def attend(
         return out, lse
 
     target = target_of(q.device)
-    dtype = _product_type(q, target)
     pack = min(group_size, 64)
     if layout is not None and layout[0].shape[-2] == num_heads:
         pack = 1  # query heads of a group visit different blocks
+    may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k) and holds_pairs(v)
+    dtype = _product_type(q, may_pair, target)
+    grid_heads = num_kv_heads * -(-group_size // pack)
     if config is None:
-        rows = INVARIANT_ROWS if batch_invariant() else -(-total_q // max(batch, 1)) * pack
+        rows, tiles = -(-total_q // max(batch, 1)) * pack, min(batch, total_q) * grid_heads
+        if batch_invariant():
+            rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
         itemsize = dtype.primitive_bitwidth // 8
         widest = max(head_dim, head_dim_v)
         config = choose_config(
-            target.arch, max(rows, pack), widest, itemsize, k.itemsize, page_size
+            target.arch, max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles
         )
     block_m = max(config.BLOCK_M, next_power_of_2(pack))
     block_n = config.BLOCK_N
+    is_paired = may_pair and block_m <= 32
+    dtype = _product_type(q, is_paired, target)
     tokens = block_m // pack
     if layout is not None:
         tokens = min(1 << (tokens.bit_length() - 1), q_block_size)
         block_n = min(block_n, k_block_size)
     slack = 1 if layout is None else 2
     grid_tiles = num_tiles(total_q, batch, tokens, slack)
-    grid_heads = num_kv_heads * -(-group_size // pack)
 
     key_bound = k.shape[0] if block_table is None else block_table.shape[1] * page_size
+    units = -(-key_bound // block_n)
     if splits is None and batch_invariant():
-        splits = plan_fixed_splits()
+        splits = plan_fixed_splits(grid_tiles, key_bound)
     elif splits is None:
-        busy = max(min(batch, total_q), total_q // tokens) * grid_heads
+        busy = max(min(batch, total_q), total_q // tokens)
         slots = config.resident * target.multiprocessors
-        splits = plan_splits(busy, key_bound, slots, is_decode=block_m <= 64)
-    is_split = splits.is_split
-    if is_split:
-        grid_tiles = most_programs(splits, grid_tiles, key_bound, grid_heads)
-
+        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, block_m <= 64)
+    # the device counts units in 32 bits
+    is_split = splits.is_split and grid_tiles * units < 2**31
     has_left, left = _window(window_size_left)
     has_right, right = _window(0 if causal else window_size_right)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -138,33 +152,41 @@ def attend(
         bias, stored_bias = "bool", attn_bias.view(torch.uint8)
     # nothing happens to the scores but the scale: it joins the exponential's argument
     raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
-    raw = raw and q_descale is None and k_descale is None
+    is_q_normed = dtype == tl.float16 and q.dtype == torch.bfloat16
+    raw = raw and not is_q_normed and q_descale is None and k_descale is None
     has_middle = not bias and layout is None and block_m > 64
 
     q_stored, q_format = as_stored(q, target)
-    k_stored, k_format = as_stored(k, target)
-    v_stored, _ = as_stored(v, target)
+    if is_paired:
+        k_stored, v_stored, k_format = k.view(torch.int16), v.view(torch.int16), PAIRED[k.dtype]
+    else:
+        (k_stored, k_format), (v_stored, _) = as_stored(k, target), as_stored(v, target)
     out_stored, out_format = as_stored(out, target)
-    parts = part_lse = plan = None
+    parts = counters = None
+    rows = next_power_of_2(tokens * pack)
+    grid: tuple[int, ...] = (grid_tiles, grid_heads)
     if is_split:
-        part_rows = grid_tiles * grid_heads * block_m
-        parts = q.new_empty(part_rows, head_dim_v, dtype=torch.float32)
-        part_lse = q.new_empty(part_rows, dtype=torch.float32)
-        plan = q.new_empty(total_q, 2, dtype=torch.int32)
+        height = -(-splits.programs // MOST_IN_GRID)
+        grid = (grid_heads, -(-splits.programs // height), height)
+        programs = math.prod(grid)
+        part_rows = 2 * programs * rows
+        parts = q.new_empty(part_rows * (head_dim_v + 1), dtype=torch.float32)
+        counters = zeroed_counters(q.device, programs)
     crow, col = layout if layout is not None else (None, None)
     crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
     col_strides = (0, 0, 0) if col is None else (0, *col.stride())[-3:]
     smallest = target.smallest_chunk(block_m)
-    k_low, k_high = chunks(head_dim, smallest)
-    v_low, v_high = chunks(head_dim_v, smallest)
+    if is_paired:
+        k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
+    else:
+        (k_low, k_high), (v_low, v_high) = chunks(head_dim, smallest), chunks(head_dim_v, smallest)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if target.is_hip and config.waves_per_eu:
         options["waves_per_eu"] = config.waves_per_eu
     if config.maxnreg and target.arch.startswith("sm"):
         options["maxnreg"] = config.maxnreg
 
-    grid = (grid_tiles * grid_heads,) if is_split else (grid_tiles, grid_heads)
-    search_width = min(next_power_of_2(batch + 1), 256)
+    search_width = min(next_power_of_2(batch + 1), 1024)
     launch(
         _attention_fwd_kernel,
         grid,
@@ -174,8 +196,7 @@ def attend(
         out_stored,
         lse,
         parts,
-        part_lse,
-        plan,
+        counters,
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
@@ -191,8 +212,8 @@ def attend(
         out_scale,
         rng_state if dropout_p > 0.0 else None,
         *q.stride()[:2],
-        *(k.stride()[:3] if page_size else (0, k.stride(1), k.stride(0))),
-        *(v.stride()[:3] if page_size else (0, v.stride(1), v.stride(0))),
+        *_row_strides(k_stored),
+        *_row_strides(v_stored),
         0 if block_table is None else block_table.stride(0),
         *crow_strides,
         *col_strides,
@@ -215,8 +236,7 @@ def attend(
         softcap,
         int(dropout_p * 2.0**32),
         1.0 / (1.0 - dropout_p),
-        -(-splits.programs // grid_heads),
-        0 if splits.fixed_keys else -(-splits.min_keys // block_n),
+        -(-splits.min_keys // block_n),
         splits.fixed_keys // block_n,
         HEAD_DIM=head_dim,
         K_LOW=k_low,
@@ -240,37 +260,20 @@ def attend(
         IS_PRECISE=dtype == tl.float32,
         FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
         IS_SPLIT=is_split,
+        ROWS=rows,
+        BLOCK_MERGED=MERGED_BY_WARP * config.num_warps,
         SEARCH_WIDTH=search_width,
         IS_ONE_LOOK=batch < search_width,
         Q_FORMAT=q_format,
         K_FORMAT=k_format,
+        IS_V_LIKE_K=_row_strides(k_stored) == _row_strides(v_stored),
+        IS_PAIRED=is_paired,
+        HAS_PTX=target.converts_float8,
+        IS_Q_NORMED=is_q_normed,
         OUT_FORMAT=out_format,
         DTYPE=dtype,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         **options,
     )
-    if is_split:
-        launch(
-            _combine_kernel,
-            (total_q, num_heads),
-            parts,
-            part_lse,
-            plan,
-            out_stored,
-            lse,
-            cu_seqlens_q,
-            sinks,
-            out_scale,
-            total_q,
-            batch,
-            num_heads,
-            HEAD_DIM_V=head_dim_v,
-            WIDTH=next_power_of_2(head_dim_v),
-            GROUP_SIZE=group_size,
-            PACK=pack,
-            BLOCK_M=block_m,
-            OUT_FORMAT=out_format,
-            BLOCK_S=16,
-        )
     return out, lse

@@ -1,4 +1,10 @@
-"""Merging the partial results of split keys, in the splits' order: the same bits every time."""
+"""Partial results of shared tiles, and their merging by whichever program comes last.
+
+A program leaves at most two parts: of a tile that an earlier program began, and of one that it
+leaves unfinished itself. Programs that share a tile count their arrivals; the last one merges the
+parts in the order of the keys, so that the bits do not depend on who that is, and sets the counter
+back to zero for the next launch.
+"""
 
 import triton
 import triton.language as tl
@@ -7,75 +13,114 @@ from torch_paged_attn.backends.triton.formats import encode
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero, with_sink
 
 
-@triton.jit(do_not_specialize=("total_q", "batch"))
-def _combine_kernel(
+@triton.jit
+def part_of(program, is_first, heads, head_program):
+    """The number of a program's part of a tile: `is_first` where the tile begins in the program."""
+    return (2 * program + is_first.to(tl.int32)).to(tl.int64) * heads + head_program
+
+
+@triton.jit
+def part_lse(parts_ptr, ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr):
+    """Where the lse of parts are, behind the values of all of them: ROWS numbers for each."""
+    programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+    return parts_ptr + programs * (2 * ROWS * HEAD_DIM_V)
+
+
+@triton.jit
+def is_last_arrival(counter, parts):
+    """Announce this program's part; True in the last of `parts` programs, which sees all parts."""
+    # every thread has written before one of them counts
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+    tl.store(counter, 0, mask=is_last)
+    return is_last
+
+
+@triton.jit
+def merge_parts(
     parts_ptr,
-    part_lse_ptr,
-    plan_ptr,
+    first_program,
+    parts,
+    heads,
+    head_program,
+    b,
+    first_token,
+    q_start,
+    query_len,
     out_ptr,
     lse_ptr,
-    cu_seqlens_q_ptr,
     sinks_ptr,
     out_scale_ptr,
     total_q,
     batch,
     num_heads,
     HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_MERGED: tl.constexpr,
 ):
-    """One program merges one query row of one head, BLOCK_S splits at a time."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    splits = tl.load(plan_ptr + 2 * row + 1)
-    if splits == 1:
-        return  # written whole
-    begin = tl.load(plan_ptr + 2 * row)
+    """Write the rows of one tile from its parts, BLOCK_MERGED elements of them at a time."""
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
-    in_group = head % GROUP_SIZE
-    head_tile = head // GROUP_SIZE * HEAD_TILES + in_group // PACK
-    tile_row = begin % BLOCK_M + in_group % PACK
-    dims = tl.arange(0, WIDTH)
-    m = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    acc = tl.zeros([WIDTH], tl.float32)
-    for s0 in tl.range(0, splits, BLOCK_S):
-        s = s0 + tl.arange(0, BLOCK_S)
-        number = (begin // BLOCK_M + s).to(tl.int64)
-        heads = num_heads // GROUP_SIZE * HEAD_TILES
-        part = (number * heads + head_tile) * BLOCK_M + tile_row
-        lse = tl.load(part_lse_ptr + part, mask=s < splits, other=float("-inf"))
-        holds = lse > float("-inf")
-        values = tl.load(
-            parts_ptr + (part * HEAD_DIM_V)[:, None] + dims[None, :],
-            mask=holds[:, None] & (dims < HEAD_DIM_V)[None, :],
-            other=0.0,
-        )
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        shift = finite_or_zero(m_new)
-        weight = tl.exp2((lse - shift) * LOG2E)
-        shrink = tl.exp2((m - shift) * LOG2E)
-        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        m = m_new
+    WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
+    BLOCK_D: tl.constexpr = min(WIDTH, max(BLOCK_MERGED // ROWS, 16))
+    BLOCK_S: tl.constexpr = max(BLOCK_MERGED // (ROWS * BLOCK_D), 1)
+    r = tl.arange(0, ROWS)
+    token = first_token + r // PACK
+    in_group = head_program % HEAD_TILES * PACK + r % PACK
+    head = head_program // HEAD_TILES * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1)
+    row = q_start + token
+    exists = (r < TOKENS * PACK) & (token >= 0) & (token < query_len) & (in_group < GROUP_SIZE)
+    exists = exists & (row >= 0) & (row < total_q)
+    row = row.to(tl.int64)
+    lse_parts_ptr = part_lse(parts_ptr, ROWS, HEAD_DIM_V)
 
-    if sinks_ptr is not None:
-        # padding rows belong to no sequence and have no sink
-        is_query = row < tl.load(cu_seqlens_q_ptr + batch)
-        sink = tl.load(sinks_ptr + head, mask=is_query, other=float("-inf"))
-        m, total, shrink = with_sink(m, total, sink)
-        acc = acc * shrink
-    divisor = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-    if out_scale_ptr is not None:
-        divisor = divisor * tl.load(out_scale_ptr)
-    tl.store(lse_ptr + tl.cast(head, tl.int64) * total_q + row, lse)
-    tl.store(
-        out_ptr + (row * num_heads + head) * HEAD_DIM_V + dims,
-        encode(acc / divisor, out_ptr.dtype.element_ty, OUT_FORMAT),
-        mask=dims < HEAD_DIM_V,
-    )
+    for d0 in tl.static_range(0, WIDTH, BLOCK_D):
+        dims = d0 + tl.arange(0, BLOCK_D)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for s0 in tl.range(0, parts, BLOCK_S):
+            s = s0 + tl.arange(0, BLOCK_S)
+            part = part_of(first_program + s, s == 0, heads, head_program)
+            part_row = part[None, :] * ROWS + r[:, None]
+            # written by other multiprocessors: not to be found in this one's cache
+            part_lses = tl.load(
+                lse_parts_ptr + part_row,
+                mask=exists[:, None] & (s < parts)[None, :],
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            holds = part_lses > float("-inf")
+            values = tl.load(
+                parts_ptr + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
+                mask=holds[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            m_new = tl.maximum(m, tl.max(part_lses, 1))
+            shift = finite_or_zero(m_new)
+            weight = tl.exp2((part_lses - shift[:, None]) * LOG2E)
+            shrink = tl.exp2((m - shift) * LOG2E)
+            acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+            total = total * shrink + tl.sum(weight, 1)
+            m = m_new
+
+        if sinks_ptr is not None:
+            # padding rows belong to no sequence and have no sink
+            sink = tl.load(sinks_ptr + head, mask=exists & (b < batch), other=float("-inf"))
+            m, total, shrink = with_sink(m, total, sink)
+            acc = acc * shrink[:, None]
+        divisor = tl.where(total == 0.0, 1.0, total)
+        if d0 == 0:
+            lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
+            tl.store(lse_ptr + head.to(tl.int64) * total_q + row, lse, mask=exists)
+        if out_scale_ptr is not None:
+            divisor = divisor * tl.load(out_scale_ptr)
+        tl.store(
+            out_ptr + ((row * num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
+            encode(acc / divisor[:, None], out_ptr.dtype.element_ty, OUT_FORMAT),
+            mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
+        )

@@ -1,7 +1,10 @@
 """How numbers are stored, where a chip (or the interpreter) does not convert them itself.
 
 A format is a `tl.constexpr` name. `E4M3` and `E5M2` travel as uint8 and `BF16` as int16, taken
-apart and put together bit by bit; `NATIVE` is whatever type the tensor has.
+apart and put together bit by bit; `NATIVE` is whatever type the tensor has, `RAW` is left alone.
+
+Pairs of 8-bit numbers travel as int16: a matrix instruction wants its operands in threads by twos
+of 16 bits, and so they come there without a detour, as two rows of even and of odd elements.
 """
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.target import Target
 
 FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+PAIRED = FLOAT8 | {torch.int8: "INT8"}
 
 
 def as_stored(x: Tensor, target: Target) -> tuple[Tensor, str]:
@@ -23,10 +27,19 @@ def as_stored(x: Tensor, target: Target) -> tuple[Tensor, str]:
     return x, "NATIVE"
 
 
+def holds_pairs(x: Tensor) -> bool:
+    """Whether rows of 8-bit numbers can be read by twos, and make powers of two of them."""
+    width = x.shape[-1]
+    whole = x.dtype in PAIRED and width >= 32 and width & (width - 1) == 0
+    return whole and not any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1]))
+
+
 @triton.jit
 def decode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Stored values as DTYPE; every float8 is exactly a float16."""
-    if FORMAT == "BF16":
+    if FORMAT == "RAW":
+        return x
+    elif FORMAT == "BF16":
         return (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(DTYPE)
     elif FORMAT == "E5M2":
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
@@ -38,6 +51,60 @@ def decode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return tl.where(magnitude == 0x7F, float("nan"), value).to(DTYPE)
     else:
         return x.to(DTYPE)
+
+
+# four numbers in one register to two registers of float16 pairs: bytes 0 and 2, bytes 1 and 3
+_E4M3_PTX = tl.constexpr("""{
+    .reg .b32 bytes;
+    .reg .b16 even, odd;
+    prmt.b32 bytes, $2, 0, 0x3120;
+    mov.b32 {even, odd}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+_E5M2_PTX = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
+# 0x6400 + n is the float16 1024 + n, for n from 0 to 255
+_INT8_PTX = tl.constexpr("""{
+    .reg .b32 bytes, offset;
+    xor.b32 bytes, $2, 0x80808080;
+    mov.b32 offset, 0x64806480;
+    prmt.b32 $0, bytes, 0x64646464, 0x4240;
+    prmt.b32 $1, bytes, 0x64646464, 0x4341;
+    sub.f16x2 $0, $0, offset;
+    sub.f16x2 $1, $1, offset;
+}""")
+
+
+@triton.jit
+def decode_pairs(x, FORMAT: tl.constexpr, IN_PTX: tl.constexpr):
+    """The first and the second of each pair of 8-bit numbers as float16, which holds them all."""
+    if IN_PTX:
+        asm: tl.constexpr = (
+            _E4M3_PTX if FORMAT == "E4M3" else _E5M2_PTX if FORMAT == "E5M2" else _INT8_PTX
+        )
+        return tl.inline_asm_elementwise(
+            asm, "=&r,=&r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    even, odd = (x & 0xFF).to(tl.uint8), ((x >> 8) & 0xFF).to(tl.uint8)
+    if FORMAT == "INT8":
+        return even.to(tl.int8, bitcast=True).to(tl.float16), odd.to(tl.int8, bitcast=True).to(
+            tl.float16
+        )
+    else:
+        return decode(even, FORMAT, tl.float16), decode(odd, FORMAT, tl.float16)
+
+
+@triton.jit
+def float16_range(largest):
+    """Powers of two that bring numbers up to `largest` into float16's range, and back."""
+    exponent = (largest.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
+    # the largest becomes 2**14 to 2**15: as little as can be is lost at the other end
+    enlarge = tl.minimum(127 + 14 + 127 - exponent, 253)
+    reduce = 254 - enlarge
+    return (
+        (enlarge.to(tl.uint32) << 23).to(tl.float32, bitcast=True),
+        (reduce.to(tl.uint32) << 23).to(tl.float32, bitcast=True),
+    )
 
 
 @triton.jit

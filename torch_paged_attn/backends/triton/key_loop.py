@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dropout import dropout_keep
+from torch_paged_attn.backends.triton.formats import decode_pairs
 from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
 from torch_paged_attn.backends.triton.mask import visible
 from torch_paged_attn.backends.triton.products import fold_values, scores
@@ -65,6 +66,9 @@ def attend_keys(
     IS_PRECISE: tl.constexpr,
     FIRST_PHASE: tl.constexpr,
     K_FORMAT: tl.constexpr,
+    IS_V_LIKE_K: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -72,7 +76,9 @@ def attend_keys(
     """Attend a tile of queries to keys of number `i_start` to `i_stop`, in tiles of BLOCK_N (with a
     layout: to the blocks listed there).
 
-    Returns row maxima, row sums, and the sums of weighted values in two chunks.
+    Queries, keys and values come in two chunks, the second of which may be missing: the low and the
+    high elements of a head, or of pairs the even and the odd ones. Returns row maxima, row sums,
+    and the sums of weighted values in two chunks.
     """
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -109,30 +115,34 @@ def attend_keys(
             else:
                 n0 = i * BLOCK_N
             j = n0 + tl.arange(0, BLOCK_N)
-            in_range = (j >= start) & (j < stop)
             page, slot = find_pages(
-                block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase != 1
+                block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase == 1
             )
 
             k_rows = page * stride_k_page + slot * stride_k_slot
-            k_low = load_rows(
-                k_ptr, k_rows, in_range, 0, K_LOW, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
-            )
+            if IS_PAIRED:
+                pairs = load_rows(k_ptr, k_rows, None, 0, K_LOW, K_LOW, False, "RAW", DTYPE)
+                k_low, k_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
+            else:
+                k_low = load_rows(k_ptr, k_rows, None, 0, K_LOW, HEAD_DIM, False, K_FORMAT, DTYPE)
             s = scores(q_low, k_low, IS_PRECISE)
-            if K_HIGH > 0:
+            if IS_PAIRED:
+                s += scores(q_high, k_high, IS_PRECISE)
+            elif K_HIGH > 0:
                 k_high = load_rows(
-                    k_ptr, k_rows, in_range, K_LOW, K_HIGH, HEAD_DIM, phase != 1, K_FORMAT, DTYPE
+                    k_ptr, k_rows, None, K_LOW, K_HIGH, HEAD_DIM, False, K_FORMAT, DTYPE
                 )
                 s += scores(q_high, k_high, IS_PRECISE)
 
             if not RAW_SCORES:
-                s = s * scale
+                s = s * scale[:, None]
             if HAS_SOFTCAP:
                 s = softcapped(s, softcap)
             if HAS_ALIBI:
                 s = with_alibi(s, slope, position, j)
-            keep = in_range
+            keep = j >= start
             if phase != 1:
+                in_range = keep & (j < stop)
                 seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
                 if BIAS != "":
                     bias = tl.load(
@@ -156,14 +166,24 @@ def attend_keys(
                 p = tl.where(survives, p * dropout_scale, 0.0)
             p = p.to(DTYPE)
 
-            v_rows = page * stride_v_page + slot * stride_v_slot
-            v_low = load_rows(
-                v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
-            )
+            v_rows = k_rows
+            if not IS_V_LIKE_K:
+                v_rows = page * stride_v_page + slot * stride_v_slot
+            # a key that no query sees counts as 0, whatever it holds
+            HAS_GAPS: tl.constexpr = BIAS != ""
+            if IS_PAIRED:
+                pairs = load_rows(v_ptr, v_rows, keep, 0, V_LOW, V_LOW, HAS_GAPS, "RAW", DTYPE)
+                v_low, v_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
+            else:
+                v_low = load_rows(
+                    v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, HAS_GAPS, K_FORMAT, DTYPE
+                )
             acc_low = fold_values(acc_low, shrink, p, v_low, IS_PRECISE)
-            if V_HIGH > 0:
+            if IS_PAIRED:
+                acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
+            elif V_HIGH > 0:
                 v_high = load_rows(
-                    v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, phase != 1, K_FORMAT, DTYPE
+                    v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, HAS_GAPS, K_FORMAT, DTYPE
                 )
                 acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
     return m_i, l_i, acc_low, acc_high

@@ -26,9 +26,14 @@ def traced() -> Iterator[None]:
         _local.is_traced = False
 
 
+def is_traced() -> bool:
+    """Whether launches become nodes of a graph."""
+    return getattr(_local, "is_traced", False)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`."""
-    if getattr(_local, "is_traced", False):
+    if is_traced():
         own = [
             x.clone() if name in LENGTHS and x is not None else x
             for name, x in zip(kernel.arg_names, args, strict=False)

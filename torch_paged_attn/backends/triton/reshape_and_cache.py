@@ -1,10 +1,9 @@
-"""`reshape_and_cache` on GPUs: one launch, one program a token, keys and values together.
+"""`reshape_and_cache` on GPUs: a program writes elements of keys and of values of a few tokens.
 
-Tokens of one slot take turns: a program holds the slot's lock (one of LOCKS, shared by slots that
-are equal modulo LOCKS) while it writes, so that the last of them wins whole.
+Tokens of one slot must not write at once. Of few tokens, each looks whether a later one has its
+slot. Of many, each first leaves its number with the slot, in a launch of its own: whatever number
+is found there then is that of the one that writes, so that memory nobody initialised will do.
 """
-
-import functools
 
 import torch
 import triton
@@ -17,55 +16,77 @@ from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.values import values_are_checked
 from torch_paged_attn.ops.reshape_and_cache import check, check_split, check_values_split
 
-LOCKS = 1 << 16
+# up to so many tokens a program looks through all slots
+FEW_TOKENS = 1024
 
-# elements of one head block: more would not stay in registers
-BLOCK_ELEMENTS = 4096
-
-
-@functools.cache
-def _cached_locks(device: torch.device) -> Tensor:
-    return torch.zeros(LOCKS, dtype=torch.int32, device=device)
-
-
-def _locks(device: torch.device) -> Tensor:
-    """All zero between launches: every program that takes a lock gives it back."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # zeros made under capture are zero only when the graph has run: not for others to share
-        return torch.zeros(LOCKS, dtype=torch.int32, device=device)
-    return _cached_locks(device)
+# elements of keys, and as many of values, that a program copies
+BLOCK = 2048
 
 
 @triton.jit
-def _write_rows(
-    source_ptr,
-    cache_ptr,
-    stride_source_head,
-    stride_cache_head,
+def _slots(slot_ptr, stride_slot, token, num_tokens, num_slots):
+    """The slots of these tokens; -1 for those that write nothing."""
+    slot = tl.load(slot_ptr + token * stride_slot, mask=token < num_tokens, other=-1).to(tl.int64)
+    return tl.where(slot < num_slots, slot, -1)
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_slots"))
+def _claim_kernel(slot_ptr, claims_ptr, stride_slot, num_tokens, num_slots, BLOCK: tl.constexpr):
+    """Leave the number of each token with its slot; one of those that share a slot stays."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
+    tl.store(claims_ptr + slot, token, mask=slot >= 0)
+
+
+@triton.jit
+def _load_rows(
+    ptr,
+    token,
+    num_tokens,
+    stride_token,
+    stride_head,
+    num_heads,
+    DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """This program's elements of the tokens' rows of all heads, one after another, in float32."""
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = (token < num_tokens)[:, None] & (e < num_heads * DIM)[None, :]
+    row = (token.to(tl.int64) * stride_token)[:, None]
+    offset = (e // DIM).to(tl.int64) * stride_head + e % DIM
+    return decode(tl.load(ptr + row + offset[None, :], mask=inside, other=0), FORMAT, tl.float32)
+
+
+@triton.jit
+def _store_rows(
+    x,
+    ptr,
+    page,
+    offset_in_page,
+    writes,
+    stride_page,
+    stride_head,
+    stride_slot,
     scale_ptr,
     stride_scale,
     num_heads,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    SOURCE_FORMAT: tl.constexpr,
-    CACHE_FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    """All heads of one token, from its row of `source` to its slot of `cache`."""
-    dims = tl.arange(0, WIDTH)
-    for h0 in tl.range(0, num_heads, BLOCK_H):
-        head = (h0 + tl.arange(0, BLOCK_H)).to(tl.int64)
-        inside = (head < num_heads)[:, None] & (dims < DIM)[None, :]
-        source = source_ptr + (head * stride_source_head)[:, None] + dims[None, :]
-        x = decode(tl.load(source, mask=inside, other=0), SOURCE_FORMAT, tl.float32)
-        if scale_ptr is not None:
-            scale = tl.load(scale_ptr + head * stride_scale, mask=head < num_heads, other=1.0)
-            x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-        cache = cache_ptr + (head * stride_cache_head)[:, None] + dims[None, :]
-        tl.store(cache, encode(x, cache_ptr.dtype.element_ty, CACHE_FORMAT), mask=inside)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    exists = e < num_heads * DIM
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + e // DIM * stride_scale, mask=exists, other=1.0)
+        x = tl.div_rn(x, tl.broadcast_to(scale[None, :], x.shape))
+    row = (page * stride_page + offset_in_page * stride_slot)[:, None]
+    offset = (e // DIM).to(tl.int64) * stride_head + e % DIM
+    stored = encode(x, ptr.dtype.element_ty, FORMAT)
+    tl.store(ptr + row + offset[None, :], stored, mask=writes[:, None] & exists[None, :])
 
 
-@triton.jit(do_not_specialize=("num_slots",))
+@triton.jit(do_not_specialize=("num_tokens", "num_slots"))
 def _reshape_and_cache_kernel(
     key_ptr,
     value_ptr,
@@ -74,7 +95,7 @@ def _reshape_and_cache_kernel(
     slot_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    lock_ptr,
+    claims_ptr,
     stride_key_token,
     stride_key_head,
     stride_value_token,
@@ -88,58 +109,46 @@ def _reshape_and_cache_kernel(
     stride_slot,
     stride_k_scale,
     stride_v_scale,
+    num_tokens,
     num_heads,
     num_slots,
     page_size,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     DIM_V: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    BLOCK_H_V: tl.constexpr,
     SOURCE_FORMAT: tl.constexpr,
     CACHE_FORMAT: tl.constexpr,
-    LOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token * stride_slot).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots):
-        return
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
+    # on their way before anybody knows whether they are written
+    key = _load_rows(
+        key_ptr, token, num_tokens, stride_key_token, stride_key_head, num_heads,
+        DIM, SOURCE_FORMAT, BLOCK_E,
+    )  # fmt: skip
+    value = _load_rows(
+        value_ptr, token, num_tokens, stride_value_token, stride_value_head, num_heads,
+        DIM_V, SOURCE_FORMAT, BLOCK_E,
+    )  # fmt: skip
+    writes = slot >= 0
+    if claims_ptr is not None:
+        writes = writes & (tl.load(claims_ptr + slot, mask=writes, other=-1) == token)
+    elif WIDTH > 1:
+        other = tl.arange(0, WIDTH)
+        other_slot = _slots(slot_ptr, stride_slot, other, num_tokens, num_slots)
+        is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
+        writes = writes & (tl.sum(is_later.to(tl.int32), 1) == 0)
     page, offset = slot // page_size, slot % page_size
-    lock = lock_ptr + slot % LOCKS
-    while tl.atomic_cas(lock, 0, 1) != 0:
-        pass
-    _write_rows(
-        key_ptr + token * stride_key_token,
-        k_cache_ptr + page * stride_k_page + offset * stride_k_slot,
-        stride_key_head,
-        stride_k_head,
-        k_scale_ptr,
-        stride_k_scale,
-        num_heads,
-        DIM,
-        WIDTH,
-        BLOCK_H,
-        SOURCE_FORMAT,
-        CACHE_FORMAT,
-    )
-    _write_rows(
-        value_ptr + token * stride_value_token,
-        v_cache_ptr + page * stride_v_page + offset * stride_v_slot,
-        stride_value_head,
-        stride_v_head,
-        v_scale_ptr,
-        stride_v_scale,
-        num_heads,
-        DIM_V,
-        WIDTH_V,
-        BLOCK_H_V,
-        SOURCE_FORMAT,
-        CACHE_FORMAT,
-    )
-    # every thread has written before one of them gives the lock back
-    tl.debug_barrier()
-    tl.atomic_xchg(lock, 0)
+    _store_rows(
+        key, k_cache_ptr, page, offset, writes, stride_k_page, stride_k_head, stride_k_slot,
+        k_scale_ptr, stride_k_scale, num_heads, DIM, CACHE_FORMAT, BLOCK_E,
+    )  # fmt: skip
+    _store_rows(
+        value, v_cache_ptr, page, offset, writes, stride_v_page, stride_v_head, stride_v_slot,
+        v_scale_ptr, stride_v_scale, num_heads, DIM_V, CACHE_FORMAT, BLOCK_E,
+    )  # fmt: skip
 
 
 def reshape_and_cache(
@@ -186,12 +195,20 @@ def _launch(
     target = target_of(key.device)
     (k_new, source_format), (v_new, _) = as_stored(key, target), as_stored(value, target)
     (k_old, cache_format), (v_old, _) = as_stored(k_cache, target), as_stored(v_cache, target)
+    num_slots = k_cache.shape[0] * k_cache.shape[2]
+    claims = None
+    if num_tokens > FEW_TOKENS:
+        claims = slot_mapping.new_empty(num_slots, dtype=torch.int32)
+        grid = (triton.cdiv(num_tokens, FEW_TOKENS),)
+        slots = (slot_mapping, claims, slot_mapping.stride(0), num_tokens, num_slots)
+        launch(_claim_kernel, grid, *slots, BLOCK=FEW_TOKENS)
     dim, dim_v = key.shape[2], value.shape[2]
-    width, width_v = next_power_of_2(dim), next_power_of_2(dim_v)
-    heads = next_power_of_2(num_heads)
+    elements = num_heads * max(dim, dim_v)
+    block_e = min(next_power_of_2(elements), BLOCK)
+    block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
     launch(
         _reshape_and_cache_kernel,
-        (num_tokens,),
+        (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
         k_new,
         v_new,
         k_old,
@@ -199,7 +216,7 @@ def _launch(
         slot_mapping,
         k_scale,
         v_scale,
-        _locks(key.device),
+        claims,
         *key.stride()[:2],
         *value.stride()[:2],
         *k_cache.stride()[:3],
@@ -207,16 +224,15 @@ def _launch(
         slot_mapping.stride(0),
         0 if k_scale is None else k_scale.expand(num_heads).stride(0),
         0 if v_scale is None else v_scale.expand(num_heads).stride(0),
+        num_tokens,
         num_heads,
-        k_cache.shape[0] * k_cache.shape[2],
+        num_slots,
         k_cache.shape[2],
         DIM=dim,
-        WIDTH=width,
-        BLOCK_H=max(1, min(heads, BLOCK_ELEMENTS // width)),
         DIM_V=dim_v,
-        WIDTH_V=width_v,
-        BLOCK_H_V=max(1, min(heads, BLOCK_ELEMENTS // width_v)),
         SOURCE_FORMAT=source_format,
         CACHE_FORMAT=cache_format,
-        LOCKS=LOCKS,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        WIDTH=1 if claims is not None else next_power_of_2(num_tokens),
     )

@@ -31,11 +31,14 @@ def load_rows(
     MASKED: tl.constexpr,
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
+    STEP: tl.constexpr = 1,
 ):
-    """Elements START to START + WIDTH of the rows at these offsets; 0 past STOP and if not kept."""
-    dims = START + tl.arange(0, WIDTH)
+    """WIDTH elements of the rows at these offsets, START and every STEP-th from there; 0 from STOP
+    on and if not kept.
+    """
+    dims = START + STEP * tl.arange(0, WIDTH)
     pointers = ptr + rows[:, None] + dims[None, :]
-    if START + WIDTH > STOP:
+    if START + STEP * (WIDTH - 1) >= STOP:
         inside = (dims < STOP)[None, :]
         if MASKED:
             inside = inside & keep[:, None]
@@ -75,30 +78,29 @@ def find_pages(
     num_pages,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
+    IS_INSIDE: tl.constexpr,
 ):
     """Page and slot within it, int64, of BLOCK_N keys from n0 on. Packed keys are one long page.
 
-    Only entries of keys in [start, stop) are read. A bad id that nobody checked reads page 0:
-    wrong, but inside the cache.
+    Unless all keys are inside [start, stop), those outside stand for the nearest inside: no entry
+    of the table and no key is read that no query may see, and no load needs a mask. A bad id that
+    nobody checked reads the last page: wrong, but inside the cache.
     """
-    offset = tl.arange(0, BLOCK_N)
+    j = n0 + tl.arange(0, BLOCK_N)
+    if not IS_INSIDE:
+        j = tl.maximum(tl.minimum(j, stop - 1), start)
     if PAGE_SIZE == 0:
         page = tl.zeros([], tl.int64)
-        slot = tl.cast(n0, tl.int64) + offset
+        slot = j
     else:
         if PAGE_SIZE % BLOCK_N == 0:  # the whole tile lies in one page
+            if not IS_INSIDE:
+                n0 = tl.maximum(tl.minimum(n0, stop - 1), start)
             entry = n0 // PAGE_SIZE
-            slot = (n0 % PAGE_SIZE + offset).to(tl.int64)
-            readable = (n0 + BLOCK_N > start) & (n0 < stop)
+            slot = j - entry * PAGE_SIZE
         else:
-            j = n0 + offset
             entry = j // PAGE_SIZE
-            slot = (j % PAGE_SIZE).to(tl.int64)
-            readable = (j >= start) & (j < stop)
-        if MASKED:
-            page = tl.load(table_ptr + entry, mask=readable, other=0)
-        else:
-            page = tl.load(table_ptr + entry)
-        page = tl.where((page >= 0) & (page < num_pages), page, 0).to(tl.int64)
-    return page, slot
+            slot = j % PAGE_SIZE
+        page = tl.load(table_ptr + entry).to(tl.uint32)
+        page = tl.minimum(page, (num_pages - 1).to(tl.uint32)).to(tl.int64)
+    return page, slot.to(tl.int64)

@@ -53,8 +53,10 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
 
 
 @triton.jit
-def quotient(acc, total):
-    """Rows divided by their totals, correctly rounded: Triton's `/` is not."""
+def quotient(acc, total, IS_PRECISE: tl.constexpr):
+    """Rows divided by their totals: rounded correctly, as Triton's `/` is not, where it counts."""
+    if not IS_PRECISE:
+        return acc * (1.0 / total)[:, None]
     return tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
 
 

@@ -1,8 +1,8 @@
-"""Cutting the keys of a ragged batch into pieces of equal work, on the device, without a prologue.
+"""Cutting the keys of a batch into pieces of equal work, on the device, without a prologue.
 
-Every program computes the same plan from the lengths: the tiles of queries times tiles of keys of
-all sequences, over the programs there are, is a piece; a sequence gets as many splits as it has
-pieces, rounded. Splits are numbered through, and a program finds its own by a running sum.
+A unit of work is BLOCK_N keys of one tile of queries. The units of all sequences are numbered
+through, tile after tile; a program takes the next `piece` of them, whichever tiles they belong to
+(stream-K, arXiv 2301.03598). Every program computes the same numbers from the lengths.
 """
 
 import triton
@@ -12,23 +12,7 @@ from torch_paged_attn.backends.triton.tile import key_span, query_span
 
 
 @triton.jit
-def piece_size(total, programs, min_tiles):
-    """Tiles of keys in a piece; in float32, which every program rounds alike."""
-    return tl.maximum(
-        tl.ceil(total / tl.maximum(programs, 1)).to(tl.int32), tl.maximum(min_tiles, 1)
-    )
-
-
-@triton.jit
-def count_splits(key_len, piece, fixed_tiles, BLOCK_N: tl.constexpr):
-    """How many programs share the keys of each tile of a sequence."""
-    key_tiles = tl.cdiv(key_len, BLOCK_N)
-    fixed = tl.cdiv(key_tiles, tl.maximum(fixed_tiles, 1))
-    return tl.maximum(tl.where(fixed_tiles > 0, fixed, (key_tiles + piece // 2) // piece), 1)
-
-
-@triton.jit
-def _sizes(
+def count_units(
     b,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
@@ -36,11 +20,17 @@ def _sizes(
     batch,
     total_q,
     max_keys,
+    left,
+    fixed_units,
     IS_PAGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
     TOKENS: tl.constexpr,
     HAS_LAYOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Tiles of queries and number of keys of sequences b; (0, 0) past the last."""
+    """Tiles of queries of sequences b (0 past the last), and units of each: at least one, and with
+    `fixed_units` whole pieces.
+    """
     q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
     _, key_len = key_span(
         b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
@@ -48,67 +38,66 @@ def _sizes(
     query_len = tl.maximum(q_stop - q_start, 0)
     lead = ((key_len - query_len) & (TOKENS - 1)) if HAS_LAYOUT else 0
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
-    return tl.where(b <= batch, tiles, 0), key_len
+    reach = tl.minimum(key_len, left + query_len) if HAS_LEFT else key_len
+    whole = tl.maximum(fixed_units, 1)
+    units = tl.cdiv(tl.maximum(tl.cdiv(reach, BLOCK_N), 1), whole) * whole
+    return tl.where(b <= batch, tiles, 0), units
 
 
 @triton.jit
 def find_work(
-    number,
+    program,
+    programs,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     seqused_k_ptr,
     batch,
     total_q,
     max_keys,
-    programs,
-    min_tiles,
-    fixed_tiles,
+    left,
+    min_units,
+    fixed_units,
     IS_PAGED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
     TOKENS: tl.constexpr,
     HAS_LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_ONE_LOOK: tl.constexpr,
 ):
-    """Sequence of split `number` (past the batch: nothing to do), its number within the sequence,
-    and the tiles of keys in a piece. WIDTH sequences are looked at at a time.
+    """Units in a piece, the first and last but one of this program's, the sequence it begins in,
+    and the first unit of that. WIDTH sequences are looked at at a time.
     """
-    if IS_ONE_LOOK:
-        b = tl.arange(0, WIDTH)
-        tiles, key_len = _sizes(
-            b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
-            IS_PAGED, TOKENS, HAS_LAYOUT,
-        )  # fmt: skip
-        total = tl.sum(tiles.to(tl.float32) * tl.cdiv(key_len, BLOCK_N), 0)
-        piece = piece_size(total, programs, min_tiles)
-        counts = tiles * count_splits(key_len, piece, fixed_tiles, BLOCK_N)
-        ended = tl.cumsum(counts, 0) <= number
-        found = tl.sum(ended.to(tl.int32), 0)
-        first = tl.sum(tl.where(ended, counts, 0), 0)
-        return found, number - first, piece
+    b = tl.arange(0, WIDTH)
+    tiles, units = count_units(
+        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys, left,
+        fixed_units, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
+    )  # fmt: skip
+    total = tl.sum(tiles * units, 0)
+    if not IS_ONE_LOOK:
+        for b0 in tl.range(WIDTH, batch + 1, WIDTH):
+            more, each = count_units(
+                b0 + b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
+                left, fixed_units, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
+            )  # fmt: skip
+            total += tl.sum(more * each, 0)
 
-    total = tl.full([], 0.0, tl.float32)
-    for b0 in tl.range(0, batch + 1, WIDTH):
-        b = b0 + tl.arange(0, WIDTH)
-        tiles, key_len = _sizes(
-            b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
-            IS_PAGED, TOKENS, HAS_LAYOUT,
-        )  # fmt: skip
-        total += tl.sum(tiles.to(tl.float32) * tl.cdiv(key_len, BLOCK_N), 0)
-    piece = piece_size(total, programs, min_tiles)
-
-    before = tl.full([], 0, tl.int32)
-    found = tl.full([], 0, tl.int32)
-    first = tl.full([], 0, tl.int32)
-    for b0 in tl.range(0, batch + 1, WIDTH):
-        b = b0 + tl.arange(0, WIDTH)
-        tiles, key_len = _sizes(
-            b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
-            IS_PAGED, TOKENS, HAS_LAYOUT,
-        )  # fmt: skip
-        counts = tiles * count_splits(key_len, piece, fixed_tiles, BLOCK_N)
-        ended = before + tl.cumsum(counts, 0) <= number
-        found += tl.sum(ended.to(tl.int32), 0)
-        first += tl.sum(tl.where(ended, counts, 0), 0)
-        before += tl.sum(counts, 0)
-    return found, number - first, piece
+    piece = tl.maximum(tl.cdiv(total, programs), tl.maximum(min_units, 1))
+    piece = tl.where(fixed_units > 0, fixed_units, piece)
+    begin = program * piece
+    stop = tl.minimum(begin + piece, total)
+    ended = tl.cumsum(tiles * units, 0) <= begin
+    found = tl.sum(ended.to(tl.int32), 0)
+    first = tl.sum(tl.where(ended, tiles * units, 0), 0)
+    if not IS_ONE_LOOK:
+        before = tl.sum(tiles * units, 0)
+        for b0 in tl.range(WIDTH, batch + 1, WIDTH):
+            more, each = count_units(
+                b0 + b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
+                left, fixed_units, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
+            )  # fmt: skip
+            ended = before + tl.cumsum(more * each, 0) <= begin
+            found += tl.sum(ended.to(tl.int32), 0)
+            first += tl.sum(tl.where(ended, more * each, 0), 0)
+            before += tl.sum(more * each, 0)
+    return piece, begin, stop, found, first
