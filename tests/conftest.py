@@ -9,6 +9,7 @@ COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("ci", derandomize=True, max_examples=100, **COMMON)
+settings.register_profile("brief", derandomize=True, max_examples=25, **COMMON)
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("thorough", max_examples=5000, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,4 +1,4 @@
-"""Each instruction of the emulator computes what its documentation says, on plain NumPy."""
+"""What the emulator computes beyond single instructions (`test_instructions.py`): views, state."""
 
 import ml_dtypes
 import numpy as np
@@ -65,31 +65,6 @@ def test_transpose_keeps_bits():
     np.testing.assert_array_equal(out.read(), small.T)
 
 
-def test_tensor_scalar_chains_constants_and_columns():
-    x, column = randn(128, 6), randn(128, 1)
-    out = empty(128, 6)
-    nisa.tensor_scalar(
-        out, tile(x), nl.subtract, tile(column), reverse0=True, op1=nl.multiply, operand1=2.0
-    )
-    np.testing.assert_array_equal(out.read(), (column - x) * np.float32(2))
-
-
-def test_scalar_tensor_tensor():
-    x, column, y = randn(128, 6), randn(128, 1), randn(128, 6)
-    out = empty(128, 6)
-    nisa.scalar_tensor_tensor(
-        out, tile(x), nl.multiply, tile(column), nl.add, tile(y, buffer=nl.psum)
-    )
-    np.testing.assert_array_equal(out.read(), x * column + y)
-
-
-def test_comparisons_are_one_and_zero_in_any_type():
-    x, y = randn(128, 6), randn(128, 6)
-    out = empty(128, 6, dtype=nl.uint8)
-    nisa.tensor_tensor(out, tile(x), tile(y), nl.less)
-    np.testing.assert_array_equal(out.read(), (x < y).astype(np.uint8))
-
-
 def test_integers_are_exact_in_sbuf_and_float32_elsewhere():
     x = np.full((4, 2), 2**24 + 1, np.int32)
     one = np.ones((4, 2), np.int32)
@@ -98,13 +73,6 @@ def test_integers_are_exact_in_sbuf_and_float32_elsewhere():
     assert (out.read() == 2**24 + 2).all()
     nisa.tensor_scalar(out, tile(x), nl.add, 1.0)
     assert (out.read() == 2**24).all()  # 2**24 + 1 is no float32; ties go to even
-
-
-def test_casts_round_to_even_and_saturate():
-    x = np.array([[0.5, 1.5, 2.5, -300.0, 300.0]], np.float32)
-    out = empty(1, 5, dtype=nl.int8)
-    nisa.tensor_copy(out, tile(x))
-    assert out.read().tolist() == [[0, 2, 2, -128, 127]]
 
 
 def test_reduce_takes_the_last_dimensions():

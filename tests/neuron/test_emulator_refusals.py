@@ -60,6 +60,11 @@ def scatter_twice():
     nisa.dma_copy(cache.ap([[3, 2], [1, 3]], vector_offset=offsets), ones(2, 3))
 
 
+def select(data, comp_op0=nl.greater_equal, **kw):
+    bounds = ones(8, 1), ones(8, 1)
+    nisa.range_select(empty(8, 4), data, comp_op0, nl.less, *bounds, **kw)
+
+
 def keeps_a_tile():
     kept = []
     nl.fori_loop(0, 2, lambda i: kept.append(empty(1, 1)))
@@ -180,6 +185,28 @@ FAULTS = {
         "a predicate of float32",
         lambda: nisa.tensor_copy_predicated(ones(8, 4), 0.0, ones(8, 4)),
     ),
+    "integers overflow": (
+        "overflows uint32",
+        lambda: nisa.tensor_tensor(
+            empty(8, 4, dtype=nl.uint32),
+            *[tile(np.full((8, 4), 2**17, np.uint32)) for _ in range(2)],
+            nl.multiply,
+        ),
+    ),
+    "view of another size": ("view of float32 as uint8", lambda: ones(8, 4).view(nl.uint8)),
+    "select of integers": (
+        "range_select of int32",
+        lambda: select(ones(8, 4, dtype=nl.int32)),
+    ),
+    "select by arithmetic": ("are comparisons", lambda: select(ones(8, 4), comp_op0=nl.add)),
+    "select with another filling": (
+        "on_false_value is FP32_MIN",
+        lambda: select(ones(8, 4), on_false_value=0.0),
+    ),
+    "exponential on the third generation": (
+        "came with the fourth generation",
+        lambda: nisa.exponential(empty(8, 4), ones(8, 4)),
+    ),
     "memset of ints with a float": (
         "memset of int32 with a float",
         lambda: nisa.memset(empty(8, 4, dtype=nl.int32), 1.0),
@@ -234,6 +261,8 @@ def test_second_generation_lacks(machine):
         )
     with pytest.raises(Violation, match="bias from a tile"):
         nisa.activation(empty(8, 4), nl.exp, ones(8, 4), bias=1.0)
+    with pytest.raises(Violation, match="range_select came with the third generation"):
+        select(ones(8, 4))
     with pytest.raises(Violation, match="third generation"):
         nisa.tensor_copy(empty(8, 4), ones(8, 4), engine=nisa.engine.scalar)
 
