@@ -1,6 +1,7 @@
 """`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op."""
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -36,7 +37,8 @@ def answer(key: str) -> dict[str, Any]:
         return {"backend": None, "ops": [], "reason": reason}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = [name for name in _library.OPS if has(f"paged_attn::{name}", key)]
-    return {"backend": folder, "ops": ops, "reason": None}
+    notes = getattr(importlib.import_module(f"torch_paged_attn.backends.{folder}"), "notes", list)
+    return {"backend": folder, "ops": ops, "reason": None, "notes": notes()}
 
 
 def report() -> dict[str, Any]:
@@ -76,6 +78,8 @@ def main() -> None:
             print(f"  {found['reason']}")
         for op in found["ops"]:
             print(f"  paged_attn::{op}")
+        for note in found.get("notes", ()):
+            print(f"  {note}")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ def _read(arch: str, name: str, binary) -> Kernel:
         text = binary.asm["ptx"]
         scalar_spills = 0
         registers, spills = _local_memory(binary.asm["cubin"])
-    is_float32 = not re.search(r"\btt\.dot .*x(bf16|f16|f8E\w+)", binary.asm["ttir"])
+    ir = binary.asm.get("ttir") or binary.asm["ttgir"]  # Gluon starts from layouts
+    is_float32 = not re.search(r"\b(tt\.dot|ttng\.warp_group_dot) .*x(bf16|f16|f8E\w+)", ir)
     count = len(re.findall(CHIPS[arch][4], text))
     return Kernel(name, registers, spills, scalar_spills, binary.metadata.shared, count, is_float32)
 

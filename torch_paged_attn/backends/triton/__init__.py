@@ -31,6 +31,18 @@ def load() -> str | None:
     return None
 
 
+def notes() -> list[str]:
+    """Which kernels there are on this machine, for `python -m torch_paged_attn`."""
+    from torch_paged_attn.backends.triton import flash_varlen_sm90
+
+    if (reason := flash_varlen_sm90.unavailable()) is not None:
+        return [f"flash_varlen takes the portable kernel: {reason}"]
+    return [
+        "flash_varlen takes Hopper's own kernel for prefill in 16 bits, else the portable one;"
+        " the DEBUG log of torch_paged_attn.backends.triton.flash_varlen says which, and why"
+    ]
+
+
 def traceable(name: str) -> Callable[..., Any] | None:
     """The op as torch.compile traces it, launches included; None where it stays one opaque node.
 

@@ -1,0 +1,130 @@
+"""The Hopper kernel: what it leaves to the portable one, what the compiler makes of it and, on a
+Hopper chip, its results."""
+
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_paged_attn.backends.triton import flash_varlen_sm90
+from torch_paged_attn.backends.triton.target import Target, assume
+from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER = Target.of_arch("sm90", 132)
+bf16, f16 = torch.bfloat16, torch.float16
+
+MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
+LONG = ((2100, 0), (2500, 300))
+SHAPES = tuple(
+    Problem(f"{name}/{'f16' if dtype == f16 else 'bf16'}", seqs, dtype=dtype, **options)
+    for name, seqs, dtype, options in (
+        ("packed", MIXED, bf16, dict(head_dim=128, padding_rows=5)),
+        ("packed_mha", MIXED, f16, dict(head_dim=128, num_kv_heads=4, causal=False)),
+        ("mqa_packed_heads", MIXED, bf16, dict(num_heads=8, num_kv_heads=1, padding_rows=140)),
+        ("three_heads_a_group", MIXED, bf16, dict(num_heads=6, head_dim=80)),
+        ("d64", MIXED, bf16, dict(causal=False)),
+        ("d64_long", LONG, bf16, {}),
+        ("d256", MIXED, bf16, dict(head_dim=256)),
+        ("d256_page16_window", MIXED, f16, dict(head_dim=256, page_size=16, window_size_left=70)),
+        ("d64_page16", MIXED, bf16, dict(page_size=16, cache_layout="nhd", causal=False)),
+        ("page16", MIXED, bf16, dict(head_dim=128, page_size=16, lengths="cu_seqlens_k")),
+        ("page128", MIXED, bf16, dict(head_dim=128, page_size=128, cache_layout="interleaved")),
+        ("page256", MIXED, f16, dict(head_dim=96, page_size=256, cache_layout="packed_last")),
+        ("window", MIXED, bf16, dict(head_dim=128, window_size_left=40)),
+        ("window_both", MIXED, bf16, dict(causal=False, window_size_left=0, window_size_right=9)),
+        ("d64_long_window", LONG, bf16, dict(window_size_left=300, page_size=64)),
+    )
+)
+over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
+
+
+def arguments(problem, device="cpu"):
+    return {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | build(problem).to(
+        device
+    ).args
+
+
+def unsupported(problem, **changes):
+    with assume(HOPPER):
+        return flash_varlen_sm90.unsupported(**arguments(problem) | changes)
+
+
+@over_shapes
+def test_carries(problem):
+    assert unsupported(problem) is None
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        (dict(attn_bias=torch.zeros(1)), "attn_bias"),
+        (dict(alibi_slopes=torch.zeros(4)), "alibi_slopes"),
+        (dict(sinks=torch.zeros(4)), "sinks"),
+        (dict(k_descale=torch.ones(())), "k_descale"),
+        (dict(softcap=5.0), "softcap"),
+        (dict(dropout_p=0.1), "dropout_p"),
+        (dict(out_dtype=torch.float32), "out_dtype"),
+        (dict(softmax_scale=0.0), "softmax_scale"),
+        (dict(q=torch.zeros(4, 4, 64)), "float32"),
+        (dict(q=torch.zeros(4, 4, 36).bfloat16()), "head_dim"),
+        (dict(q=torch.zeros(4, 4, 132).bfloat16()[..., 4:]), "aligned"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_says_what_it_leaves_to_the_portable_kernel(changes, word):
+    assert word in unsupported(SHAPES[0], **changes)
+
+
+def test_leaves_odd_pages_and_other_chips_to_the_portable_kernel():
+    assert "page_size" in unsupported(dataclasses.replace(SHAPES[0], page_size=24))
+    with assume(Target.of_arch("sm100", 148)):
+        assert "Hopper" in flash_varlen_sm90.unsupported(**arguments(SHAPES[0]))
+
+
+def test_the_log_says_which_kernel_a_call_takes(run, device, caplog):
+    with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton.flash_varlen"):
+        run(build(PROBLEMS["llama3_8b/decode_b5/bf16"]).to(device))
+    assert "flash_varlen: the portable kernel, because " in caplog.text
+
+
+def compile_for_hopper(problem):
+    """The kernels of a launch, compiled in a process of its own."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import cross_compile
+
+    call = arguments(problem)
+    cross_compile.CALLS["hopper"] = lambda: lambda: flash_varlen_sm90.flash_varlen(**call)
+    return cross_compile.compile_call("sm90", "hopper")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    sys.path.insert(0, str(Path(__file__).parent))
+    import cross_compile
+
+    with cross_compile.workers(min(len(SHAPES), os.cpu_count())) as pool:
+        yield {p.name: pool.submit(compile_for_hopper, p) for p in SHAPES}
+
+
+@over_shapes
+def test_compiles_to_warpgroup_products_without_spills(problem, compiled):
+    kernel = next(k for k in compiled[problem.name].result() if "hopper" in k.name)
+    assert kernel.faults("sm90") == []
+    assert kernel.matrix_instructions > 0
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS.values()], ids=lambda p: p.name)
+def test_agrees_with_the_reference(problem):
+    args = arguments(problem, "cuda")
+    if problem.layout is not None or flash_varlen_sm90.unsupported(**args) is not None:
+        pytest.skip("left to the portable kernel")
+    first = flash_varlen_sm90.flash_varlen(**args)
+    assert_accurate(*first, build(problem).truth())
+    second = flash_varlen_sm90.flash_varlen(**args)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,265 @@
+"""A consumer of the Hopper kernel: four warps that own 64 rows of a tile of queries.
+
+FlashAttention-3's loop (arXiv 2407.08608, algorithm 2): the scores of the next keys are asked for
+before the values of these are multiplied, and both products run while the softmax is computed.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper_producer import (
+    COUNT,
+    FIRST_KEY,
+    FIRST_TOKEN,
+    HEAD,
+    KEY_LEN,
+    Q_START,
+    QUERY_LEN,
+    STOP_KEY,
+    WORDS,
+)
+from torch_paged_attn.backends.triton.ragged_rows import store_rows
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+# named barriers: Triton uses the first few for its own
+TURNS = gl.constexpr(8)
+
+
+@gluon.jit
+def _get(notes, slot, word: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(notes.index(slot * WORDS + word).load(one), 0)
+
+
+@gluon.jit
+def _take_turn(me: gl.constexpr):
+    """Wait until the other consumer of two has asked for its products."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [TURNS + me], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _pass_turn(me: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [TURNS + 1 - me], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _pin(x):
+    """x, computed before what follows.
+
+    The assembler moves a wait for products above everything that does not need their result,
+    exponentials too, and nothing would overlap. It does not move it above another barrier that
+    reads x. This one is never taken: no sum of exponentials has these bits.
+    """
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.eq.u32 p, $1, 0xFFC12345; mov.b32 $0, $1; @p bar.arrive 15, 128;}",
+        "=r,r",
+        [x],
+        dtype=x.dtype,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _row_max(s):
+    """In two steps: every thread has twice as many chains of maxima to work on at once."""
+    partial = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(gl.max(partial, 1), gl.SliceLayout(1, s.type.layout), True)
+
+
+@gluon.jit
+def _partial_sum(p):
+    """(rows, 4): what each thread of a row adds up by itself; the rest waits for the last tile."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _fold(s, m_i, l_i, factor, PIN: gl.constexpr):
+    """Fold a tile of scores into maxima (scaled by `factor`, base two) and partial sums."""
+    m_new = gl.maximum(m_i, _row_max(s) * factor)
+    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
+    shrink = gl.exp2(m_i - shift)
+    total = _partial_sum(p)
+    if PIN:
+        total = _pin(total)
+    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    l_new = l_i * gl.expand_dims(gl.convert_layout(shrink, rows, True), 1) + total
+    return p, m_new, l_new, shrink
+
+
+@gluon.jit
+def _masked(
+    s, n0, position, key_len, left, right,
+    IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """-inf where the row at `position` does not see key n0 + column.
+
+    Columns are compared in groups of 8: a group's first column is a constant of the instruction,
+    and no registers hold columns throughout the loop.
+    """
+    BLOCK_M: gl.constexpr = s.shape[0]
+    BLOCK_N: gl.constexpr = s.shape[1]
+    grouped = gl.reshape(s, [BLOCK_M, BLOCK_N // 8, 8])
+    groups: gl.constexpr = grouped.type.layout
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, groups))
+    of_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, groups))
+    in_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, groups))
+    first = gl.expand_dims(gl.expand_dims(8 * gl.arange(0, BLOCK_N // 8, of_group), 0), 2)
+    offset = gl.expand_dims(gl.expand_dims(n0 + gl.arange(0, 8, in_group), 0), 1)
+    row = gl.expand_dims(gl.expand_dims(gl.convert_layout(position, of_row, True), 1), 2)
+    if IS_CAUSAL:
+        seen = first <= row - offset  # the last query stands at the last key
+    else:
+        seen = (first < key_len - offset) & (row == row)
+        if HAS_RIGHT:
+            seen = seen & (first <= row + right - offset)
+    if HAS_LEFT:
+        seen = seen & (first >= row - left - offset)
+    masked = gl.where(seen, grouped, -float("inf"))
+    return gl.convert_layout(gl.reshape(masked, [BLOCK_M, BLOCK_N]), s.type.layout, True)
+
+
+@gluon.jit
+def _clear_unseen(v, n0, first_key):
+    """Zero the values before the first key that a row sees: 0 times NaN would be NaN."""
+    STEP: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for i in gl.static_range(v.shape[0] // STEP):
+        rows = v.slice(i * STEP, STEP)
+        j = n0 + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        rows.store(gl.where(gl.expand_dims(j >= first_key, 1), rows.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def consume(
+    out_desc, lse_ptr, queries, keys, values, notes, total_q, left, right, factor,
+    ME: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+    CONSUMERS: gl.constexpr, PACK: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, OVERLAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+):  # fmt: skip
+    """Rows [ME * BLOCK_M, ...) of every tile that the producer announces."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores)
+    result_rows: gl.constexpr = gl.SliceLayout(1, result)
+    TOKENS: gl.constexpr = BLOCK_M // PACK
+    dtype: gl.constexpr = values.tiles.dtype
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    r = gl.arange(0, BLOCK_M, score_rows)
+    n = 0
+    drawn = 0
+    if TAKE_TURNS and ME == 1:
+        _pass_turn(ME)
+    queries.wait_full(0)
+    count = _get(notes, 0, COUNT)
+    while count > 0:
+        slot = drawn % queries.STAGES
+        first_key = _get(notes, slot, FIRST_KEY)
+        n0 = _get(notes, slot, STOP_KEY) - BLOCK_N
+        key_len = _get(notes, slot, KEY_LEN)
+        q_start = _get(notes, slot, Q_START)
+        query_len = _get(notes, slot, QUERY_LEN)
+        first_token = _get(notes, slot, FIRST_TOKEN) + ME * TOKENS
+        head = _get(notes, slot, HEAD)
+        box = queries.tiles.index(slot * CONSUMERS + ME)
+        q = box.reshape([BLOCK_M, WIDTH])
+        past = key_len - query_len
+        position = past + first_token + r // PACK
+        # tiles of keys within [full_start, full_stop) need no mask
+        full_start = 0
+        full_stop = key_len
+        if HAS_LEFT:
+            full_start = past + first_token + TOKENS - 1 - left
+        if HAS_RIGHT:
+            full_stop = gl.minimum(key_len, past + first_token + right + 1)
+
+        m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
+        l_i = _partial_sum(zeros)
+        acc = gl.zeros([BLOCK_M, WIDTH], gl.float32, result)
+        keys.wait_full(n)
+        k = keys.tile(n).reshape([BLOCK_N, WIDTH]).permute((1, 0))
+        s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        keys.release(n)
+        if queries.STAGES > 1 and drawn > 0:
+            # the last tile's result has left shared memory long since
+            tma.store_wait(0)
+            queries.release(drawn - 1)
+        if (n0 + BLOCK_N > full_stop) | (n0 < full_start):
+            s = _masked(
+                s, n0, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+            )  # fmt: skip
+        p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, False)
+        p = gl.convert_layout(p.to(dtype), operand)
+
+        for _ in range(1, count):
+            n0 -= BLOCK_N
+            keys.wait_full(n + 1)
+            if TAKE_TURNS:
+                _take_turn(ME)
+            k = keys.tile(n + 1).reshape([BLOCK_N, WIDTH]).permute((1, 0))
+            s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+            values.wait_full(n)
+            v = values.tile(n).reshape([BLOCK_N, WIDTH])
+            pending = warpgroup_mma(p, v, acc, is_async=True)
+            if TAKE_TURNS:
+                _pass_turn(ME)
+            if OVERLAP:
+                s = warpgroup_mma_wait(1, deps=[s])
+            else:
+                s, acc = warpgroup_mma_wait(0, deps=[s, pending])
+                values.release(n)
+            keys.release(n + 1)
+            # without a diagonal or a window, only the first tile reaches past the keys
+            if (HAS_LEFT or HAS_RIGHT) and (n0 + BLOCK_N > full_stop) | (n0 < full_start):
+                s = _masked(
+                    s, n0, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                )  # fmt: skip
+            p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, OVERLAP)
+            if OVERLAP:
+                acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
+                values.release(n)
+            p = gl.convert_layout(p.to(dtype), operand)
+            acc = acc * gl.expand_dims(gl.convert_layout(shrink, result_rows), 1)
+            n += 1
+
+        values.wait_full(n)
+        v = values.tile(n).reshape([BLOCK_N, WIDTH])
+        if HAS_LEFT and n0 < first_key:
+            _clear_unseen(v, n0, first_key)
+        pending = warpgroup_mma(p, v, acc, is_async=True)
+        total = gl.convert_layout(gl.sum(l_i, 1), score_rows)
+        lse = (m_i + gl.log2(total)) * LN2
+        token = position - past
+        row = lse_ptr + (head + r % PACK).to(gl.int64) * total_q + q_start + token
+        gl.store(row, lse, mask=token < query_len)
+        share = gl.where(total > 0.0, 1.0 / total, 0.0)
+        acc = warpgroup_mma_wait(0, deps=[pending])
+        values.release(n)
+        n += 1
+        # the result leaves from where the queries lay
+        q.store((acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)).to(dtype))
+        fence_async_shared()
+        store_rows(out_desc, q_start, query_len, first_token, head, box)
+        if queries.STAGES == 1:
+            tma.store_wait(0)
+            queries.release(drawn)
+        drawn += 1
+        queries.wait_full(drawn)
+        count = _get(notes, drawn % queries.STAGES, COUNT)
+    tma.store_wait(0)

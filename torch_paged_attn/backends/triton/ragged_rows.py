@@ -1,0 +1,44 @@
+"""Boxes of rows for the tensor memory accelerator, cut off at the end of a sequence by hardware.
+
+A tensor map bounds its axes, but a packed batch has a bound for every sequence. Two more axes with
+the rows' stride and its negative (modulo 2**64) let an address be reached by a coordinate that runs
+into the bound where the caller wants it to: rows from `size` on are loaded as zeros and are not
+stored. This is the arithmetic of Triton's `ragged_tma`, for rows of several heads.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# the bound of the rows' axis, and of the two that have none; coordinates are 32 bits
+BOUND = 2**30
+ENDLESS = 2**31 - 2**16
+FAR = gl.constexpr(BOUND)
+
+# what a tensor map asks of addresses and strides, in bytes
+ALIGNMENT = 16
+
+
+def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescriptor:
+    """Boxes of (1, 1, rows, heads, width) of x, (rows, heads, dim), of any strides."""
+    row, head, _ = x.stride()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    shape = [ENDLESS, ENDLESS, BOUND, x.shape[1], x.shape[2]]
+    strides = [2**34 - row, row, row, head, 1]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, heads, width], layout)
+
+
+@gluon.jit
+def load_rows(desc, start, size, row, head, barrier, smem):
+    """Rows [row, ...) of the `size` rows from `start` on; the barrier expects a whole box."""
+    tma.async_copy_global_to_shared(
+        desc, [FAR, start + size, FAR - size + row, head, 0], barrier, smem
+    )
+
+
+@gluon.jit
+def store_rows(desc, start, size, row, head, smem):
+    """The rows of a box that lie within the `size` rows from `start` on."""
+    tma.async_copy_shared_to_global(desc, [FAR, start + size, FAR - size + row, head, 0], smem)

@@ -1,0 +1,155 @@
+"""The tiles of queries of a ragged batch in order of work, the longest first.
+
+A persistent kernel that deals tiles out in this order ends evenly (Graham's longest processing
+time rule), whatever lengths are mixed. Nothing is sorted: a tile's place is the number of tiles
+with more work, and that of equal ones before it, both counted from the lengths in closed form.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.launch import launch
+from torch_paged_attn.backends.triton.tile import key_span, query_span
+
+# int32 words of an entry, and of the header before the entries: tickets drawn, number of tiles
+ENTRY = 8
+
+# tiles that a program places, sequences that it looks at at a time
+PLACED = 64
+LOOKED_AT = 32
+
+
+@triton.jit
+def _tiles_from(
+    cost, query_len, key_len, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr
+):
+    """How many tiles of a sequence visit at least `cost` tiles of keys: its last ones."""
+    tiles = tl.cdiv(query_len, TOKENS)
+    before = (cost - 1) * BLOCK_N  # a tile must see a key past these
+    first = tl.zeros_like(tiles)
+    if IS_CAUSAL:
+        first = tl.minimum(tl.maximum(before - (key_len - query_len), 0) // TOKENS, tiles)
+    return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
+
+
+@triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
+def _tile_order_kernel(
+    order_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_k_ptr,
+    batch,
+    total_q,
+    max_keys,
+    IS_PAGED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    PLACED: tl.constexpr,
+    LOOKED_AT: tl.constexpr,
+):
+    """Tiles are numbered with gaps, as in `tile.py`; a program places PLACED of them."""
+    number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
+    b = tl.full([PLACED], -1, tl.int32)
+    for b0 in tl.range(0, batch + 1, LOOKED_AT):
+        other = b0 + tl.arange(0, LOOKED_AT)
+        bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
+        started = (other <= batch)[None, :] & (
+            (bound // TOKENS + other)[None, :] <= number[:, None]
+        )
+        b += tl.sum(started.to(tl.int32), 1)
+    b = tl.maximum(b, 0)
+    q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    # rows nobody checked must not lead outside the tensors
+    q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
+    query_len = tl.maximum(q_stop - q_start, 0)
+    k_start, key_len = key_span(
+        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
+    )
+    tile = number - q_start // TOKENS - b
+    exists = (tile >= 0) & (tile * TOKENS < query_len)
+    stop = key_len
+    if IS_CAUSAL:
+        stop = tl.minimum(stop, key_len - query_len + (tile + 1) * TOKENS)
+    cost = tl.cdiv(tl.maximum(stop, 0), BLOCK_N)
+
+    place = tl.zeros([PLACED], tl.int32)
+    tiles = tl.full([], 0, tl.int32)
+    for b0 in tl.range(0, batch + 1, LOOKED_AT):
+        other = b0 + tl.arange(0, LOOKED_AT)
+        first_row, last_row = query_span(other, cu_seqlens_q_ptr, batch, total_q)
+        length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
+        length = tl.where(other <= batch, tl.maximum(length, 0), 0)
+        _, keys = key_span(
+            other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
+        )
+        tiles += tl.sum(tl.cdiv(length, TOKENS), 0)
+        more = _tiles_from(
+            cost[:, None] + 1, length[None, :], keys[None, :], TOKENS, BLOCK_N, IS_CAUSAL
+        )
+        least = _tiles_from(
+            cost[:, None], length[None, :], keys[None, :], TOKENS, BLOCK_N, IS_CAUSAL
+        )
+        equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
+        first_equal = tl.cdiv(length, TOKENS)[None, :] - least
+        own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
+        place += tl.sum(more + equal_before + own, 1)
+
+    entry = order_ptr + WORDS + place * WORDS
+    tl.store(entry, b, mask=exists)
+    tl.store(entry + 1, tile * TOKENS, mask=exists)
+    tl.store(entry + 2, q_start, mask=exists)
+    tl.store(entry + 3, query_len, mask=exists)
+    tl.store(entry + 4, k_start, mask=exists)
+    tl.store(entry + 5, key_len, mask=exists)
+    if tl.program_id(0) == 0:
+        tl.store(order_ptr, 0)
+        tl.store(order_ptr + 1, tiles)
+
+
+def most_tiles(total_q: int, batch: int, tokens: int) -> int:
+    """How many tiles there can be, whatever the lengths are."""
+    return total_q // tokens + batch + 1
+
+
+def order_tiles(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    total_q: int,
+    max_keys: int,
+    *,
+    is_paged: bool,
+    is_causal: bool,
+    tokens: int,
+    block_n: int,
+) -> Tensor:
+    """A header (tickets drawn: 0, number of tiles) and, for each tile: its sequence, its first
+    token, the sequence's first row and length, its first key and number of keys.
+    """
+    batch = cu_seqlens_q.shape[0] - 1
+    tiles = most_tiles(total_q, batch, tokens)
+    order = torch.empty((tiles + 1, ENTRY), dtype=torch.int32, device=cu_seqlens_q.device)
+    launch(
+        _tile_order_kernel,
+        (-(-tiles // PLACED),),
+        order,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        batch,
+        total_q,
+        max_keys,
+        IS_PAGED=is_paged,
+        IS_CAUSAL=is_causal,
+        TOKENS=tokens,
+        BLOCK_N=block_n,
+        WORDS=ENTRY,
+        PLACED=PLACED,
+        LOOKED_AT=LOOKED_AT,
+        num_warps=4,
+    )
+    return order

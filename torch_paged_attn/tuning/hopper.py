@@ -1,0 +1,31 @@
+"""Tiles of the Hopper kernel: by head size and by how long the sequences are."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperConfig:
+    """CONSUMERS of 64 rows each, tiles of BLOCK_N keys, slots of the rings, registers of a
+    consumer's thread, and how its two products and softmaxes interleave.
+    """
+
+    CONSUMERS: int = 2
+    BLOCK_N: int = 128
+    STAGES: int = 2
+    Q_STAGES: int = 2
+    REGISTERS: int = 232
+    OVERLAP: bool = True  # the product with the values runs while the next softmax is computed
+    TAKE_TURNS: bool = False  # one consumer's products run while the other's softmax is computed
+
+
+def choose_hopper_config(width: int, mean_length: int, is_causal: bool) -> HopperConfig:
+    """`width` is head_dim as it lies in shared memory: 64, 128 or 256."""
+    if width == 256:
+        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=240)
+    if width == 128:
+        return HopperConfig(TAKE_TURNS=True)
+    # a third consumer hides more of the exponentials, but makes tiles that reach further past a
+    # causal diagonal
+    if not is_causal or mean_length > 4096:
+        return HopperConfig(CONSUMERS=3, REGISTERS=160, STAGES=3, OVERLAP=False)
+    return HopperConfig(STAGES=3, OVERLAP=False)
