@@ -41,7 +41,8 @@ def _find_pages(
         # entries past the keys, or before a window, may hold anything: they are not read
         seen = (j < key_len) & (j + ROWS > first_key)
         page = gl.load(table_ptr + j // PAGE_SIZE, mask=seen, other=-1)
-        pages = pages + (page,)  # noqa: RUF005 (the compiler knows no unpacking)
+        # the compiler of kernels knows no unpacking
+        pages = pages + (page,)  # type: ignore[assignment]  # noqa: RUF005
     return pages
 
 
