@@ -5,6 +5,7 @@ Nothing here reads a tensor: grids, splits and workspaces follow from shapes.
 
 import math
 import os
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.counters import zeroed_counters
 from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
-from torch_paged_attn.backends.triton.launch import launch
+from torch_paged_attn.backends.triton.launch import Relaunch, launch
+from torch_paged_attn.backends.triton.recipes import Recipe, remember
 from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
@@ -95,8 +97,11 @@ def attend(
     k_block_size: int = 0,
     config: Config | None = None,
     splits: SplitPlan | None = None,
+    key: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels. `config` and `splits` override what shapes and tables say."""
+    """Launch the kernel. `config` and `splits` override what shapes and tables say; with a `key`
+    there will be a recipe for calls like this one.
+    """
     total_q, num_heads, head_dim = q.shape
     num_kv_heads, head_dim_v = k.shape[1], v.shape[-1]
     group_size = num_heads // num_kv_heads
@@ -180,37 +185,13 @@ def attend(
         k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
     else:
         (k_low, k_high), (v_low, v_high) = chunks(head_dim, smallest), chunks(head_dim_v, smallest)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if target.is_hip and config.waves_per_eu:
         options["waves_per_eu"] = config.waves_per_eu
     if config.maxnreg and target.arch.startswith("sm"):
         options["maxnreg"] = config.maxnreg
 
-    search_width = min(next_power_of_2(batch + 1), 1024)
-    launch(
-        _attention_fwd_kernel,
-        grid,
-        q_stored,
-        k_stored,
-        v_stored,
-        out_stored,
-        lse,
-        parts,
-        counters,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        block_table,
-        crow,
-        col,
-        stored_bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-        rng_state if dropout_p > 0.0 else None,
+    fixed_args = (
         *q.stride()[:2],
         *_row_strides(k_stored),
         *_row_strides(v_stored),
@@ -238,6 +219,9 @@ def attend(
         1.0 / (1.0 - dropout_p),
         -(-splits.min_keys // block_n),
         splits.fixed_keys // block_n,
+    )
+    search_width = min(next_power_of_2(batch + 1), 1024)
+    options |= dict(
         HEAD_DIM=head_dim,
         K_LOW=k_low,
         K_HIGH=k_high,
@@ -274,6 +258,35 @@ def attend(
         DTYPE=dtype,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        **options,
     )
+    args = (
+        q_stored,
+        k_stored,
+        v_stored,
+        out_stored,
+        lse,
+        parts,
+        counters,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        crow,
+        col,
+        stored_bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        out_scale,
+        rng_state if dropout_p > 0.0 else None,
+        *fixed_args,
+    )
+    compiled = launch(_attention_fwd_kernel, grid, *args, **options)
+    if key is not None and q.is_cuda:
+        relaunch = Relaunch(_attention_fwd_kernel, compiled, grid, args, options)
+        size = parts.numel() if parts is not None else 0
+        recipe = Recipe(relaunch, out.shape, out.dtype, size, math.prod(grid), dropout_p > 0.0)
+        remember(key, recipe)
     return out, lse

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.attention import attend
+from torch_paged_attn.backends.triton import recipes
+from torch_paged_attn.backends.triton.attention import attend, batch_invariant
 from torch_paged_attn.backends.triton.values import values_are_checked
 from torch_paged_attn.ops.blocksparse import check, check_values
 
@@ -27,10 +28,15 @@ def blocksparse(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.blocksparse`."""
-    call: tuple[Any, ...] = (q, k, v, crow_indices, col_indices, cu_seqlens_q, *args)
+    layout = crow_indices, col_indices
+    attention: tuple[Any, ...] = (q, k, v, cu_seqlens_q, *args)
     kwargs |= {"q_block_size": q_block_size, "k_block_size": k_block_size, "causal": causal}
+    mode = batch_invariant(), *map(recipes.describe, layout)
+    key = recipes.key_of("blocksparse", 5, mode, attention, kwargs)
+    if (recipe := recipes.recall(key)) is not None:
+        return recipe(*attention, layout=layout, **kwargs)
+    call: tuple[Any, ...] = (q, k, v, crow_indices, col_indices, cu_seqlens_q, *args)
     check(*call, **kwargs)
     if values_are_checked():
         check_values(*call, **kwargs)
-    attention: tuple[Any, ...] = (q, k, v, cu_seqlens_q, *args)
-    return attend(*attention, layout=(crow_indices, col_indices), **kwargs)
+    return attend(*attention, layout=layout, key=key, **kwargs)

@@ -7,6 +7,7 @@ four bytes each, from a store that was zeroed before the capture.
 
 import torch
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from torch_paged_attn.backends.triton.launch import is_traced
 
@@ -32,7 +33,7 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
         return store
     if store is None or store.numel() < LEAST:
         _stores[index] = torch.zeros(STORE, dtype=torch.int32, device=device)
-    key = index, torch.cuda.current_stream(device).cuda_stream
+    key = index, driver.active.get_current_stream(index)
     counters = _of_streams.get(key)
     if counters is None or counters.numel() < count:
         counters = torch.zeros(max(count, LEAST), dtype=torch.int32, device=device)
