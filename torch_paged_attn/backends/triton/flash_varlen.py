@@ -5,11 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-<<<<<<< HEAD
-from torch_paged_attn.backends.triton import flash_varlen_sm90
-=======
-from torch_paged_attn.backends.triton import recipes
->>>>>>> 8c59e71 (Triton: a call like one before is launched again from a recipe)
+from torch_paged_attn.backends.triton import flash_varlen_sm90, recipes
 from torch_paged_attn.backends.triton.attention import attend, batch_invariant
 from torch_paged_attn.backends.triton.values import values_are_checked
 from torch_paged_attn.ops.checks import check_attention, check_attention_values
@@ -35,13 +31,9 @@ def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     check_attention("flash_varlen", *args, **kwargs)
     if values_are_checked():
         check_attention_values("flash_varlen", *args, **kwargs)
-<<<<<<< HEAD
     reason = why_portable(*args, **kwargs)
     if reason is None:
         logger.debug("flash_varlen: the Hopper kernel")
         return flash_varlen_sm90.flash_varlen(*args, **kwargs)
     logger.debug("flash_varlen: the portable kernel, because %s", reason)
-    return attend(*args, **kwargs)
-=======
     return attend(*args, key=key, **kwargs)
->>>>>>> 8c59e71 (Triton: a call like one before is launched again from a recipe)
