@@ -141,7 +141,7 @@ def attend(
             laid_out = lay_out_bias(attn_bias, table, heads, run)
             bias, bias_rows, bias_stride = laid_out.rows, laid_out.index, laid_out.head_stride
             absent = laid_out.absent.unflatten(1, (-1, P, run)).transpose(1, 2).flatten(2)
-            bounds = torch.cat([bounds.to(q.device), absent.float()], 2)
+            bounds = torch.cat([bounds, absent.float()], 2)
         depth = table.work.depth
         if bias_rows is None:
             bias_rows = torch.zeros(1, P, depth, dtype=torch.int32)
@@ -152,8 +152,11 @@ def attend(
             q_rows,
             _bytes(k_rows.storage, wide_q.dtype),
             _bytes(v_rows.storage, wide_q.dtype),
-            *(t.to(q.device) for t in (table.indices, bounds, table.stops, table.positions)),
-            table.draws.to(q.device),
+            table.indices,
+            bounds,
+            table.stops,
+            table.positions,
+            table.draws,
             words,
             scalars,
             bias.to(q.device),

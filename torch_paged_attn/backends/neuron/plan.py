@@ -60,13 +60,17 @@ class Geometry:
 def plan(
     metadata: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows]
 ) -> list[Tables]:
-    """Tables of each work list; the same for every layer of a step."""
-    host = metadata.on_host()
+    """Tables of each work list, on the metadata's device; the same for every layer of a step."""
+    host, device = metadata.on_host(), metadata.cu_seqlens_q.device
     csr, blocks = (host.layout[:2], host.layout[2:]) if host.layout else ((None, None), ())
     tensors = (host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table, *csr)
     places = tuple((r.page_rows, r.head_rows, r.slot_rows) for r in rows)
-    options = geometry, places, blocks
-    return _recent_plans(tensors, options, lambda: _make(host, geometry, rows))
+    options = geometry, places, blocks, device
+
+    def make() -> list[Tables]:
+        return [tables.to(device) for tables in _make(host, geometry, rows)]
+
+    return _recent_plans(tensors, options, make)
 
 
 def _make(host: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:

@@ -54,7 +54,7 @@ class Heads:
 class Tables:
     """`attention_kernel`'s arguments of the same names, and the items in the order of the tables.
 
-    `items[i]` is the item that line i stands for; `is_idle[i]` that it stands for none.
+    `items[i]` is the item that line i stands for, any where it stands for none.
     """
 
     work: WorkList
@@ -64,7 +64,11 @@ class Tables:
     positions: Tensor
     draws: Tensor
     items: Tensor
-    is_idle: Tensor
+
+    def to(self, device: torch.device) -> "Tables":
+        """What the kernel loads on `device`; the rest stays on the host."""
+        names = ("indices", "bounds", "stops", "positions", "draws")
+        return dataclasses.replace(self, **{n: getattr(self, n).to(device) for n in names})
 
 
 def bucket(num_items: int) -> int:
@@ -149,5 +153,4 @@ def lay_out(
         positions=positions.to(torch.int32),
         draws=draws.to(torch.int32).contiguous(),
         items=items,
-        is_idle=is_idle,
     )
