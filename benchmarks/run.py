@@ -3,6 +3,7 @@
     python benchmarks/run.py --backend cpu                       everything, one thread and all
     python benchmarks/run.py --problems '*/decode_*' --threads 1
     python benchmarks/run.py --base main~3                       this checkout beside another commit
+    python benchmarks/run.py --isa avx2                          and beside a slower instruction set
 
 A problem whose result is not accurate is not timed. With one thread the figures are the smallest
 CPU time of interleaved samples; with more, the median wall time, marked ~ if the machine was busy.
@@ -24,7 +25,7 @@ from measure import interleave, sampler
 from problems import BENCHMARKS
 from rich.console import Console
 from workloads import AttentionWorkload, Workload, make
-from worktree import built, remote_sampler
+from worktree import ROOT, built, remote_sampler
 
 console = Console()
 if not console.is_terminal:
@@ -83,6 +84,9 @@ def measure(name: str, options: argparse.Namespace, base: Path | None) -> list[d
             if base is not None:
                 remote = remote_sampler(base, name, threads)
                 samplers["base"] = stack.enter_context(remote)
+            for isa in options.isa:
+                forced = remote_sampler(ROOT, name, threads, isa)
+                samplers[f"{isa} (ours)"] = stack.enter_context(forced)
             timings = interleave(samplers, options.seconds, threads)
         rows.append(
             {
@@ -109,6 +113,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["cpu"], default="cpu")
     parser.add_argument("--problems", metavar="GLOB", default="*", help="names to run")
     parser.add_argument("--base", metavar="REF", help="time this commit too")
+    parser.add_argument(
+        "--isa", metavar="NAME", nargs="+", default=[], help="time our kernels on these too: avx2"
+    )
     parser.add_argument("--threads", metavar="N", type=int, nargs="+", default=all_threads)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each contender")
     parser.add_argument("--flex", action="store_true", help="compile flex_attention as a peer")

@@ -40,9 +40,13 @@ def built(ref: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def remote_sampler(checkout: Path, name: str, threads: int) -> Iterator[Sampler]:
-    """A sampler of benchmark `name` at `checkout`."""
+def remote_sampler(
+    checkout: Path, name: str, threads: int, isa: str | None = None
+) -> Iterator[Sampler]:
+    """A sampler of benchmark `name` at `checkout`, on its best instruction set or on `isa`."""
     env = {key: value for key, value in os.environ.items() if key != "PAGED_ATTN_LIBRARY"}
+    if isa is not None:
+        env["PAGED_ATTN_CPU_ISA"] = isa
     command = [sys.executable, __file__, name, str(threads)]
     with subprocess.Popen(
         command,

@@ -33,7 +33,25 @@ struct FloatProduct {
   static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return exp2(x); }
 };
 
+// What products of bfloat16 pairs have in common. They are exact for what bfloat16 holds, which
+// 8-bit numbers are; probabilities are rounded to bfloat16, so queries must not ask for more.
+struct Bfloat16Pairs {
+  static constexpr int DEPTH = 2;
+
+  template <class T>
+  static constexpr bool accepts = sizeof(T) == 1;
+  static PAGED_ATTN_INLINE bool suits(paged_attn::DType q, paged_attn::DType kv) {
+    const auto exact = [](paged_attn::DType x) __attribute__((always_inline)) {
+      return x == paged_attn::DType::bfloat16 || bytes_of(x) == 1;
+    };
+    return exact(q) && exact(kv);
+  }
+};
+template <>
+constexpr bool Bfloat16Pairs::accepts<bfloat16> = true;
+
 #if defined(__AVX512BF16__)
+#define PAGED_ATTN_PAIR_PRODUCT
 
 // The bfloat16 of every magnitude an 8-bit float of MANTISSA bits can have, in bytes.
 template <int MANTISSA, int BIAS, bool INFINITE>
@@ -58,20 +76,8 @@ struct Float8Table {
 constexpr Float8Table<3, 7, false> E4M3;
 constexpr Float8Table<2, 15, true> E5M2;
 
-// Pairs of bfloat16 with float32 sums: exact for what bfloat16 holds, which 8-bit numbers are.
-// Probabilities are rounded to bfloat16, so queries must not ask for more.
-struct PairProduct {
-  static constexpr int DEPTH = 2;
-
-  template <class T>
-  static constexpr bool accepts = sizeof(T) == 1;
-  static PAGED_ATTN_INLINE bool suits(paged_attn::DType q, paged_attn::DType kv) {
-    const auto exact = [](paged_attn::DType x) __attribute__((always_inline)) {
-      return x == paged_attn::DType::bfloat16 || bytes_of(x) == 1;
-    };
-    return exact(q) && exact(kv);
-  }
-
+// Pairs with float32 sums on AVX-512-BF16.
+struct PairProduct : Bfloat16Pairs {
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
     return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -146,8 +152,6 @@ struct PairProduct {
     return (F)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   }
 };
-template <>
-constexpr bool PairProduct::accepts<bfloat16> = true;
 
 #endif
 

@@ -1,20 +1,11 @@
 // Pairs of bfloat16 on Arm (BFDOT, FEAT_BF16): the same product as AVX-512-BF16's.
 #pragma once
 
+#define PAGED_ATTN_PAIR_PRODUCT
+
 namespace {
 
-struct PairProduct {
-  static constexpr int DEPTH = 2;
-
-  template <class T>
-  static constexpr bool accepts = sizeof(T) == 1;
-  static PAGED_ATTN_INLINE bool suits(paged_attn::DType q, paged_attn::DType kv) {
-    const auto exact = [](paged_attn::DType x) __attribute__((always_inline)) {
-      return x == paged_attn::DType::bfloat16 || bytes_of(x) == 1;
-    };
-    return exact(q) && exact(kv);
-  }
-
+struct PairProduct : Bfloat16Pairs {
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
     return (F)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
   }
@@ -47,7 +38,5 @@ struct PairProduct {
     return (F)vcvtq_high_bf16_f32(half, (float32x4_t)high);
   }
 };
-template <>
-constexpr bool PairProduct::accepts<bfloat16> = true;
 
 }  // namespace

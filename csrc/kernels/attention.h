@@ -9,8 +9,7 @@ namespace {
 // Calls f with the product that serves a call.
 template <class Function>
 PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
-#if defined(__AVX512BF16__) || \
-    (defined(PAGED_ATTN_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#if defined(PAGED_ATTN_PAIR_PRODUCT)
   if (PairProduct::suits(a.q_dtype, a.kv_dtype)) return f(PairProduct());
 #endif
   return f(FloatProduct());
