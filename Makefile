@@ -62,6 +62,7 @@ lint: install
 
 thorough: install
 	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest tests/properties
+	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest tests/triton/test_cross_compile.py
 
 sanitize: install
 	PYTHON=$(PYTHON) tools/sanitize.sh

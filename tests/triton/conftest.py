@@ -1,9 +1,14 @@
 """The Triton kernels on a GPU where there is one, else on the CPU in Triton's interpreter."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+# where test_cross_compile and its worker processes find their other half
+sys.path.insert(0, str(Path(__file__).parent))
 
 HAS_GPU = torch.cuda.is_available()
 

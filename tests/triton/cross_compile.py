@@ -1,14 +1,15 @@
 """Compile, for chips that are not here, what calls would launch there, and read what came out.
 
-    python tests/triton/cross_compile.py sm90 gfx942 [--only SUBSTRING]
+    python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only SUBSTRING] [--processes N]
 
-The calls are the named problems and every kind of cache write and merge; tiles, specialisations
-and compiler options are those of a launch, because a launch is what happens, up to the point where
-a kernel would be loaded.
+The calls are the named problems, those of `MORE`, and every kind of cache write and merge. Tiles,
+specialisations and compiler options are those of a launch, because a launch is what happens, up to
+the point where a kernel would be loaded.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -16,15 +17,15 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from torch_paged_attn.testing import PROBLEMS, build
+from torch_paged_attn.testing import PROBLEMS, Layout, Problem, build
 
 # backend, architecture and warp size as Triton names them; bytes of shared memory (LDS) a program
-# may have; how its matrix instructions begin
+# may have; what its matrix instructions are called
 MMA = r"\bmma\.sync"
 CHIPS = {
     "sm80": ("cuda", 80, 32, 166912, MMA),
@@ -42,10 +43,59 @@ CHIPS = {
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
+bf16, f32 = torch.bfloat16, torch.float32
+PREFILL = ((200, 72), (130, 0))
+DECODE = ((1, 500), (1, 90))
+
+# what the named problems leave out of the sizes and options that choose a kernel's tiles
+MORE = {
+    p.name: p
+    for p in (
+        Problem("d128/prefill_wide_pages/bf16", PREFILL, 8, 2, 128, dtype=bf16, page_size=128),
+        Problem("d128/prefill_bias/bf16", PREFILL, 8, 2, 128, dtype=bf16, bias="float"),
+        Problem("d128/prefill_alibi/bf16", PREFILL, 8, 2, 128, dtype=bf16, alibi="heads"),
+        Problem("d128/prefill_dropout/bf16", PREFILL, 8, 2, 128, dtype=bf16, dropout_p=0.1),
+        Problem(
+            "d128/prefill_layout/bf16", PREFILL, 8, 2, 128, dtype=bf16, layout=Layout(heads="kv")
+        ),
+        Problem("d256/prefill/bf16", PREFILL, 8, 2, 256, dtype=bf16, page_size=16),
+        Problem("d256/prefill/f32", PREFILL, 8, 2, 256, dtype=f32, page_size=16),
+        Problem("d256/decode/bf16", DECODE, 8, 2, 256, dtype=bf16, page_size=16),
+        Problem("d64/decode/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),
+        Problem(
+            "mla/prefill/bf16",
+            PREFILL,
+            16,
+            1,
+            576,
+            512,
+            dtype=bf16,
+            page_size=64,
+            cache_layout="mla",
+        ),
+        *(
+            Problem(
+                f"d128/decode/kv_{name}",
+                DECODE,
+                8,
+                2,
+                128,
+                dtype=bf16,
+                page_size=16,
+                kv_dtype=dtype,
+                descale="heads",
+            )
+            for name, dtype in EIGHT_BITS.items()
+        ),
+    )
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What one compiled kernel takes: bytes of `spills` count scratch and local memory too."""
+    """What one compiled kernel takes. `spills`: bytes of stack, scratch and local memory. Scalar
+    registers of AMD chips are spilled to lanes of vector registers, which costs no memory.
+    """
 
     name: str
     registers: int
@@ -54,6 +104,7 @@ class Kernel:
     shared: int
     matrix_instructions: int
     is_float32: bool  # its products run on the plain units
+    own_float8: int  # instructions that convert to or from float8, in the chip's sense of it
 
     def faults(self, arch: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -61,19 +112,19 @@ class Kernel:
         found = []
         if self.spills:
             found.append(f"{self.spills} bytes spilled")
-        if self.scalar_spills:
-            found.append(f"{self.scalar_spills} scalar registers spilled")
         if self.shared > room:
             found.append(f"{self.shared} bytes of shared memory, of {room}")
         if "attention" in self.name and not self.is_float32 and not self.matrix_instructions:
             found.append("no matrix instruction")
+        if self.own_float8 and arch == "gfx942":
+            found.append("float8 in the chip's own format, which is not OCP's")
         return found
 
 
-def _attention(name: str) -> Callable[[], None]:
+def _attention(problem: Problem) -> Callable[[], None]:
     from torch_paged_attn.backends import triton as backend
 
-    call = build(PROBLEMS[name])
+    call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
     return functools.partial(getattr(backend, call.op), **args)
 
@@ -96,7 +147,8 @@ def _merge(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    calls = {name: functools.partial(_attention, name) for name in PROBLEMS}
+    problems = PROBLEMS | MORE
+    calls = {name: functools.partial(_attention, problems[name]) for name in problems}
     for name, dtype in FLOATS.items():
         calls[f"merge_states/{name}"] = functools.partial(_merge, dtype)
         for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
@@ -123,6 +175,7 @@ def _local_memory(cubin: bytes) -> tuple[int, int]:
 
 
 def _read(arch: str, name: str, binary) -> Kernel:
+    scalar_spills = 0
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
 
@@ -134,26 +187,26 @@ def _read(arch: str, name: str, binary) -> Kernel:
         scalar_spills = number("sgpr_spill_count")
     else:
         text = binary.asm["ptx"]
-        scalar_spills = 0
         registers, spills = _local_memory(binary.asm["cubin"])
-    ir = binary.asm.get("ttir") or binary.asm["ttgir"]  # Gluon starts from layouts
-    is_float32 = not re.search(r"\b(tt\.dot|ttng\.warp_group_dot) .*x(bf16|f16|f8E\w+)", ir)
+    # Gluon's kernels begin further down
+    code = binary.asm.get("ttir") or binary.asm["ttgir"]
+    is_float32 = not re.search(r"(tt\.dot|warp_group_dot) .*x(bf16|f16|f8E\w+)", code)
     count = len(re.findall(CHIPS[arch][4], text))
-    return Kernel(name, registers, spills, scalar_spills, binary.metadata.shared, count, is_float32)
+    shared = binary.metadata.shared
+    own_float8 = len(re.findall(r"\bv_cvt_\w*(fp8|bf8)", text))
+    return Kernel(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8)
 
 
-def compile_call(arch: str, name: str) -> list[Kernel]:
-    """The kernels that a call launches on a chip. In a process where Triton does not interpret."""
+@contextlib.contextmanager
+def elsewhere(arch: str) -> Iterator[None]:
+    """Within it, this machine has such a chip, as far as compiling asks."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import GPUDriver
     from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
 
     from torch_paged_attn.backends.triton.target import Target, assume
 
     class Elsewhere(GPUDriver):
-        """Stands for the driver of a chip that is not here, as far as compiling asks it."""
-
         def __init__(self):
             self.get_current_device = lambda: arch
             self.get_current_stream = lambda device: 0
@@ -163,6 +216,15 @@ def compile_call(arch: str, name: str) -> list[Kernel]:
 
         is_active = map_python_to_cpp_type = get_active_torch_device = get_benchmarker = None
 
+    driver.set_active(Elsewhere())
+    with assume(Target.of_arch(arch, 128)):
+        yield
+
+
+def compile_call(arch: str, name: str) -> list[Kernel]:
+    """The kernels that a call launches on a chip. In a process where Triton does not interpret."""
+    from triton.runtime.jit import JITFunction
+
     kernels, launch = [], JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **kwargs):
@@ -170,10 +232,9 @@ def compile_call(arch: str, name: str) -> list[Kernel]:
         kernels.append(_read(arch, kernel.__name__, binary))
         return binary
 
-    driver.set_active(Elsewhere())
     JITFunction.run = compile_only
     try:
-        with assume(Target.of_arch(arch, 128)):
+        with elsewhere(arch):
             CALLS[name]()()
     finally:
         JITFunction.run = launch
@@ -193,24 +254,23 @@ def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arch", nargs="*", default=list(CHIPS))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arch", nargs="*", help=f"of {', '.join(CHIPS)}; all without one")
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     jobs = [(a, n) for a in options.arch or CHIPS for n in CALLS if options.only in n]
     failed = 0
     with workers(options.processes) as pool:
-        for (arch, name), kernels in zip(
-            jobs, pool.map(compile_call, *zip(*jobs, strict=True)), strict=True
-        ):
+        done = pool.map(compile_call, *zip(*jobs, strict=True))
+        for (arch, name), kernels in zip(jobs, done, strict=True):
             for kernel in kernels:
                 faults = kernel.faults(arch)
                 failed += bool(faults)
                 print(
                     f"{arch:7} {name:34} {kernel.name:26} {kernel.registers:3} registers"
-                    f" {kernel.shared:6} shared {kernel.matrix_instructions:4} matrix"
-                    f"  {'; '.join(faults)}",
+                    f" {kernel.scalar_spills:3} scalars spilled {kernel.shared:6} shared"
+                    f" {kernel.matrix_instructions:4} matrix  {'; '.join(faults)}",
                     flush=True,
                 )
     print(f"{len(jobs)} calls, {failed} kernels at fault")

@@ -1,4 +1,8 @@
-"""Tiles of the attention kernel: explicit choice, then the chip's table, then a rule of thumb."""
+"""Tiles of the attention kernel: explicit choice, then the chip's table, then a rule of thumb.
+
+A table is a file for a chip. The entries of those that nobody could measure are the largest tiles
+whose kernels spill no register: `tests/triton/fit_tiles.py` finds them.
+"""
 
 import dataclasses
 import functools
@@ -7,6 +11,27 @@ from pathlib import Path
 from typing import Any
 
 TABLES = Path(__file__).parent / "tables"
+
+# chips without a table of their own use that of a chip with the same registers and instructions,
+# and no more shared memory
+RELATIVES = {
+    "sm87": "sm86",
+    "sm89": "sm86",
+    "sm103": "sm100",
+    "sm110": "sm100",
+    "sm121": "sm120",
+    "gfx940": "gfx942",
+    "gfx941": "gfx942",
+    "gfx1101": "gfx1100",
+    "gfx1102": "gfx1100",
+    "gfx1103": "gfx1100",
+    "gfx1150": "gfx1100",
+    "gfx1151": "gfx1100",
+    "gfx1200": "gfx1201",
+}
+
+# head sizes in between use the tiles of the next larger one
+WIDTHS = (64, 128, 256, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +51,35 @@ class Config:
 
 @functools.cache
 def _table(arch: str) -> dict[str, dict[str, Any]]:
-    path = TABLES / f"{arch}.json"
+    path = TABLES / f"{RELATIVES.get(arch, arch)}.json"
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def entries(
+    block_m: int,
+    head_dim: int,
+    itemsize: int,
+    kv_itemsize: int,
+    page_size: int,
+    tiles: int,
+    is_plain: bool,
+) -> list[str]:
+    """The entries of a table that fit a call, the most special first.
+
+    `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is one of WIDTHS, `b` the bytes of an
+    element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
+    at least 1024 tiles, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones. `/extra`
+    is for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
+    """
+    width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
+    key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
+    keys = [key]
+    if kv_itemsize < itemsize:
+        keys = [f"{key}/kv1", key]
+    elif page_size:
+        size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
+        keys = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
+    return keys if is_plain else [f"{k}/extra" for k in keys] + keys
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,51 +91,28 @@ def choose_config(
     kv_itemsize: int,
     page_size: int,
     tiles: int,
+    is_plain: bool,
 ) -> Config:
     """The config for about `tiles` tiles of about `rows` rows. `head_dim` is the larger of the two.
 
-    Tables hold entries like `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is head_dim
-    rounded up to a power of two, `b` the bytes of an element. One that ends in `/kv1` is for 8-bit
-    keys; for keys in pages, in `/few` or `/many` for at most 32 tiles or at least 1024, in `/wide`
-    for pages of 64 keys or more, in `/narrow` for smaller ones.
+    An entry's BLOCK_M is the most rows that a tile may have.
     """
-    block_m = min(max(16, 1 << (rows - 1).bit_length()), 128)
-    width = 1 << (max(head_dim, 16) - 1).bit_length()
-    key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
-    pages = "wide" if page_size >= 64 else "narrow"
+    # float32 products run on the plain units: small tiles
+    most = 32 if itemsize == 4 and arch != "interpreter" else 128
+    block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
     table = _table(arch)
-    size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
-    entries = [size, pages] if page_size else []
-    if kv_itemsize < itemsize:
-        entries = ["kv1"]
-    for entry in (*(f"{key}/{entry}" for entry in entries), key):
+    call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, is_plain)
+    for entry in entries(*call):
         if entry in table:
-            return Config(**{"BLOCK_M": block_m, **table[entry]})
-    return _rule_of_thumb(arch, block_m, width, itemsize, page_size)
+            found = Config(**{"BLOCK_M": block_m, **table[entry]})
+            return dataclasses.replace(found, BLOCK_M=min(found.BLOCK_M, block_m))
+    return _rule_of_thumb(arch, block_m, head_dim, itemsize)
 
 
-def _rule_of_thumb(arch: str, block_m: int, width: int, itemsize: int, page_size: int) -> Config:
-    """Tiles that fit the registers and the shared memory of every chip of a family."""
+def _rule_of_thumb(arch: str, block_m: int, head_dim: int, itemsize: int) -> Config:
+    """Small tiles, for a chip that nobody has looked at."""
     if arch == "interpreter":  # fewer and larger NumPy calls are faster
         return Config(min(block_m, 64), 64, 4, 1)
-    is_hip = arch.startswith("gfx")
-    stages = 1 if is_hip else 2
-    waves = 2 if is_hip else 0
-    if itemsize == 4:  # float32 products run on the plain units: small tiles
-        return Config(min(block_m, 32), 32 if width <= 128 else 16, 4, 1, 0)
-    if block_m <= 64:  # decode: many small programs, all of them loading
-        if not is_hip and width <= 256:
-            # the ids of pages take two stages of their own
-            stages = 5 if page_size else 3
-        if width > 256:
-            return Config(block_m, 32 if not is_hip else 16, 4 if block_m <= 32 else 8, stages, 0)
-        return Config(block_m, 64 if width <= 128 else 32, 4, stages, waves)
-    if width > 256:
-        return Config(64, 32 if not is_hip else 16, 8, 1, 0)
-    if width > 128:
-        return Config(
-            128 if not is_hip else 64, 64 if not is_hip else 32, 8 if not is_hip else 4, stages, 0
-        )
-    if arch == "sm90":
-        return Config(128, 64, 8, 3 if width > 64 else 2)
-    return Config(128, 64, 4 if is_hip or width <= 64 else 8, stages, waves)
+    if itemsize == 4:
+        return Config(min(block_m, 16), 16, 8, 1)
+    return Config(min(block_m, 64 if head_dim <= 128 else 32), 32, 8, 1)

@@ -118,17 +118,20 @@ def attend(
         pack = 1  # query heads of a group visit different blocks
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k) and holds_pairs(v)
     dtype = _product_type(q, may_pair, target)
-    grid_heads = num_kv_heads * -(-group_size // pack)
     if config is None:
-        rows, tiles = -(-total_q // max(batch, 1)) * pack, min(batch, total_q) * grid_heads
+        rows, tiles = -(-total_q // max(batch, 1)) * pack, min(batch, total_q) * num_kv_heads
         if batch_invariant():
             rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
         itemsize = dtype.primitive_bitwidth // 8
         widest = max(head_dim, head_dim_v)
-        config = choose_config(
-            target.arch, max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles
-        )
-    block_m = max(config.BLOCK_M, next_power_of_2(pack))
+        has_scores = softcap > 0.0 or attn_bias is not None or alibi_slopes is not None
+        is_plain = not has_scores and dropout_p == 0.0 and layout is None
+        sizes = (max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles)
+        config = choose_config(target.arch, *sizes, is_plain)
+    # a tile of few rows takes the heads of a group in turns
+    block_m = config.BLOCK_M
+    pack = min(pack, block_m)
+    grid_heads = num_kv_heads * -(-group_size // pack)
     block_n = config.BLOCK_N
     is_paired = may_pair and block_m <= 32
     dtype = _product_type(q, is_paired, target)
