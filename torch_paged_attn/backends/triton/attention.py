@@ -119,7 +119,8 @@ def attend(
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k) and holds_pairs(v)
     dtype = _product_type(q, may_pair, target)
     if config is None:
-        rows, tiles = -(-total_q // max(batch, 1)) * pack, min(batch, total_q) * num_kv_heads
+        rows = -(-total_q // max(batch, 1)) * pack
+        tiles = min(batch, total_q) * num_kv_heads * -(-group_size // pack)
         if batch_invariant():
             rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
         itemsize = dtype.primitive_bitwidth // 8
