@@ -44,8 +44,8 @@ CHIPS = {
 # the first to the last line of a kernel are left over by one compiler or the other.
 LEFT_OVER = 64
 
-# The same for calls that are known to take more. On sm90 the tiles were timed, and these are faster
-# than smaller ones. gfx1100's instructions want their operands twice: wide heads fill the registers.
+# The same for calls that are known to take more. The tiles of sm90 were timed, and are faster than
+# smaller ones. gfx1100 wants its operands twice over: wide heads fill the registers.
 KNOWN = {
     ("sm90", "llama3_8b/mixed/bf16"): 768,
     ("sm90", "llama3_8b/mixed/f16"): 768,
