@@ -1,0 +1,14 @@
+"""Tiles smaller than any table of this machine's would choose."""
+
+from torch_paged_attn.testing import Problem, assert_accurate, build
+from torch_paged_attn.tuning import Config
+
+
+def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
+    """It takes the heads in turns: 40 of them here, 16 at a time."""
+    from torch_paged_attn.backends.triton.attention import attend
+
+    problem = Problem("wide_group", ((1, 40), (3, 20), (0, 5)), 80, 2, 32, page_size=16)
+    call = build(problem)
+    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.to(device).args
+    assert_accurate(*attend(**args, config=Config(16, 16, 4, 1)), call.truth())
