@@ -49,7 +49,7 @@ LEFT_OVER = 64
 KNOWN = {
     ("sm90", "llama3_8b/mixed/bf16"): 768,
     ("sm90", "llama3_8b/mixed/f16"): 768,
-    ("sm90", "vllm_cache/mixed/bf16"): 768,
+    ("sm90", "vllm_cache/mixed/bf16"): 896,
     ("sm90", "d128/prefill_wide_pages/bf16"): 128,
     ("gfx1100", "deepseek_mla/decode/bf16"): 2304,
     ("gfx1100", "mla/prefill/bf16"): 2304,

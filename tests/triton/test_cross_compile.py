@@ -2,7 +2,7 @@
 instructions do the work.
 
 Every chip compiles half of the calls and every call is compiled for half of the chips; with the
-`thorough` profile, all of them.
+`thorough` profile, all of them. `cross_compile.py` prints what other chips make of them.
 """
 
 import os
@@ -11,9 +11,11 @@ import cross_compile
 import pytest
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+# those whose tables of tiles have been through the whole matrix
+CHIPS = ("sm80", "sm86", "sm90", "sm100", "gfx90a", "gfx942")
 JOBS = [
     (arch, name)
-    for i, arch in enumerate(cross_compile.CHIPS)
+    for i, arch in enumerate(CHIPS)
     for j, name in enumerate(cross_compile.CALLS)
     if IS_THOROUGH or (i + j) % 2 == 0
 ]
