@@ -6,6 +6,7 @@ compile anything anew.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -15,13 +16,18 @@ from jax import Array, lax
 from torch_paged_attn.backends.tpu.attention_kernel import Statics
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.launch import attend_tiles
+from torch_paged_attn.backends.tpu.layout_mask import WORD, Layout, lay_out_tiles
 from torch_paged_attn.backends.tpu.pages import keys_per_step, lay_out_pages
+from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, Window, cut_queries
 
 FLOATS = ("float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SUBLANES = 8
+
+# int32 that fit into SMEM beside everything else
+MOST_ENTRIES = 200_000
 
 # up to this many tokens of a sequence, all of them are one tile
 SHORT = 8
@@ -100,8 +106,10 @@ def attend(
     out_dtype: Any,
     config: Config,
     interpret: Any,
+    layout: Layout | None = None,
 ) -> tuple[Array, Array]:
-    """`flash_varlen` of a call that it can do."""
+    """`flash_varlen` of a call that it can do; `blocksparse` with a layout."""
+    op = "flash_varlen" if layout is None else "blocksparse"
     total_q, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1] if block_table is None else k.shape[-3]
     group_size = num_heads // num_kv_heads
@@ -114,7 +122,10 @@ def attend(
 
     if attn_bias is not None:
         config = config.with_bias()
-    pages = lay_out_pages(k, v, lengths, first_key, block_table, widest_step=2 * config.block_k)
+    widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
+    pages = lay_out_pages(k, v, lengths, first_key, block_table, widest_step=widest)
+    if pages.table.size > MOST_ENTRIES:
+        refuse(op, f"block_table has {pages.table.size} entries; supported: {MOST_ENTRIES}")
     compute_dtype = jnp.dtype(jnp.bfloat16 if q.dtype.name in FLOAT8 else jnp.float32)
     if q.dtype == jnp.bfloat16:
         compute_dtype = q.dtype
@@ -129,11 +140,15 @@ def attend(
         score_scale = per_kv_head(q_descale) * per_kv_head(k_descale)
     if v_descale is not None or dropout_p > 0.0:
         out_factor = per_kv_head(v_descale) / (1.0 - dropout_p)
-    step_k = keys_per_step(pages.page_size)
+    # heads with a layout each have tiles each
+    apart = 1 if layout is None else layout.num_heads
+    block_sizes = (1, 1) if layout is None else (layout.q_block_size, layout.k_block_size)
+    unit = math.lcm(keys_per_step(pages.page_size), block_sizes[1])
     tile_sizes = _tile_sizes(max_seqlen_q or total_q, group_size, config)
+    block_k = max(1, min(config.block_k, widest) // unit) * unit
     statics = Statics(
         tile_q=0,
-        group_size=group_size,
+        group_size=group_size if apart == 1 else num_heads // apart,
         block_k=0,
         step_k=0,
         num_buffers=config.num_buffers,
@@ -143,6 +158,8 @@ def attend(
         softcap=float(softcap),
         window=Window(window_size_left, 0 if causal else window_size_right),
         dropout_p=float(dropout_p),
+        heads_apart=apart,
+        block_sizes=block_sizes,
         compute_dtype=compute_dtype,
         # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
         out_dtype=out_dtype if out_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32),
@@ -162,27 +179,36 @@ def attend(
             window=statics.window,
             num_cores=config.num_cores,
         )
-        heads = Heads(num_kv_heads, group_size, tile_q)
-        block_k = max(1, config.block_k // step_k) * step_k
-        step = max(1, config.step_k // step_k) * step_k if tile_q > SHORT else block_k
+        heads = Heads(num_kv_heads if apart == 1 else apart, statics.group_size, tile_q)
+        step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
+        whole_k = block_k // step_k * step_k
+        tiles, tile_layout = cut.tiles, None
+        if layout is not None:
+            tiles, tile_layout = lay_out_tiles(
+                layout, tiles, tile_q=tile_q, block_k=whole_k, num_cores=config.num_cores
+            )
+            if tile_layout.visits.size > MOST_ENTRIES:
+                refuse(
+                    op,
+                    f"col_indices of {tile_layout.visits.size} blocks; supported: {MOST_ENTRIES}",
+                )
+        queries = heads.of_tokens(q, cut)
         out, lse = attend_tiles(
-            heads.of_tokens(q, cut),
+            queries.reshape(-1, queries.shape[1] // apart, *queries.shape[2:]),
             pages,
-            cut.tiles,
-            dataclasses.replace(
-                statics,
-                tile_q=tile_q,
-                block_k=-(-block_k // step) * step,
-                step_k=step,
-            ),
+            tiles,
+            dataclasses.replace(statics, tile_q=tile_q, block_k=whole_k, step_k=step_k),
             sinks=None if sinks is None else heads.of_heads(sinks * LOG2_E),
             slopes=None if alibi_slopes is None else heads.of_heads(alibi_slopes * LOG2_E),
             score_scale=score_scale,
             out_factor=out_factor,
-            bias=None if attn_bias is None else heads.of_bias(attn_bias, cut, block_k),
+            bias=None if attn_bias is None else heads.of_bias(attn_bias, cut, whole_k),
             rng=None if rng_state is None or dropout_p == 0.0 else _rng_words(rng_state),
+            layout=tile_layout,
         )
-        results.append((heads.to_tokens(out, cut), heads.to_tokens(lse[..., None], cut)))
+        out = out.reshape(queries.shape[:2] + out.shape[2:])
+        lse = lse.reshape(*queries.shape[:2], -1, 1)
+        results.append((heads.to_tokens(out, cut), heads.to_tokens(lse, cut)))
     out, lse = results[-1]
     if len(tile_sizes) > 1:
         of_token = jnp.searchsorted(cu_seqlens_q[1:], jnp.arange(total_q), side="right")

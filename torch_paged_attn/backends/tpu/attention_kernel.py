@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu import philox
 from torch_paged_attn.backends.tpu.key_stream import Cursor, KeyStream
+from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.softmax import LANES, LOG2_E, MASKED, Softmax, product
 from torch_paged_attn.backends.tpu.tiles import Tiles, Window
 
@@ -41,6 +42,9 @@ class Statics:
     softcap: float
     window: Window
     dropout_p: float
+    # with a layout: 1, or how many heads have a layout of their own and so tiles of their own
+    heads_apart: int
+    block_sizes: tuple[int, int]
     compute_dtype: Any
     out_dtype: Any
     interpret: Any
@@ -64,9 +68,9 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_t
     softmax.reset(ref.get("sinks"))
     attention = TileAttention(ref, stream, softmax, statics, tile)
     cursor = lax.fori_loop(
-        stream.first_block(tile),
-        stream.stop_block(tile),
-        attention.attend_block,
+        0,
+        stream.turns(tile),
+        attention.attend_turn,
         Cursor(*(saved[i] for i in range(len(Cursor._fields)))),
     )
     for i, value in enumerate(cursor):
@@ -75,7 +79,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_t
     def finish(head: Any) -> None:
         out, lse = softmax.finish(head)
         if "out_factor" in ref:
-            out = out * ref["out_factor"][tiles.sequence[tile], head]
+            out = out * ref["out_factor"][tiles.sequence[tile], attention.kv_head(head)]
         ref["out"][0, head] = out.astype(ref["out"].dtype)
         ref["lse"][0, pl.ds(head, 1), :] = lse
 
@@ -101,38 +105,53 @@ class TileAttention:
         else:
             lax.fori_loop(0, heads, lambda head, _: body(head), None)
 
-    def attend_block(self, block: Array, cursor: Cursor) -> Cursor:
+    def kv_head(self, head: Any) -> Any:
+        """Which of all KV heads this one of the tile is."""
+        return head if self.statics.heads_apart == 1 else self.stream.kv_head(self.tile)
+
+    def attend_turn(self, turn: Array, cursor: Cursor) -> Cursor:
         """Fold one block of keys into the softmax, and have another one fetched."""
         tiles, step_k, block_k = self.stream.tiles, self.statics.step_k, self.stream.block_k
+        block = self.stream.block(self.tile, turn)
         slot, cursor = self.stream.next(cursor, self.tile, block)
         first = block * block_k
         if step_k == block_k:
-            self.attend_step(first, slot, jnp.int32(0))
+            self.attend_step(first, slot, turn, jnp.int32(0))
             return cursor
         start = jnp.maximum(tiles.start[self.tile] - first, 0)
         stop = jnp.minimum(tiles.stop[self.tile] - first, block_k)
         lax.fori_loop(
             lax.div(start, jnp.int32(step_k)),
             lax.div(stop + (step_k - 1), jnp.int32(step_k)),
-            lambda step, _: self.attend_step(first, slot, step),
+            lambda step, _: self.attend_step(first, slot, turn, step),
             None,
         )
         return cursor
 
-    def attend_step(self, first: Array, slot: Array, step: Array) -> None:
+    def attend_step(self, first: Array, slot: Array, turn: Array, step: Array) -> None:
         """Fold `step_k` keys of the block that starts at key `first` and lies in buffer `slot`."""
         tiles, step_k = self.stream.tiles, self.statics.step_k
         first_key = first + step * step_k
         is_full = (tiles.full_start[self.tile] <= first_key) & (
             first_key + step_k <= tiles.full_stop[self.tile]
         )
-        if "bias" in self.ref:
-            self._attend(first_key, slot, step, masked=True)
-            return
-        pl.when(is_full)(functools.partial(self._attend, first_key, slot, step, masked=False))
-        pl.when(~is_full)(functools.partial(self._attend, first_key, slot, step, masked=True))
+        attend = functools.partial(self._attend, first_key, slot, step)
+        if "layout" in self.ref:
+            layout = LayoutMask(self.ref["layout"], self.statics, tiles.position[self.tile], turn)
+            is_listed, is_covered = layout.step_bits(step)
+            is_full &= is_covered
+            pl.when(is_listed & ~is_full)(lambda: attend(layout, masked=True))
+            is_full &= is_listed
+        elif "bias" in self.ref:
+            attend(None, masked=True)
+        else:
+            pl.when(~is_full)(lambda: attend(None, masked=True))
+        if "bias" not in self.ref:
+            pl.when(is_full)(lambda: attend(None, masked=False))
 
-    def _attend(self, first_key: Array, slot: Array, step: Array, *, masked: bool) -> None:
+    def _attend(
+        self, first_key: Array, slot: Array, step: Array, layout: LayoutMask | None, *, masked: bool
+    ) -> None:
         ref, stream, statics = self.ref, self.stream, self.statics
         tiles, window, tile_q, step_k = stream.tiles, statics.window, statics.tile_q, statics.step_k
         dtype = statics.compute_dtype
@@ -151,13 +170,16 @@ class TileAttention:
             visible &= offset >= position - window.left
         key = lax.broadcasted_iota(jnp.int32, (step_k, 1), 0)
         is_seen = (key >= start) & (key < stop)
+        if layout is not None:
+            visible &= layout.sees(row & (tile_q - 1), step * step_k + lane)
+            is_seen &= _as_column(jnp.any(visible, axis=0, keepdims=True))
 
         def attend_head(head: Any) -> None:
             k = stream.k_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
             v = stream.v_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
             scale = statics.softmax_scale
             if "score_scale" in ref:
-                scale = scale * ref["score_scale"][tiles.sequence[self.tile], head]
+                scale = scale * ref["score_scale"][tiles.sequence[self.tile], self.kv_head(head)]
             scores = product(ref["q"][0, head], k, 1)
             if statics.softcap > 0.0:
                 scores = jnp.tanh(scores * (scale / statics.softcap)) * (statics.softcap * LOG2_E)

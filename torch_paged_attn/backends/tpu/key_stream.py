@@ -1,6 +1,7 @@
 """Blocks of keys on their way from HBM: a ring of buffers, filled ahead of where they are used.
 
-The issue cursor (tile, block) runs `num_buffers - 1` blocks ahead of the computation, across the
+A tile visits blocks by their turn: all of those between its first and last key, or those of a list.
+The issue cursor (tile, turn) runs `num_buffers - 1` blocks ahead of the computation, across the
 ends of tiles and sequences, so that no tile starts with an empty pipeline.
 """
 
@@ -19,7 +20,7 @@ class Cursor(NamedTuple):
     """The next block to fetch, and the buffer that the computation stands at."""
 
     tile: Array
-    block: Array
+    turn: Array
     slot: Array
 
 
@@ -34,6 +35,8 @@ class KeyStream:
     tiles: Tiles  # of SMEM refs
     table: Any
     table_start: Any
+    visits: Any  # (num_tiles * n,) the blocks of each tile, or None for all of them
+    num_visits: Any  # (num_tiles,)
     k_hbm: Any  # (num_pages, num_kv_heads, page_size, head_dim)
     v_hbm: Any
     k_buffers: Any  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
@@ -43,6 +46,7 @@ class KeyStream:
     semaphores: Any  # (3, num_buffers)
     num_tiles: int
     num_cores: int
+    heads_apart: int  # 1, or how many tiles share their tokens, one for each of so many heads
     static_waits: bool
 
     @classmethod
@@ -54,6 +58,8 @@ class KeyStream:
             tiles=tiles,
             table=ref["table"],
             table_start=ref["table_start"],
+            visits=ref.get("visits"),
+            num_visits=ref.get("num_visits"),
             k_hbm=k_hbm.at[0] if is_joined else k_hbm,
             v_hbm=k_hbm.at[1] if is_joined else ref["v_hbm"],
             k_buffers=ref["k_buffers"],
@@ -63,6 +69,7 @@ class KeyStream:
             semaphores=ref["semaphores"],
             num_tiles=num_tiles,
             num_cores=statics.num_cores,
+            heads_apart=statics.heads_apart,
             static_waits=statics.interpret is True,
         )
 
@@ -84,15 +91,27 @@ class KeyStream:
         """Keys of a block."""
         return self.pages * self.page_size
 
-    def first_block(self, tile: Array) -> Array:
-        return lax.div(self.tiles.start[tile], jnp.int32(self.block_k))
+    def turns(self, tile: Array) -> Array:
+        """How many blocks the tile visits."""
+        if self.visits is not None:
+            return self.num_visits[tile]
+        stop = lax.div(self.tiles.stop[tile] + (self.block_k - 1), jnp.int32(self.block_k))
+        return stop - self._first_block(tile)
 
-    def stop_block(self, tile: Array) -> Array:
-        return lax.div(self.tiles.stop[tile] + (self.block_k - 1), jnp.int32(self.block_k))
+    def block(self, tile: Array, turn: Array) -> Array:
+        """The block that the tile visits then."""
+        if self.visits is not None:
+            return self.visits[tile * (self.visits.shape[0] // self.num_tiles) + turn]
+        return self._first_block(tile) + turn
+
+    def kv_head(self, tile: Array) -> Array:
+        """The KV head of a tile that has one of its own."""
+        group_size = self.heads_apart // self.k_hbm.shape[1]
+        return lax.div(lax.rem(tile, jnp.int32(self.heads_apart)), jnp.int32(group_size))
 
     def open(self, tile: Array) -> Cursor:
         """Start at the core's first tile: fill all buffers but one."""
-        cursor = self._at(self.tiles.busy_from[tile], jnp.int32(0))
+        cursor = Cursor(self.tiles.busy_from[tile], jnp.int32(0), jnp.int32(0))
 
         def fill(slot: Array, cursor: Cursor) -> Cursor:
             return self._advance(cursor, slot)
@@ -107,21 +126,22 @@ class KeyStream:
         self._wait(tile, block, slot)
         return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
 
-    def _at(self, tile: Array, slot: Array) -> Cursor:
-        return Cursor(tile, self.first_block(jnp.minimum(tile, self.num_tiles - 1)), slot)
+    def _first_block(self, tile: Array) -> Array:
+        return lax.div(self.tiles.start[tile], jnp.int32(self.block_k))
 
     def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
         tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
 
         @pl.when(cursor.tile < self.num_tiles)
         def _():
-            self._start(tile, cursor.block, slot)
+            self._start(tile, self.block(tile, cursor.turn), slot)
 
-        block = cursor.block + 1
-        is_done = block >= self.stop_block(tile)
+        turn = cursor.turn + 1
+        is_done = turn >= self.turns(tile)
         following = self.tiles.busy_from[tile + self.num_cores]
-        following = self._at(jnp.where(is_done, following, cursor.tile), cursor.slot)
-        return following._replace(block=jnp.where(is_done, following.block, block))
+        return cursor._replace(
+            tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
+        )
 
     def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
         """The pages of the block that some token of the tile looks at."""
@@ -137,17 +157,26 @@ class KeyStream:
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
+        heads = pl.ds(0, self.bias_hbm.shape[1])
+        if self.heads_apart > 1:
+            head = lax.rem(tile, jnp.int32(self.heads_apart))
+            heads = pl.ds(head if self.bias_hbm.shape[1] > 1 else 0, 1)
+        of_tokens = lax.div(tile, jnp.int32(self.heads_apart))
         return pltpu.make_async_copy(
-            self.bias_hbm.at[tile, :, :, columns],
+            self.bias_hbm.at[of_tokens, heads, :, columns],
             self.bias_buffers.at[slot],
             self.semaphores.at[2, slot],
         )
 
-    def _copies(self, page: Array, slot: Array, i: int) -> tuple[Any, Any]:
+    def _copies(self, tile: Array, page: Array, slot: Array, i: int) -> tuple[Any, Any]:
         k_done, v_done = self.semaphores.at[0, slot], self.semaphores.at[1, slot]
+        k_page, v_page = self.k_hbm.at[page], self.v_hbm.at[page]
+        if self.heads_apart > 1:
+            head = pl.ds(self.kv_head(tile), 1)
+            k_page, v_page = k_page.at[head], v_page.at[head]
         return (
-            pltpu.make_async_copy(self.k_hbm.at[page], self.k_buffers.at[slot, i], k_done),
-            pltpu.make_async_copy(self.v_hbm.at[page], self.v_buffers.at[slot, i], v_done),
+            pltpu.make_async_copy(k_page, self.k_buffers.at[slot, i], k_done),
+            pltpu.make_async_copy(v_page, self.v_buffers.at[slot, i], v_done),
         )
 
     def _start(self, tile: Array, block: Array, slot: Array) -> None:
@@ -159,7 +188,7 @@ class KeyStream:
 
             @pl.when((i >= first) & (i < stop))
             def _(i=i):
-                for copy in self._copies(self.table[entry + i], slot, i):
+                for copy in self._copies(tile, self.table[entry + i], slot, i):
                     copy.start()
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
@@ -176,5 +205,5 @@ class KeyStream:
 
             @pl.when((i >= first) & (i < stop))
             def _(i=i):
-                for copy in self._copies(jnp.int32(0), slot, i):
+                for copy in self._copies(tile, jnp.int32(0), slot, i):
                     copy.wait()

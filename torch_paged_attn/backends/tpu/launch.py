@@ -1,17 +1,17 @@
 """The launch of the attention kernel: which operand lies where, and what a grid step sees of it."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.attention_kernel import Statics, attention_kernel
 from torch_paged_attn.backends.tpu.key_stream import Cursor
+from torch_paged_attn.backends.tpu.layout_mask import TileLayout
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.softmax import LANES
 from torch_paged_attn.backends.tpu.tiles import Tiles
@@ -29,15 +29,18 @@ def attend_tiles(
     out_factor: Array | None = None,
     bias: Array | None = None,
     rng: Array | None = None,
+    layout: TileLayout | None = None,
 ) -> tuple[Array, Array]:
     """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and lse without the last
     axis, padded to whole lanes.
 
     `sinks` and `slopes` are (1 or batch, num_kv_heads, rows, 1), in base 2; `score_scale` and
     `out_factor` (batch, num_kv_heads); `bias` (num_tiles, 1 or num_kv_heads, rows, keys), float32;
-    `rng` three int32: seed's low and high word, offset.
+    `rng` three int32: seed's low and high word, offset. With `heads_apart` heads that have a layout
+    each, `q` is (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.
     """
     num_tiles, heads, rows, _ = q.shape
+    apart = statics.heads_apart
     num_cores, num_buffers = statics.num_cores, statics.num_buffers
     block_pages = statics.block_k // pages.page_size
     lse_width = -(-rows // LANES) * LANES
@@ -45,30 +48,37 @@ def attend_tiles(
     def of_tile(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
         return step * num_cores + core, 0, 0, 0
 
-    def of_sequence(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
-        return sequence[step * num_cores + core], 0, 0, 0
+    def of_heads(x: Array) -> tuple[Array, pl.BlockSpec]:
+        def index(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
+            tile = step * num_cores + core
+            head = lax.rem(tile, jnp.int32(apart)) if apart > 1 else 0
+            return sequence[tile] if x.shape[0] > 1 else 0, head, 0, 0
 
-    def of_all(*_: Any) -> tuple[Any, ...]:
-        return 0, 0, 0, 0
-
-    def window(x: Array, index: Callable[..., tuple[Any, ...]]) -> tuple[Array, pl.BlockSpec]:
-        return x, pl.BlockSpec((1, *x.shape[1:]), index)
+        return x, pl.BlockSpec((1, heads, *x.shape[2:]), index)
 
     def whole(x: Array, memory: Any) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec(memory_space=memory)
 
     scalars: dict[str, Array] = tiles._asdict()
     scalars |= {"table_start": pages.table_start, "table": pages.table}
-    inputs = {"q": window(q, of_tile), "k_hbm": whole(pages.k, pl.ANY)}
+    inputs = {"q": (q, pl.BlockSpec((1, *q.shape[1:]), of_tile)), "k_hbm": whole(pages.k, pl.ANY)}
     for name, x in (("v_hbm", pages.v), ("bias", bias)):
         if x is not None:
             inputs[name] = whole(x, pl.ANY)
     for name, x in (("sinks", sinks), ("slopes", slopes)):
         if x is not None:
-            inputs[name] = window(x, of_sequence if x.shape[0] > 1 else of_all)
+            inputs[name] = of_heads(x)
     for name, x in (("score_scale", score_scale), ("out_factor", out_factor), ("rng", rng)):
         if x is not None:
             inputs[name] = whole(x, pltpu.SMEM)
+
+    if layout is not None:
+        scalars |= {"visits": layout.visits.reshape(-1), "num_visits": layout.num_visits}
+        words = layout.words.reshape(num_tiles, 1, -1)
+        here = pl.BlockSpec(
+            (1, 1, words.shape[2]), lambda *args: of_tile(*args)[:3], memory_space=pltpu.SMEM
+        )
+        inputs["layout"] = words, here
 
     buffer = (num_buffers, block_pages, heads, pages.page_size)
     scratch: dict[str, Any] = {
@@ -81,7 +91,7 @@ def attend_tiles(
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if bias is not None:
-        shape = (num_buffers, *bias.shape[1:3], statics.block_k)
+        shape = (num_buffers, min(heads, bias.shape[1]), rows, statics.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
 
     names = (*scalars, *inputs, "out", "lse", *scratch)
@@ -111,5 +121,5 @@ def attend_tiles(
             disable_bounds_checks=True,
         ),
         interpret=statics.interpret,
-        name=f"paged_attn_flash_varlen_q{statics.tile_q}",
+        name=f"paged_attn_{'flash_varlen' if layout is None else 'blocksparse'}_q{statics.tile_q}",
     )(*scalars.values(), *(x for x, _ in inputs.values()))

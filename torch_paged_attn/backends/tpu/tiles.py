@@ -111,7 +111,7 @@ def cut_queries(
         full_start=window.start(last),
         full_stop=window.stop(position, key_len),
         stop=jnp.where(is_busy, stop, 0),
-        busy_from=_busy_from(is_busy, num_cores),
+        busy_from=busy_from(is_busy, num_cores),
     )
 
     of_token, place = count_up(lengths.query, total_q)
@@ -126,8 +126,9 @@ def cut_queries(
     )
 
 
-def _busy_from(is_busy: Array, num_cores: int) -> Array:
+def busy_from(is_busy: Array, num_cores: int) -> Array:
+    """This tile, or the next one of its core that sees a key, or their number if there is none."""
     num_tiles = is_busy.shape[0]
     index = jnp.where(is_busy, jnp.arange(num_tiles), num_tiles).reshape(-1, num_cores)
     index = lax.cummin(index, reverse=True).reshape(-1)
-    return jnp.concatenate([index, jnp.full(num_cores, num_tiles)])
+    return jnp.concatenate([index, jnp.full(num_cores, num_tiles)]).astype(jnp.int32)

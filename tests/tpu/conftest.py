@@ -1,0 +1,52 @@
+"""The TPU kernels on the CPU, in Pallas' TPU interpreter."""
+
+import faulthandler
+import importlib.util
+import os
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# a test compiles more than it computes
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
+if importlib.util.find_spec("jax") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+# a DMA that is waited for and never started blocks a thread of C++
+LONGEST = 240
+
+
+@pytest.fixture(autouse=True)
+def no_deadlock():
+    """A test that hangs ends the process, and says where."""
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def run():
+    """Run a `Call` on the backend, watched in one or both DMA modes."""
+    import importlib
+
+    from torch_paged_attn.backends.tpu.config import Config
+    from torch_paged_attn.testing.jax_arrays import rng_words, to_jax, to_torch
+    from torch_paged_attn.testing.pallas_oracle import watch
+
+    # blocks and tiles so small that short sequences have several
+    small = Config(block_k=256, step_k=128, tile_rows=64)
+
+    def run(call, *dma_modes, **changes):
+        module = importlib.import_module(f"torch_paged_attn.backends.tpu.{call.op}")
+        args = {name: to_jax(value) for name, value in call.args.items()}
+        if args.get("rng_state") is not None:
+            args["rng_state"] = rng_words(call.args["rng_state"])
+        args = {"config": small} | args | changes
+        op = getattr(module, call.op)
+        return tuple(to_torch(x) for x in watch(lambda i: op(**args, interpret=i), *dma_modes))
+
+    return run

@@ -1,0 +1,114 @@
+"""The ops on TPU over the named problems: right, without a race, and with every wait done."""
+
+import dataclasses
+
+import hypothesis
+import pytest
+import torch
+
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.strategies import problems
+
+# what is their own is strides, and JAX arrays have none
+STRIDED = {
+    "vllm_cache/mixed/bf16",
+    "transformers_cache/mixed/f32",
+    "nano_vllm/cu_seqlens_k/bf16",
+    "torch_varlen/packed_seqused/f32",
+}
+# long, and nothing of its own
+LONG = "llama3_8b/prefill_2048/f32"
+NAMES = [name for name in PROBLEMS if name not in STRIDED and name != LONG]
+
+# one launch and two, and what fetches more than keys
+BOTH_MODES = ("llama3_8b/decode_b5/bf16", "t5/bias/f32", "blocksparse/shared_layout/f32")
+
+
+def over(names):
+    return pytest.mark.parametrize("problem", [PROBLEMS[n] for n in names], ids=list(names))
+
+
+def same_bits(one, other):
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs)
+
+
+@over(NAMES)
+def test_agrees_with_the_reference(problem, run):
+    call = build(problem)
+    out, lse = run(call, "on_wait")
+    assert out.dtype == (problem.out_dtype or problem.dtype) and lse.dtype == torch.float32
+    assert_accurate(out, lse, call.truth())
+
+
+def test_long_sums_in_the_default_config(run):
+    call = build(PROBLEMS[LONG])
+    assert_accurate(*run(call, "on_wait", config=None), call.truth())
+
+
+@over(BOTH_MODES)
+def test_either_way_of_the_dmas_gives_the_same_bits(problem, run):
+    call = build(problem)
+    assert same_bits(run(call, "on_wait"), run(call, "eager"))
+
+
+@over(["llama3_8b/mixed/bf16", "blocksparse/batched/f32"])
+def test_two_cores_give_the_same_bits(problem, run):
+    from torch_paged_attn.backends.tpu.config import Config
+
+    config = Config(block_k=256, step_k=128, tile_rows=64)
+    call = build(problem)
+    cores = dataclasses.replace(config, num_cores=2)
+    assert same_bits(run(call, "on_wait", config=config), run(call, "on_wait", config=cores))
+
+
+@over(["llama3_8b/decode_b5/bf16"])
+def test_order_of_pages_changes_no_bit(problem, run):
+    moved = dataclasses.replace(problem, page_seed=problem.page_seed + 1, spare_pages=9)
+    assert same_bits(run(build(problem), "on_wait"), run(build(moved), "on_wait"))
+
+
+def test_sequence_alone_equals_itself_in_the_batch(run):
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    out, lse = run(call, "on_wait")
+    bounds = call.args["cu_seqlens_q"].tolist()
+    for b in (0, 2):
+        rows = slice(bounds[b], bounds[b + 1])
+        alone = run(call.alone(b), "on_wait", max_seqlen_q=130)
+        assert same_bits(alone, (out[rows], lse[:, rows]))
+
+
+@pytest.mark.parametrize("hint", [1, 4096])
+def test_a_wrong_hint_costs_no_correctness(hint, run):
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    assert_accurate(*run(call, "on_wait", max_seqlen_q=hint), call.truth())
+
+
+def test_a_cache_passed_whole_is_read_where_it_is(run):
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    whole = dataclasses.replace(
+        call, args=call.args | {"k": torch.stack([call.args["k"], call.args["v"]]), "v": None}
+    )
+    assert same_bits(run(whole, "on_wait"), run(call, "on_wait"))
+
+
+def test_a_nan_of_one_sequence_stays_there(run):
+    call = build(PROBLEMS["llama3_8b/mixed/f32"])
+    out, lse = run(call, "on_wait")
+    call.args["q"][0] = float("nan")
+    poisoned, poisoned_lse = run(call, "on_wait")
+    assert poisoned[0].isnan().all() and poisoned_lse[:, 0].isnan().all()
+    assert same_bits((poisoned[1:], poisoned_lse[:, 1:]), (out[1:], lse[:, 1:]))
+
+
+@hypothesis.settings(
+    max_examples=6,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(problem=problems())
+def test_fuzzed_plans_agree_with_the_reference(problem, run):
+    call = build(problem)
+    assert_accurate(*run(call, "on_wait"), call.truth())

@@ -1,0 +1,74 @@
+"""The oracle sees: bugs put into the key stream are found, each in the way it shows."""
+
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torch_paged_attn.backends.tpu.config import Config
+from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.key_stream import KeyStream
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.jax_arrays import to_jax, to_torch
+from torch_paged_attn.testing.pallas_oracle import observe
+
+CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
+
+
+def attend(dma_mode):
+    """The result of `CALL`, and the oracle's complaints."""
+    args = {name: to_jax(value) for name, value in CALL.args.items()}
+    config = Config(block_k=256, step_k=128)
+    # the kernel is to be traced anew, with whatever was put into it
+    flash_varlen.clear_cache()
+    results, complaints = observe(
+        lambda interpret: flash_varlen(**args, config=config, interpret=interpret), dma_mode
+    )
+    return [to_torch(x) for x in results], complaints
+
+
+@pytest.fixture(autouse=True)
+def forget_seeded_kernels():
+    yield
+    flash_varlen.clear_cache()
+
+
+def test_is_silent_about_the_kernel():
+    results, complaints = attend("on_wait")
+    assert not complaints
+    assert_accurate(*results, CALL.truth())
+
+
+@pytest.mark.parametrize("dma_mode", ["on_wait", "eager"])
+def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
+    def wait_for_keys_only(self, tile, block, slot):
+        first, stop = self._live_pages(tile, block)
+        for i in range(self.pages):
+
+            @pl.when((i >= first) & (i < stop))
+            def _(i=i):
+                self._copies(0, slot, i)[0].wait()
+
+    monkeypatch.setattr(KeyStream, "_wait", wait_for_keys_only)
+    results, complaints = attend(dma_mode)
+    if dma_mode == "on_wait":  # the copy was never made
+        assert results[0].isnan().any()
+    else:  # it was made in time, and nobody took note
+        assert any("non-zero count" in line for line in complaints)
+
+
+@pytest.mark.parametrize("dma_mode", ["on_wait", "eager"])
+def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatch):
+    def copies(self, page, slot, i):
+        k_done, v_done = self.semaphores.at[0, slot], self.semaphores.at[1, slot]
+        wrong = lax.rem(slot + 1, self.num_buffers)
+        return (
+            pltpu.make_async_copy(self.k_hbm.at[page], self.k_buffers.at[wrong, i], k_done),
+            pltpu.make_async_copy(self.v_hbm.at[page], self.v_buffers.at[slot, i], v_done),
+        )
+
+    monkeypatch.setattr(KeyStream, "_copies", copies)
+    results, complaints = attend(dma_mode)
+    assert any("RACE DETECTED" in line for line in complaints)
+    with pytest.raises(AssertionError):
+        assert_accurate(*results, CALL.truth())

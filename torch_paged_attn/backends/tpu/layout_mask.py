@@ -1,0 +1,139 @@
+"""A block-sparse layout as the kernel reads it: which blocks of keys a tile visits, and their bits.
+
+Blocks of the layout are coalesced: the kernel fetches and multiplies wide blocks of keys, and one
+32-bit word says, for a row of the layout, which of its blocks within a wide one are listed. All of
+it is computed on the device; a cost in memory of the layout as bits, one for each block.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from torch_paged_attn.backends.tpu.tiles import Tiles, busy_from
+
+WORD = 32
+
+
+class Layout(NamedTuple):
+    """The op's layout of one call."""
+
+    crow: Array  # ([batch,] heads, rows + 1)
+    col: Array  # ([batch,] heads, nnz)
+    q_block_size: int
+    k_block_size: int
+    max_keys: int  # of a sequence
+
+    @property
+    def num_heads(self) -> int:
+        return self.crow.shape[-2]
+
+
+class TileLayout(NamedTuple):
+    """Per tile; with `heads_apart` heads, tiles of the same tokens follow one another."""
+
+    visits: Array  # (num_tiles, n) blocks of keys, those to visit first
+    num_visits: Array  # (num_tiles,)
+    words: Array  # (num_tiles, n, layout rows that a tile may touch), by turn
+
+
+def num_rows(tile_q: int, q_block_size: int) -> int:
+    """Rows of the layout that a tile of consecutive positions may touch."""
+    return (tile_q + q_block_size - 2) // q_block_size + 1
+
+
+def _words(crow: Array, col: Array, num_blocks: int, blocks_per_word: int) -> Array:
+    """CSR as words of listed blocks, `(..., rows, num_blocks)`."""
+    batch, (rows, nnz) = crow.shape[:-1], (crow.shape[-1] - 1, col.shape[-1])
+    crow, col = crow.reshape(-1, rows + 1), col.reshape(-1, nnz)
+    entry = jnp.arange(nnz)
+    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)  # of each entry
+    is_entry = (row < rows) & (entry >= crow[:, :1]) & (col >= 0)
+    block, bit = col // blocks_per_word, col % blocks_per_word
+    bits = jnp.where(is_entry, jnp.uint32(1) << bit.astype(jnp.uint32), jnp.uint32(0))
+    words = jnp.zeros((crow.shape[0], rows, num_blocks), jnp.uint32)
+    # columns of a row are unique: a sum of their bits is their union
+    layout = jnp.arange(crow.shape[0])[:, None]
+    words = words.at[layout, row, block].add(bits, mode="drop")
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(*batch, rows, num_blocks)
+
+
+def lay_out_tiles(
+    layout: Layout, tiles: Tiles, *, tile_q: int, block_k: int, num_cores: int
+) -> tuple[Tiles, TileLayout]:
+    """The tiles again for each of the layout's heads, and what they visit."""
+    q_block_size, k_block_size = layout.q_block_size, layout.k_block_size
+    num_blocks = max(1, -(-layout.max_keys // block_k))
+    words = _words(layout.crow, layout.col, num_blocks, block_k // k_block_size)
+    words = words if words.ndim == 4 else words[None]
+    of_batch = tiles.sequence if words.shape[0] > 1 else jnp.zeros_like(tiles.sequence)
+
+    first = tiles.position // q_block_size
+    row = first[:, None] + jnp.arange(num_rows(tile_q, q_block_size))
+    # rows behind the tile's last position are not its own
+    is_row = (row >= 0) & (row < words.shape[2])
+    is_row &= row <= ((tiles.position + tile_q - 1) // q_block_size)[:, None]
+    of_row = words[of_batch[:, None], :, jnp.clip(row, 0, words.shape[2] - 1)]
+    of_row = jnp.where(is_row[..., None, None], of_row, 0)  # (num_tiles, rows, heads, num_blocks)
+    of_row = of_row.transpose(0, 2, 3, 1)
+
+    block = jnp.arange(num_blocks)
+    is_reached = (block * block_k < tiles.stop[:, None]) & (
+        (block + 1) * block_k > tiles.start[:, None]
+    )
+    is_visited = is_reached[:, None] & jnp.any(of_row != 0, axis=-1)
+    order = jnp.argsort(~is_visited, axis=-1, stable=True)
+    of_turn = jnp.take_along_axis(of_row, order[..., None], axis=2)
+    num_tiles, heads = order.shape[:2]
+    num_visits = jnp.sum(is_visited, axis=-1).reshape(-1).astype(jnp.int32)
+    tiles = jax.tree.map(lambda x: jnp.repeat(x, heads), tiles)
+    tiles = tiles._replace(busy_from=busy_from(num_visits > 0, num_cores))
+    return tiles, TileLayout(
+        order.reshape(num_tiles * heads, num_blocks).astype(jnp.int32),
+        num_visits,
+        of_turn.reshape(num_tiles * heads, num_blocks, -1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutMask:
+    """What a tile sees of the block that it visits at this turn."""
+
+    ref: Any  # its words in SMEM, (1, 1, turns * rows)
+    statics: Any
+    position: Array
+    turn: Array
+
+    @property
+    def rows(self) -> int:
+        return num_rows(self.statics.tile_q, self.statics.block_sizes[0])
+
+    def _word(self, row: int) -> Array:
+        return self.ref[0, 0, self.turn * self.rows + row]
+
+    def step_bits(self, step: Array) -> tuple[Array, Array]:
+        """Whether some, and whether all of the step's blocks are listed, for the tile's rows."""
+        per_step = self.statics.step_k // self.statics.block_sizes[1]
+        ones = jnp.int32(-1 if per_step == WORD else (1 << per_step) - 1)
+        some, every = jnp.int32(0), ones
+        inside = self.position & (self.statics.block_sizes[0] - 1)
+        for row in range(self.rows):
+            bits = lax.shift_right_logical(self._word(row), step * per_step) & ones
+            some |= bits
+            # a row behind the tile's last one
+            is_beyond = row * self.statics.block_sizes[0] >= inside + self.statics.tile_q
+            every &= jnp.where(is_beyond, ones, bits)
+        return some != 0, every == ones
+
+    def sees(self, token: Array, key: Array) -> Array:
+        """Whether tokens of the tile see keys of the block, by the layout."""
+        q_block_size, k_block_size = self.statics.block_sizes
+        inside = self.position & (q_block_size - 1)
+        row = lax.shift_right_logical(inside + token, q_block_size.bit_length() - 1)
+        word = jnp.full(token.shape, self._word(0), jnp.int32)
+        for i in range(1, self.rows):
+            word = jnp.where(row == i, self._word(i), word)
+        bit = lax.shift_right_logical(key, k_block_size.bit_length() - 1)
+        return (lax.shift_right_logical(word, bit) & 1) != 0
