@@ -9,19 +9,33 @@ import torch
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 from torch_paged_attn.testing.strategies import problems
 
-# what is their own is strides, and JAX arrays have none
-STRIDED = {
-    "vllm_cache/mixed/bf16",
-    "transformers_cache/mixed/f32",
-    "nano_vllm/cu_seqlens_k/bf16",
-    "torch_varlen/packed_seqused/f32",
-}
-# long, and nothing of its own
-LONG = "llama3_8b/prefill_2048/f32"
-NAMES = [name for name in PROBLEMS if name not in STRIDED and name != LONG]
+# A case is seconds of compiling: these are the ones whose way through the kernels is their own.
+# The others differ in strides, which JAX arrays do not have, or in what is the same one step later.
+NAMES = (
+    "minilm/packed/f32",
+    "llama3_8b/decode_b5/bf16",
+    "llama3_8b/mixed/bf16",
+    "llama3_8b/mixed/f16",
+    "llama3_8b/mixed/kv_e4m3",
+    "llama3_8b/mixed/kv_int8",
+    "llama3_8b/prefill/e4m3",
+    "llama3_8b/speculative/bf16",
+    "gemma2/window_softcap/bf16",
+    "gpt_oss/sinks_window/bf16",
+    "mpt/alibi_batch/f32",
+    "deepseek_mla/decode/bf16",
+    "sglang/page1/f16",
+    "training/dropout/f32",
+    "more_queries_than_keys/f32",
+    "odd_sizes/f32",
+    "phi3_small/local_strided/bf16",
+    "blocksparse/shared_layout/f32",
+    "blocksparse/batched/f32",
+    "blocksparse/wide_blocks/f16",
+)
 
 # one launch and two, and what fetches more than keys
-BOTH_MODES = ("llama3_8b/decode_b5/bf16", "t5/bias/f32", "blocksparse/shared_layout/f32")
+BOTH_MODES = ("llama3_8b/decode_b5/bf16", "t5/bias/f32", "blocksparse/batched/f32")
 
 
 def over(names):
@@ -41,18 +55,13 @@ def test_agrees_with_the_reference(problem, run):
     assert_accurate(out, lse, call.truth())
 
 
-def test_long_sums_in_the_default_config(run):
-    call = build(PROBLEMS[LONG])
-    assert_accurate(*run(call, "on_wait", config=None), call.truth())
-
-
 @over(BOTH_MODES)
 def test_either_way_of_the_dmas_gives_the_same_bits(problem, run):
     call = build(problem)
     assert same_bits(run(call, "on_wait"), run(call, "eager"))
 
 
-@over(["llama3_8b/mixed/bf16", "blocksparse/batched/f32"])
+@over(["blocksparse/batched/f32"])
 def test_two_cores_give_the_same_bits(problem, run):
     from torch_paged_attn.backends.tpu.config import Config
 
@@ -72,16 +81,14 @@ def test_sequence_alone_equals_itself_in_the_batch(run):
     call = build(PROBLEMS["llama3_8b/mixed/bf16"])
     out, lse = run(call, "on_wait")
     bounds = call.args["cu_seqlens_q"].tolist()
-    for b in (0, 2):
-        rows = slice(bounds[b], bounds[b + 1])
-        alone = run(call.alone(b), "on_wait", max_seqlen_q=130)
-        assert same_bits(alone, (out[rows], lse[:, rows]))
+    rows = slice(bounds[2], bounds[3])
+    alone = run(call.alone(2), "on_wait", max_seqlen_q=call.args["q"].shape[0])
+    assert same_bits(alone, (out[rows], lse[:, rows]))
 
 
-@pytest.mark.parametrize("hint", [1, 4096])
-def test_a_wrong_hint_costs_no_correctness(hint, run):
+def test_a_wrong_hint_costs_no_correctness(run):
     call = build(PROBLEMS["llama3_8b/mixed/bf16"])
-    assert_accurate(*run(call, "on_wait", max_seqlen_q=hint), call.truth())
+    assert_accurate(*run(call, "on_wait", max_seqlen_q=1), call.truth())
 
 
 def test_a_cache_passed_whole_is_read_where_it_is(run):
@@ -102,7 +109,7 @@ def test_a_nan_of_one_sequence_stays_there(run):
 
 
 @hypothesis.settings(
-    max_examples=6,
+    max_examples=4,
     derandomize=True,
     database=None,
     deadline=None,
@@ -111,4 +118,18 @@ def test_a_nan_of_one_sequence_stays_there(run):
 @hypothesis.given(problem=problems())
 def test_fuzzed_plans_agree_with_the_reference(problem, run):
     call = build(problem)
+    assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+@pytest.mark.parametrize("op", ["flash_varlen", "blocksparse"])
+def test_nobody_reads_the_keys_that_a_bias_hides(op, run):
+    layout = {"layout": PROBLEMS["blocksparse/batched/f32"].layout} if op == "blocksparse" else {}
+    problem = dataclasses.replace(
+        PROBLEMS["llama3_8b/mixed/f32"], seqs=((37, 91), (1, 140)), bias="bool", **layout
+    )
+    call = build(problem)
+    call.args["attn_bias"][..., 64:80] = False
+    size = problem.page_size
+    pages = call.args["block_table"][:, 64 // size : 80 // size].long()
+    call.args["k"][pages] = call.args["v"][pages] = float("nan")
     assert_accurate(*run(call, "on_wait"), call.truth())

@@ -41,9 +41,10 @@ class Heads:
     group_size: int
     tile_q: int
 
-    def pad(self, rows: Array) -> Array:
+    def pad(self, rows: Array, value: float = 0.0) -> Array:
         """(..., rows, n) up to whole registers."""
-        return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % SUBLANES), (0, 0)))
+        padding = ((0, 0), (0, 0), (0, -rows.shape[2] % SUBLANES), (0, 0))
+        return jnp.pad(rows, padding, constant_values=value)
 
     def of_tokens(self, x: Array, cut: Cut) -> Array:
         """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n)."""
@@ -76,7 +77,8 @@ class Heads:
         num_tiles, heads, _, keys = x.shape
         if heads == 1:
             x = jnp.broadcast_to(x, (num_tiles, self.group_size, self.tile_q, keys))
-        return self.pad(x.reshape(num_tiles, max(1, heads // self.group_size), -1, keys))
+        # rows that are not there see nothing
+        return self.pad(x.reshape(num_tiles, max(1, heads // self.group_size), -1, keys), -jnp.inf)
 
 
 def attend(

@@ -60,13 +60,14 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_t
     softmax = Softmax(ref["m_i"], ref["l_i"], ref["acc"])
     saved = ref["cursor"]
 
+    attention = TileAttention(ref, stream, softmax, statics, tile)
+
     @pl.when(step == 0)
     def _() -> None:
+        attention.for_heads(softmax.reset)
         for i, value in enumerate(stream.open(tile)):
             saved[i] = value
 
-    softmax.reset(ref.get("sinks"))
-    attention = TileAttention(ref, stream, softmax, statics, tile)
     cursor = lax.fori_loop(
         0,
         stream.turns(tile),
@@ -77,7 +78,8 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_t
         saved[i] = value
 
     def finish(head: Any) -> None:
-        out, lse = softmax.finish(head)
+        sink = ref["sinks"][0, head] if "sinks" in ref else None
+        out, lse = softmax.finish(head, sink, statics.compute_dtype)
         if "out_factor" in ref:
             out = out * ref["out_factor"][tiles.sequence[tile], attention.kv_head(head)]
         ref["out"][0, head] = out.astype(ref["out"].dtype)
@@ -136,45 +138,31 @@ class TileAttention:
             first_key + step_k <= tiles.full_stop[self.tile]
         )
         attend = functools.partial(self._attend, first_key, slot, step)
+        layout, is_listed = None, True
         if "layout" in self.ref:
             layout = LayoutMask(self.ref["layout"], self.statics, tiles.position[self.tile], turn)
             is_listed, is_covered = layout.step_bits(step)
             is_full &= is_covered
-            pl.when(is_listed & ~is_full)(lambda: attend(layout, masked=True))
-            is_full &= is_listed
-        elif "bias" in self.ref:
-            attend(None, masked=True)
-        else:
-            pl.when(~is_full)(lambda: attend(None, masked=True))
+        if "bias" in self.ref:
+            is_full = jnp.bool_(False)
+        pl.when(is_listed & ~is_full)(lambda: attend(layout, masked=True))
         if "bias" not in self.ref:
-            pl.when(is_full)(lambda: attend(None, masked=False))
+            pl.when(is_listed & is_full)(lambda: attend(None, masked=False))
 
     def _attend(
         self, first_key: Array, slot: Array, step: Array, layout: LayoutMask | None, *, masked: bool
     ) -> None:
         ref, stream, statics = self.ref, self.stream, self.statics
-        tiles, window, tile_q, step_k = stream.tiles, statics.window, statics.tile_q, statics.step_k
+        tiles, tile_q, step_k = stream.tiles, statics.tile_q, statics.step_k
         dtype = statics.compute_dtype
         num_pages = step_k // stream.page_size
         pages = pl.ds(step * num_pages, num_pages)
-        shape = (self.softmax.m_i.shape[1], step_k)
-        row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        # how far a key lies behind its row's token, but for the position of the tile
-        offset = lane if tile_q == 1 else lane - (row & (tile_q - 1))
-        position = tiles.position[self.tile] - first_key
-        start, stop = tiles.start[self.tile] - first_key, tiles.stop[self.tile] - first_key
-        visible = lane < stop
-        if tile_q > 1 and window.right >= 0:
-            visible &= offset <= position + window.right
-        if window.left >= 0:
-            visible &= offset >= position - window.left
-        key = lax.broadcasted_iota(jnp.int32, (step_k, 1), 0)
-        is_seen = (key >= start) & (key < stop)
-        if layout is not None:
-            visible &= layout.sees(row & (tile_q - 1), step * step_k + lane)
-            is_seen &= _as_column(jnp.any(visible, axis=0, keepdims=True))
+        num_rows = self.softmax.m_i.shape[1]
+        # computed for each head again: where it matters, the vector units wait for the products
+        masks = functools.partial(self._masks, first_key, step, layout)
 
         def attend_head(head: Any) -> None:
+            row, lane = (lax.broadcasted_iota(jnp.int32, (num_rows, step_k), i) for i in (0, 1))
             k = stream.k_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
             v = stream.v_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
             scale = statics.softmax_scale
@@ -186,21 +174,55 @@ class TileAttention:
             else:
                 scores = scores * (scale * LOG2_E)
             if "slopes" in ref:
-                distance = jnp.abs(offset - position).astype(jnp.float32)
+                position = tiles.position[self.tile] - first_key + (row & (tile_q - 1))
+                distance = jnp.abs(lane - position).astype(jnp.float32)
                 scores = scores - ref["slopes"][0, head] * distance
-            sees, value_is_seen = visible, is_seen
-            if "bias" in ref:
-                bias = stream.bias_of(slot, head, step, step_k)
-                sees &= bias > -jnp.inf
+            bias = stream.bias_of(slot, head, step, step_k) if "bias" in ref else None
+            if bias is not None:
                 scores = scores + bias * LOG2_E
-                value_is_seen &= _as_column(jnp.any(sees, axis=0, keepdims=True))
             if masked:
-                scores = jnp.where(sees, scores, MASKED)
-                v = jnp.where(value_is_seen, v, jnp.zeros_like(v))
+                visible, is_seen = masks(row, lane, bias)
+                scores = jnp.where(visible, scores, MASKED)
+                v = jnp.where(is_seen, v, jnp.zeros_like(v))
             keep = self._keep(head, first_key, row, lane) if statics.dropout_p > 0.0 else None
             self.softmax.fold(head, scores, v, dtype, keep)
 
         self.for_heads(attend_head)
+
+    def _masks(
+        self,
+        first_key: Array,
+        step: Array,
+        layout: LayoutMask | None,
+        row: Array,
+        lane: Array,
+        bias: Array | None,
+    ) -> tuple[Array, Array]:
+        """Which scores count, and of which keys the values do (step_k, 1)."""
+        statics, tiles = self.statics, self.stream.tiles
+        window, step_k, tile_q = statics.window, statics.step_k, statics.tile_q
+        position = tiles.position[self.tile] - first_key
+        start, stop = tiles.start[self.tile] - first_key, tiles.stop[self.tile] - first_key
+        # how far a key lies behind its row's token, but for the position of the tile
+        offset = lane if tile_q == 1 else lane - (row & (tile_q - 1))
+        key = lax.broadcasted_iota(jnp.int32, (step_k, 1), 0)
+        is_seen = (key >= start) & (key < stop)
+        if tile_q > 1 and window.right == 0:
+            visible = offset <= position  # no query stands behind the last key
+        else:
+            visible = lane < stop
+            if tile_q > 1 and window.right > 0:
+                visible &= offset <= position + window.right
+        if window.left >= 0:
+            visible &= offset >= position - window.left
+        if layout is not None:
+            visible &= layout.sees(row & (tile_q - 1), step * step_k + lane)
+        if bias is not None:
+            visible &= bias > -jnp.inf
+        if layout is not None or bias is not None:
+            visible &= (row & (tile_q - 1)) < tiles.count[self.tile]
+            is_seen &= _as_column(jnp.any(visible, axis=0, keepdims=True))
+        return visible, is_seen
 
     def _keep(self, head: Any, first_key: Array, row: Array, lane: Array) -> Array:
         """Which probabilities survive dropout."""

@@ -15,7 +15,7 @@ class Config:
     """
 
     block_k: int = 1024  # keys of a block: fetched together, rounded to whole pages
-    step_k: int = 256  # keys of a step of a long tile: computed on together
+    step_k: int = 512  # keys of a step of a long tile: computed on together
     num_buffers: int = 3  # blocks in VMEM: one is computed on, the others are on their way
     tile_rows: int = 512  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1

@@ -108,7 +108,7 @@ def _write_kernel(*refs: Any, num_caches: int, num_planes: int) -> None:
                 copy.start()
             for_tokens(group, slot, lambda copy: copy.start())
 
-    def change(group: Array, _: None) -> None:
+    def change(group: Array, _carry: None) -> None:
         slot = lax.rem(group, jnp.int32(NUM_BUFFERS))
         ahead = lax.rem(group + AHEAD, jnp.int32(NUM_BUFFERS))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 LANES = 128
 LOG2_E = math.log2(math.e)
@@ -65,16 +66,11 @@ class Softmax:
     l_i: Any  # (..., LANES), partial sums
     acc: Any  # (..., head_dim_v)
 
-    def reset(self, sinks: Any) -> None:
-        if sinks is None:
-            self.m_i[...] = jnp.full(self.m_i.shape, FLOOR, jnp.float32)
-            self.l_i[...] = jnp.zeros(self.l_i.shape, jnp.float32)
-        else:
-            sink = jnp.broadcast_to(sinks[0], self.m_i.shape)
-            lane = lax.broadcasted_iota(jnp.int32, self.m_i.shape, 2)
-            self.m_i[...] = jnp.maximum(sink, FLOOR)
-            self.l_i[...] = jnp.where((lane == 0) & (sink > FLOOR), 1.0, 0.0)
-        self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
+    def reset(self, head: Any) -> None:
+        """Before the first key."""
+        self.m_i[head] = jnp.full(self.m_i.shape[1:], FLOOR, jnp.float32)
+        self.l_i[head] = jnp.zeros(self.l_i.shape[1:], jnp.float32)
+        self.acc[head] = jnp.zeros(self.acc.shape[1:], jnp.float32)
 
     def fold(
         self, head: Any, scores: Array, v: Array, dtype: Any, keep: Array | None = None
@@ -91,12 +87,25 @@ class Softmax:
         weighed = product(p.astype(dtype), v, 0)
         self.acc[head] = self.acc[head] * _across(rescale, weighed.shape[1]) + weighed
 
-    def finish(self, head: Any) -> tuple[Array, Array]:
-        """The output (rows, head_dim_v), and the logarithm of the sum as one row."""
-        total = jnp.broadcast_to(jnp.sum(self.l_i[head], axis=1, keepdims=True), self.l_i.shape[1:])
-        is_empty = total == 0.0
-        total = jnp.where(is_empty, 1.0, total)
-        acc = self.acc[head]
-        out = acc / _across(total, acc.shape[1])
-        lse = jnp.where(is_empty, -jnp.inf, (self.m_i[head] + jnp.log2(total)) * math.log(2.0))
-        return out, _as_row(lse)
+    def finish(self, head: Any, sink: Array | None, dtype: Any) -> tuple[Array, Array]:
+        """The output (rows, head_dim_v), and the logarithm of the sum as one row; resets the head.
+
+        `sink` (rows, 1) is one logit more. The stores of the reset cost nothing here, where the
+        arithmetic takes longer.
+        """
+        m, acc = self.m_i[head], self.acc[head]
+        total = jnp.broadcast_to(jnp.sum(self.l_i[head], axis=1, keepdims=True), m.shape)
+        self.reset(head)
+        if sink is not None:
+            m_new = jnp.maximum(m, sink)
+            rescale = jnp.exp2(m - m_new)
+            total = total * rescale + jnp.exp2(sink - m_new)
+            acc, m = acc * _across(rescale, acc.shape[1]), m_new
+        divisor = jnp.where(total == 0.0, 1.0, total)
+        if dtype == jnp.float32:
+            out = acc / _across(divisor, acc.shape[1])
+        else:  # the result is rounded to fewer bits than this loses
+            out = acc * _across(pl.reciprocal(divisor), acc.shape[1])
+        m, total = _as_row(m), _as_row(total)
+        lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * math.log(2.0))
+        return out, lse
