@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu import philox
+from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.key_stream import Cursor, KeyStream
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.softmax import LANES, LOG2_E, MASKED, Softmax, product
@@ -163,8 +164,8 @@ class TileAttention:
 
         def attend_head(head: Any) -> None:
             row, lane = (lax.broadcasted_iota(jnp.int32, (num_rows, step_k), i) for i in (0, 1))
-            k = stream.k_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
-            v = stream.v_buffers[slot, pages, head].reshape(step_k, -1).astype(dtype)
+            k = widen(stream.k_buffers[slot, pages, head].reshape(step_k, -1), dtype)
+            v = widen(stream.v_buffers[slot, pages, head].reshape(step_k, -1), dtype)
             scale = statics.softmax_scale
             if "score_scale" in ref:
                 scale = scale * ref["score_scale"][tiles.sequence[self.tile], self.kv_head(head)]

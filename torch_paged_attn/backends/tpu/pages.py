@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.softmax import LANES
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
@@ -73,7 +74,8 @@ def lay_out_pages(
     # ids nobody has checked must not read outside the cache
     table = jnp.clip(block_table, 0, num_pages - 1)
     if page_size % (32 // k.dtype.itemsize) == 0 and keys_per_step(page_size) <= widest_step:
-        return Pages(k, v, table.reshape(-1), jnp.arange(batch, dtype=jnp.int32) * max_pages)
+        start = jnp.arange(batch, dtype=jnp.int32) * max_pages
+        return Pages(to_bits(k), None if v is None else to_bits(v), table.reshape(-1), start)
 
     def stored(x: Array, b: Array, j: Array) -> Array:
         column = jnp.minimum(j // page_size, max_pages - 1)
@@ -93,4 +95,4 @@ def _repage(caches: tuple[Array, Array], stored, lengths: Lengths, bound: int) -
     key = rank[:, None] * REPAGED + jnp.arange(REPAGED)
     k, v = (stored(x, sequence, key).swapaxes(1, 2) for x in caches)
     start = (jnp.cumsum(counts) - counts).astype(jnp.int32)
-    return Pages(k, v, jnp.arange(k.shape[0], dtype=jnp.int32), start)
+    return Pages(to_bits(k), to_bits(v), jnp.arange(k.shape[0], dtype=jnp.int32), start)

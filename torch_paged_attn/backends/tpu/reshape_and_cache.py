@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.refusal import refuse
 
 STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -150,6 +151,8 @@ def _write(
     new: tuple[Array, ...], caches: tuple[Array, ...], slots: Array, interpret: Any
 ) -> tuple[Array, ...]:
     """`caches` are one array of two planes, or two arrays; `new` is of their type."""
+    dtype = caches[0].dtype
+    new, caches = tuple(map(to_bits, new)), tuple(map(to_bits, caches))
     num_pages, heads, page_size, _ = caches[0].shape[-4:]
     height = tile_rows(caches[0])
     groups = _group(slots, num_pages * page_size, height)
@@ -157,7 +160,7 @@ def _write(
     rows = [pltpu.VMEM((NUM_BUFFERS, height, heads, x.shape[2]), x.dtype) for x in new]
     somewhere = pl.BlockSpec(memory_space=pl.ANY)
     first_cache = len(groups) + len(new)
-    return pl.pallas_call(
+    written = pl.pallas_call(
         functools.partial(_write_kernel, num_caches=len(caches), num_planes=len(new)),
         out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -174,6 +177,9 @@ def _write(
         interpret=interpret,
         name="paged_attn_reshape_and_cache",
     )(*groups, *new, *caches)
+    if dtype == jnp.float16:
+        written = tuple(lax.bitcast_convert_type(cache, dtype) for cache in written)
+    return tuple(written)
 
 
 def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()) -> Array:
