@@ -7,11 +7,6 @@ import os
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# a test compiles more than it computes
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-)
 
 if importlib.util.find_spec("jax") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -31,8 +26,6 @@ def no_deadlock():
 @pytest.fixture
 def run():
     """Run a `Call` on the backend, watched in one or both DMA modes."""
-    import importlib
-
     from torch_paged_attn.backends.tpu.config import Config
     from torch_paged_attn.testing.jax_arrays import rng_words, to_jax, to_torch
     from torch_paged_attn.testing.pallas_oracle import watch
