@@ -139,7 +139,8 @@ class TileAttention:
             first_key + step_k <= tiles.full_stop[self.tile]
         )
         attend = functools.partial(self._attend, first_key, slot, step)
-        layout, is_listed = None, True
+        layout: LayoutMask | None = None
+        is_listed: Any = True
         if "layout" in self.ref:
             layout = LayoutMask(self.ref["layout"], self.statics, tiles.position[self.tile], turn)
             is_listed, is_covered = layout.step_bits(step)
