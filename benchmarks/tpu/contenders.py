@@ -1,0 +1,149 @@
+"""Named problems for the schedule emulator: our kernels, and the peers' on the same work.
+
+Tables have values, since they decide what a kernel does; tensors have shapes only.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aot
+import jax.numpy as jnp
+import numpy as np
+from generations import Generation
+from jax import ShapeDtypeStruct
+from peers import jax_paged_attention, rpa_v3
+
+from torch_paged_attn.backends.tpu.config import CHIPS, Config
+from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+
+# what tests/schedules holds our kernels to
+BUDGET = Path(__file__).parent / "budget.json"
+BUDGETED = ("bundles", "hbm_bytes", "dmas")
+
+# a function and its arguments for one generation
+Build = Callable[[Generation], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    name: str
+    contenders: dict[str, Build]
+    # what has to cross HBM whatever the kernel: live keys and values, once
+    live_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences of equal length over a paged bfloat16 cache, pages in random order."""
+
+    sequences: int
+    keys: int
+    queries: int
+    page_size: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.queries
+
+    @property
+    def num_pages(self) -> int:
+        return self.sequences * self.keys // self.page_size
+
+    @property
+    def live_bytes(self) -> int:
+        return 2 * 2 * self.sequences * self.keys * self.num_kv_heads * self.head_dim
+
+    @property
+    def q(self) -> ShapeDtypeStruct:
+        return ShapeDtypeStruct((self.tokens, self.num_heads, self.head_dim), jnp.bfloat16)
+
+    @property
+    def new_keys(self) -> ShapeDtypeStruct:
+        return ShapeDtypeStruct((self.tokens, self.num_kv_heads, self.head_dim), jnp.bfloat16)
+
+    @property
+    def cache(self) -> ShapeDtypeStruct:
+        page = (self.num_kv_heads, self.page_size, self.head_dim)
+        return ShapeDtypeStruct((2, self.num_pages, *page), jnp.bfloat16)
+
+    @property
+    def cu_seqlens(self) -> np.ndarray:
+        return np.arange(self.sequences + 1, dtype=np.int32) * self.queries
+
+    @property
+    def seqused_k(self) -> np.ndarray:
+        return np.full(self.sequences, self.keys, np.int32)
+
+    @property
+    def block_table(self) -> np.ndarray:
+        pages = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
+        return pages.reshape(self.sequences, -1)
+
+
+def config_for(generation: Generation) -> Config:
+    """What the kernels choose on this generation."""
+    return CHIPS[aot.device_kind(generation)]
+
+
+def ours(batch: Batch) -> Build:
+    """The op as the adapters call it, cache passed whole."""
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = config_for(generation)
+
+        def call(q: Any, cache: Any, cu_seqlens: Any, seqused_k: Any, block_table: Any) -> Any:
+            return flash_varlen(
+                q, cache, None, cu_seqlens, None, seqused_k, block_table,
+                max_seqlen_q=batch.queries, causal=True, config=config,
+            )  # fmt: skip
+
+        tables = (batch.cu_seqlens, batch.seqused_k, batch.block_table)
+        return call, (batch.q, batch.cache, *tables)
+
+    return build
+
+
+def attention(name: str, batch: Batch, *, seed: bool = False) -> Problem:
+    contenders: dict[str, Build] = {"ours": ours(batch), "RPA v3": rpa_v3(batch)}
+    if seed:
+        contenders["seed"] = jax_paged_attention(batch)
+    return Problem(name, contenders, batch.live_bytes)
+
+
+def measure(build: Build, generation: Generation) -> dict[str, Any]:
+    """Counts of all kernels of one contender together, and of each."""
+    function, arguments = build(generation)
+    kernels = []
+    for kernel in aot.compile_kernels(function, arguments, generation):
+        counts = kernel.counts(generation)
+        kernels.append(
+            {
+                "name": kernel.name,
+                "vmem_bytes": kernel.vmem_bytes,
+                "bundles": counts.bundles,
+                "issued": counts.issued,
+                "dmas": counts.dmas.total(),
+                "hbm_bytes": counts.hbm_bytes,
+                "dma_bytes": dict(counts.dma_bytes),
+                "units": dict(counts.units),
+                "cores": counts.cores,
+                "microseconds": round(counts.microseconds(generation), 2),
+                "hbm_microseconds": round(counts.hbm_microseconds(generation), 2),
+            }
+        )
+    summed = ("bundles", "issued", "dmas", "hbm_bytes", "microseconds", "hbm_microseconds")
+    total: dict[str, Any] = {key: sum(kernel[key] for kernel in kernels) for key in summed}
+    total["vmem_bytes"] = max(kernel["vmem_bytes"] for kernel in kernels)
+    return total | {"kernels": kernels}
+
+
+PROBLEMS = [
+    attention("decode_b64_kv4096_page16", Batch(64, 4096, 1, 16), seed=True),
+    attention("decode_b64_kv4096_page128", Batch(64, 4096, 1, 128), seed=True),
+    attention("prefill_b2_2048_page128", Batch(2, 2048, 2048, 128)),
+]

@@ -1,0 +1,116 @@
+"""Other people's kernels on our problems: they live in JAX or in .peer/, nothing of them here.
+
+RPA v3 (`get_peers.sh`) writes the new keys into the cache in the same kernel and wants a cache of
+its own layout. The seed design is the kernel it came from, JAX's `paged_attention`.
+"""
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+from generations import Generation
+from jax import ShapeDtypeStruct
+
+PEER = Path(__file__).parents[2] / ".peer"
+MIB = 2**20
+
+# tiles of (fetched queries, fetched keys, computed queries, computed keys) for prefill, where the
+# default ones do not fit VMEM
+RPA_PREFILL_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
+
+
+class Missing(Exception):
+    """A peer that is not installed, or does not support this."""
+
+
+def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
+    def build(generation: Generation) -> Any:
+        if not (PEER / "tpu_inference").exists():
+            raise Missing("benchmarks/tpu/get_peers.sh brings it")
+        if generation.name == "v4":
+            raise Missing("refuses TPU v4")
+        if str(PEER) not in sys.path:
+            sys.path.insert(0, str(PEER))
+        from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
+
+        blocks = {}
+        if batch.queries > 1 and generation.name in RPA_PREFILL_BLOCKS:
+            blocks = {"m_block_sizes": RPA_PREFILL_BLOCKS[generation.name]}
+
+        def call(*arguments: Any) -> Any:
+            with _devices_are(generation):
+                return kernel.ragged_paged_attention(
+                    *arguments, sm_scale=batch.head_dim**-0.5, **blocks
+                )
+
+        cache = kernel.get_kv_cache_shape(
+            batch.num_pages, batch.page_size, batch.num_kv_heads, batch.head_dim, jnp.bfloat16
+        )
+        decodes = batch.sequences if batch.queries == 1 else 0
+        # sequences that only decode, those and plain prefills, all
+        distribution = np.array([decodes, decodes, batch.sequences], np.int32)
+        return call, (
+            batch.q, batch.new_keys, batch.new_keys, ShapeDtypeStruct(cache, jnp.bfloat16),
+            batch.seqused_k, batch.block_table.reshape(-1), batch.cu_seqlens, distribution,
+        )  # fmt: skip
+
+    return build
+
+
+@contextlib.contextmanager
+def _devices_are(generation: Generation) -> Iterator[None]:
+    """RPA v3 asks `jax.devices()` what it is traced for."""
+    device = types.SimpleNamespace(device_kind=aot.device_kind(generation), platform="tpu")
+    with mock.patch.object(jax, "devices", lambda *_: [device]):
+        yield
+
+
+def jax_paged_attention(batch: Any) -> Callable[[Generation], Any]:
+    """Decode as the seed has it: one DMA for each page, head, and keys or values."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    def build(_generation: Generation) -> Any:
+        def call(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+            pages = max(1, 512 // batch.page_size)
+            return paged_attention(q, k, v, lengths, table, pages_per_compute_block=pages)
+
+        pages = (batch.num_kv_heads, batch.num_pages, batch.page_size, batch.head_dim)
+        cache = ShapeDtypeStruct(pages, jnp.bfloat16)
+        return call, (batch.q, cache, cache, batch.seqused_k, batch.block_table)
+
+    return build
+
+
+def splash(tokens: int, num_heads: int, head_dim: int, block: int) -> Callable[[Generation], Any]:
+    """JAX's block-sparse attention on a causal mask, whole blocks of `block` by `block`."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+        splash_attention_mask_info,
+    )
+
+    def build(_generation: Generation) -> Any:
+        mask = splash_attention_mask.CausalMask((tokens, tokens))
+        sizes = splash_attention_kernel.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block
+        )
+        # the emulator reads tables of 32 bits; splash would shrink its own to 8
+        with mock.patch.object(
+            splash_attention_mask_info, "_downcast_to_small_type", lambda table: table
+        ):
+            kernel = splash_attention_kernel.make_splash_mha(
+                splash_attention_mask.MultiHeadMask([mask] * num_heads),
+                block_sizes=sizes, head_shards=1, q_seq_shards=1,
+            )  # fmt: skip
+        qkv = ShapeDtypeStruct((num_heads, tokens, head_dim), jnp.bfloat16)
+        return lambda q, k, v: kernel(q, k, v), (qkv, qkv, qkv)
+
+    return build

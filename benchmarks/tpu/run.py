@@ -1,0 +1,78 @@
+"""What the TPU compiler makes of the kernels: bundles passed, DMAs and bytes; ours beside peers'.
+
+    python benchmarks/tpu/run.py                               every problem, v5e, v6e and tpu7x
+    python benchmarks/tpu/run.py --generations v6e --problems 'decode_*'
+    python benchmarks/tpu/run.py --write                       and JSON and plots under results/
+    python benchmarks/tpu/run.py --budget                      and a new budget for tests/schedules
+
+No TPU is needed: libtpu compiles ahead of time, and the schedules are executed by `emulator.py`,
+which says what of this is exact and what is a model.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import picture
+from contenders import BUDGET, BUDGETED, PROBLEMS, measure
+from generations import GENERATIONS
+from peers import Missing
+
+RESULTS = Path(__file__).parents[1] / "results"
+PACKAGES = ("jax", "jaxlib", "libtpu")
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=True)
+    return described.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--generations", default="v5e,v6e,tpu7x", help=", ".join(GENERATIONS))
+    parser.add_argument("--problems", default="*", help="a pattern of names")
+    parser.add_argument("--write", action="store_true", help="write results/tpu-<generation>/")
+    parser.add_argument("--budget", action="store_true", help="what is counted is the new budget")
+    options = parser.parse_args()
+    budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+    for generation in (GENERATIONS[name] for name in options.generations.split(",")):
+        document: dict[str, Any] = {
+            "generation": dataclasses.asdict(generation),
+            "commit": _commit(),
+            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "exact": "bundles, issued, dmas, hbm_bytes, dma_bytes, units, vmem_bytes",
+            "modelled": "microseconds, hbm_microseconds",
+            "results": [],
+        }
+        for problem in PROBLEMS:
+            if not fnmatch.fnmatch(problem.name, options.problems):
+                continue
+            row: dict[str, Any] = {"problem": problem.name, "live_bytes": problem.live_bytes}
+            for contender, build in problem.contenders.items():
+                try:
+                    row[contender] = measure(build, generation)
+                except Missing as reason:
+                    row[contender] = {"missing": str(reason)}
+            document["results"].append(row)
+            counted = {count: row["ours"][count] for count in BUDGETED}
+            budget.setdefault(generation.name, {})[problem.name] = counted
+            print(picture.lines(row, generation), flush=True)
+        if options.write:
+            folder = RESULTS / f"tpu-{generation.name}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "schedules.json").write_text(json.dumps(document, indent=1) + "\n")
+            picture.draw(document, folder / "schedules.png")
+    if options.budget:
+        BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
