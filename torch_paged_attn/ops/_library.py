@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,8 @@ LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 BACKENDS: dict[str, tuple[str, ...]] = {
     "CPU": ("cpu",),
     "CUDA": ("triton",),
-    "XLA": ("neuron",),
-    "PrivateUse1": ("neuron",),
+    "XLA": ("tpu", "neuron"),
+    "PrivateUse1": ("tpu", "neuron"),
 }
 if os.environ.get("PAGED_ATTN_NEURON_EMULATE") == "1":
     BACKENDS["CPU"] = ("neuron",)
@@ -84,6 +85,17 @@ def bind_backends() -> None:
             continue
         for name in OPS:
             LIBRARY.impl(name, _lazy(key, name), key)
+    # torch_xla's tensors are functional, and that key comes before theirs: what writes into its
+    # arguments is answered there, which torch.compile cannot hold in a graph
+    if importlib.util.find_spec("torch_xla") is not None:
+        for name in OPS:
+            packet, _, overload = name.partition(".")
+            if packet == "reshape_and_cache":
+                LIBRARY.impl(name, _lazy("XLA", name), "Functionalize")
+                operator = getattr(torch.ops.paged_attn, packet)
+                torch._dynamo.disallow_in_graph(
+                    [operator, getattr(operator, overload or "default")]
+                )
 
 
 def choose_backend(key: str) -> tuple[str | None, str]:
