@@ -6,6 +6,10 @@ into the bound where the caller wants it to: rows from `size` on are loaded as z
 stored. This is the arithmetic of Triton's `ragged_tma`, for rows of several heads.
 """
 
+import dataclasses
+import functools
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,13 +25,33 @@ FAR = gl.constexpr(BOUND)
 ALIGNMENT = 16
 
 
+@dataclasses.dataclass(frozen=True)
+class _Address:
+    """What a tensor map asks of a tensor; it keeps no memory alive."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor_map(
+    pointer: int, dtype: torch.dtype, row: int, head: int, heads: int, dim: int,
+    box: tuple[int, int, int],
+) -> TensorDescriptor:  # fmt: skip
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    shape = [ENDLESS, ENDLESS, BOUND, heads, dim]
+    strides = [2**34 - row, row, row, head, 1]
+    return TensorDescriptor(_Address(pointer, dtype), shape, strides, [1, 1, *box], layout)
+
+
 def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescriptor:
     """Boxes of (1, 1, rows, heads, width) of x, (rows, heads, dim), of any strides."""
     row, head, _ = x.stride()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-    shape = [ENDLESS, ENDLESS, BOUND, x.shape[1], x.shape[2]]
-    strides = [2**34 - row, row, row, head, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, heads, width], layout)
+    box = (rows, heads, width)
+    return _tensor_map(x.data_ptr(), x.dtype, row, head, x.shape[1], x.shape[2], box)
 
 
 @gluon.jit
