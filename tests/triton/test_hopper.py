@@ -117,8 +117,8 @@ def compiled():
 @over_shapes
 def test_compiles_to_warpgroup_products_without_spills(problem, compiled):
     kernel = next(k for k in compiled[problem.name].result() if "hopper" in k.name)
-    assert kernel.faults("sm90") == []
-    assert kernel.matrix_instructions > 0
+    assert kernel.faults("sm90", problem.name) == []
+    assert kernel.spills == 0 and kernel.matrix_instructions > 0
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

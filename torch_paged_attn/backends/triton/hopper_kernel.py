@@ -30,12 +30,12 @@ VARYING = (
 
 @gluon.jit(do_not_specialize=VARYING)
 def _hopper_attention_fwd_kernel(
+    lse_ptr,
+    order_ptr,
     q_desc,
     k_desc,
     v_desc,
     out_desc,
-    lse_ptr,
-    order_ptr,
     table_ptr,
     stride_table,
     k_page_rows,
