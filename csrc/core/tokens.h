@@ -14,6 +14,7 @@ struct CacheWrite {
   DType from_dtype, to_dtype;
   int64_t head_dim;
   Strided<float> scale;  // (1, head)
+  bool streamed;         // around the caches; rows of `to` are whole cache lines then
 };
 
 struct ReshapeAndCache {

@@ -10,6 +10,10 @@ namespace {
 using namespace paged_attn;
 using OptionalTensor = std::optional<Tensor>;
 
+// Bytes written by a call that would not stay in the processor's caches until they are read.
+constexpr int64_t STREAMED_BYTES = 4 << 20;
+constexpr int64_t CACHE_LINE = 64;
+
 // One cache, of `dim` 4: (num_pages, num_kv_heads, page_size, head_dim). A fused kv_cache is two of
 // them, told apart by an offset into its first dimension.
 struct Cache {
@@ -45,7 +49,15 @@ bool accept_scale(const TensorView& scale, const TensorView& from, const Cache& 
 CacheWrite cache_write(const TensorView& from, const Cache& cache, const TensorView& scale) {
   return {from.data(),      from.stride(0),  from.stride(1),  cache.data(),
           cache.stride(0),  cache.stride(1), cache.stride(2), from.dtype,
-          cache.view.dtype, from.size(2),    per_head(scale)};
+          cache.view.dtype, from.size(2),    per_head(scale), false};
+}
+
+bool in_whole_lines(const CacheWrite& w) {
+  const int64_t bytes = bytes_of(w.to_dtype);
+  for (const int64_t elements :
+       {w.head_dim, w.to_stride_page, w.to_stride_head, w.to_stride_token})
+    if (elements * bytes % CACHE_LINE != 0) return false;
+  return reinterpret_cast<uintptr_t>(w.to) % CACHE_LINE == 0;
 }
 
 int64_t slot_at(const ReshapeAndCache& r, int64_t i) {
@@ -87,6 +99,8 @@ bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache
 void run(ReshapeAndCache& r) {
   const int64_t elements = r.num_tokens * r.num_heads * (r.key.head_dim + r.value.head_dim);
   r.workers = elements < 65536 ? 1 : int64_t(torch::stable::get_num_threads());
+  if (elements * bytes_of(r.key.to_dtype) >= STREAMED_BYTES)
+    for (CacheWrite* w : {&r.key, &r.value}) w->streamed = in_whole_lines(*w);
   const Kernels& isa = kernels();
   run_tasks(r.workers, r.workers, [&](int64_t worker) {
     isa.reshape_and_cache(r, worker);

@@ -12,10 +12,10 @@ PAIRS = [(f, f) for f in FLOATS] + [(f, e) for f in FLOATS for e in EIGHT_BITS]
 
 
 def make(
-    dtype, cache_dtype, layout="hnd", tokens=40, heads=3, page_size=16, dim=24, dim_v=24, seed=0
+    dtype, cache_dtype, layout="hnd", tokens=40, heads=3, num_pages=6, dim=24, dim_v=24, seed=0
 ):
     g = torch.Generator().manual_seed(seed)
-    num_pages = 6
+    page_size = 16
     key = torch.randn(tokens, heads, dim, generator=g).to(dtype) * 3
     value = torch.randn(tokens, heads, dim_v, generator=g).to(dtype) * 3
     slots = torch.randperm(num_pages * page_size, generator=g)[:tokens]
@@ -51,6 +51,22 @@ def test_writes_what_the_reference_writes(dtype, cache_dtype, layout, device):
     reference.reshape_and_cache_split(key, value, *expected, slots, *scales)
     on_device = [t.to(device) if t is not None else None for t in (key, value, slots, *scales)]
     caches = (k_cache.to(device), v_cache.to(device))
+    torch_paged_attn.reshape_and_cache(*on_device[:2], caches, *on_device[2:])
+    for cache, want in zip(caches, expected, strict=True):
+        assert same_bytes(cache.cpu(), want)
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_large_write(cache_dtype, layout, device):
+    """Megabytes, which may bypass a processor's caches: keys are whole cache lines, values not."""
+    sizes = {"tokens": 2048, "heads": 8, "num_pages": 160, "dim": 128, "dim_v": 136}
+    key, value, caches, slots = make(torch.bfloat16, cache_dtype, layout, **sizes)
+    expected = [cache.clone() for cache in caches]
+    scales = (torch.tensor(0.5), torch.tensor(0.3)) if cache_dtype in EIGHT_BITS else (None, None)
+    reference.reshape_and_cache_split(key, value, *expected, slots, *scales)
+    on_device = [t.to(device) if t is not None else None for t in (key, value, slots, *scales)]
+    caches = [cache.to(device) for cache in caches]
     torch_paged_attn.reshape_and_cache(*on_device[:2], caches, *on_device[2:])
     for cache, want in zip(caches, expected, strict=True):
         assert same_bytes(cache.cpu(), want)
