@@ -87,16 +87,6 @@ PAGED_ATTN_INLINE void softmax_rows(const Attention& a, const Sequence& s, const
   }
 }
 
-template <class Product>
-PAGED_ATTN_INLINE float softmax_row(const Attention& a, const Sequence& s, const ScoreRow& row,
-                                    const KeyBlock& block, int begin, int end, float* scores,
-                                    float& m, float& l) {
-  float rescale;
-  const auto only = [&](int) __attribute__((always_inline)) { return row; };
-  softmax_rows<Product, 1>(a, s, block, begin, end, false, 1, only, scores, 0, &m, &l, &rescale);
-  return rescale;
-}
-
 // Rows of a head lie further apart than the processor's own prefetcher looks, so those of this many
 // tokens on are asked for while one is read or written.
 constexpr int TOKENS_AHEAD = 4;

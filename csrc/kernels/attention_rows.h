@@ -2,61 +2,74 @@
 //
 // A task covers a range of keys for several head groups: 16 keys at a time for every head, so that
 // a page is read whole in either layout, while the next 16 are prefetched line by line (a burst of
-// prefetches would be dropped). The rows of a group share each load and each conversion.
+// prefetches would hold up the loads) and the addresses of those after them are translated. The
+// rows of a group share each load and each conversion.
 #pragma once
 
 #include "../core/query_rows.h"
 
 namespace {
 
-constexpr int ROW_COLUMNS = 64;  // keys per softmax update
+constexpr int ROW_COLUMNS = 128;  // keys per softmax update
 
-// The next ALIGN columns of every head of a task, asked for line by line in the order of memory:
-// a line for every line of this chunk that is read.
-struct Ahead {
-  const char* data;  // of the first head
+// ALIGN columns of K or V under every head of a task.
+template <class T>
+struct Chunk {
+  const T* data;  // of the first head
   const int64_t* offset;
-  int64_t element_bytes, head_bytes, row_bytes;
-  int heads;
+  int64_t stride_head, head_dim;
   bool heads_adjoin;  // a token's heads, rather than a head's tokens
-  int column = 0, head = 0;
-  int64_t byte = 0;  // of the row
 
-  PAGED_ATTN_INLINE bool fetch() {
-    if (column == ALIGN || head == heads) return false;
-    __builtin_prefetch(data + head * head_bytes + offset[column] * element_bytes + byte, 0, 2);
-    byte += CACHE_LINE;
-    if (byte < row_bytes) return true;
-    byte = 0;
-    if (heads_adjoin) {
+  PAGED_ATTN_INLINE const T* row(int column, int head) const {
+    return data + head * stride_head + offset[column];
+  }
+};
+
+// Asks for the next chunk in the order of memory, as many bytes at a time as are being read.
+template <class T>
+struct Ahead {
+  Chunk<T> chunk, later;
+  int heads, column = 0, head = 0, rows_left;
+  const char *at, *end;  // of the row
+
+  PAGED_ATTN_INLINE Ahead(const Chunk<T>& next, const Chunk<T>& after_next, int num_heads)
+      : chunk(next), later(after_next), heads(num_heads), rows_left(num_heads * ALIGN) {
+    enter_row();
+  }
+  PAGED_ATTN_INLINE void enter_row() {
+    // a line of every run, so that its address is translated when the rest of it is asked for
+    if ((chunk.heads_adjoin ? head : column) == 0) __builtin_prefetch(later.row(column, head));
+    at = (const char*)chunk.row(column, head);
+    end = at + chunk.head_dim * int64_t(sizeof(T));
+  }
+  PAGED_ATTN_INLINE void next_row() {
+    if (--rows_left <= 0) {  // the last one again
+      rows_left = 0;
+    } else if (chunk.heads_adjoin) {
       if (++head == heads) head = 0, ++column;
     } else {
       if (++column == ALIGN) column = 0, ++head;
     }
-    return true;
+    enter_row();
+  }
+  template <int BYTES>
+  PAGED_ATTN_INLINE void fetch() {
+#pragma GCC unroll 8
+    for (int b = 0; b < BYTES; b += CACHE_LINE) __builtin_prefetch(at + b);
+    at += BYTES;
+    if (at >= end) next_row();
+  }
+  PAGED_ATTN_INLINE void fetch_rest() {
+    while (rows_left > 0) fetch<CACHE_LINE>();
   }
 };
-
-template <class T>
-PAGED_ATTN_INLINE Ahead ahead_of(const paged_attn::KeyValue& x, const T* first_head,
-                                 int64_t head_dim, int heads, const int64_t* offset) {
-  Ahead ahead;
-  ahead.data = (const char*)first_head;
-  ahead.offset = offset;
-  ahead.element_bytes = sizeof(T);
-  ahead.head_bytes = x.stride_head * int64_t(sizeof(T));
-  ahead.row_bytes = head_dim * int64_t(sizeof(T));
-  ahead.heads = heads;
-  ahead.heads_adjoin = x.stride_head < x.stride_token;
-  return ahead;
-}
 
 // scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
 // time, enough to hide the latency of one, W of them summed over the lanes in one transpose
 template <class Product, class T, int ROWS>
-inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const float* q,
+inline void dot_keys(const T* k, const int64_t* offset, Ahead<T>& ahead, const float* q,
                      int64_t stride_q, int64_t rows, int64_t head_dim, float scale, float* scores) {
-  constexpr int DOTS = W < 8 ? 8 : W, KEYS = DOTS / ROWS, PER_LINE = CACHE_LINE / int(sizeof(T));
+  constexpr int DOTS = W < 8 ? 8 : W, KEYS = DOTS / ROWS;
   constexpr int STEP = W * Product::DEPTH;
   for (int c = 0; c < ALIGN; c += KEYS) {
     const T* key[KEYS];
@@ -70,6 +83,7 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const floa
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
+          if (r == 0) ahead.template fetch<STEP * int(sizeof(T))>();
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
@@ -78,8 +92,6 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const floa
       };
       int64_t d = 0;
       for (; d + STEP <= head_dim; d += STEP) {
-        if (r == 0 && d % PER_LINE == 0)
-          for (int j = 0; j < KEYS; ++j) ahead.fetch();
         step(d,
              [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
       }
@@ -98,7 +110,7 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead& ahead, const floa
 
 // acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); with `n`, fewer dims
 template <class Product, class T, int ROWS, int VECS, bool WHOLE>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahead, bool prefetch,
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead<T>& ahead, bool prefetch,
                                   int64_t d, int n, const float* p, float* acc,
                                   int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
@@ -111,8 +123,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahea
     F x[VECS];
 #pragma GCC unroll 2
     for (int i = 0; i < DEPTH; ++i) {
-      if (prefetch)
-        for (int b = 0; b < VECS * W * int(sizeof(T)); b += CACHE_LINE) ahead.fetch();
+      if (prefetch) ahead.template fetch<VECS * W * int(sizeof(T))>();
       const T* row = v + offset[c + i] + d;
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; j += DEPTH)
@@ -134,7 +145,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead& ahea
 }
 
 template <class Product, class T, int ROWS>
-inline void weigh_values(const T* v, const int64_t* offset, Ahead& ahead, const float* p,
+inline void weigh_values(const T* v, const int64_t* offset, Ahead<T>& ahead, const float* p,
                          int64_t rows, int64_t head_dim, float* acc, int64_t stride_acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
@@ -196,45 +207,55 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     const int64_t kv_head = int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
     return (const T*)x.data + kv_head * x.stride_head;
   };
-  const auto keys = [&](const int64_t* offset) __attribute__((always_inline)) {
-    return ahead_of(a.k, head_of(a.k, 0), a.head_dim, groups, offset);
+  const auto chunk_of = [&](const paged_attn::KeyValue& x, const int64_t* offset, int64_t head_dim)
+                            __attribute__((always_inline)) {
+    return Chunk<T>{head_of(x, 0), offset, x.stride_head, head_dim, x.stride_head < x.stride_token};
   };
-  const auto values = [&](const int64_t* offset) __attribute__((always_inline)) {
-    return ahead_of(a.v, head_of(a.v, 0), a.head_dim_v, groups, offset);
+  // in the order of reading: the block's keys, its values, the next block's keys
+  const auto chunk_at = [&](int c) __attribute__((always_inline)) {
+    if (c < columns) return chunk_of(a.k, block.k_offset + c, a.head_dim);
+    if (c < 2 * columns) return chunk_of(a.v, block.v_offset + c - columns, a.head_dim_v);
+    return chunk_of(a.k, next.k_offset + (c - 2 * columns) % next.num_columns, a.head_dim);
   };
   for (int c = 0; c < columns; c += ALIGN) {
-    // after the last keys of a block come its first values
-    Ahead ahead = c + ALIGN < columns ? keys(block.k_offset + c + ALIGN) : values(block.v_offset);
+    Ahead<T> ahead(chunk_at(c + ALIGN), chunk_at(c + 2 * ALIGN), groups);
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, ahead,
                                  w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
                                  w.scale[g], scores);
     }
-    while (ahead.fetch()) {
-    }
+    ahead.fetch_rest();
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const bool finished = is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1,
+                                                   block, 0, columns);
   for (int g = 0; g < groups; ++g)
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t i = g * w.rows + r;
-      const ScoreRow row = score_row(a, s, task.token_begin + r / a.group_size,
-                                     (task.group_begin + g) * a.group_size + r % a.group_size);
-      const float rescale = softmax_row<Product>(a, s, row, block, 0, columns,
-                                                 w.scores + i * ROW_COLUMNS, w.m[i], w.l[i]);
-      if (rescale == 1) continue;
-      float* acc = w.acc + i * w.stride_acc;
-      for (int64_t d = 0; d < w.stride_acc; d += W) store(acc + d, load(acc + d) * set1(rescale));
+    for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
+      const auto row_at = [&](int r) __attribute__((always_inline)) {
+        return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
+                         (task.group_begin + g) * a.group_size + (r0 + r) % a.group_size);
+      };
+      const int64_t i = g * w.rows + r0;
+      float rescale[ROWS];
+      softmax_rows<Product, ROWS>(a, s, block, 0, columns, finished, int(min64(ROWS, rows - r0)),
+                                  row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
+                                  rescale);
+      for (int r = 0; r < ROWS; ++r) {
+        if (rescale[r] == 1) continue;
+        float* acc = w.acc + (i + r) * w.stride_acc;
+        for (int64_t d = 0; d < w.stride_acc; d += W)
+          store(acc + d, load(acc + d) * set1(rescale[r]));
+      }
     }
   for (int c = 0; c < columns; c += ALIGN) {
-    Ahead ahead = c + ALIGN < columns ? values(block.v_offset + c + ALIGN) : keys(next.k_offset);
+    Ahead<T> ahead(chunk_at(columns + c + ALIGN), chunk_at(columns + c + 2 * ALIGN), groups);
     for (int g = 0; g < groups; ++g) {
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, ahead, p, w.rows,
                                      a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
     }
-    while (ahead.fetch()) {
-    }
+    ahead.fetch_rest();
   }
 }
 
