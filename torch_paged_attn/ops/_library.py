@@ -93,9 +93,8 @@ def bind_backends() -> None:
             if packet == "reshape_and_cache":
                 LIBRARY.impl(name, _lazy("XLA", name), "Functionalize")
                 operator = getattr(torch.ops.paged_attn, packet)
-                torch._dynamo.disallow_in_graph(
-                    [operator, getattr(operator, overload or "default")]
-                )
+                for callee in (operator, getattr(operator, overload or "default")):
+                    torch._dynamo.disallow_in_graph(callee)
 
 
 def choose_backend(key: str) -> tuple[str | None, str]:

@@ -8,16 +8,17 @@ it is waited for; each hides what the other shows, so a kernel is to be run in b
 import contextlib
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-DMA_MODES = ("on_wait", "eager")
+DmaMode = Literal["on_wait", "eager"]
+DMA_MODES: tuple[DmaMode, ...] = get_args(DmaMode)
 COMPLAINTS = ("RACE DETECTED", "non-zero count")
 
 
-def observe(run: Callable[[Any], Any], dma_mode: str) -> tuple[Any, list[str]]:
+def observe(run: Callable[[Any], Any], dma_mode: DmaMode) -> tuple[Any, list[str]]:
     """`run(interpret)`'s result, and what the interpreter had to say against it."""
     params = pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", dma_execution_mode=dma_mode
@@ -34,7 +35,7 @@ def observe(run: Callable[[Any], Any], dma_mode: str) -> tuple[Any, list[str]]:
     return result, [line for line in lines if any(text in line for text in COMPLAINTS)]
 
 
-def watch(run: Callable[[Any], Any], *dma_modes: str) -> Any:
+def watch(run: Callable[[Any], Any], *dma_modes: DmaMode) -> Any:
     """`run(interpret)`'s result; raises AssertionError if the interpreter complains."""
     for mode in dma_modes or DMA_MODES:
         result, complaints = observe(run, mode)

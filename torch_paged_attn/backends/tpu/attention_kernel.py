@@ -222,7 +222,7 @@ class TileAttention:
         if bias is not None:
             visible &= bias > -jnp.inf
         if layout is not None or bias is not None:
-            visible &= (row & (tile_q - 1)) < tiles.count[self.tile]
+            visible &= (row & (tile_q - 1)) < tiles.num_tokens[self.tile]
             is_seen &= _as_column(jnp.any(visible, axis=0, keepdims=True))
         return visible, is_seen
 

@@ -27,7 +27,7 @@ AHEAD = NUM_BUFFERS // 2
 class Groups(NamedTuple):
     """Tokens by the tile of the cache that they go to; int32."""
 
-    count: Array  # (1,) groups
+    num_groups: Array  # (1,)
     tile: Array  # (num_tokens,) of a group
     start: Array  # (num_tokens + 1,) a group's first token, in the sorted order
     slot: Array  # (num_tokens,) sorted
@@ -71,7 +71,7 @@ def _write_kernel(*refs: Any, num_caches: int, num_planes: int) -> None:
         refs[num_planes : 2 * num_planes],
         refs[2 * num_planes :],
     )
-    count = groups.count[0]
+    count = groups.num_groups[0]
     height = tiles[0].shape[2]
 
     def stored(plane: Any, group: Array) -> Any:

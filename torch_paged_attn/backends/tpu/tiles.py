@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
     sequence: Array
     first_query: Array  # of the tile within its sequence
-    count: Array  # of tokens
+    num_tokens: Array
     position: Array  # of the tile's first token among the keys
     start: Array
     full_start: Array
@@ -107,7 +107,7 @@ def cut_queries(
     tiles = Tiles(
         sequence=sequence,
         first_query=first,
-        count=jnp.minimum(tile_q, query_len - first),
+        num_tokens=jnp.minimum(tile_q, query_len - first),
         position=position,
         start=jnp.where(is_busy, start, 0),
         full_start=window.start(last),
