@@ -18,7 +18,7 @@ from problems import BENCHMARKS, Attention, CacheWrite
 from torch_paged_attn.testing import Layout, Problem
 
 SMALL = Problem("small", ((5, 3), (70, 0), (1, 40)), 4, 2, 32, page_size=16)
-OPTIONS = argparse.Namespace(threads=[1], seconds=0.0, flex=False)
+OPTIONS = argparse.Namespace(threads=[1], seconds=0.0, flex=False, isa=[])
 
 
 def test_contenders_take_turns():
