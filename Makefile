@@ -16,7 +16,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test test-gpu test-neon test-xla lint thorough sanitize bench clean
+.PHONY: install run test test-gpu test-neon test-xla test-tpu lint thorough sanitize bench clean
 
 install: $(VENV)/installed
 
@@ -60,6 +60,11 @@ test-xla: .venv-xla/installed
 	.venv-xla/bin/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0 torchax==0.0.7 \
 	  jax==0.7.1 jaxlib==0.7.1 flax==0.12.0 pytest==9.2.0
 	touch $@
+
+# The real TPU compiler, libtpu (586 MB): kernels compile ahead of time, their schedules are counted.
+test-tpu: install
+	$(PIP) libtpu==0.0.51
+	$(PYTHON) -m pytest tests/schedules
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
 test-gpu:
