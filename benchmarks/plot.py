@@ -20,6 +20,7 @@ STYLES = {
     "dense (ours)": ("#a16207", "X"),
     "index_put": ("#2563eb", "o"),
 }
+SLOWER_ISA = ("#fdba74", "x")
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -40,7 +41,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         ax.set_title(report.TITLES[bound], loc="left", fontsize=10.5, fontweight="bold", color=INK)
         ceiling = " or ".join(dict.fromkeys(row["ceiling"]["name"] for row in rows))
         ax.set_xlabel(f"share of {ceiling}", fontsize=8.5, color=INK)
-        handles = {h.get_label(): h for h in ax.collections if h.get_label() in STYLES}
+        handles = {h.get_label(): h for h in ax.collections}
         ax.legend(
             handles.values(), handles, loc="center left", bbox_to_anchor=(1.0, 0.5),
             frameon=False, fontsize=8.5, handletextpad=0.2,
@@ -62,11 +63,11 @@ def _panel(ax: Any, rows: list[dict[str, Any]]) -> None:
         shares = {n: 100 * report.of_ceiling(row, n) for n in ("ours", *report.peers(row))}
         ax.plot([0, shares["ours"]], [y, y], color=OURS, linewidth=2.2, alpha=0.25, zorder=1)
         for name, share in shares.items():
-            color, marker = STYLES[name]
+            color, marker = STYLES.get(name, SLOWER_ISA)
             size, order = (150, 4) if name == "ours" else (34, 3)
             ax.scatter(
                 share, y, s=size, color=color, marker=marker, label=name, zorder=order,
-                edgecolors="white", linewidths=0.6,
+                edgecolors=None if marker == "x" else "white", linewidths=0.6,
             )  # fmt: skip
     ax.axvline(100, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
     ax.set_yticks(range(len(rows)), [row["problem"] for row in rows], fontsize=8.5, color=INK)
