@@ -26,6 +26,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.attention import attend
+from torch_paged_attn.ops.attention_call import AttentionCall
 
 DEVICE = "cuda"
 
@@ -128,7 +129,7 @@ def ours(*args, config=None, splits=None, **options):
     """The operator's backend, or its launcher with tiles of the caller's choice."""
     if config is None:
         return flash_varlen(*args, **options)
-    return attend(*args, config=config, splits=splits, **options)
+    return attend(AttentionCall.flash_varlen(*args, **options), config=config, splits=splits)
 
 
 def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:

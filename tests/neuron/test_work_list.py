@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_paged_attn.planning.work_list import Batch, Layout, build_work_lists
+from torch_paged_attn.ops.attention_call import BlockLayout
+from torch_paged_attn.planning.work_list import Batch, build_work_lists
 
 TILE_Q, TILE_K, GRAIN = 8, 16, 4
 
@@ -24,7 +25,7 @@ def layouts(draw, batch):
         flat = listed[tuple(where[1:])].nonzero()[:, 1].flip(0)
         flat = torch.cat([r.nonzero()[:, 0].flip(0) for r in listed[tuple(where[1:])]])
         col[tuple(where[1:])][: len(flat)] = flat
-    return listed, Layout(crow, col, q_block, k_block)
+    return listed, BlockLayout(crow, col, q_block, k_block)
 
 
 @settings(max_examples=60, derandomize=True, database=None, deadline=None)

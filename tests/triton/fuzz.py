@@ -24,6 +24,7 @@ def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
     from torch_paged_attn.backends import triton as backend
     from torch_paged_attn.backends.triton import flash_varlen_sm90
+    from torch_paged_attn.ops.attention_call import AttentionCall
 
     call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.to("cuda").args
@@ -32,9 +33,10 @@ def run(problem: Problem) -> None:
     positional = [args.pop(name) for name in first if name in args]
     truth = call.truth()
     assert_accurate(*getattr(backend, call.op)(*positional, **args), truth)
-    if call.op == "flash_varlen" and flash_varlen_sm90.unsupported(*positional, **args) is None:
+    whole = getattr(AttentionCall, call.op)(*positional, **args)
+    if flash_varlen_sm90.unsupported(whole) is None:
         # the operator leaves what is small to the portable kernel
-        assert_accurate(*flash_varlen_sm90.flash_varlen(*positional, **args), truth)
+        assert_accurate(*flash_varlen_sm90.flash_varlen(whole), truth)
 
 
 def plain(problem: Problem) -> Problem:

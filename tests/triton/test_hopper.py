@@ -12,6 +12,7 @@ import torch
 
 from torch_paged_attn.backends.triton import flash_varlen_sm90
 from torch_paged_attn.backends.triton.target import Target, assume
+from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -43,15 +44,13 @@ SHAPES = tuple(
 over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
 
 
-def arguments(problem, device="cpu"):
-    return {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | build(problem).to(
-        device
-    ).args
+def hopper_call(problem, device="cpu", **changes):
+    return AttentionCall.flash_varlen(**build(problem).to(device).args | changes)
 
 
 def unsupported(problem, **changes):
     with assume(HOPPER):
-        return flash_varlen_sm90.unsupported(**arguments(problem) | changes)
+        return flash_varlen_sm90.unsupported(hopper_call(problem, **changes))
 
 
 @over_shapes
@@ -83,7 +82,7 @@ def test_says_what_it_leaves_to_the_portable_kernel(changes, word):
 def test_leaves_odd_pages_and_other_chips_to_the_portable_kernel():
     assert "page_size" in unsupported(dataclasses.replace(SHAPES[0], page_size=24))
     with assume(Target.of_arch("sm100", 148)):
-        assert "Hopper" in flash_varlen_sm90.unsupported(**arguments(SHAPES[0]))
+        assert "Hopper" in flash_varlen_sm90.unsupported(hopper_call(SHAPES[0]))
 
 
 def test_the_log_says_which_kernel_a_call_takes(run, device, caplog):
@@ -100,8 +99,8 @@ def compile_for_hopper(problem):
     sys.path.insert(0, str(Path(__file__).parent))
     import cross_compile
 
-    call = arguments(problem)
-    cross_compile.CALLS["hopper"] = lambda: lambda: flash_varlen_sm90.flash_varlen(**call)
+    call = hopper_call(problem)
+    cross_compile.CALLS["hopper"] = lambda: lambda: flash_varlen_sm90.flash_varlen(call)
     return cross_compile.compile_call("sm90", "hopper")
 
 
@@ -124,10 +123,12 @@ def test_compiles_to_warpgroup_products_without_spills(problem, compiled):
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS.values()], ids=lambda p: p.name)
 def test_agrees_with_the_reference(problem):
-    args = arguments(problem, "cuda")
-    if problem.layout is not None or flash_varlen_sm90.unsupported(**args) is not None:
+    if problem.layout is not None:
         pytest.skip("left to the portable kernel")
-    first = flash_varlen_sm90.flash_varlen(**args)
+    call = hopper_call(problem, "cuda")
+    if flash_varlen_sm90.unsupported(call) is not None:
+        pytest.skip("left to the portable kernel")
+    first = flash_varlen_sm90.flash_varlen(call)
     assert_accurate(*first, build(problem).truth())
-    second = flash_varlen_sm90.flash_varlen(**args)
+    second = flash_varlen_sm90.flash_varlen(call)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

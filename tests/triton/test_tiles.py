@@ -1,5 +1,6 @@
 """Tiles smaller than any table of this machine's would choose."""
 
+from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.testing import Problem, assert_accurate, build
 from torch_paged_attn.tuning import Config
 
@@ -10,5 +11,5 @@ def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
 
     problem = Problem("wide_group", ((1, 40), (3, 20), (0, 5)), 80, 2, 32, page_size=16)
     call = build(problem)
-    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.to(device).args
-    assert_accurate(*attend(**args, config=Config(16, 16, 4, 1)), call.truth())
+    arguments = AttentionCall.flash_varlen(**call.to(device).args)
+    assert_accurate(*attend(arguments, config=Config(16, 16, 4, 1)), call.truth())

@@ -29,8 +29,8 @@ if os.environ.get("PAGED_ATTN_NEURON_EMULATE") == "1":
 # Backends whose compiled library registers its own kernels, so that a call meets no Python.
 COMPILED = frozenset({"cpu"})
 
-# op name -> its overload packet's qualified names, in order of definition
-OPS: list[str] = []
+# op name -> its two checks, in order of definition
+OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
 
 
 def define(
@@ -73,7 +73,7 @@ def define(
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
     inline(name, LIBRARY, _gpu_backend)
-    OPS.append(name)
+    OPS[name] = check, check_values
     return op
 
 
@@ -117,15 +117,46 @@ def _gpu_backend() -> Any:
     return _backend(folder) if folder is not None else None
 
 
-def _lazy(key: str, name: str) -> Callable[..., Any]:
-    @functools.cache
-    def kernel() -> Callable[..., Any]:
-        folder, reason = choose_backend(key)
-        if folder is None:
-            raise NotImplementedError(f"paged_attn::{name}: {reason}")
-        return getattr(_backend(folder), name.replace(".", "_"))
+def values_are_checked() -> bool:
+    """Whether Python backends check what tensors hold, which waits for the device: for debugging.
+    `PAGED_ATTN_CHECK=1` turns it on, before the first call.
+    """
+    return os.environ.get("PAGED_ATTN_CHECK", "0") == "1"
 
-    return lambda *args, **kwargs: kernel()(*args, **kwargs)
+
+def _lazy(key: str, name: str) -> Callable[..., Any]:
+    kernel: Callable[..., Any] | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kernel
+        if kernel is None:
+            kernel = _kernel(key, name)
+        return kernel(*args, **kwargs)
+
+    return call
+
+
+def _kernel(key: str, name: str) -> Callable[..., Any]:
+    """An op's function in the first backend that can run here, behind the checks."""
+    folder, reason = choose_backend(key)
+    if folder is None:
+        raise NotImplementedError(f"paged_attn::{name}: {reason}")
+    backend = _backend(folder)
+    function = getattr(backend, name.replace(".", "_"))
+    check, check_values = OPS[name]
+    # a backend that knows calls again checks their metadata once
+    checks = [] if getattr(backend, "CHECKS_METADATA", False) else [check]
+    if values_are_checked():
+        checks = [check, check_values]
+    if not checks:
+        return function
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for check in checks:
+            check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _gate_gradients(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -6,129 +6,87 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops.checks import (
-    check_attention,
-    check_attention_values,
-    check_devices,
-    check_dtype,
-    fail,
-    key_lengths,
-)
+from torch_paged_attn.ops.attention_call import AttentionCall, BlockLayout, key_lengths
+from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
+from torch_paged_attn.ops.checks import check_devices, check_dtype, fail
 from torch_paged_attn.ops.flash_varlen import (
     SCALARS,
     TENSORS,
     default_max_seqlens,
     given_scalars,
 )
-from torch_paged_attn.ops.flash_varlen import fake as attention_fake
 
 OP = "blocksparse"
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    crow_indices: Tensor,
-    col_indices: Tensor,
-    cu_seqlens_q: Tensor,
-    *args: Any,
-    q_block_size: int = 64,
-    k_block_size: int = 64,
-    **kwargs: Any,
-) -> None:
+def check(*args: Any, **kwargs: Any) -> None:
     """Raise for metadata the contract forbids."""
-    check_attention(OP, q, k, v, cu_seqlens_q, *args, **{"causal": True, **kwargs})
-    for name, size in (("q_block_size", q_block_size), ("k_block_size", k_block_size)):
-        if size not in BLOCK_SIZES:
+    call = AttentionCall.blocksparse(*args, **kwargs)
+    check_attention(call)
+    assert call.layout is not None
+    crow, col = call.layout.crow_indices, call.layout.col_indices
+    for name in ("q_block_size", "k_block_size"):
+        if (size := getattr(call.layout, name)) not in BLOCK_SIZES:
             fail(OP, name, f"is {size}", ", ".join(map(str, BLOCK_SIZES)))
-    for name, tensor, last in (
-        ("crow_indices", crow_indices, "rows + 1"),
-        ("col_indices", col_indices, "nnz"),
-    ):
+    for name, tensor, last in (("crow_indices", crow, "rows + 1"), ("col_indices", col, "nnz")):
         check_dtype(OP, name, tensor, (torch.int32,))
         if tensor.dim() not in (2, 3):
             fail(OP, name, f"has shape {tuple(tensor.shape)}", f"(H, {last}) or (batch, H, {last})")
-    if crow_indices.shape[:-1] != col_indices.shape[:-1]:
-        fail(
-            OP,
-            "col_indices",
-            f"has shape {tuple(col_indices.shape)}",
-            f"crow_indices' {tuple(crow_indices.shape)} in all but the last dimension",
-        )
-    if crow_indices.shape[-1] == 0:
-        fail(
-            OP,
-            "crow_indices",
-            f"has shape {tuple(crow_indices.shape)}",
-            "rows + 1 >= 1 entries per head",
-        )
-    batch = cu_seqlens_q.shape[0] - 1
-    if crow_indices.dim() == 3 and crow_indices.shape[0] != batch:
-        fail(
-            OP,
-            "crow_indices",
-            f"has a batch of {crow_indices.shape[0]}",
-            f"cu_seqlens_q's, {batch}",
-        )
-    heads = crow_indices.shape[-2]
-    if heads not in (1, k.shape[1], q.shape[1]):
-        allowed = f"1, num_kv_heads = {k.shape[1]} or num_heads = {q.shape[1]}"
-        fail(OP, "crow_indices", f"has {heads} heads", allowed)
-    check_devices(OP, q.device, {"crow_indices": crow_indices, "col_indices": col_indices})
+    if crow.shape[:-1] != col.shape[:-1]:
+        allowed = f"crow_indices' {tuple(crow.shape)} in all but the last dimension"
+        fail(OP, "col_indices", f"has shape {tuple(col.shape)}", allowed)
+    if crow.shape[-1] == 0:
+        came = f"has shape {tuple(crow.shape)}"
+        fail(OP, "crow_indices", came, "rows + 1 >= 1 entries per head")
+    if crow.dim() == 3 and crow.shape[0] != call.batch:
+        came = f"has a batch of {crow.shape[0]}"
+        fail(OP, "crow_indices", came, f"cu_seqlens_q's, {call.batch}")
+    if crow.shape[-2] not in (1, call.num_kv_heads, call.num_heads):
+        allowed = f"1, num_kv_heads = {call.num_kv_heads} or num_heads = {call.num_heads}"
+        fail(OP, "crow_indices", f"has {crow.shape[-2]} heads", allowed)
+    check_devices(OP, call.q.device, {"crow_indices": crow, "col_indices": col})
 
 
-def check_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    crow_indices: Tensor,
-    col_indices: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None = None,
-    *args: Any,
-    q_block_size: int = 64,
-    k_block_size: int = 64,
-    **kwargs: Any,
-) -> None:
+def check_values(*args: Any, **kwargs: Any) -> None:
     """Raise for lengths, page ids and layout entries that point outside. Reads tensors."""
-    attention = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, *args)
-    check_attention_values(OP, q, k, v, *attention, **{"causal": True, **kwargs})
-    query_lens = cu_seqlens_q.diff().tolist()
-    key_lens = key_lengths(cu_seqlens_q, cu_seqlens_k, seqused_k).tolist()
-    rows, nnz = crow_indices.shape[-1] - 1, col_indices.shape[-1]
+    call = AttentionCall.blocksparse(*args, **kwargs)
+    check_attention_values(call)
+    assert call.layout is not None
+    query_lens = call.cu_seqlens_q.diff().tolist()
+    key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
     for b, (query_len, key_len) in enumerate(zip(query_lens, key_lens, strict=True)):
-        first, last = max(0, key_len - query_len), key_len - 1
-        if query_len == 0 or last < first:
-            continue  # no query at a position of the layout
-        if last // q_block_size >= rows:
-            came = f"has {rows} rows of {q_block_size} for Lk[{b}] = {key_len}"
-            fail(OP, "crow_indices", came, f"at least {last // q_block_size + 1} rows")
-        crow, col = ((t[b] if t.dim() == 3 else t) for t in (crow_indices, col_indices))
-        for h in range(crow.shape[0]):
-            bounds = crow[h].tolist()
-            for row in range(first // q_block_size, last // q_block_size + 1):
-                if not 0 <= bounds[row] <= bounds[row + 1] <= nnz:
-                    came = f"runs from {bounds[row]} to {bounds[row + 1]} in row {row} of head {h}"
-                    fail(OP, "crow_indices", came, f"nondecreasing bounds within nnz = {nnz}")
-                columns = col[h, bounds[row] : bounds[row + 1]].tolist()
-                if min(columns, default=0) < 0:
-                    came = f"hold {min(columns)} in row {row} of head {h}"
-                    fail(OP, "col_indices", came, "columns of at least 0", IndexError)
-                if len(set(columns)) < len(columns):
-                    came = f"repeat a column in row {row} of head {h}"
-                    fail(OP, "col_indices", came, "unique columns in a row")
+        positions = range(max(0, key_len - query_len), key_len)
+        if query_len and positions:
+            _check_rows(call.layout, b, positions)
 
 
-def fake(
-    q: Tensor, k: Tensor, v: Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+def _check_rows(layout: BlockLayout, b: int, positions: range) -> None:
+    """The layout's rows that queries at these positions belong to."""
+    rows, nnz = layout.crow_indices.shape[-1] - 1, layout.col_indices.shape[-1]
+    first, last = positions[0] // layout.q_block_size, positions[-1] // layout.q_block_size
+    if last >= rows:
+        came = f"has {rows} rows of {layout.q_block_size} for Lk[{b}] = {positions.stop}"
+        fail(OP, "crow_indices", came, f"at least {last + 1} rows")
+    crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
+    for h in range(crow.shape[0]):
+        bounds = crow[h].tolist()
+        for row in range(first, last + 1):
+            if not 0 <= bounds[row] <= bounds[row + 1] <= nnz:
+                came = f"runs from {bounds[row]} to {bounds[row + 1]} in row {row} of head {h}"
+                fail(OP, "crow_indices", came, f"nondecreasing bounds within nnz = {nnz}")
+            columns = col[h, bounds[row] : bounds[row + 1]].tolist()
+            if min(columns, default=0) < 0:
+                came = f"hold {min(columns)} in row {row} of head {h}"
+                fail(OP, "col_indices", came, "columns of at least 0", IndexError)
+            if len(set(columns)) < len(columns):
+                came = f"repeat a column in row {row} of head {h}"
+                fail(OP, "col_indices", came, "unique columns in a row")
+
+
+def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """What the op returns, in shape and dtype."""
-    return attention_fake(q, k, v, out_dtype=out_dtype)
+    return AttentionCall.blocksparse(*args, **kwargs).new_results()
 
 
 _blocksparse = define(

@@ -1,26 +1,28 @@
 """Contract of `paged_attn::flash_varlen`: exact attention over a batch of ragged sequences."""
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops.checks import check_attention, check_attention_values
+from torch_paged_attn.ops.attention_call import AttentionCall
+from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 
 
-def fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_args: Any,
-    out_dtype: torch.dtype | None = None,
-    **_kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """What the op returns, in shape and dtype: contiguous `out` and `softmax_lse`."""
-    out = q.new_empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=out_dtype or q.dtype)
-    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+def check(*args: Any, **kwargs: Any) -> None:
+    """Raise for metadata the contract forbids."""
+    check_attention(AttentionCall.flash_varlen(*args, **kwargs))
+
+
+def check_values(*args: Any, **kwargs: Any) -> None:
+    """Raise for lengths and page ids that point outside. Reads tensors."""
+    check_attention_values(AttentionCall.flash_varlen(*args, **kwargs))
+
+
+def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """What the op returns, in shape and dtype."""
+    return AttentionCall.flash_varlen(*args, **kwargs).new_results()
 
 
 # What every attention op takes, in the words of a schema; q, k and v (and a layout) come before.
@@ -39,8 +41,8 @@ SCALARS = (
 _flash_varlen = define(
     f"flash_varlen(Tensor q, Tensor k, Tensor v, {TENSORS}, *, float? softmax_scale=None,"
     f" bool causal=False, {SCALARS}) -> (Tensor out, Tensor softmax_lse)",
-    check=functools.partial(check_attention, "flash_varlen"),
-    check_values=functools.partial(check_attention_values, "flash_varlen"),
+    check=check,
+    check_values=check_values,
     fake=fake,
 )
 

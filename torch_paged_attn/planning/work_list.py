@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.attention_call import BlockLayout
 from torch_paged_attn.planning.columns import Blocks, Columns, Stretch, count_up
 
 
@@ -42,16 +43,6 @@ class Batch:
         start = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
         stop = key_len if right < 0 else torch.minimum(key_len, position + right + 1)
         return start, torch.maximum(stop, start)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """A block-sparse mask in CSR, on the host: `([batch,] H, n)` each."""
-
-    crow_indices: Tensor
-    col_indices: Tensor
-    q_block_size: int
-    k_block_size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +92,7 @@ class _Spans:
     layout_row: Tensor
 
 
-def _spans(batch: Batch, planes: int, layout: Layout | None) -> _Spans:
+def _spans(batch: Batch, planes: int, layout: BlockLayout | None) -> _Spans:
     _, lengths, key_lens = batch.sequences()
     sequence = torch.arange(len(lengths))
     first, last_row = torch.zeros_like(lengths), torch.zeros_like(lengths)
@@ -134,7 +125,7 @@ def build_work_lists(
     tile_k: int,
     grain: int,
     depths: Sequence[int],
-    layout: Layout | None = None,
+    layout: BlockLayout | None = None,
 ) -> list[WorkList]:
     """One list for each depth that is used; items in the order of their queries, then of their
     keys.
@@ -165,7 +156,7 @@ def _list(
     tile_q: int,
     tile_k: int,
     grain: int,
-    layout: Layout | None,
+    layout: BlockLayout | None,
 ) -> WorkList:
     span, first_row, depth = stacks
     starts, lengths, key_lens = batch.sequences()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.reference.philox import dropout_keep
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -47,104 +48,52 @@ def _descale(scale: Tensor | None, b: int, num_kv_heads: int, dtype: torch.dtype
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    call: AttentionCall,
     precision: Precision = FLOAT32,
     layout_mask: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`layout_mask(b, positions, keys)` is a further bool mask `(num_heads, Lq, Lk)`."""
     compute = precision.compute
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
-    group_size = num_heads // num_kv_heads
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out = torch.zeros(q.shape[0], num_heads, v.shape[-1], dtype=compute)
-    lse = torch.full((num_heads, q.shape[0]), float("-inf"), dtype=compute)
-    q_bounds = cu_seqlens_q.tolist()
-    k_bounds = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).tolist()
+    num_heads = call.num_heads
+    out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute)
+    lse = torch.full((num_heads, call.total_q), float("-inf"), dtype=compute)
+    q_bounds = call.cu_seqlens_q.tolist()
+    key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
 
-    for b in range(len(q_bounds) - 1):
-        key_len = k_bounds[b + 1] - k_bounds[b] if seqused_k is None else int(seqused_k[b])
+    for b, key_len in enumerate(key_lens):
         rows = slice(q_bounds[b], q_bounds[b + 1])
         query_len = rows.stop - rows.start
-        past = key_len - query_len
-        positions = past + torch.arange(query_len)
+        positions = key_len - query_len + torch.arange(query_len)
         keys = torch.arange(key_len)
-
-        # (num_heads, Lq, Lk): the masks that come from positions
-        right = 0 if causal else window_size_right
         distance = keys[None, :] - positions[:, None]
-        visible = torch.ones(query_len, key_len, dtype=torch.bool)
-        if right >= 0:
-            visible &= distance <= right
-        if window_size_left >= 0:
-            visible &= distance >= -window_size_left
-        visible = visible.expand(num_heads, -1, -1)
+        visible = _visible(call, distance).expand(num_heads, -1, -1)
         if layout_mask is not None:
             visible = visible & layout_mask(b, positions, keys)
         bias = None
-        if attn_bias is not None:
-            bias = attn_bias[:, rows, :key_len]
+        if call.attn_bias is not None:
+            bias = call.attn_bias[:, rows, :key_len]
             visible = visible & (bias if bias.dtype == torch.bool else bias != float("-inf"))
-
-        # only keys that some query sees are read: the rest may hold NaN, or be no page at all
-        seen = visible.unflatten(0, (num_kv_heads, group_size)).any(2).any(1)  # (num_kv_heads, Lk)
-        some = seen.any(0).nonzero()
-        start, stop = (int(some[0]), int(some[-1]) + 1) if some.numel() else (0, 0)
-        kv = []
-        for cache, descale in ((k, k_descale), (v, v_descale)):
-            real = torch.zeros(num_kv_heads, key_len, cache.shape[-1], dtype=compute)
-            if block_table is None:
-                stored = cache[k_bounds[b] + start : k_bounds[b] + stop].transpose(0, 1)
-            else:
-                page_size = cache.shape[2]
-                pages = block_table[b].long()[keys[start:stop] // page_size]
-                stored = cache[pages, :, keys[start:stop] % page_size].transpose(0, 1)
-            real[:, start:stop] = stored.to(compute)
-            real = real.masked_fill(~seen[..., None], 0.0)
-            real *= _descale(descale, b, num_kv_heads, compute)[:, None, None]
-            kv.append(real.repeat_interleave(group_size, 0))
-        k_real, v_real = kv
+        k_real = _real_rows(call, b, call.k, call.k_descale, visible, compute)
+        v_real = _real_rows(call, b, call.v, call.v_descale, visible, compute)
         if precision.magnitudes:
             v_real = v_real.abs()
-        q_scale = _descale(q_descale, b, num_kv_heads, compute).repeat_interleave(group_size)
-        q_real = q[rows].transpose(0, 1).to(compute) * q_scale[:, None, None]
+        q_scale = _descale(call.q_descale, b, call.num_kv_heads, compute)
+        q_real = call.q[rows].transpose(0, 1).to(compute)
+        q_real = q_real * q_scale.repeat_interleave(call.group_size)[:, None, None]
 
-        s = (q_real @ k_real.mT) * scale
-        if softcap > 0.0:
-            s = softcap * torch.tanh(s / softcap)
-        if alibi_slopes is not None:
-            slopes = alibi_slopes[b] if alibi_slopes.dim() == 2 else alibi_slopes
+        s = (q_real @ k_real.mT) * call.scale
+        if call.softcap > 0.0:
+            s = call.softcap * torch.tanh(s / call.softcap)
+        if call.alibi_slopes is not None:
+            slopes = call.alibi_slopes[b] if call.alibi_slopes.dim() == 2 else call.alibi_slopes
             s = s - slopes.to(compute)[:, None, None] * distance.abs()
         if bias is not None and bias.dtype != torch.bool:
             s = s + bias.to(compute)
         s = s.masked_fill(~visible, float("-inf"))
 
         logits = s
-        if sinks is not None:
-            sink = sinks.to(compute)[:, None, None].expand(-1, query_len, 1)
+        if call.sinks is not None:
+            sink = call.sinks.to(compute)[:, None, None].expand(-1, query_len, 1)
             logits = torch.cat([s, sink], -1)
         if logits.shape[-1] == 0:
             continue  # neither a key nor a sink
@@ -154,19 +103,58 @@ def attend(
         p = (s - shift).exp()
         total = (logits - shift).exp().sum(-1, keepdim=True)
         total = total.masked_fill(total == 0.0, 1.0)  # a row without a key: 0 / 1
-        if dropout_p > 0.0:
-            assert rng_state is not None  # the contract's checks require it
-            keep = dropout_keep(rng_state, dropout_p, b, num_heads, query_len, key_len)
-            p = p.masked_fill(~keep, 0.0) / (1.0 - dropout_p)
+        if call.dropout_p > 0.0:
+            assert call.rng_state is not None  # the contract's checks require it
+            keep = dropout_keep(call.rng_state, call.dropout_p, b, num_heads, query_len, key_len)
+            p = p.masked_fill(~keep, 0.0) / (1.0 - call.dropout_p)
         if precision.round_probabilities:
-            p = p.to(q.dtype).to(compute)
+            p = p.to(call.q.dtype).to(compute)
         out[rows] = ((p @ v_real) / total).transpose(0, 1)
 
-    if out_scale is not None:
-        out = out / out_scale.to(compute)
+    if call.out_scale is not None:
+        out = out / call.out_scale.to(compute)
     if precision.round_out:
-        return to_storage(out, out_dtype or q.dtype), lse.float()
-    if (out_dtype or q.dtype) in FLOAT8:
-        limit = torch.finfo(out_dtype or q.dtype).max
+        return to_storage(out, call.result_dtype), lse.float()
+    if call.result_dtype in FLOAT8:
+        limit = torch.finfo(call.result_dtype).max
         out = out.clamp(-limit, limit)
     return out, lse
+
+
+def _visible(call: AttentionCall, distance: Tensor) -> Tensor:
+    """`(Lq, Lk)`: the masks that follow from how far a key is from the query's position."""
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if call.window_right >= 0:
+        visible &= distance <= call.window_right
+    if call.window_size_left >= 0:
+        visible &= distance >= -call.window_size_left
+    return visible
+
+
+def _real_rows(
+    call: AttentionCall,
+    b: int,
+    stored: Tensor,
+    descale: Tensor | None,
+    visible: Tensor,
+    compute: torch.dtype,
+) -> Tensor:
+    """A sequence's keys or values for each query head, `(num_heads, Lk, dim)`. Only keys that some
+    query sees are read: the rest may hold NaN, or be no page at all.
+    """
+    heads = call.num_kv_heads
+    seen = visible.unflatten(0, (heads, call.group_size)).any(2).any(1)  # (num_kv_heads, Lk)
+    some = seen.any(0).nonzero()
+    start, stop = (int(some[0]), int(some[-1]) + 1) if some.numel() else (0, 0)
+    real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute)
+    if call.block_table is None:
+        first = int((call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k)[b])
+        rows = stored[first + start : first + stop]
+    else:
+        keys = torch.arange(start, stop)
+        pages = call.block_table[b].long()[keys // call.page_size]
+        rows = stored[pages, :, keys % call.page_size]
+    real[:, start:stop] = rows.transpose(0, 1).to(compute)
+    real = real.masked_fill(~seen[..., None], 0.0)
+    real *= _descale(descale, b, heads, compute)[:, None, None]
+    return real.repeat_interleave(call.group_size, 0)

@@ -1,39 +1,33 @@
 """Plain PyTorch `blocksparse`: the formula of `flash_varlen` under one more mask."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_paged_attn.reference.attention import attend
+from torch_paged_attn.ops.attention_call import AttentionCall
+from torch_paged_attn.reference.attention import FLOAT32, Precision, attend
 
 
-def blocksparse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    crow_indices: Tensor,
-    col_indices: Tensor,
-    *args: Any,
-    q_block_size: int = 64,
-    k_block_size: int = 64,
-    causal: bool = True,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
+def blocksparse(*args: Any, precision: Precision = FLOAT32, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.blocksparse`, plus `precision`."""
+    call = AttentionCall.blocksparse(*args, **kwargs)
+    return attend(call, precision, functools.partial(_layout_mask, call))
 
-    def layout_mask(b: int, positions: Tensor, keys: Tensor) -> Tensor:
-        crow, col = (t[b] if t.dim() == 3 else t for t in (crow_indices, col_indices))
-        heads, num_rows = crow.shape[0], crow.shape[1] - 1
-        num_cols = keys.numel() // k_block_size + 1
-        listed = torch.zeros(heads, num_rows, num_cols, dtype=torch.bool)
-        for h in range(heads):
-            bounds = crow[h].tolist()
-            for row in range(num_rows):
-                columns = col[h, bounds[row] : bounds[row + 1]].long()
-                listed[h, row, columns[columns < num_cols]] = True
-        row_of = positions.div(q_block_size, rounding_mode="floor")
-        mask = listed[:, row_of.clamp(min=0)][..., keys // k_block_size] & (positions >= 0)[:, None]
-        return mask.repeat_interleave(q.shape[1] // heads, 0)
 
-    return attend(q, k, v, *args, causal=causal, layout_mask=layout_mask, **kwargs)
+def _layout_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -> Tensor:
+    layout = call.layout
+    assert layout is not None
+    crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
+    heads, num_rows = crow.shape[0], crow.shape[1] - 1
+    num_cols = keys.numel() // layout.k_block_size + 1
+    listed = torch.zeros(heads, num_rows, num_cols, dtype=torch.bool)
+    for h in range(heads):
+        bounds = crow[h].tolist()
+        for row in range(num_rows):
+            columns = col[h, bounds[row] : bounds[row + 1]].long()
+            listed[h, row, columns[columns < num_cols]] = True
+    row_of = positions.div(layout.q_block_size, rounding_mode="floor").clamp(min=0)
+    mask = listed[:, row_of][..., keys // layout.k_block_size] & (positions >= 0)[:, None]
+    return mask.repeat_interleave(call.num_heads // heads, 0)

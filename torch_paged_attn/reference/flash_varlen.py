@@ -4,9 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.reference.attention import attend
+from torch_paged_attn.ops.attention_call import AttentionCall
+from torch_paged_attn.reference.attention import FLOAT32, Precision, attend
 
 
-def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def flash_varlen(
+    *args: Any, precision: Precision = FLOAT32, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     """Attention by its formula; `precision=GOLDEN` is float64 throughout."""
-    return attend(*args, **kwargs)
+    return attend(AttentionCall.flash_varlen(*args, **kwargs), precision)

@@ -15,11 +15,12 @@ from torch_paged_attn.backends.neuron.adapter import launch, num_programs
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
 from torch_paged_attn.backends.neuron.dropout_kernel import NUM_WORDS
 from torch_paged_attn.backends.neuron.philox_words import philox_words
-from torch_paged_attn.backends.neuron.plan import CsrLayout, Geometry, Metadata, plan
+from torch_paged_attn.backends.neuron.plan import Geometry, Metadata, plan
 from torch_paged_attn.backends.neuron.row_scalars import row_scalars
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
 from torch_paged_attn.backends.neuron.tables import Heads
 from torch_paged_attn.backends.neuron.toolchain import nl
+from torch_paged_attn.ops.attention_call import AttentionCall, BlockLayout
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 
 P = engine.P
@@ -51,53 +52,24 @@ def refuse(op: str, reason: str) -> NoReturn:
     raise NotImplementedError(f"paged_attn::{op}: Neuron: {reason}")
 
 
-def attend(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    layout: CsrLayout | None = None,
-) -> tuple[Tensor, Tensor]:
-    """A checked call. `layout`: crow_indices, col_indices, q_block_size, k_block_size."""
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """A checked call."""
+    q, k, v, layout = call.q, call.k, call.v, call.layout
     reason = unsupported(k, v)
     if reason is not None:
-        refuse(op, reason)
-    total_q, num_heads, head_dim = q.shape
-    num_kv_heads, head_dim_v = k.shape[1], v.shape[-1]
-    out_dtype = out_dtype or q.dtype
-    if total_q == 0:
-        return (
-            q.new_empty(0, num_heads, head_dim_v, dtype=out_dtype),
-            q.new_empty(num_heads, 0, dtype=torch.float32),
-        )
+        refuse(call.op, reason)
+    if call.total_q == 0:
+        return call.new_results()
+    total_q, num_kv_heads = call.total_q, call.num_kv_heads
+    head_dim, head_dim_v = call.head_dim, call.head_dim_v
+    out_dtype, softcap, dropout_p = call.result_dtype, call.softcap, call.dropout_p
+    sinks, alibi_slopes, attn_bias = call.sinks, call.alibi_slopes, call.attn_bias
     # eight bits of query are exact in sixteen; eight bits of result are rounded by PyTorch
     wide_q = q if q.dtype in FLOAT else q.to(torch.bfloat16)
     out_type = out_dtype if out_dtype in FLOAT else torch.float32
 
     key_bytes = (head_dim + head_dim_v) * k.itemsize
-    heads = _heads(num_kv_heads, num_heads // num_kv_heads, layout, key_bytes)
+    heads = _heads(num_kv_heads, call.group_size, layout, key_bytes)
     splits_heads = heads.together % num_programs() == 0
     loaded = heads.together // num_programs() if splits_heads else heads.together
     tile_k = next(n for n in KEY_TILES if n // P * loaded * key_bytes <= KEY_BYTES or n == P)
@@ -105,36 +77,37 @@ def attend(
     deepest = next(n for n in DEPTHS if n * kept <= STACK_BYTES or n == 1)
 
     by_head = heads.planes > 1
-    k_rows, v_rows = (_rows(x, block_table is not None, by_head) for x in (k, v))
-    run = _run(k, k_rows, v_rows, tile_k) if block_table is not None else 1
+    k_rows, v_rows = (_rows(x, call.block_table is not None, by_head) for x in (k, v))
+    run = _run(k, k_rows, v_rows, tile_k) if call.page_size else 1
     geometry = Geometry(
         total_q=total_q,
-        window_size_left=window_size_left,
-        window_size_right=0 if causal else window_size_right,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_right,
         has_dropout=dropout_p > 0.0,
         heads=heads,
         num_pages=k.shape[0],
-        page_size=k.shape[2] if block_table is not None else 0,
+        page_size=call.page_size,
         tile_k=tile_k,
         run=run,
         deepest=deepest,
         programs=1 if splits_heads else num_programs(),
     )
-    metadata = Metadata(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, layout)
+    metadata = Metadata(
+        call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.block_table, layout
+    )
 
     num_rows = total_q * heads.num_heads // heads.together
     out = q.new_empty(num_rows, heads.together * head_dim_v, dtype=out_type)
     lse = q.new_empty(num_rows, heads.together, dtype=torch.float32)
     q_rows = wide_q.unflatten(1, (num_kv_heads, -1)).transpose(1, 2)
     q_rows = q_rows.reshape(num_rows, heads.together * head_dim)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    scale = scale / softcap if softcap > 0.0 else scale
-    descales = (q_descale, k_descale, v_descale)
-    scalars = row_scalars(sinks, alibi_slopes, descales, scale, cu_seqlens_q, total_q, heads)
+    scale = call.scale / softcap if softcap > 0.0 else call.scale
+    descales = (call.q_descale, call.k_descale, call.v_descale)
+    scalars = row_scalars(sinks, alibi_slopes, descales, scale, call.cu_seqlens_q, total_q, heads)
     words = torch.zeros(1, NUM_WORDS, dtype=torch.int32, device=q.device)
     if dropout_p > 0.0:
-        assert rng_state is not None  # checked
-        words = philox_words(rng_state, dropout_p)
+        assert call.rng_state is not None  # checked
+        words = philox_words(call.rng_state, dropout_p)
     for table in plan(metadata, geometry, (k_rows, v_rows)):
         bounds, bias, bias_rows, bias_stride = table.bounds, torch.zeros(1, tile_k), None, 0
         if attn_bias is not None:
@@ -184,10 +157,9 @@ def attend(
     lse = lse.masked_fill(lse < engine.FLOOR / 2, float("-inf"))
     if out_dtype in FLOAT8:
         limit = torch.finfo(out_dtype).max
-        out = (out if out_scale is None else out / out_scale).clamp(-limit, limit)
+        out = (out if call.out_scale is None else out / call.out_scale).clamp(-limit, limit)
     # rows are (token, member of the group, KV head)
-    result = q.new_empty(total_q, num_heads, head_dim_v, dtype=out_dtype)
-    result_lse = q.new_empty(num_heads, total_q, dtype=torch.float32)
+    result, result_lse = call.new_results()
     by_member = out.view(total_q, -1, num_kv_heads, head_dim_v).transpose(1, 2)
     result.unflatten(1, (num_kv_heads, -1)).copy_(by_member)
     by_member = lse.view(total_q, -1, num_kv_heads).permute(2, 1, 0)
@@ -198,11 +170,11 @@ def attend(
 def _heads(
     num_kv_heads: int,
     group_size: int,
-    layout: CsrLayout | None,
+    layout: BlockLayout | None,
     key_bytes: int,
 ) -> Heads:
     """One by one where a layout tells them apart, or where a tile of them all has no room."""
-    planes = 1 if layout is None else layout[0].shape[-2]
+    planes = 1 if layout is None else layout.crow_indices.shape[-2]
     if planes == 1 and num_kv_heads * key_bytes > KEY_BYTES:
         planes = num_kv_heads
     return Heads(num_kv_heads, group_size, planes)

@@ -9,10 +9,8 @@ from torch_paged_attn.backends.neuron.recent import HostCopies, Recent
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows
 from torch_paged_attn.backends.neuron.tables import Heads, Tables, lay_out
 from torch_paged_attn.backends.neuron.tile_kernel import P
-from torch_paged_attn.ops.checks import key_lengths
-from torch_paged_attn.planning.work_list import Batch, Layout, WorkList, build_work_lists
-
-CsrLayout = tuple[Tensor, Tensor, int, int]  # crow_indices, col_indices, q_block_size, k_block_size
+from torch_paged_attn.ops.attention_call import BlockLayout, key_lengths
+from torch_paged_attn.planning.work_list import Batch, WorkList, build_work_lists
 
 _on_host = HostCopies()
 _recent_plans: Recent[list[Tables]] = Recent(16)
@@ -26,7 +24,7 @@ class Metadata:
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
     block_table: Tensor | None
-    layout: CsrLayout | None
+    layout: BlockLayout | None
 
     def on_host(self) -> "Metadata":
         """The same on the CPU."""
@@ -36,7 +34,8 @@ class Metadata:
         )
         layout = self.layout
         if layout is not None:
-            layout = _on_host(layout[0]), _on_host(layout[1]), *layout[2:]
+            csr = _on_host(layout.crow_indices), _on_host(layout.col_indices)
+            layout = BlockLayout(*csr, layout.q_block_size, layout.k_block_size)
         return Metadata(_on_host(self.cu_seqlens_q), k_starts, used, table, layout)
 
 
@@ -62,8 +61,12 @@ def plan(
 ) -> list[Tables]:
     """Tables of each work list, on the metadata's device; the same for every layer of a step."""
     host, device = metadata.on_host(), metadata.cu_seqlens_q.device
-    csr, blocks = (host.layout[:2], host.layout[2:]) if host.layout else ((None, None), ())
-    tensors = (host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table, *csr)
+    tensors: tuple[Tensor | None, ...]
+    tensors = host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table
+    blocks: tuple[int, ...] = ()
+    if (layout := host.layout) is not None:
+        tensors += layout.crow_indices, layout.col_indices
+        blocks = layout.q_block_size, layout.k_block_size
     places = tuple((r.page_rows, r.head_rows, r.slot_rows) for r in rows)
     options = geometry, places, blocks, device
 
@@ -92,7 +95,7 @@ def _make(host: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows
         tile_k=geometry.tile_k,
         grain=run,
         depths=sorted({1, max(1, geometry.deepest // 4), geometry.deepest}),
-        layout=None if host.layout is None else Layout(*host.layout),
+        layout=host.layout,
     )
     in_sequence = None
     if geometry.has_dropout:

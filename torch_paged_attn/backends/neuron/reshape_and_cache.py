@@ -8,15 +8,8 @@ from torch_paged_attn.backends.neuron.adapter import launch, write_back
 from torch_paged_attn.backends.neuron.attention import refuse
 from torch_paged_attn.backends.neuron.scatter_kernel import P, scatter_kernel
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
-from torch_paged_attn.backends.neuron.values import values_are_checked
 from torch_paged_attn.ops.checks import FLOAT8
-from torch_paged_attn.ops.reshape_and_cache import (
-    OP,
-    check,
-    check_split,
-    check_values,
-    check_values_split,
-)
+from torch_paged_attn.ops.reshape_and_cache import OP
 
 Rows = tuple[StoredRows, StoredRows]
 
@@ -30,9 +23,6 @@ def reshape_and_cache(
     v_scale: Tensor | None = None,
 ) -> None:
     """Arguments as in `ops.reshape_and_cache` with one cache tensor."""
-    check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    if values_are_checked():
-        check_values(key, value, kv_cache, slot_mapping)
     _write(
         key, value, kv_cache[0], kv_cache[1], slot_mapping, (k_scale, v_scale), ("kv_cache",) * 2
     )
@@ -48,9 +38,6 @@ def reshape_and_cache_split(
     v_scale: Tensor | None = None,
 ) -> None:
     """Arguments as in `ops.reshape_and_cache` with a pair of caches."""
-    check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    if values_are_checked():
-        check_values_split(key, value, k_cache, v_cache, slot_mapping)
     _write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale), ("k_cache", "v_cache"))
 
 

@@ -13,7 +13,6 @@ if importlib.util.find_spec("triton") is not None:
         reshape_and_cache,
         reshape_and_cache_split,
     )
-    from torch_paged_attn.backends.triton.values import values_are_checked
 
     __all__ = [
         "blocksparse",
@@ -22,6 +21,9 @@ if importlib.util.find_spec("triton") is not None:
         "reshape_and_cache",
         "reshape_and_cache_split",
     ]
+
+# a call that was made before is known by its description
+CHECKS_METADATA = True
 
 
 def load() -> str | None:
@@ -51,7 +53,7 @@ def traceable(name: str) -> Callable[..., Any] | None:
     cannot print kernels with PTX in them, nor those in Gluon. Cache writes do, for a graph copies
     what a kernel writes through two views of one tensor.
     """
-    if name != "merge_states" or values_are_checked():
+    if name != "merge_states":
         return None
 
     def trace(*args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile import num_tiles
+from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.planning.splits import SplitPlan, plan_fixed_splits, plan_splits
 from torch_paged_attn.tuning import Config, choose_config
 
@@ -67,34 +68,8 @@ def _window(size: int) -> tuple[bool, int]:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    rng_state: Tensor | None = None,
+    call: AttentionCall,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    layout: tuple[Tensor, Tensor] | None = None,
-    q_block_size: int = 0,
-    k_block_size: int = 0,
     config: Config | None = None,
     splits: SplitPlan | None = None,
     key: Any = None,
@@ -102,19 +77,18 @@ def attend(
     """Launch the kernel. `config` and `splits` override what shapes and tables say; with a `key`
     there will be a recipe for calls like this one.
     """
+    q, k, v, block_table, layout = call.q, call.k, call.v, call.block_table, call.layout
     total_q, num_heads, head_dim = q.shape
-    num_kv_heads, head_dim_v = k.shape[1], v.shape[-1]
-    group_size = num_heads // num_kv_heads
-    batch = cu_seqlens_q.shape[0] - 1
-    page_size = 0 if block_table is None else k.shape[2]
-    out = q.new_empty(total_q, num_heads, head_dim_v, dtype=out_dtype or q.dtype)
-    lse = q.new_empty(num_heads, total_q, dtype=torch.float32)
+    num_kv_heads, group_size, head_dim_v = call.num_kv_heads, call.group_size, call.head_dim_v
+    batch, page_size = call.batch, call.page_size
+    attn_bias, alibi_slopes, softcap = call.attn_bias, call.alibi_slopes, call.softcap
+    out, lse = call.new_results()
     if total_q == 0:
         return out, lse
 
     target = target_of(q.device)
     pack = min(group_size, 64)
-    if layout is not None and layout[0].shape[-2] == num_heads:
+    if layout is not None and layout.crow_indices.shape[-2] == num_heads:
         pack = 1  # query heads of a group visit different blocks
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k) and holds_pairs(v)
     dtype = _product_type(q, may_pair, target)
@@ -126,7 +100,7 @@ def attend(
         itemsize = dtype.primitive_bitwidth // 8
         widest = max(head_dim, head_dim_v)
         has_scores = softcap > 0.0 or attn_bias is not None or alibi_slopes is not None
-        is_plain = not has_scores and dropout_p == 0.0 and layout is None
+        is_plain = not has_scores and call.dropout_p == 0.0 and layout is None
         sizes = (max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles)
         config = choose_config(target.arch, *sizes, is_plain)
     # a tile of few rows takes the heads of a group in turns
@@ -138,8 +112,8 @@ def attend(
     dtype = _product_type(q, is_paired, target)
     tokens = block_m // pack
     if layout is not None:
-        tokens = min(1 << (tokens.bit_length() - 1), q_block_size)
-        block_n = min(block_n, k_block_size)
+        tokens = min(1 << (tokens.bit_length() - 1), layout.q_block_size)
+        block_n = min(block_n, layout.k_block_size)
     slack = 1 if layout is None else 2
     grid_tiles = num_tiles(total_q, batch, tokens, slack)
 
@@ -153,16 +127,16 @@ def attend(
         splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, block_m <= 64)
     # the device counts units in 32 bits
     is_split = splits.is_split and grid_tiles * units < 2**31
-    has_left, left = _window(window_size_left)
-    has_right, right = _window(0 if causal else window_size_right)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    has_left, left = _window(call.window_size_left)
+    has_right, right = _window(call.window_right)
+    scale = call.scale
     bias, stored_bias = "" if attn_bias is None else "float", attn_bias
     if attn_bias is not None and attn_bias.dtype == torch.bool:
         bias, stored_bias = "bool", attn_bias.view(torch.uint8)
     # nothing happens to the scores but the scale: it joins the exponential's argument
     raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
     is_q_normed = dtype == tl.float16 and q.dtype == torch.bfloat16
-    raw = raw and not is_q_normed and q_descale is None and k_descale is None
+    raw = raw and not is_q_normed and call.q_descale is None and call.k_descale is None
     has_middle = not bias and layout is None and block_m > 64
 
     q_stored, q_format = as_stored(q, target)
@@ -181,7 +155,7 @@ def attend(
         part_rows = 2 * programs * rows
         parts = q.new_empty(part_rows * (head_dim_v + 1), dtype=torch.float32)
         counters = zeroed_counters(q.device, programs)
-    crow, col = layout if layout is not None else (None, None)
+    crow, col = (None, None) if layout is None else (layout.crow_indices, layout.col_indices)
     crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
     col_strides = (0, 0, 0) if col is None else (0, *col.stride())[-3:]
     smallest = target.smallest_chunk(block_m)
@@ -204,9 +178,9 @@ def attend(
         *col_strides,
         *_strides(stored_bias, num_heads, -1, -1),
         *_strides(alibi_slopes, batch, num_heads),
-        *_strides(q_descale, batch, num_kv_heads),
-        *_strides(k_descale, batch, num_kv_heads),
-        *_strides(v_descale, batch, num_kv_heads),
+        *_strides(call.q_descale, batch, num_kv_heads),
+        *_strides(call.k_descale, batch, num_kv_heads),
+        *_strides(call.v_descale, batch, num_kv_heads),
         total_q,
         min(key_bound, 2**31 - 1),
         k.shape[0],
@@ -219,8 +193,8 @@ def attend(
         scale,
         (scale if raw else 1.0) * LOG2E.value,
         softcap,
-        int(dropout_p * 2.0**32),
-        1.0 / (1.0 - dropout_p),
+        int(call.dropout_p * 2.0**32),
+        1.0 / (1.0 - call.dropout_p),
         -(-splits.min_keys // block_n),
         splits.fixed_keys // block_n,
     )
@@ -237,8 +211,8 @@ def attend(
         TOKENS=tokens,
         SLACK=slack,
         PAGE_SIZE=page_size,
-        Q_BLOCK=q_block_size,
-        K_BLOCK=k_block_size,
+        Q_BLOCK=0 if layout is None else layout.q_block_size,
+        K_BLOCK=0 if layout is None else layout.k_block_size,
         LAYOUT_GROUP=num_heads // crow.shape[-2] if crow is not None else 1,
         HAS_LEFT=has_left,
         HAS_RIGHT=has_right,
@@ -271,26 +245,26 @@ def attend(
         lse,
         parts,
         counters,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.seqused_k,
         block_table,
         crow,
         col,
         stored_bias,
         alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-        rng_state if dropout_p > 0.0 else None,
+        call.sinks,
+        call.q_descale,
+        call.k_descale,
+        call.v_descale,
+        call.out_scale,
+        call.rng_state if call.dropout_p > 0.0 else None,
         *fixed_args,
     )
     compiled = launch(_attention_fwd_kernel, grid, *args, **options)
     if key is not None and q.is_cuda:
         relaunch = Relaunch(_attention_fwd_kernel, compiled, grid, args, options)
         size = parts.numel() if parts is not None else 0
-        recipe = Recipe(relaunch, out.shape, out.dtype, size, math.prod(grid), dropout_p > 0.0)
+        recipe = Recipe(relaunch, out.shape, out.dtype, size, math.prod(grid), call.dropout_p > 0.0)
         remember(key, recipe)
     return out, lse

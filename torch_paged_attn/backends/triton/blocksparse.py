@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton import recipes
 from torch_paged_attn.backends.triton.attention import attend, batch_invariant
-from torch_paged_attn.backends.triton.values import values_are_checked
-from torch_paged_attn.ops.blocksparse import check, check_values
+from torch_paged_attn.ops.attention_call import AttentionCall
+from torch_paged_attn.ops.blocksparse import check
 
 
 def blocksparse(
@@ -35,8 +35,6 @@ def blocksparse(
     key = recipes.key_of("blocksparse", 5, mode, attention, kwargs)
     if (recipe := recipes.recall(key)) is not None:
         return recipe(*attention, layout=layout, **kwargs)
-    call: tuple[Any, ...] = (q, k, v, crow_indices, col_indices, cu_seqlens_q, *args)
-    check(*call, **kwargs)
-    if values_are_checked():
-        check_values(*call, **kwargs)
-    return attend(*attention, layout=layout, key=key, **kwargs)
+    whole: tuple[Any, ...] = (q, k, v, *layout, cu_seqlens_q, *args)
+    check(*whole, **kwargs)
+    return attend(AttentionCall.blocksparse(*whole, **kwargs), key=key)

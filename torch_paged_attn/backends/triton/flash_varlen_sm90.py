@@ -14,6 +14,7 @@ from torch_paged_attn.backends.triton.launch import is_traced, launch
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile_order import most_tiles, order_tiles
+from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.tuning import HopperConfig, choose_hopper_config
 
 # rows of a consumer: the height of a warpgroup's product
@@ -23,6 +24,12 @@ HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") 
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
+
+
+# what the portable kernel has and this one has not
+NOT_CARRIED = (
+    "layout", "attn_bias", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale",
+)  # fmt: skip
 
 
 def _misaligned(x: Tensor, axes: int) -> bool:
@@ -40,56 +47,30 @@ def unavailable(device: torch.device | None = None) -> str | None:
     return None if HAS_GLUON else "this Triton has no Gluon for Hopper"
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
+    q, k, v = call.q, call.k, call.v
     if (reason := unavailable(q.device)) is not None:
         return reason
     if is_traced():
         return "torch.compile does not hold its tensor maps"
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
-    if out_dtype not in (None, q.dtype):
-        return f"out_dtype is {out_dtype}"
-    if v.shape[-1] != q.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
-        return f"head_dim is {q.shape[-1]} and head_dim_v {v.shape[-1]}, not one multiple of 8"
-    options = {
-        "attn_bias": attn_bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
-        "softcap": softcap or None, "dropout_p": dropout_p or None,
-    }  # fmt: skip
-    for name, value in options.items():
-        if value is not None:
+    if call.result_dtype != q.dtype:
+        return f"out_dtype is {call.out_dtype}"
+    if call.head_dim_v != call.head_dim or call.head_dim > 256 or call.head_dim % 8:
+        return (
+            f"head_dim is {call.head_dim} and head_dim_v {call.head_dim_v}, not one multiple of 8"
+        )
+    for name in NOT_CARRIED:
+        if getattr(call, name) is not None:
             return f"it has no {name}"
-    if softmax_scale is not None and softmax_scale <= 0.0:
-        return f"softmax_scale is {softmax_scale}"
-    if block_table is not None:
-        page_size = k.shape[2]
+    if call.softcap > 0.0 or call.dropout_p > 0.0:
+        return "it has no softcap and no dropout_p"
+    if call.scale <= 0.0:
+        return f"softmax_scale is {call.softmax_scale}"
+    if call.block_table is not None:
+        page_size = call.page_size
         if page_size < 16 or page_size & (page_size - 1):
             return f"page_size is {page_size}, not a power of two from 16 on"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
@@ -107,68 +88,48 @@ def _pack(group_size: int, mean_length: int) -> int:
     return pack
 
 
-def _mean_length(q: Tensor, cu_seqlens_q: Tensor) -> int:
-    return -(-q.shape[0] // max(cu_seqlens_q.shape[0] - 1, 1))
+def _mean_length(call: AttentionCall) -> int:
+    return -(-call.total_q // max(call.batch, 1))
 
 
-def too_small(q: Tensor, k: Tensor, cu_seqlens_q: Tensor) -> str | None:
+def too_small(call: AttentionCall) -> str | None:
     """Why a call is better off with tiles of few rows, or with keys that several programs share."""
-    group_size = q.shape[1] // k.shape[1]
-    rows = _mean_length(q, cu_seqlens_q) * group_size
+    rows = _mean_length(call) * call.group_size
     if rows <= BLOCK_M:
         return f"a sequence has {rows} rows for each head of keys"
-    units = -(-q.shape[0] * q.shape[1] // (2 * BLOCK_M))
-    if 2 * units < target_of(q.device).multiprocessors:
+    units = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
+    if 2 * units < target_of(call.q.device).multiprocessors:
         return f"{units} tiles do not fill the chip"
     return None
 
 
-def flash_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    *_: None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    config: HopperConfig | None = None,
-    **__: float | None,
-) -> tuple[Tensor, Tensor]:
+def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
     """Launch the kernel on a call for which `unsupported` has no reason."""
     from torch_paged_attn.backends.triton.hopper_kernel import _hopper_attention_fwd_kernel
     from torch_paged_attn.backends.triton.ragged_rows import ragged_rows
 
-    total_q, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    batch = cu_seqlens_q.shape[0] - 1
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(num_heads, total_q, dtype=torch.float32)
+    q, k, v, block_table = call.q, call.k, call.v, call.block_table
+    total_q, num_heads, group_size = call.total_q, call.num_heads, call.group_size
+    out, lse = call.new_results()
     if total_q == 0:
         return out, lse
-    width = max(64, next_power_of_2(head_dim))
-    mean_length = _mean_length(q, cu_seqlens_q)
-    pack = _pack(num_heads // num_kv_heads, mean_length)
-    right = 0 if causal else window_size_right
+    width = max(64, next_power_of_2(call.head_dim))
+    mean_length = _mean_length(call)
+    pack = _pack(group_size, mean_length)
+    left, right = call.window_size_left, call.window_right
     if config is None:
         config = choose_hopper_config(width, mean_length, right == 0)
     tokens = config.CONSUMERS * BLOCK_M // pack
 
-    page_size = 0 if block_table is None else k.shape[2]
+    page_size = call.page_size
     key_bound = k.shape[0] if block_table is None else block_table.shape[1] * page_size
     key_rows = min(page_size or config.BLOCK_N, config.BLOCK_N)
-    has_left = 0 <= window_size_left < UNBOUNDED
+    has_left = 0 <= left < UNBOUNDED
     has_right = 0 <= right < UNBOUNDED
     order = order_tiles(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.seqused_k,
         total_q,
         min(key_bound, 2**31 - 1),
         is_paged=page_size > 0,
@@ -178,12 +139,10 @@ def flash_varlen(
     )
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k_rows, v_rows = (x if page_size == 0 else x[0].transpose(0, 1) for x in (k, v))
-    wave = num_heads // num_kv_heads // pack
     grid = min(
-        most_tiles(total_q, batch, tokens) * (num_heads // pack),
+        most_tiles(total_q, call.batch, tokens) * (num_heads // pack),
         target_of(q.device).multiprocessors,
     )
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     launch(
         _hopper_attention_fwd_kernel,
         (grid,),
@@ -200,15 +159,15 @@ def flash_varlen(
         k.shape[0],
         num_heads,
         total_q,
-        window_size_left if has_left else 0,
+        left if has_left else 0,
         right if has_right else 0,
-        scale * LOG2E.value,
-        wave,
+        call.scale * LOG2E.value,
+        group_size // pack,
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDTH=width,
         PACK=pack,
-        GROUP_SIZE=num_heads // num_kv_heads,
+        GROUP_SIZE=group_size,
         PAGE_SIZE=page_size,
         IS_CAUSAL=right == 0,
         HAS_LEFT=has_left,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton.counters import zeroed_counters
 from torch_paged_attn.backends.triton.launch import Relaunch, describe
-from torch_paged_attn.backends.triton.values import values_are_checked
 
 MOST_RECIPES = 4096
 
@@ -78,7 +77,7 @@ def key_of(op: str, hints: int, mode: Any, args: tuple[Any, ...], kwargs: dict[s
     """The description of a call: two arguments from number `hints` on are left out of it. None
     where the call must be checked again.
     """
-    if values_are_checked() or min(args[hints : hints + 2], default=-1) < 0:
+    if min(args[hints : hints + 2], default=-1) < 0:
         return None
     tensors = *map(describe, args[:hints]), *map(describe, args[hints + 2 :])
     options = tuple((name, describe(value)) for name, value in kwargs.items())

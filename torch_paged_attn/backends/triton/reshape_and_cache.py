@@ -13,8 +13,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
 from torch_paged_attn.backends.triton.launch import launch
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
-from torch_paged_attn.backends.triton.values import values_are_checked
-from torch_paged_attn.ops.reshape_and_cache import check, check_split, check_values_split
+from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 # up to so many tokens a program looks through all slots
 FEW_TOKENS = 1024
@@ -187,8 +186,6 @@ def _launch(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    if values_are_checked():
-        check_values_split(key, value, k_cache, v_cache, slot_mapping)
     num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
     if num_tokens == 0:
         return

@@ -1,0 +1,216 @@
+"""The rules that `flash_varlen` and `blocksparse` share.
+
+`check_attention` looks at metadata only (it runs under FakeTensor and inside compiled graphs);
+`check_attention_values` reads tensors on the host. Both raise on the first rule that is broken.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.ops.attention_call import AttentionCall, key_lengths
+from torch_paged_attn.ops.checks import (
+    FLOAT,
+    FLOAT8,
+    QUANTISED,
+    QUERY,
+    check_devices,
+    check_dim,
+    check_dtype,
+    check_lengths,
+    check_per_head,
+    check_rows,
+    check_shape,
+    fail,
+    names,
+)
+
+
+def check_attention(call: AttentionCall) -> None:
+    """Raise for shapes, dtypes, devices and options that no backend may accept."""
+    _check_rows(call)
+    _check_lengths(call)
+    _check_scores(call)
+    _check_scales(call)
+    _check_options(call)
+    tensors = (
+        "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "attn_bias",
+        "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "out_scale", "rng_state",
+    )  # fmt: skip
+    check_devices(call.op, call.q.device, {name: getattr(call, name) for name in tensors})
+
+
+def _check_rows(call: AttentionCall) -> None:
+    op, q, k, v = call.op, call.q, call.k, call.v
+    check_dim(op, "q", q, "(total_q, num_heads, head_dim)")
+    paged = call.block_table is not None
+    shape = "(total_k, num_kv_heads, head_dim) without block_table"
+    if paged:
+        shape = "(num_pages, num_kv_heads, page_size, head_dim) with block_table"
+    check_dim(op, "k", k, shape)
+    check_dim(op, "v", v, shape)
+    check_dtype(op, "q", q, QUERY)
+    if k.dtype != q.dtype:
+        check_dtype(op, "k", k, tuple(dict.fromkeys((q.dtype, *QUANTISED))))
+    check_dtype(op, "v", v, (k.dtype,))
+    if v.shape[:-1] != k.shape[:-1]:
+        fail(op, "v", f"has shape {tuple(v.shape)}", f"k's {tuple(k.shape)} in all but head_dim")
+    for name, size in (
+        ("q's num_heads", call.num_heads),
+        ("q's head_dim", call.head_dim),
+        ("k's num_kv_heads", call.num_kv_heads),
+        ("v's head_dim", call.head_dim_v),
+        ("k's page_size", call.page_size if paged else 1),
+    ):
+        if size == 0:
+            fail(op, name, "is 0", "at least 1")
+    if call.num_heads > 65535:  # dropout counts heads in 16 bits
+        fail(op, "q's num_heads", f"is {call.num_heads}", "at most 65535")
+    if call.num_heads % call.num_kv_heads:
+        allowed = f"a multiple of k's num_kv_heads, {call.num_kv_heads}"
+        fail(op, "q's num_heads", f"is {call.num_heads}", allowed)
+    if k.shape[-1] != call.head_dim:
+        fail(op, "k", f"has head_dim {k.shape[-1]}", f"q's head_dim, {call.head_dim}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(op, name, tensor)
+
+
+def _check_lengths(call: AttentionCall) -> None:
+    op, cu_seqlens_q, table = call.op, call.cu_seqlens_q, call.block_table
+    check_dim(op, "cu_seqlens_q", cu_seqlens_q, "(batch + 1)")
+    check_dtype(op, "cu_seqlens_q", cu_seqlens_q, (torch.int32,))
+    if cu_seqlens_q.shape[0] == 0:
+        fail(op, "cu_seqlens_q", "is empty", "(batch + 1) entries, the first of them 0")
+    if call.cu_seqlens_k is not None:
+        check_lengths(op, "cu_seqlens_k", call.cu_seqlens_k, call.batch + 1, "(batch + 1)")
+    if call.seqused_k is not None:
+        check_lengths(op, "seqused_k", call.seqused_k, call.batch, "(batch)")
+    if table is not None:
+        check_dim(op, "block_table", table, "(batch, max_pages)")
+        check_dtype(op, "block_table", table, (torch.int32,))
+        if table.shape[0] != call.batch:
+            came, allowed = f"has {table.shape[0]} rows", f"one per sequence, {call.batch}"
+            fail(op, "block_table", came, allowed)
+        if call.seqused_k is None and call.cu_seqlens_k is None:
+            allowed = "key lengths by seqused_k or cu_seqlens_k with block_table"
+            fail(op, "seqused_k", "is None", allowed)
+    for name, size in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
+        if size < 0:
+            fail(op, name, f"is {size}", "at least 0")
+
+
+def _check_scores(call: AttentionCall) -> None:
+    op, bias, num_heads = call.op, call.attn_bias, call.num_heads
+    if bias is not None:
+        check_dim(op, "attn_bias", bias, "(1 or num_heads, total_q, max Lk)")
+        check_dtype(op, "attn_bias", bias, (*FLOAT, torch.bool))
+        if bias.shape[0] not in (1, num_heads):
+            allowed = f"1 or num_heads = {num_heads}"
+            fail(op, "attn_bias", f"has {bias.shape[0]} heads", allowed)
+        if bias.shape[1] != call.total_q:
+            fail(op, "attn_bias", f"has {bias.shape[1]} rows", f"total_q = {call.total_q}")
+    if call.alibi_slopes is not None:
+        check_per_head(op, "alibi_slopes", call.alibi_slopes, "num_heads", num_heads, call.batch)
+    if call.sinks is not None:
+        check_dtype(op, "sinks", call.sinks, (torch.float32,))
+        check_shape(op, "sinks", call.sinks, (num_heads,), "(num_heads)")
+
+
+def _check_scales(call: AttentionCall) -> None:
+    op, heads, out_scale = call.op, call.num_kv_heads, call.out_scale
+    for name in ("q_descale", "k_descale", "v_descale"):
+        scale = getattr(call, name)
+        if scale is not None and scale.shape != ():
+            check_per_head(op, name, scale, "num_kv_heads", heads, call.batch, "(), ")
+        elif scale is not None:
+            check_dtype(op, name, scale, (torch.float32,))
+    if call.result_dtype not in QUERY:
+        fail(op, "out_dtype", f"is {names((call.result_dtype,))}", names(QUERY))
+    if out_scale is not None:
+        check_dtype(op, "out_scale", out_scale, (torch.float32,))
+        if out_scale.shape not in ((), (1,)):
+            fail(op, "out_scale", f"has shape {tuple(out_scale.shape)}", "() or (1,)")
+        if call.result_dtype not in FLOAT8:
+            came = f"came with a {names((call.result_dtype,))} output"
+            fail(op, "out_scale", came, f"an output of {names(FLOAT8)}")
+
+
+def _check_options(call: AttentionCall) -> None:
+    op, scale, rng_state = call.op, call.softmax_scale, call.rng_state
+    if scale is not None and not math.isfinite(scale):
+        fail(op, "softmax_scale", f"is {scale}", "a finite number")
+    for name in ("window_size_left", "window_size_right"):
+        if getattr(call, name) < -1:
+            fail(op, name, f"is {getattr(call, name)}", "-1 (unbounded) or more")
+    if not 0.0 <= call.softcap < math.inf:
+        fail(op, "softcap", f"is {call.softcap}", "0 (off) or a positive finite number")
+    if not 0.0 <= call.dropout_p < 1.0:
+        fail(op, "dropout_p", f"is {call.dropout_p}", "a number in [0, 1)")
+    if call.dropout_p > 0.0 and rng_state is None:
+        fail(op, "rng_state", "is None", "a (2,) int64 tensor (seed, offset) when dropout_p > 0")
+    if rng_state is not None:
+        check_dtype(op, "rng_state", rng_state, (torch.int64,))
+        check_shape(op, "rng_state", rng_state, (2,), "(seed, offset)")
+
+
+def check_attention_values(call: AttentionCall) -> None:
+    """Raise for lengths, bounds and page ids that point outside the tensors. Reads tensors."""
+    op, cu_seqlens_q, cu_seqlens_k = call.op, call.cu_seqlens_q, call.cu_seqlens_k
+    is_paged, total_k = call.block_table is not None, call.k.shape[0]
+    _check_bounds(op, "cu_seqlens_q", cu_seqlens_q, call.total_q, "total_q")
+    if cu_seqlens_k is not None:
+        last = None if is_paged else total_k
+        _check_bounds(op, "cu_seqlens_k", cu_seqlens_k, last, "total_k")
+    elif not is_paged:
+        _check_bounds(op, "cu_seqlens_k (None: cu_seqlens_q)", cu_seqlens_q, total_k, "total_k")
+    query_lens = cu_seqlens_q.diff().tolist()
+    key_lens = slots = key_lengths(cu_seqlens_q, cu_seqlens_k, call.seqused_k).tolist()
+    if call.seqused_k is not None and not is_paged:
+        slots = key_lengths(cu_seqlens_q, cu_seqlens_k, None).tolist()
+    for b, (query_len, key_len, slot) in enumerate(zip(query_lens, key_lens, slots, strict=True)):
+        if key_len < 0:
+            fail(op, f"seqused_k[{b}]", f"is {key_len}", "at least 0")
+        if key_len > slot:
+            fail(op, f"seqused_k[{b}]", f"is {key_len}", f"at most the {slot} keys of cu_seqlens_k")
+        if call.attn_bias is not None and query_len and key_len > call.attn_bias.shape[2]:
+            came = f"has {call.attn_bias.shape[2]} columns"
+            fail(op, "attn_bias", came, f"at least Lk[{b}] = {key_len}")
+        if is_paged:
+            _check_pages(call, b, query_len, key_len)
+
+
+def _check_bounds(op: str, name: str, bounds: Tensor, total: int | None, total_name: str) -> None:
+    values = bounds.tolist()
+    if values[0] != 0:
+        fail(op, f"{name}[0]", f"is {values[0]}", "0")
+    for i, (before, after) in enumerate(itertools.pairwise(values), start=1):
+        if after < before:
+            came = f"is {after}, below {before} before it"
+            fail(op, f"{name}[{i}]", came, "nondecreasing bounds")
+    if total is not None and values[-1] > total:
+        fail(op, f"{name}[-1]", f"is {values[-1]}", f"at most {total_name} = {total}")
+
+
+def _check_pages(call: AttentionCall, b: int, query_len: int, key_len: int) -> None:
+    assert call.block_table is not None
+    pages, page_size, num_pages = call.block_table[b], call.page_size, call.k.shape[0]
+    needed = -(-key_len // page_size)
+    if needed > pages.shape[0]:
+        came = f"has {pages.shape[0]} pages of {page_size} for Lk[{b}] = {key_len}"
+        fail(call.op, "block_table", came, f"at least {needed} columns", RuntimeError)
+    seen = _seen_keys(call, query_len, key_len)
+    first, stop = seen.start // page_size, -(-seen.stop // page_size)
+    for i, page in enumerate(pages[first:stop].tolist(), start=first):
+        if not 0 <= page < num_pages:
+            name, allowed = f"block_table[{b}, {i}]", f"pages 0 to {num_pages - 1}"
+            fail(call.op, name, f"is {page}", allowed, IndexError)
+
+
+def _seen_keys(call: AttentionCall, query_len: int, key_len: int) -> range:
+    """The keys that some query of a sequence sees, masks by bias aside."""
+    past, left, right = key_len - query_len, call.window_size_left, call.window_right
+    start = 0 if left < 0 else max(0, past - left)
+    stop = key_len if right < 0 else min(key_len, past + query_len + right)
+    return range(start, stop) if query_len and start < stop else range(0)
