@@ -150,6 +150,20 @@ def test_scalar_offset_from_a_tile_and_from_a_register():
         np.testing.assert_array_equal(out.read(), table.read()[3])
 
 
+def test_a_start_that_is_outside_is_skipped_when_told():
+    table, out = hbm(randn(5, 3)), tile(np.zeros((1, 3), np.float32))
+    for row in (-1, 5):
+        start = tile(np.array([[row]], np.int32))
+        for dst, src in (
+            (out, table.ap([[3, 1], [1, 3]], scalar_offset=start)),
+            (table.ap([[3, 1], [1, 3]], scalar_offset=start), out),
+        ):
+            before = table.read().copy()
+            nisa.dma_copy(dst, src, oob_mode=nisa.oob_mode.skip)
+            np.testing.assert_array_equal(table.read(), before)
+            assert not out.read().any()
+
+
 def test_slices_and_reshapes_are_views():
     values = randn(8, 4, 6)
     whole = tile(values)

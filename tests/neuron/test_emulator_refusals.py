@@ -79,6 +79,14 @@ def same_element_twice():
     simulate(kernel, 2)(np.ones((2, 2), np.float32))
 
 
+def loops_differently():
+    def kernel(x):
+        nl.fori_loop(0, 1 + nl.program_id(0), lambda i: None)
+        return x
+
+    simulate(kernel, 2)(np.ones((2, 2), np.float32))
+
+
 # name -> what the refusal says, and the program
 FAULTS = {
     "129 partitions": ("a tile has at most 128", lambda: empty(129, 4)),
@@ -243,6 +251,8 @@ FAULTS = {
     "loop keeps a tile": ("outlives it", keeps_a_tile),
     "tile in an if": ("has no value while", lambda: bool(empty(8, 4))),
     "programs write the same": ("write the same element", same_element_twice),
+    "programs loop differently": ("loop differently: [1], [2]", loops_differently),
+    "pattern over a part": ("whole tensors only", lambda: empty(8, 4)[:, 2:].ap([[4, 8], [0, 2]])),
 }
 
 
@@ -255,6 +265,8 @@ def test_refuses(fault):
 
 @gen2
 def test_second_generation_lacks(machine):
+    with pytest.raises(Violation, match="gathers and scatters came with the third generation"):
+        gather([0, 1])
     with pytest.raises(Violation, match="writes float32"):
         nisa.nc_transpose(
             empty(4, 8, dtype=nl.bfloat16, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)

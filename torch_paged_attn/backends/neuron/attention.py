@@ -127,7 +127,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
             _bytes(v_rows.storage, wide_q.dtype),
             table.indices,
             bounds,
-            table.stops,
+            table.count,
             table.positions,
             table.draws,
             words,

@@ -19,9 +19,9 @@ from torch_paged_attn.backends.neuron.dropout_kernel import (
     dropped,
     multiplier,
 )
+from torch_paged_attn.backends.neuron.rows_kernel import P, load_rows, store_rows
 from torch_paged_attn.backends.neuron.tile_kernel import (
     FLOOR,
-    P,
     add_alibi,
     add_bias,
     clear_unseen,
@@ -44,46 +44,43 @@ SINK, SLOPE, SCORE_SCALE, VALUE_SCALE = 0, 1, 2, 3
 NUM_SCALARS = 4
 
 
-def load_item(table, item, is_dynamic):
-    """Row `item` of a (num_items, P, columns) table; `item` is a register in a dynamic loop."""
+def load_item(table, first, item, is_dynamic):
+    """Row `first + item` of a (num_items, P, columns) table; a dynamic item is a register."""
     columns = table.shape[2]
     tile = nl.ndarray((P, columns), dtype=table.dtype, buffer=nl.sbuf)
     if is_dynamic:
-        row = table.ap(pattern=[[columns, P], [1, columns]], scalar_offset=item, indirect_dim=0)
+        row = table.ap(
+            pattern=[[columns, P], [1, columns]],
+            offset=first * P * columns,
+            scalar_offset=item,
+            indirect_dim=0,
+        )
         nisa.dma_copy(dst=tile, src=row)
     else:
-        nisa.dma_copy(dst=tile, src=table[item])
+        nisa.dma_copy(dst=tile, src=table[first + item])
     return tile
 
 
-def load_positions(table, item, is_dynamic):
-    """Row `item` of a (num_items, tile_k) table, on every partition."""
+def load_positions(table, first, item, is_dynamic):
+    """Row `first + item` of a (num_items, tile_k) table, on every partition."""
     tile_k = table.shape[1]
     tile = nl.ndarray((P, tile_k), dtype=table.dtype, buffer=nl.sbuf)
     pattern = [[0, P], [1, tile_k]]
     if is_dynamic:
-        nisa.dma_copy(dst=tile, src=table.ap(pattern=pattern, scalar_offset=item, indirect_dim=0))
+        row = table.ap(pattern=pattern, offset=first * tile_k, scalar_offset=item, indirect_dim=0)
+        nisa.dma_copy(dst=tile, src=row)
     else:
-        nisa.dma_copy(dst=tile, src=table.ap(pattern=pattern, offset=item * tile_k))
+        nisa.dma_copy(dst=tile, src=table.ap(pattern=pattern, offset=(first + item) * tile_k))
     return tile
 
 
-def gather_keys(dst, cache, index, column, first_head, layout):
-    """Fill dst (P, chunks, heads, run, dim); layout is (token stride, head stride, offset, dim)."""
-    chunks, heads, run = dst.shape[1], dst.shape[2], dst.shape[3]
+def gather_keys(tile, cache, index, column, first_head, layout):
+    """Fill tile (P, chunks, heads, run, dim); layout: (token stride, head stride, offset, dim)."""
+    chunks, heads, run = tile.shape[1], tile.shape[2], tile.shape[3]
+    from_head = (layout[0], layout[1], layout[2] + first_head * layout[1], layout[3])
     for chunk in range(chunks):
-        rows = cache.ap(
-            pattern=[[cache.shape[1], P], [layout[1], heads], [layout[0], run], [1, layout[3]]],
-            offset=layout[2] + first_head * layout[1],
-            vector_offset=index[:, column + chunk : column + chunk + 1],
-            indirect_dim=0,
-        )
-        nisa.dma_copy(dst=dst[:, chunk], src=rows, dge_mode=nisa.dge_mode.swdge)
-
-
-def store_rows(rows, tile):
-    """Scatter; what a stack has not finished has no row, and is skipped."""
-    nisa.dma_copy(dst=rows, src=tile, oob_mode=nisa.oob_mode.skip, dge_mode=nisa.dge_mode.swdge)
+        rows = index[:, column + chunk : column + chunk + 1]
+        load_rows(tile[:, chunk], cache, rows, from_head, heads, run, nisa.oob_mode.error)
 
 
 def finish(out_tile, lse_tile, acc, maxima, sums, scalars, has_sinks, has_scales, keep_scale):
@@ -134,7 +131,7 @@ def attention_kernel(
     v,
     indices,
     bounds,
-    stops,
+    count,
     positions,
     draws,
     words,
@@ -171,8 +168,9 @@ def attention_kernel(
     indices (num_items, P, 2 depth + 2 chunks) int32: rows to load, rows to store, rows of k, rows
     of v; -1 is skipped. bounds (num_items, P, 3 depth + 3 + tile_k / P) float32: columns of keys
     that rows see, from and to, positions of rows; whether the stack begins; columns that any row
-    sees, from and to; whether the bias hides a column from all. stops (1, programs) int32: where a
-    program's items end. positions (num_items, tile_k) int32, of the columns. draws (num_items, P,
+    sees, from and to; whether the bias hides a column from all. count (1, 1) int32: how many of its
+    items each program runs, the same number for both, since what cores do that loop differently is
+    undefined. positions (num_items, tile_k) int32, of the columns. draws (num_items, P,
     2 depth) int32: row within the sequence, sequence << 16 | head of the group; words (1,
     NUM_WORDS) int32: Philox's keys, offset, threshold. row_scalars (num_rows, num_kv_heads *
     NUM_SCALARS) float32. bias (rows, tile_k) float32, bias_rows (num_items, P, depth) int32.
@@ -219,35 +217,15 @@ def attention_kernel(
         nisa.dma_copy(dst=word_tile, src=words.ap(pattern=[[0, P], [1, NUM_WORDS]]))
 
     def body(item):
-        index = load_item(indices, item, is_dynamic)
-        bound = load_item(bounds, item, is_dynamic)
+        index = load_item(indices, first_item, item, is_dynamic)
+        bound = load_item(bounds, first_item, item, is_dynamic)
         for level in range(depth):
             rows = index[:, level : level + 1]
-            q_rows = q.ap(
-                pattern=[[num_kv_heads * head_dim, P], [1, heads * head_dim]],
-                offset=first_head * head_dim,
-                vector_offset=rows,
-                indirect_dim=0,
-            )
-            nisa.dma_copy(
-                dst=q_tile[:, level],
-                src=q_rows,
-                oob_mode=nisa.oob_mode.skip,
-                dge_mode=nisa.dge_mode.swdge,
-            )
+            part = (0, 0, first_head * head_dim, heads * head_dim)
+            load_rows(q_tile[:, level], q, rows, part, 1, 1, nisa.oob_mode.skip)
             if has_sinks or has_alibi or has_scales:
-                scalar_rows = row_scalars.ap(
-                    pattern=[[num_kv_heads * NUM_SCALARS, P], [1, heads * NUM_SCALARS]],
-                    offset=first_head * NUM_SCALARS,
-                    vector_offset=rows,
-                    indirect_dim=0,
-                )
-                nisa.dma_copy(
-                    dst=scalars[:, level],
-                    src=scalar_rows,
-                    oob_mode=nisa.oob_mode.skip,
-                    dge_mode=nisa.dge_mode.swdge,
-                )
+                part = (0, 0, first_head * NUM_SCALARS, heads * NUM_SCALARS)
+                load_rows(scalars[:, level], row_scalars, rows, part, 1, 1, nisa.oob_mode.skip)
         k_tile = nl.ndarray((P, chunks, heads, run, head_dim), dtype=k.dtype, buffer=nl.sbuf)
         v_tile = nl.ndarray((P, chunks, heads, run, head_dim_v), dtype=v.dtype, buffer=nl.sbuf)
         gather_keys(k_tile, k, index, keys_at, first_head, k_layout)
@@ -268,15 +246,16 @@ def attention_kernel(
         state = spread(is_first, 0, depth * heads)
         nisa.tensor_copy_predicated(dst=maxima, src=FLOOR, predicate=state)
         nisa.tensor_copy_predicated(dst=sums, src=0.0, predicate=state)
+        width = depth * heads * head_dim_v
         nisa.tensor_copy_predicated(
-            dst=acc, src=0.0, predicate=spread(is_first, 0, depth * heads * head_dim_v)
+            dst=acc.reshape((P, width)), src=0.0, predicate=spread(is_first, 0, width)
         )
 
         key_position = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
         quad = nl.ndarray((P, tile_k // 4), dtype=nl.uint32, buffer=nl.sbuf)
         draw = nl.ndarray((P, 2 * depth), dtype=nl.int32, buffer=nl.sbuf)
         if has_alibi or has_dropout:
-            key_tile = load_positions(positions, item, is_dynamic)
+            key_tile = load_positions(positions, first_item, item, is_dynamic)
             nisa.tensor_copy(dst=key_position, src=key_tile)
             nisa.tensor_scalar(
                 dst=quad,
@@ -285,9 +264,9 @@ def attention_kernel(
                 operand0=2,
             )
         if has_dropout:
-            draw = load_item(draws, item, is_dynamic)
+            draw = load_item(draws, first_item, item, is_dynamic)
         if has_bias:
-            bias_index = load_item(bias_rows, item, is_dynamic)
+            bias_index = load_item(bias_rows, first_item, item, is_dynamic)
 
         for head in range(heads):
             keys, values, at = k_tile, v_tile, head
@@ -357,31 +336,17 @@ def attention_kernel(
                 keep_scale,
             )
             result = index[:, result_at + level : result_at + level + 1]
-            out_rows = out.ap(
-                pattern=[[num_kv_heads * head_dim_v, P], [1, heads * head_dim_v]],
-                offset=first_head * head_dim_v,
-                vector_offset=result,
-                indirect_dim=0,
-            )
-            lse_rows = lse.ap(
-                pattern=[[num_kv_heads, P], [1, heads]],
-                offset=first_head,
-                vector_offset=result,
-                indirect_dim=0,
-            )
-            store_rows(out_rows, out_tile)
-            store_rows(lse_rows, lse_tile)
+            part = (0, 0, first_head * head_dim_v, heads * head_dim_v)
+            store_rows(out, out_tile, result, part, 1)
+            store_rows(lse, lse_tile, result, (0, 0, first_head, heads), 1)
 
     if is_dynamic:
-        stop_tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        last = program
-        if splits_heads:
-            last = 0
-        nisa.dma_copy(dst=stop_tile, src=stops[0:1, last : last + 1])
+        count_tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=count_tile, src=count)
         stop = nisa.register_alloc()
-        nisa.register_load(stop, stop_tile)
-        nl.fori_loop(first_item, stop, body)
+        nisa.register_load(stop, count_tile)
+        nl.fori_loop(0, stop, body)
     else:
-        for item in range(first_item, first_item + num_items):
+        for item in range(num_items):
             body(item)
     return out, lse

@@ -64,7 +64,7 @@ def multiplier(which, shape):
 
 
 def dropped(words, quad, rows, row, head, factors):
-    """Where a probability is dropped, (P, quads, 4) uint32.
+    """Where a probability is dropped, (P, 4 quads) uint32.
 
     words: (P, NUM_WORDS). quad: (P, quads), column / 4. rows: (P, n), whose column `row` is the
     query's place in its sequence. head: (P, 1), sequence << 16 | head. All uint32.
@@ -84,4 +84,4 @@ def dropped(words, quad, rows, row, head, factors):
     threshold = spread(words, THRESHOLD, quads)
     for lane in range(4):
         nisa.tensor_tensor(dst=result[:, :, lane], data1=outputs[lane], data2=threshold, op=nl.less)
-    return result
+    return result.reshape((P, quads * 4))

@@ -67,7 +67,7 @@ def plan(
     if (layout := host.layout) is not None:
         tensors += layout.crow_indices, layout.col_indices
         blocks = layout.q_block_size, layout.k_block_size
-    places = tuple((r.page_rows, r.head_rows, r.slot_rows) for r in rows)
+    places = tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
     options = geometry, places, blocks, device
 
     def make() -> list[Tables]:

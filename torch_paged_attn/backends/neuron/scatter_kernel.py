@@ -1,8 +1,7 @@
 """Writing rows into a cache: P tokens a step, all heads of a token together."""
 
+from torch_paged_attn.backends.neuron.rows_kernel import P, store_rows
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
-
-P = 128
 
 
 def scatter_kernel(rows, index, cache, num_kv_heads, layout):
@@ -17,13 +16,5 @@ def scatter_kernel(rows, index, cache, num_kv_heads, layout):
         nisa.dma_copy(dst=slots, src=index[start : start + P])
         tile = nl.ndarray((P, num_kv_heads * dim), dtype=cache.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=tile, src=rows[start : start + P])
-        places = cache.ap(
-            pattern=[[cache.shape[1], P], [layout[1], num_kv_heads], [1, dim]],
-            offset=layout[2],
-            vector_offset=slots,
-            indirect_dim=0,
-        )
-        nisa.dma_copy(
-            dst=places, src=tile, oob_mode=nisa.oob_mode.skip, dge_mode=nisa.dge_mode.swdge
-        )
+        store_rows(cache, tile, slots, layout, num_kv_heads)
     return cache

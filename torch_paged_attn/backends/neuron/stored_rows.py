@@ -9,11 +9,13 @@ from torch import Tensor
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
     """Element (page, head, slot, d) is at `row * row_size + offset + head * head_stride + d` of
-    `storage`, where `row = page * page_rows + head * head_rows + slot * slot_rows`: either
-    `head_stride` or `head_rows` is 0.
+    `storage`, where `row = first_row + page * page_rows + head * head_rows + slot * slot_rows`:
+    either `head_stride` or `head_rows` is 0. NKI's constants have 32 bits: `offset` stays within a
+    row, however far into its storage a cache begins.
     """
 
     storage: Tensor  # (rows, row_size), contiguous
+    first_row: int
     page_rows: int
     head_rows: int
     slot_rows: int
@@ -29,7 +31,8 @@ class StoredRows:
 
     def row_of(self, page: Tensor, head: Tensor, slot: Tensor) -> Tensor:
         """Where the keys of these pages, heads and slots start."""
-        return page * self.page_rows + head * self.head_rows + slot * self.slot_rows
+        row = page * self.page_rows + head * self.head_rows + slot * self.slot_rows
+        return self.first_row + row
 
 
 def stored_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -> StoredRows | None:
@@ -48,13 +51,15 @@ def stored_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -
     if last >= size // row_size * row_size or row_size < dim:
         return stored_rows(cache.contiguous(), by_head=by_head) if allow_copy else None
     rows = size // row_size
+    first_row, offset = divmod(int(cache.storage_offset()), row_size)
     return StoredRows(
+        first_row=first_row,
         storage=cache.as_strided((rows, row_size), (row_size, 1), 0),
         page_rows=page_stride // row_size,
         head_rows=head_stride // row_size if by_head else 0,
         slot_rows=slot_stride // row_size,
         slot_stride=slot_stride if page_size > 1 else dim,
         head_stride=0 if by_head else head_stride,
-        offset=int(cache.storage_offset()),
+        offset=offset,
         dim=dim,
     )

@@ -60,14 +60,14 @@ class Tables:
     work: WorkList
     indices: Tensor
     bounds: Tensor
-    stops: Tensor
+    count: Tensor
     positions: Tensor
     draws: Tensor
     items: Tensor
 
     def to(self, device: torch.device) -> "Tables":
         """What the kernel loads on `device`; the rest stays on the host."""
-        names = ("indices", "bounds", "stops", "positions", "draws")
+        names = ("indices", "bounds", "count", "positions", "draws")
         return dataclasses.replace(self, **{n: getattr(self, n).to(device) for n in names})
 
 
@@ -77,9 +77,9 @@ def bucket(num_items: int) -> int:
     return power * 3 // 4 if power >= 4 and num_items <= power * 3 // 4 else power
 
 
-def deal(work: WorkList, programs: int) -> tuple[Tensor, Tensor, Tensor]:
+def deal(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int]:
     """Items of each program, a stack never split: which item each line stands for, whether none,
-    and where each program's items end. Every program has as many lines.
+    and how many items the program with the most has. Every program has as many lines.
     """
     cuts = [0]
     starts = work.is_first.nonzero()[:, 0]
@@ -87,14 +87,14 @@ def deal(work: WorkList, programs: int) -> tuple[Tensor, Tensor, Tensor]:
         fair = work.num_items * program // programs
         cuts.append(int(starts[(starts - fair).abs().argmin()]))
     cuts.append(work.num_items)
-    lines = bucket(max(b - a for a, b in itertools.pairwise(cuts)))
+    most = max(b - a for a, b in itertools.pairwise(cuts))
+    lines = bucket(most)
     place = torch.arange(lines)
     first = torch.tensor(cuts[:-1])[:, None]
     count = torch.tensor(cuts).diff()[:, None]
     items = first + torch.minimum(place, (count - 1).clamp(min=0))
     is_idle = (place >= count).flatten()
-    stops = torch.arange(programs) * lines + count[:, 0]
-    return items.flatten().clamp(max=work.num_items - 1), is_idle, stops
+    return items.flatten().clamp(max=work.num_items - 1), is_idle, most
 
 
 def lay_out(
@@ -110,7 +110,7 @@ def lay_out(
 
     Without `token_in_sequence` there is no dropout, and `draws` is empty.
     """
-    items, is_idle, stops = deal(work, programs)
+    items, is_idle, count = deal(work, programs)
     stack = work.stack[items]
     depth, tile_k = work.depth, work.tile_k
     chunks = tile_k // (P * run)
@@ -149,7 +149,7 @@ def lay_out(
         work=work,
         indices=indices.to(torch.int32).contiguous(),
         bounds=bounds.contiguous(),
-        stops=stops.to(torch.int32)[None],
+        count=torch.tensor([[count]], dtype=torch.int32),
         positions=positions.to(torch.int32),
         draws=draws.to(torch.int32).contiguous(),
         items=items,

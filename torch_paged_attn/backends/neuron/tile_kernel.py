@@ -4,9 +4,8 @@ Columns of scores are in the order of keys. A gather leaves `run` keys that lie 
 partition, key `chunk * P * run + partition * run + t`; transposing puts them in order again.
 """
 
+from torch_paged_attn.backends.neuron.rows_kernel import P, load_rows
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
-
-P = 128
 
 # a score no row sees, and what a maximum starts at: exp(MASKED - FLOOR) is 0
 MASKED = -3.0e38
@@ -17,8 +16,9 @@ LOWEST = -3.4028234663852886e38
 
 
 def spread(tile, column, width):
-    """One column of a (P, n) tile, repeated `width` times."""
-    return tile.ap(pattern=[[tile.shape[1], tile.shape[0]], [0, width]], offset=column)
+    """One column of a whole (P, n) tile, repeated `width` times."""
+    pattern = [[tile.shape[1], tile.shape[0]], [0, width]]
+    return tile.ap(pattern=pattern, offset=column, dtype=tile.dtype)
 
 
 def turned_tile(shape, dtype):
@@ -69,12 +69,13 @@ def turn_keys(keys, head, identity):
     for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
         for chunk in range(chunks):
-            part = turned_tile((stop - start, P, run), keys.dtype)
+            part = turned_tile((stop - start, run, P), keys.dtype)
             for t in range(run):
-                transpose(part[:, :, t], keys[:, chunk, head, t, start:stop], identity)
+                transpose(part[:, t, :], keys[:, chunk, head, t, start:stop], identity)
+            in_order = part.ap(pattern=[[run * P, stop - start], [1, P], [P, run]])
             column = chunk * P * run
             nisa.tensor_copy(
-                dst=turned[0 : stop - start, step, column : column + P * run], src=part
+                dst=turned[0 : stop - start, step, column : column + P * run], src=in_order
             )
     return turned
 
@@ -123,10 +124,7 @@ def add_bias(scores, bias, index, offset):
     """scores (P, tile_k) plus rows of bias (rows, tile_k); -inf masks, and is never added."""
     tile_k = scores.shape[1]
     tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
-    rows = bias.ap(
-        pattern=[[tile_k, P], [1, tile_k]], offset=offset, vector_offset=index, indirect_dim=0
-    )
-    nisa.dma_copy(dst=tile, src=rows, dge_mode=nisa.dge_mode.swdge)
+    load_rows(tile, bias, index, (0, 0, offset, tile_k), 1, 1, nisa.oob_mode.error)
     hidden = nl.ndarray((P, tile_k), dtype=nl.uint8, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=hidden, data=tile, op0=nl.less, operand0=LOWEST)
     nisa.tensor_tensor(dst=scores, data1=scores, data2=tile, op=nl.add)

@@ -1,11 +1,10 @@
 """Eight-bit keys and values in the type of the products."""
 
+from torch_paged_attn.backends.neuron.rows_kernel import P
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
-P = 128
-
 # float8_e4m3fn's one pattern of NaN, moved to where float16 has its bits
-NAN_BITS = 0x7F << 7
+NAN_BITS = float(0x7F << 7)
 
 
 def widened(tile, head, dtype, stored):
@@ -32,7 +31,8 @@ def widen(dst, src, stored):
 def widen_e4m3fn(dst, src):
     """Bit by bit, for chips whose own e4m3 ends at 240.
 
-    Four bits of exponent and three of mantissa, at float16's places, are the value over 256.
+    Four bits of exponent and three of mantissa, at float16's places, are the value over 256; a
+    fifth bit of exponent makes the pattern of NaN one of float16's.
     """
     shape = src.shape
     bits = nl.ndarray(shape, dtype=nl.uint16, buffer=nl.sbuf)
@@ -45,7 +45,8 @@ def widen_e4m3fn(dst, src):
     nisa.tensor_scalar(
         dst=bits, data=bits, op0=nl.bitwise_and, operand0=0x7F, op1=nl.left_shift, operand1=7
     )
-    nisa.tensor_scalar(dst=is_nan, data=bits, op0=nl.equal, operand0=float(NAN_BITS))
+    nisa.tensor_scalar(dst=is_nan, data=bits, op0=nl.equal, operand0=NAN_BITS)
+    nisa.tensor_scalar(dst=is_nan, data=is_nan, op0=nl.left_shift, operand0=14)
     nisa.tensor_tensor(dst=bits, data1=bits, data2=sign, op=nl.bitwise_or)
+    nisa.tensor_tensor(dst=bits, data1=bits, data2=is_nan, op=nl.bitwise_or)
     nisa.tensor_scalar(dst=dst, data=bits.view(nl.float16), op0=nl.multiply, operand0=256.0)
-    nisa.tensor_copy_predicated(dst=dst, src=float("nan"), predicate=is_nan)

@@ -164,6 +164,8 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable, step: int = 1) -> None
     first, stop = (b.known() if isinstance(b, VirtualRegister) else b for b in (lower, upper))
     current = machine()
     before = dict(current.live)
-    for i in range(first, stop, step):
+    trips = range(first, stop, step)
+    current.trips.setdefault(current.program_id, []).append(len(trips))
+    for i in trips:
         require(body_fun(VirtualRegister(i, read_only=True)) is None, "a loop's body returns None")
         require(current.live == before, "a tile allocated in a loop's body outlives it")

@@ -49,6 +49,7 @@ class Machine:
         self.num_programs = 1
         self.shared: list[Any] = []
         self.num_shared = 0
+        self.trips: dict[int, list[int]] = {}  # of each program's dynamic loops
         # what ScalarE accumulates from one activation to the next
         self.reduce_registers: Any = None
 

@@ -16,7 +16,7 @@ def simulate(
     """A function of arrays and plain values. It updates in place the arrays that the kernel writes.
 
     `num_programs=2` is a logical core of two physical ones; they run one after the other, in
-    `reverse` order if asked, and must not write the same element.
+    `reverse` order if asked. They must not write the same element, nor loop differently.
     """
     require(num_programs in (1, 2), f"{num_programs} programs; a logical core has 1 or 2")
 
@@ -24,7 +24,7 @@ def simulate(
         inputs = [_to_hbm(a) for a in args]
         named = {name: _to_hbm(a) for name, a in kwargs.items()}
         current = machine()
-        current.num_programs, current.shared = num_programs, []
+        current.num_programs, current.shared, current.trips = num_programs, [], {}
         order = range(num_programs)
         try:
             for program in reversed(order) if reverse else order:
@@ -33,6 +33,8 @@ def simulate(
         finally:
             shared = current.shared
             current.program_id, current.num_programs, current.shared = 0, 1, []
+        trips = [current.trips.get(program, []) for program in order]
+        require(trips[0] == trips[-1], f"programs loop differently: {trips[0]}, {trips[-1]}")
         for tensor in (*shared, *inputs, *named.values()):
             if isinstance(tensor, NkiTensor):
                 _check_disjoint(tensor)

@@ -126,7 +126,15 @@ class NkiTensor:
         indirect_dim: int = 0,
         dtype: np.dtype | None = None,
     ) -> "NkiTensor":
-        """An access pattern over the storage: `[[stride, count], ...]`, outermost first."""
+        """An access pattern over the storage: `[[stride, count], ...]`, outermost first.
+
+        The documentation says both that the view's offset counts and that it does not: this takes
+        whole tensors only.
+        """
+        require(
+            self.offset == 0 and self.shape == self.storage.shape,
+            f".ap on a part {self.shape} of a tensor {self.storage.shape}: whole tensors only",
+        )
         require(dtype is None or dtype == self.dtype, "this emulator does not reinterpret elements")
         require(
             scalar_offset is None or vector_offset is None, "scalar_offset excludes vector_offset"
@@ -163,13 +171,21 @@ class NkiTensor:
             view.row_offset = scalar_offset
         return view
 
+    def start_row(self) -> int:
+        """What `scalar_offset` holds; 0 without it."""
+        moved = self.row_offset
+        if moved is None:
+            return 0
+        return moved.known() if isinstance(moved, VirtualRegister) else int(moved.read().item())
+
+    def starts_outside(self) -> bool:
+        """Whether `scalar_offset` points to no row."""
+        return self.row_offset is not None and not 0 <= self.start_row() < self.num_rows
+
     def start(self) -> int:
         """The storage element that the view begins at."""
-        if self.row_offset is None:
-            return self.offset
-        moved = self.row_offset
-        row = moved.known() if isinstance(moved, VirtualRegister) else int(moved.read().item())
-        require(0 <= row < self.num_rows, f"scalar_offset {row} is outside {self.num_rows} rows")
+        row = self.start_row()
+        require(not self.starts_outside(), f"scalar_offset {row} is outside {self.num_rows} rows")
         return self.offset + row * self.row_stride
 
     def span(self) -> int:

@@ -27,6 +27,10 @@ def dma_copy(
     gathers, scatters = src.row_index is not None, dst.row_index is not None
     require(not (src.is_indirect and dst.is_indirect), "dma_copy is indirect on one side at most")
     if gathers or scatters:
+        require(
+            machine().generation >= 3,
+            "dma_copy: gathers and scatters came with the third generation",
+        )
         require(dge_mode in (DgeMode.unknown, DgeMode.swdge), "dma_copy: vector_offset needs swdge")
     if dge_mode is DgeMode.hwdge:
         require(machine().generation >= 3, "dma_copy: hwdge came with the third generation")
@@ -50,6 +54,8 @@ def dma_copy(
         )
     elif scatters:
         moved = _scatter(dst, src, skips)
+    elif skips and (src.starts_outside() or dst.starts_outside()):
+        moved = 0.0
     else:
         dst.write(src.read().reshape(dst.shape))
     _count_bytes(dst, src, moved)
