@@ -101,6 +101,13 @@ def test_flash_varlen(on_xla, decode):
     close(on_xla(attend, *decode)[0], attend_by_reference(*decode))
 
 
+def test_bad_input_is_refused_before_any_kernel(on_xla, decode):
+    q, k, *rest = decode
+    refusals = ValueError, torch._dynamo.exc.TorchRuntimeError  # the op itself, and its fake
+    with pytest.raises(refusals, match="paged_attn::flash_varlen: v has shape"):
+        on_xla(attend, q, k[:-1], *rest)
+
+
 def test_reshape_and_cache(on_xla, write):
     tensors, expected = write
     result, (_, _, cache, _) = on_xla(store, *tensors)

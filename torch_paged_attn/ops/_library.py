@@ -91,7 +91,8 @@ def bind_backends() -> None:
         for name in OPS:
             packet, _, overload = name.partition(".")
             if packet == "reshape_and_cache":
-                LIBRARY.impl(name, _lazy("XLA", name), "Functionalize")
+                # the op runs where the graph breaks, and Dynamo would trace what it calls
+                LIBRARY.impl(name, torch.compiler.disable(_lazy("XLA", name)), "Functionalize")
                 operator = getattr(torch.ops.paged_attn, packet)
                 for callee in (operator, getattr(operator, overload or "default")):
                     torch._dynamo.disallow_in_graph(callee)
