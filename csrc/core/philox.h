@@ -3,35 +3,49 @@
 #pragma once
 
 #include "attention.h"
+#include "vec/convert.h"
 
 namespace {
 
-struct PhiloxWords {
-  uint32_t word[4];
-};
-
-PAGED_ATTN_INLINE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
-                                     uint32_t k0, uint32_t k1) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t(0xD2511F53u) * c0;
-    const uint64_t b = uint64_t(0xCD9E8D57u) * c2;
-    const uint32_t x0 = uint32_t(b >> 32) ^ c1 ^ k0;
-    const uint32_t x2 = uint32_t(a >> 32) ^ c3 ^ k1;
-    c0 = x0, c1 = uint32_t(b), c2 = x2, c3 = uint32_t(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
+// The halves of 64-bit products, lane by lane.
+PAGED_ATTN_INLINE void multiply_wide(U x, uint32_t by, U* high, U* low) {
+  const U64 lower_half = U64{} + 0xffffffffu;
+  const U64 even = multiply_even(x, by), odd = multiply_even((U)((U64)x >> 32), by);
+  *low = (U)((even & lower_half) | odd << 32);
+  *high = (U)(even >> 32 | (odd & ~lower_half));
 }
 
-// Zeroes dropped probabilities; `key` is the index of p[0] in its sequence and a multiple of 4.
+// Turns the four counter words of W draws into the words drawn.
+PAGED_ATTN_INLINE void philox(U* words, uint32_t k0, uint32_t k1) {
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    U high_a, low_a, high_b, low_b;
+    multiply_wide(words[0], 0xD2511F53u, &high_a, &low_a);
+    multiply_wide(words[2], 0xCD9E8D57u, &high_b, &low_b);
+    words[0] = high_b ^ words[1] ^ set1(k0), words[1] = low_b;
+    words[2] = high_a ^ words[3] ^ set1(k1), words[3] = low_a;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+}
+
+// Zeroes dropped probabilities. `key`, the index of p[0] in its sequence, is a multiple of 4, and
+// `count` is one of W.
 inline void apply_dropout(const paged_attn::Dropout& dropout, int64_t sequence, int64_t head,
                           int64_t token, int64_t key, float* p, int count) {
-  const uint32_t place = uint32_t(sequence) << 16 | uint32_t(head);
-  for (int c = 0; c < count; c += 4) {
-    const PhiloxWords r = philox(uint32_t((key + c) / 4), uint32_t(token), place, dropout.offset,
-                                 dropout.seed[0], dropout.seed[1]);
+  const U lane = __builtin_convertvector(lane_index(), U);
+  const U place = set1(uint32_t(sequence) << 16 | uint32_t(head));
+  for (int c = 0; c < count; c += 4 * W) {  // a draw decides on four neighbours
+    U words[4] = {set1(uint32_t((key + c) / 4)) + lane, set1(uint32_t(token)), place,
+                  set1(dropout.offset)};
+    philox(words, dropout.seed[0], dropout.seed[1]);
+    U kept = {};  // a byte for each key, in their order
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
-      if (r.word[i] < dropout.threshold) p[c + i] = 0.f;
+      kept |= select((I)(words[i] >= set1(dropout.threshold)), set1(0xffu << 8 * i), U{});
+    uint8_t bytes[4 * W];
+    memcpy(bytes, &kept, sizeof kept);
+    for (int i = 0; i < 4 * W && c + i < count; i += W)
+      store(p + c + i, select((I)(widen(load_raw(bytes + i)) != U{}), load(p + c + i), F{}));
   }
 }
 

@@ -4,9 +4,13 @@ import subprocess
 import sys
 import threading
 
+import pytest
 import torch
 
+from torch_paged_attn import flash_varlen
+from torch_paged_attn.reference.philox import dropout_keep
 from torch_paged_attn.testing import PROBLEMS, build
+from torch_paged_attn.testing.inputs import cumulative
 
 
 def test_calls_from_many_threads_do_not_meet():
@@ -44,3 +48,22 @@ print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 64, f"{done.stdout} MiB"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_keeps_what_the_reference_keeps(dtype):
+    # zero queries weigh all keys alike, and values are unit vectors: an output shows who was kept
+    query_lens, key_len, num_heads, left, p = (1, 70, 3), 300, 2, 250, 0.3
+    batch, bounds = len(query_lens), cumulative(query_lens)
+    q = torch.zeros(sum(query_lens), num_heads, 16, dtype=dtype)
+    k = torch.randn(batch * key_len, 1, 16).to(dtype)
+    v = torch.eye(key_len, dtype=dtype).repeat(batch, 1)[:, None]
+    state = torch.tensor([-(2**40) - 3, 2**35 + 9])
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": cumulative([key_len] * batch)}
+    dropout = {"window_size_left": left, "dropout_p": p, "rng_state": state}
+    out, _ = flash_varlen(q, k, v, **lengths, **dropout)
+    for b, query_len in enumerate(query_lens):
+        kept = dropout_keep(state, p, b, num_heads, query_len, key_len)
+        positions = torch.arange(key_len - query_len, key_len)
+        seen = torch.arange(key_len) >= positions[:, None] - left
+        assert torch.equal(out[bounds[b] : bounds[b + 1]].transpose(0, 1) > 0, kept & seen)

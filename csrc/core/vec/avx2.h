@@ -54,6 +54,11 @@ PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
   return half_to_float((x & 0xbf80) | nan) * set1(256.f);
 }
 
+// 64-bit products of the even lanes
+PAGED_ATTN_INLINE U64 multiply_even(U x, uint32_t by) {
+  return (U64)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi32(int(by)));
+}
+
 // Transposes W vectors of W lanes.
 PAGED_ATTN_INLINE void transpose(F* rows) {
   __m256 r[8], t[8];

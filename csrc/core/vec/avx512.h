@@ -51,6 +51,11 @@ PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
   return (F)_mm512_mask_mov_ps((__m512)value, nan, (__m512)set1(NAN));
 }
 
+// 64-bit products of the even lanes
+PAGED_ATTN_INLINE U64 multiply_even(U x, uint32_t by) {
+  return (U64)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi32(int(by)));
+}
+
 // Transposes W vectors of W lanes.
 PAGED_ATTN_INLINE void transpose(F* rows) {
   __m512 r[16], t[16];

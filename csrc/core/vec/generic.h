@@ -53,6 +53,9 @@ PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
   return as_float(select((I)((x & 0x7fu) == 0x7fu), U{} + 0x7fc00000u, value) | (x & 0x80u) << 24);
 }
 
+// 64-bit products of the even lanes
+PAGED_ATTN_INLINE U64 multiply_even(U x, uint32_t by) { return ((U64)x & 0xffffffffu) * by; }
+
 // Transposes W vectors of W lanes.
 PAGED_ATTN_INLINE void transpose(F* rows) {
   for (int i = 0; i < W; ++i)

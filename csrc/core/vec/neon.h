@@ -14,12 +14,8 @@ constexpr int TILE_ROWS = 6, TILE_VECS = 4;
 PAGED_ATTN_INLINE F fma(F a, F b, F c) {
   return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
-PAGED_ATTN_INLINE F max(F bound, F x) {
-  return (F)vmaxq_f32((float32x4_t)bound, (float32x4_t)x);
-}
-PAGED_ATTN_INLINE F min(F bound, F x) {
-  return (F)vminq_f32((float32x4_t)bound, (float32x4_t)x);
-}
+PAGED_ATTN_INLINE F max(F bound, F x) { return (F)vmaxq_f32((float32x4_t)bound, (float32x4_t)x); }
+PAGED_ATTN_INLINE F min(F bound, F x) { return (F)vminq_f32((float32x4_t)bound, (float32x4_t)x); }
 PAGED_ATTN_INLINE F round(F x) { return (F)vrndnq_f32((float32x4_t)x); }
 PAGED_ATTN_INLINE float reduce_max(F x) { return vmaxvq_f32((float32x4_t)x); }
 PAGED_ATTN_INLINE float reduce_add(F x) { return vaddvq_f32((float32x4_t)x); }
@@ -33,9 +29,7 @@ PAGED_ATTN_INLINE U widen(U8 x) { return widen(widen_to_16(x)); }
 PAGED_ATTN_INLINE int16x4_t widen_signed(U8 x) {
   return vget_low_s16(vmovl_s8(vreinterpret_s8_u8(in_register(x))));
 }
-PAGED_ATTN_INLINE F signed_to_float(U8 x) {
-  return (F)vcvtq_f32_s32(vmovl_s16(widen_signed(x)));
-}
+PAGED_ATTN_INLINE F signed_to_float(U8 x) { return (F)vcvtq_f32_s32(vmovl_s16(widen_signed(x))); }
 
 PAGED_ATTN_INLINE F half_to_float(U16 h) { return (F)vcvt_f32_f16((float16x4_t)h); }
 PAGED_ATTN_INLINE U16 float_to_half(F x) { return (U16)vcvt_f16_f32((float32x4_t)x); }
@@ -46,6 +40,11 @@ PAGED_ATTN_INLINE F e4m3_to_float(U8 raw) {
   const U16 x = (U16)widen_signed(raw) << 7;  // the sign twice
   const U16 nan = (U16)((x & 0x3f80) == 0x3f80) & 0x7c00;
   return half_to_float((x & 0xbf80) | nan) * set1(256.f);
+}
+
+// 64-bit products of the even lanes
+PAGED_ATTN_INLINE U64 multiply_even(U x, uint32_t by) {
+  return (U64)vmull_u32(vmovn_u64((uint64x2_t)x), vdup_n_u32(by));
 }
 
 // Transposes W vectors of W lanes.

@@ -23,6 +23,7 @@ constexpr int W = PAGED_ATTN_LANES;
 typedef float F __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint64_t U64 __attribute__((vector_size(4 * W)));
 typedef uint16_t U16 __attribute__((vector_size(2 * W)));
 typedef uint8_t U8 __attribute__((vector_size(W)));
 
