@@ -13,7 +13,7 @@ import torch
 from torch_paged_attn.backends.triton import flash_varlen_sm90
 from torch_paged_attn.backends.triton.target import Target, assume
 from torch_paged_attn.ops.attention_call import AttentionCall
-from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
+from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER = Target.of_arch("sm90", 132)
@@ -39,13 +39,25 @@ SHAPES = tuple(
         ("window", MIXED, bf16, dict(head_dim=128, window_size_left=40)),
         ("window_both", MIXED, bf16, dict(causal=False, window_size_left=0, window_size_right=9)),
         ("d64_long_window", LONG, bf16, dict(window_size_left=300, page_size=64)),
+        ("layout", MIXED, bf16, dict(head_dim=128, layout=Layout(heads="all"), padding_rows=140)),
+        ("layout_long", LONG, bf16, dict(head_dim=128, layout=Layout(heads="all", density=0.2))),
+        ("layout_128", MIXED, f16, dict(head_dim=128, layout=Layout(128, 128, "all"))),
+        ("layout_16", MIXED, bf16, dict(head_dim=128, layout=Layout(16, 16, "all", density=0.2))),
+        ("layout_16_kv", MIXED, bf16, dict(num_heads=8, layout=Layout(16, 64, "kv"))),
+        ("layout_of_many", MIXED, bf16, dict(layout=Layout(64, 32, batched=True), causal=False)),
+        ("layout_wide", MIXED, bf16, dict(head_dim=96, layout=Layout(64, 256, "all"))),
+        ("layout_high", MIXED, bf16, dict(head_dim=128, layout=Layout(256, 64, "kv"))),
+        ("layout_d256", MIXED, bf16, dict(head_dim=256, layout=Layout(64, 128), page_size=32)),
+        ("layout_page16", MIXED, f16, dict(head_dim=128, layout=Layout(heads="kv"), page_size=16)),
+        ("layout_page256", LONG, bf16, dict(layout=Layout(32, 32), page_size=256, causal=False)),
+        ("layout_empty", MIXED, bf16, dict(layout=Layout(density=0.0))),
     )
 )
 over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
 
 
 def hopper_call(problem, device="cpu", **changes):
-    return AttentionCall.flash_varlen(**build(problem).to(device).args | changes)
+    return getattr(AttentionCall, problem.op)(**build(problem).to(device).args | changes)
 
 
 def unsupported(problem, **changes):
@@ -77,6 +89,11 @@ def test_carries(problem):
 )
 def test_says_what_it_leaves_to_the_portable_kernel(changes, word):
     assert word in unsupported(SHAPES[0], **changes)
+
+
+@pytest.mark.parametrize("window", [dict(window_size_left=9), dict(window_size_right=9)], ids=str)
+def test_leaves_windows_beside_a_layout_to_the_portable_kernel(window):
+    assert "window" in unsupported(SHAPES[-1], causal=False, **window)
 
 
 def test_leaves_odd_pages_and_other_chips_to_the_portable_kernel():
@@ -123,8 +140,6 @@ def test_compiles_to_warpgroup_products_without_spills(problem, compiled):
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS.values()], ids=lambda p: p.name)
 def test_agrees_with_the_reference(problem):
-    if problem.layout is not None:
-        pytest.skip("left to the portable kernel")
     call = hopper_call(problem, "cuda")
     if flash_varlen_sm90.unsupported(call) is not None:
         pytest.skip("left to the portable kernel")

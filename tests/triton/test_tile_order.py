@@ -14,10 +14,11 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("is_aligned", (False, True))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("padding", (0, 70))
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_tile_once_and_the_longest_first(name, padding, is_causal, device):
+def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_aligned, device):
     seqs, tokens, block_n = BATCHES[name], 32, 64
     query_lens, key_lens = [q for q, _ in seqs], [k for _, k in seqs]
     cu_seqlens_q, cu_seqlens_k = cumulative(query_lens), cumulative(key_lens)
@@ -30,6 +31,7 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, device)
         sum(key_lens),
         is_paged=False,
         is_causal=is_causal,
+        is_aligned=is_aligned,
         tokens=tokens,
         block_n=block_n,
     ).cpu()
@@ -37,11 +39,15 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, device)
     expected = []
     for b, (query_len, key_len) in enumerate([*seqs, (padding, 0)]):
         k_start = int(cu_seqlens_k[b]) if b < len(seqs) else 0
-        for token in range(0, query_len, tokens):
-            entry = (b, token, int(cu_seqlens_q[b]), query_len, k_start, key_len)
-            stop = min(key_len, key_len - query_len + token + tokens) if is_causal else key_len
-            expected.append((-max(stop, 0) // block_n, entry))
+        past = key_len - query_len
+        lead = past % tokens if is_aligned else 0
+        for first in range(-lead, query_len, tokens):
+            stop_token = min(first + tokens, query_len)
+            entry = (max(first, 0), int(cu_seqlens_q[b]), query_len, k_start, key_len, stop_token)
+            stop = min(key_len, past + first + tokens) if is_causal else key_len
+            if query_len > 0:
+                expected.append((-max(stop, 0) // block_n, (b, *entry)))
     # by minus the tiles of keys; equal ones in the order of the batch
     expected = [entry for _, entry in sorted(expected, key=lambda e: (e[0], e[1][:2]))]
     assert order[0, :2].tolist() == [0, len(expected)]
-    assert [tuple(e) for e in order[1 : 1 + len(expected), :6].tolist()] == expected
+    assert [tuple(e) for e in order[1 : 1 + len(expected), :7].tolist()] == expected

@@ -18,14 +18,17 @@ class HopperConfig:
     TAKE_TURNS: bool = False  # one consumer's products run while the other's softmax is computed
 
 
-def choose_hopper_config(width: int, mean_length: int, is_causal: bool) -> HopperConfig:
+def choose_hopper_config(
+    width: int, mean_length: int, is_causal: bool, has_layout: bool
+) -> HopperConfig:
     """`width` is head_dim as it lies in shared memory: 64, 128 or 256."""
     if width == 256:
         return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=240)
     if width == 128:
-        return HopperConfig(TAKE_TURNS=True)
+        # reading lists takes the producer registers
+        return HopperConfig(REGISTERS=216 if has_layout else 232, TAKE_TURNS=True)
     # a third consumer hides more of the exponentials, but makes tiles that reach further past a
-    # causal diagonal
-    if not is_causal or mean_length > 4096:
+    # causal diagonal, and that are no power of two, as rows of a layout are
+    if not has_layout and (not is_causal or mean_length > 4096):
         return HopperConfig(CONSUMERS=3, REGISTERS=160, STAGES=3, OVERLAP=False)
-    return HopperConfig(STAGES=3, OVERLAP=False)
+    return HopperConfig(REGISTERS=216 if has_layout else 232, STAGES=3, OVERLAP=False)

@@ -1,7 +1,8 @@
-"""`blocksparse` on GPUs: the attention kernel walks a row's list of blocks instead of a range.
+"""`blocksparse` on GPUs: the attention kernels walk a list of blocks instead of a range.
 
-Tiles of queries start at positions that are multiples of their size, so that one tile never needs
-two rows of a layout; nothing is sorted or planned on the host.
+Tiles of queries start at positions that are multiples of their size. In the portable kernel a tile
+never needs two rows of a layout; Hopper's reads what its rows list together (`block_lists.py`).
+Nothing is planned on the host.
 """
 
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.backends.triton import recipes
-from torch_paged_attn.backends.triton.attention import attend, batch_invariant
+from torch_paged_attn.backends.triton.attention import batch_invariant
+from torch_paged_attn.backends.triton.flash_varlen import answer
 from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.ops.blocksparse import check
 
@@ -37,4 +39,4 @@ def blocksparse(
         return recipe(*attention, layout=layout, **kwargs)
     whole: tuple[Any, ...] = (q, k, v, *layout, cu_seqlens_q, *args)
     check(*whole, **kwargs)
-    return attend(AttentionCall.blocksparse(*whole, **kwargs), key=key)
+    return answer(AttentionCall.blocksparse(*whole, **kwargs), key)

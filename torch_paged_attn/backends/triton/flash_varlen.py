@@ -21,6 +21,16 @@ def why_portable(call: AttentionCall) -> str | None:
     return reason or flash_varlen_sm90.too_small(call)
 
 
+def answer(call: AttentionCall, key: Any) -> tuple[Tensor, Tensor]:
+    """Launch a call that was checked; with a `key` the portable kernel keeps a recipe for it."""
+    reason = why_portable(call)
+    if reason is None:
+        logger.debug("%s: the Hopper kernel", call.op)
+        return flash_varlen_sm90.flash_varlen(call)
+    logger.debug("%s: the portable kernel, because %s", call.op, reason)
+    return attend(call, key=key)
+
+
 def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.flash_varlen`."""
     key = recipes.key_of("flash_varlen", 5, batch_invariant(), args, kwargs)
@@ -28,9 +38,4 @@ def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return recipe(*args, **kwargs)
     call = AttentionCall.flash_varlen(*args, **kwargs)
     check_attention(call)
-    reason = why_portable(call)
-    if reason is None:
-        logger.debug("flash_varlen: the Hopper kernel")
-        return flash_varlen_sm90.flash_varlen(call)
-    logger.debug("flash_varlen: the portable kernel, because %s", reason)
-    return attend(call, key=key)
+    return answer(call, key)

@@ -1,4 +1,4 @@
-"""`flash_varlen` on Hopper by tensor memory accelerator and warpgroup products.
+"""`flash_varlen` and `blocksparse` on Hopper by tensor memory accelerator and warpgroup products.
 
 What this kernel does not carry goes to the portable one; `unsupported` says why. Heads whose size
 is no power of two lie in shared memory beside zeros that the accelerator fills in: the tensors stay
@@ -10,6 +10,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from torch_paged_attn.backends.triton.block_lists import build_block_lists, number_of_entries
 from torch_paged_attn.backends.triton.launch import is_traced, launch
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
@@ -20,6 +21,9 @@ from torch_paged_attn.tuning import HopperConfig, choose_hopper_config
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
 
+# keys of the smallest tile
+LEAST_KEYS = 64
+
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
 # windows this wide hide nothing: no sequence is as long
@@ -27,9 +31,7 @@ UNBOUNDED = 2**30
 
 
 # what the portable kernel has and this one has not
-NOT_CARRIED = (
-    "layout", "attn_bias", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale",
-)  # fmt: skip
+NOT_CARRIED = ("attn_bias", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale")
 
 
 def _misaligned(x: Tensor, axes: int) -> bool:
@@ -77,13 +79,38 @@ def unsupported(call: AttentionCall) -> str | None:
             return "pages do not lie a whole number of slots apart"
     if any(_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
         return "q, k or v is not aligned to 16 bytes"
+    if call.layout is not None:
+        if _is_bound(call.window_size_left) or (call.window_right and _is_bound(call.window_right)):
+            return "it has no windows beside a layout"
+        if _key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
+            return "the blocks of the layout are too many to be numbered in 32 bits"
     return None
 
 
-def _pack(group_size: int, mean_length: int) -> int:
-    """Query heads of a group that share a tile: one, unless a sequence would not fill it."""
+def _is_bound(window: int) -> bool:
+    """Whether a window hides keys."""
+    return 0 <= window < UNBOUNDED
+
+
+def _key_bound(call: AttentionCall) -> int:
+    """How many keys a sequence may have."""
+    if call.block_table is None:
+        return call.k.shape[0]
+    return call.block_table.shape[1] * call.page_size
+
+
+def _sharing_heads(call: AttentionCall) -> int:
+    """Query heads that read the same keys."""
+    if call.layout is None:
+        return call.group_size
+    return min(call.group_size, call.num_heads // call.layout.crow_indices.shape[-2])
+
+
+def _pack(heads: int, length: int) -> int:
+    """Of heads that read the same keys, how many share a tile: one, unless `length` queries would
+    not fill it."""
     pack = 1
-    while group_size % (2 * pack) == 0 and pack * mean_length < 2 * BLOCK_M and pack < BLOCK_M:
+    while heads % (2 * pack) == 0 and pack * length < 2 * BLOCK_M and pack < BLOCK_M:
         pack *= 2
     return pack
 
@@ -94,7 +121,7 @@ def _mean_length(call: AttentionCall) -> int:
 
 def too_small(call: AttentionCall) -> str | None:
     """Why a call is better off with tiles of few rows, or with keys that several programs share."""
-    rows = _mean_length(call) * call.group_size
+    rows = _mean_length(call) * _sharing_heads(call)
     if rows <= BLOCK_M:
         return f"a sequence has {rows} rows for each head of keys"
     units = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
@@ -114,18 +141,25 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
     if total_q == 0:
         return out, lse
     width = max(64, next_power_of_2(call.head_dim))
-    mean_length = _mean_length(call)
-    pack = _pack(group_size, mean_length)
+    mean_length, layout = _mean_length(call), call.layout
+    # a tile holds one row of a layout, where heads share it
+    length = mean_length if layout is None else min(mean_length, layout.q_block_size)
+    pack = _pack(_sharing_heads(call), length)
     left, right = call.window_size_left, call.window_right
     if config is None:
-        config = choose_hopper_config(width, mean_length, right == 0)
+        config = choose_hopper_config(width, mean_length, right == 0, layout is not None)
     tokens = config.CONSUMERS * BLOCK_M // pack
 
     page_size = call.page_size
-    key_bound = k.shape[0] if block_table is None else block_table.shape[1] * page_size
-    key_rows = min(page_size or config.BLOCK_N, config.BLOCK_N)
-    has_left = 0 <= left < UNBOUNDED
-    has_right = 0 <= right < UNBOUNDED
+    key_bound = _key_bound(call)
+    lists = None
+    if layout is not None:
+        lists = build_block_lists(
+            layout, key_bound, is_causal=right == 0, tokens=tokens, block_n=config.BLOCK_N
+        )
+    run = config.BLOCK_N if lists is None else lists.keys
+    key_rows = min(page_size or run, run)
+    has_left, has_right = _is_bound(left), _is_bound(right)
     order = order_tiles(
         call.cu_seqlens_q,
         call.cu_seqlens_k,
@@ -134,13 +168,14 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         min(key_bound, 2**31 - 1),
         is_paged=page_size > 0,
         is_causal=right == 0,
+        is_aligned=layout is not None,
         tokens=tokens,
         block_n=config.BLOCK_N,
     )
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k_rows, v_rows = (x if page_size == 0 else x[0].transpose(0, 1) for x in (k, v))
     grid = min(
-        most_tiles(total_q, call.batch, tokens) * (num_heads // pack),
+        most_tiles(total_q, call.batch, tokens, layout is not None) * (num_heads // pack),
         target_of(q.device).multiprocessors,
     )
     launch(
@@ -153,6 +188,8 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         ragged_rows(v_rows, key_rows, 1, width),
         ragged_rows(out, BLOCK_M // pack, pack, width),
         block_table,
+        lists and lists.entries,
+        lists and lists.spans,
         0 if block_table is None else block_table.stride(0),
         k.stride(0) // k.stride(2) if page_size else 0,
         v.stride(0) // v.stride(2) if page_size else 0,
@@ -163,6 +200,8 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         right if has_right else 0,
         call.scale * LOG2E.value,
         group_size // pack,
+        lists.spans.shape[1] if lists and lists.spans.shape[0] > 1 else 0,
+        lists.spans.shape[2] if lists else 0,
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDTH=width,
@@ -172,6 +211,10 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         IS_CAUSAL=right == 0,
         HAS_LEFT=has_left,
         HAS_RIGHT=has_right,
+        KEYS=run,
+        Q_BLOCK=layout.q_block_size if layout else 0,
+        POSITIONS=lists.positions if lists else 0,
+        LAYOUT_GROUP=num_heads // layout.crow_indices.shape[-2] if layout else 1,
         CONSUMERS=config.CONSUMERS,
         STAGES=config.STAGES,
         Q_STAGES=config.Q_STAGES,

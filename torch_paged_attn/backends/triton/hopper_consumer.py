@@ -13,15 +13,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.hopper_lists import (
+    is_seen_whole,
+    load_entries,
+    masked_by_list,
+    rows_between,
+)
 from torch_paged_attn.backends.triton.hopper_producer import (
     COUNT,
+    FIRST_ENTRY,
     FIRST_KEY,
     FIRST_TOKEN,
     HEAD,
     KEY_LEN,
+    LISTED,
+    PAST,
     Q_START,
-    QUERY_LEN,
-    STOP_KEY,
+    STOP,
+    STOP_TOKEN,
     WORDS,
 )
 from torch_paged_attn.backends.triton.ragged_rows import store_rows
@@ -146,10 +155,11 @@ def _clear_unseen(v, n0, first_key):
 
 @gluon.jit
 def consume(
-    out_desc, lse_ptr, queries, keys, values, notes, total_q, left, right, factor,
+    out_desc, lse_ptr, entries_ptr, queries, keys, values, notes, total_q, left, right, factor,
     ME: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, OVERLAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
+    OVERLAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """Rows [ME * BLOCK_M, ...) of every tile that the producer announces."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -158,6 +168,8 @@ def consume(
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     result_rows: gl.constexpr = gl.SliceLayout(1, result)
     TOKENS: gl.constexpr = BLOCK_M // PACK
+    RUNS: gl.constexpr = BLOCK_N // KEYS
+    STEP: gl.constexpr = RUNS if Q_BLOCK > 0 else BLOCK_N
     dtype: gl.constexpr = values.tiles.dtype
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     r = gl.arange(0, BLOCK_M, score_rows)
@@ -170,15 +182,15 @@ def consume(
     while count > 0:
         slot = drawn % queries.STAGES
         first_key = _get(notes, slot, FIRST_KEY)
-        n0 = _get(notes, slot, STOP_KEY) - BLOCK_N
+        at = _get(notes, slot, STOP) - STEP
         key_len = _get(notes, slot, KEY_LEN)
         q_start = _get(notes, slot, Q_START)
-        query_len = _get(notes, slot, QUERY_LEN)
+        stop_token = _get(notes, slot, STOP_TOKEN)
         first_token = _get(notes, slot, FIRST_TOKEN) + ME * TOKENS
         head = _get(notes, slot, HEAD)
         box = queries.tiles.index(slot * CONSUMERS + ME)
         q = box.reshape([BLOCK_M, WIDTH])
-        past = key_len - query_len
+        past = _get(notes, slot, PAST)
         position = past + first_token + r // PACK
         # tiles of keys within [full_start, full_stop) need no mask
         full_start = 0
@@ -187,6 +199,15 @@ def consume(
             full_start = past + first_token + TOKENS - 1 - left
         if HAS_RIGHT:
             full_stop = gl.minimum(key_len, past + first_token + right + 1)
+
+        listed = 0
+        own_rows = 0
+        list_ptr = entries_ptr
+        if Q_BLOCK > 0:
+            listed = _get(notes, slot, LISTED)
+            list_ptr = entries_ptr + _get(notes, slot, FIRST_ENTRY)
+            stop = gl.minimum(first_token + TOKENS, stop_token)
+            own_rows = rows_between(past + first_token, past + stop, Q_BLOCK, POSITIONS)
 
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = _partial_sum(zeros)
@@ -200,15 +221,23 @@ def consume(
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             queries.release(drawn - 1)
-        if (n0 + BLOCK_N > full_stop) | (n0 < full_start):
+        if Q_BLOCK > 0:
+            entries = load_entries(list_ptr, at, listed, RUNS)
+            if not is_seen_whole(entries, own_rows, full_stop, KEYS):
+                s = masked_by_list(
+                    s, entries, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
+                )  # fmt: skip
+        elif (at + BLOCK_N > full_stop) | (at < full_start):
             s = _masked(
-                s, n0, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
             )  # fmt: skip
         p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, False)
         p = gl.convert_layout(p.to(dtype), operand)
 
         for _ in range(1, count):
-            n0 -= BLOCK_N
+            at -= STEP
+            if Q_BLOCK > 0:
+                entries = load_entries(list_ptr, at, listed, RUNS)
             keys.wait_full(n + 1)
             if TAKE_TURNS:
                 _take_turn(ME)
@@ -225,10 +254,15 @@ def consume(
                 s, acc = warpgroup_mma_wait(0, deps=[s, pending])
                 values.release(n)
             keys.release(n + 1)
+            if Q_BLOCK > 0:
+                if not is_seen_whole(entries, own_rows, full_stop, KEYS):
+                    s = masked_by_list(
+                        s, entries, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
+                    )  # fmt: skip
             # without a diagonal or a window, only the first tile reaches past the keys
-            if (HAS_LEFT or HAS_RIGHT) and (n0 + BLOCK_N > full_stop) | (n0 < full_start):
+            elif (HAS_LEFT or HAS_RIGHT) and (at + BLOCK_N > full_stop) | (at < full_start):
                 s = _masked(
-                    s, n0, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                    s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
                 )  # fmt: skip
             p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, OVERLAP)
             if OVERLAP:
@@ -240,14 +274,14 @@ def consume(
 
         values.wait_full(n)
         v = values.tile(n).reshape([BLOCK_N, WIDTH])
-        if HAS_LEFT and n0 < first_key:
-            _clear_unseen(v, n0, first_key)
+        if HAS_LEFT and at < first_key:
+            _clear_unseen(v, at, first_key)
         pending = warpgroup_mma(p, v, acc, is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), score_rows)
         lse = (m_i + gl.log2(total)) * LN2
         token = position - past
         row = lse_ptr + (head + r % PACK).to(gl.int64) * total_q + q_start + token
-        gl.store(row, lse, mask=token < query_len)
+        gl.store(row, lse, mask=token < stop_token)
         share = gl.where(total > 0.0, 1.0 / total, 0.0)
         acc = warpgroup_mma_wait(0, deps=[pending])
         values.release(n)
@@ -255,7 +289,7 @@ def consume(
         # the result leaves from where the queries lay
         q.store((acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)).to(dtype))
         fence_async_shared()
-        store_rows(out_desc, q_start, query_len, first_token, head, box)
+        store_rows(out_desc, q_start, stop_token, first_token, head, box)
         if queries.STAGES == 1:
             tma.store_wait(0)
             queries.release(drawn)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.launch import launch
-from torch_paged_attn.backends.triton.tile import key_span, query_span
+from torch_paged_attn.backends.triton.tile import key_span, num_tiles, query_span
 
 # int32 words of an entry, and of the header before the entries: tickets drawn, number of tiles
 ENTRY = 8
@@ -22,15 +22,30 @@ LOOKED_AT = 32
 
 
 @triton.jit
+def _lead(query_len, key_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """How many tokens the first tile lacks: aligned tiles begin at positions that are multiples of
+    TOKENS."""
+    past = key_len - query_len
+    return past & (TOKENS - 1) if IS_ALIGNED else tl.zeros_like(past)
+
+
+@triton.jit
 def _tiles_from(
-    cost, query_len, key_len, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr
+    cost,
+    query_len,
+    key_len,
+    lead,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
 ):
     """How many tiles of a sequence visit at least `cost` tiles of keys: its last ones."""
-    tiles = tl.cdiv(query_len, TOKENS)
+    tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
     before = (cost - 1) * BLOCK_N  # a tile must see a key past these
     first = tl.zeros_like(tiles)
     if IS_CAUSAL:
-        first = tl.minimum(tl.maximum(before - (key_len - query_len), 0) // TOKENS, tiles)
+        past = key_len - query_len - lead
+        first = tl.minimum(tl.maximum(before - past, 0) // TOKENS, tiles)
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
 
 
@@ -45,6 +60,7 @@ def _tile_order_kernel(
     max_keys,
     IS_PAGED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
@@ -52,13 +68,14 @@ def _tile_order_kernel(
     LOOKED_AT: tl.constexpr,
 ):
     """Tiles are numbered with gaps, as in `tile.py`; a program places PLACED of them."""
+    SLACK: tl.constexpr = 2 if IS_ALIGNED else 1
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
         bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
         started = (other <= batch)[None, :] & (
-            (bound // TOKENS + other)[None, :] <= number[:, None]
+            (bound // TOKENS + SLACK * other)[None, :] <= number[:, None]
         )
         b += tl.sum(started.to(tl.int32), 1)
     b = tl.maximum(b, 0)
@@ -69,11 +86,14 @@ def _tile_order_kernel(
     k_start, key_len = key_span(
         b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
     )
-    tile = number - q_start // TOKENS - b
-    exists = (tile >= 0) & (tile * TOKENS < query_len)
+    lead = _lead(query_len, key_len, TOKENS, IS_ALIGNED)
+    tile = number - q_start // TOKENS - SLACK * b
+    first_token = tl.maximum(tile * TOKENS - lead, 0)
+    stop_token = tl.minimum((tile + 1) * TOKENS - lead, query_len)
+    exists = (tile >= 0) & (first_token < stop_token)
     stop = key_len
     if IS_CAUSAL:
-        stop = tl.minimum(stop, key_len - query_len + (tile + 1) * TOKENS)
+        stop = tl.minimum(stop, key_len - query_len - lead + (tile + 1) * TOKENS)
     cost = tl.cdiv(tl.maximum(stop, 0), BLOCK_N)
 
     place = tl.zeros([PLACED], tl.int32)
@@ -86,33 +106,33 @@ def _tile_order_kernel(
         _, keys = key_span(
             other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
         )
-        tiles += tl.sum(tl.cdiv(length, TOKENS), 0)
-        more = _tiles_from(
-            cost[:, None] + 1, length[None, :], keys[None, :], TOKENS, BLOCK_N, IS_CAUSAL
-        )
-        least = _tiles_from(
-            cost[:, None], length[None, :], keys[None, :], TOKENS, BLOCK_N, IS_CAUSAL
-        )
+        missing = _lead(length, keys, TOKENS, IS_ALIGNED)
+        each = tl.where(length > 0, tl.cdiv(length + missing, TOKENS), 0)
+        tiles += tl.sum(each, 0)
+        spans = length[None, :], keys[None, :], missing[None, :]
+        more = _tiles_from(cost[:, None] + 1, *spans, TOKENS, BLOCK_N, IS_CAUSAL)
+        least = _tiles_from(cost[:, None], *spans, TOKENS, BLOCK_N, IS_CAUSAL)
         equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
-        first_equal = tl.cdiv(length, TOKENS)[None, :] - least
+        first_equal = each[None, :] - least
         own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
         place += tl.sum(more + equal_before + own, 1)
 
     entry = order_ptr + WORDS + place * WORDS
     tl.store(entry, b, mask=exists)
-    tl.store(entry + 1, tile * TOKENS, mask=exists)
+    tl.store(entry + 1, first_token, mask=exists)
     tl.store(entry + 2, q_start, mask=exists)
     tl.store(entry + 3, query_len, mask=exists)
     tl.store(entry + 4, k_start, mask=exists)
     tl.store(entry + 5, key_len, mask=exists)
+    tl.store(entry + 6, stop_token, mask=exists)
     if tl.program_id(0) == 0:
         tl.store(order_ptr, 0)
         tl.store(order_ptr + 1, tiles)
 
 
-def most_tiles(total_q: int, batch: int, tokens: int) -> int:
+def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
     """How many tiles there can be, whatever the lengths are."""
-    return total_q // tokens + batch + 1
+    return num_tiles(total_q, batch, tokens, 2 if is_aligned else 1)
 
 
 def order_tiles(
@@ -124,14 +144,17 @@ def order_tiles(
     *,
     is_paged: bool,
     is_causal: bool,
+    is_aligned: bool,
     tokens: int,
     block_n: int,
 ) -> Tensor:
     """A header (tickets drawn: 0, number of tiles) and, for each tile: its sequence, its first
-    token, the sequence's first row and length, its first key and number of keys.
+    token, the sequence's first row and length, its first key and number of keys, and the token
+    after the tile's last. Tiles that are aligned begin at positions that are multiples of `tokens`,
+    a power of two.
     """
     batch = cu_seqlens_q.shape[0] - 1
-    tiles = most_tiles(total_q, batch, tokens)
+    tiles = most_tiles(total_q, batch, tokens, is_aligned)
     order = torch.empty((tiles + 1, ENTRY), dtype=torch.int32, device=cu_seqlens_q.device)
     launch(
         _tile_order_kernel,
@@ -145,6 +168,7 @@ def order_tiles(
         max_keys,
         IS_PAGED=is_paged,
         IS_CAUSAL=is_causal,
+        IS_ALIGNED=is_aligned,
         TOKENS=tokens,
         BLOCK_N=block_n,
         WORDS=ENTRY,
