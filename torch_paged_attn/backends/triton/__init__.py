@@ -38,9 +38,9 @@ def notes() -> list[str]:
     from torch_paged_attn.backends.triton import flash_varlen_sm90
 
     if (reason := flash_varlen_sm90.unavailable()) is not None:
-        return [f"flash_varlen takes the portable kernel: {reason}"]
+        return [f"attention takes the portable kernel: {reason}"]
     return [
-        "flash_varlen takes Hopper's own kernel for prefill in 16 bits, else the portable one;"
+        "attention takes Hopper's own kernel for prefill in 16 bits, else the portable one;"
         " the DEBUG log of torch_paged_attn.backends.triton.flash_varlen says which, and why"
     ]
 
