@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from generations import Generation
 from jax import ShapeDtypeStruct
-from peers import jax_paged_attention, rpa_v3
+from peers import jax_paged_attention, rpa_v3, splash
 
+from torch_paged_attn.backends.tpu.blocksparse import blocksparse
 from torch_paged_attn.backends.tpu.config import CHIPS, Config
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
 
@@ -115,6 +116,30 @@ def attention(name: str, batch: Batch, *, seed: bool = False) -> Problem:
     return Problem(name, contenders, batch.live_bytes)
 
 
+def blocksparse_causal(tokens: int, num_heads: int, head_dim: int, block: int) -> Problem:
+    """All blocks up to the diagonal, one layout for all heads; packed keys, as splash has them."""
+    num_blocks = tokens // block
+    crow = np.cumsum(np.arange(num_blocks + 1), dtype=np.int32)
+    col = np.concatenate([np.arange(i + 1, dtype=np.int32) for i in range(num_blocks)])
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = config_for(generation)
+
+        def call(qkv: Any, cu_seqlens: Any, crow: Any, col: Any) -> Any:
+            return blocksparse(
+                *qkv, crow, col, cu_seqlens, max_seqlen_q=tokens, q_block_size=block,
+                k_block_size=block, causal=True, config=config,
+            )  # fmt: skip
+
+        shape = ShapeDtypeStruct((tokens, num_heads, head_dim), jnp.bfloat16)
+        cu_seqlens = np.array([0, tokens], np.int32)
+        return call, ((shape,) * 3, cu_seqlens, crow[None], col[None])
+
+    contenders = {"ours": build, "splash": splash(tokens, num_heads, head_dim, block)}
+    name = f"blocksparse_causal_{tokens}_block{block}"
+    return Problem(name, contenders, 2 * 2 * tokens * num_heads * head_dim)
+
+
 def measure(build: Build, generation: Generation) -> dict[str, Any]:
     """Counts of all kernels of one contender together, and of each."""
     function, arguments = build(generation)
@@ -145,5 +170,8 @@ def measure(build: Build, generation: Generation) -> dict[str, Any]:
 PROBLEMS = [
     attention("decode_b64_kv4096_page16", Batch(64, 4096, 1, 16), seed=True),
     attention("decode_b64_kv4096_page128", Batch(64, 4096, 1, 128), seed=True),
+    attention("prefill_b2_2048_page16", Batch(2, 2048, 2048, 16)),
     attention("prefill_b2_2048_page128", Batch(2, 2048, 2048, 128)),
+    blocksparse_causal(4096, 8, 128, 512),
+    blocksparse_causal(4096, 8, 128, 1024),
 ]

@@ -59,6 +59,15 @@ def test_either_way_of_the_dmas_gives_the_same_bits(problem, run):
     assert same_bits(run(call, "on_wait"), run(call, "eager"))
 
 
+@over(["llama3_8b/mixed/bf16", "gemma2/window_softcap/bf16", "blocksparse/batched/f32"])
+def test_steps_of_several_pieces_agree_too(problem, run):
+    from torch_paged_attn.backends.tpu.config import Config
+
+    call = build(problem)
+    config = Config(block_k=512, step_k=256, tile_rows=64)
+    assert_accurate(*run(call, "on_wait", config=config), call.truth())
+
+
 @over(["blocksparse/batched/f32"])
 def test_two_cores_give_the_same_bits(problem, run):
     from torch_paged_attn.backends.tpu.config import Config
@@ -82,3 +91,39 @@ def test_sequence_alone_equals_itself_in_the_batch(run):
     rows = slice(bounds[2], bounds[3])
     alone = run(call.alone(2), "on_wait", max_seqlen_q=call.args["q"].shape[0])
     assert same_bits(alone, (out[rows], lse[:, rows]))
+
+
+def test_a_wrong_hint_costs_no_correctness(run):
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    assert_accurate(*run(call, "on_wait", max_seqlen_q=1), call.truth())
+
+
+def test_a_cache_passed_whole_is_read_where_it_is(run):
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    whole = dataclasses.replace(
+        call, args=call.args | {"k": torch.stack([call.args["k"], call.args["v"]]), "v": None}
+    )
+    assert same_bits(run(whole, "on_wait"), run(call, "on_wait"))
+
+
+def test_a_nan_of_one_sequence_stays_there(run):
+    call = build(PROBLEMS["llama3_8b/mixed/f32"])
+    out, lse = run(call, "on_wait")
+    call.args["q"][0] = float("nan")
+    poisoned, poisoned_lse = run(call, "on_wait")
+    assert poisoned[0].isnan().all() and poisoned_lse[:, 0].isnan().all()
+    assert same_bits((poisoned[1:], poisoned_lse[:, 1:]), (out[1:], lse[:, 1:]))
+
+
+@pytest.mark.parametrize("op", ["flash_varlen", "blocksparse"])
+def test_nobody_reads_the_keys_that_a_bias_hides(op, run):
+    layout = {"layout": PROBLEMS["blocksparse/batched/f32"].layout} if op == "blocksparse" else {}
+    problem = dataclasses.replace(
+        PROBLEMS["llama3_8b/mixed/f32"], seqs=((37, 91), (1, 140)), bias="bool", **layout
+    )
+    call = build(problem)
+    call.args["attn_bias"][..., 64:80] = False
+    size = problem.page_size
+    pages = call.args["block_table"][:, 64 // size : 80 // size].long()
+    call.args["k"][pages] = call.args["v"][pages] = float("nan")
+    assert_accurate(*run(call, "on_wait"), call.truth())

@@ -35,7 +35,10 @@ SHORT = 8
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How rows of a tile come from heads: `row = g * tile_q + token` for head `g` of a group."""
+    """How rows of a tile come from heads: `row = g * tile_q + token` for head `g` of a group.
+
+    Stacked KV heads are one here, and their groups one.
+    """
 
     num_kv_heads: int
     group_size: int
@@ -132,6 +135,12 @@ def attend(
     if q.dtype == jnp.bfloat16:
         compute_dtype = q.dtype
     q = q.astype(compute_dtype)
+    heads_of_tile = num_kv_heads if layout is None or layout.num_heads == 1 else 1
+    config = config.fit(
+        heads_of_tile,
+        (head_dim, pages.head_dim_v),
+        (compute_dtype.itemsize, pages.k.dtype.itemsize),
+    )
 
     def per_kv_head(descale: Array | None) -> Array:
         factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
@@ -150,9 +159,11 @@ def attend(
     block_k = max(1, min(config.block_k, widest) // unit) * unit
     statics = Statics(
         tile_q=0,
-        group_size=group_size if apart == 1 else num_heads // apart,
+        group_size=0,
+        stack=0,
         block_k=0,
         step_k=0,
+        edge_k=0,
         num_buffers=config.num_buffers,
         num_cores=config.num_cores,
         vmem_bytes=config.vmem_bytes,
@@ -181,9 +192,14 @@ def attend(
             window=statics.window,
             num_cores=config.num_cores,
         )
-        heads = Heads(num_kv_heads if apart == 1 else apart, statics.group_size, tile_q)
+        heads, stack = Heads(apart, num_heads // apart, tile_q), 1
+        if apart == 1:
+            stack = math.gcd(num_kv_heads, max(1, SUBLANES // (group_size * tile_q)))
+            heads = Heads(num_kv_heads // stack, group_size * stack, tile_q)
         step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
         whole_k = block_k // step_k * step_k
+        # with a bias every step is masked
+        is_halved = attn_bias is None and step_k % (2 * unit) == 0
         tiles, tile_layout = cut.tiles, None
         if layout is not None:
             tiles, tile_layout = lay_out_tiles(
@@ -199,7 +215,15 @@ def attend(
             queries.reshape(-1, queries.shape[1] // apart, *queries.shape[2:]),
             pages,
             tiles,
-            dataclasses.replace(statics, tile_q=tile_q, block_k=whole_k, step_k=step_k),
+            dataclasses.replace(
+                statics,
+                tile_q=tile_q,
+                group_size=heads.group_size,
+                stack=stack,
+                block_k=whole_k,
+                step_k=step_k,
+                edge_k=step_k // 2 if is_halved else step_k,
+            ),
             sinks=None if sinks is None else heads.of_heads(sinks * LOG2_E),
             slopes=None if alibi_slopes is None else heads.of_heads(alibi_slopes * LOG2_E),
             score_scale=score_scale,

@@ -2,7 +2,12 @@
 
 One grid step is one tile: a few tokens of one sequence, with all heads. The rows of a KV head are
 its group's, `row = g * tile_q + token`, so that a decode step's heads share the keys they read.
-Keys arrive in blocks and are computed on in steps, of which those that nobody sees are skipped.
+Where these rows fill less than a register, several KV heads are stacked in one: their products stay
+apart, the softmax is shared. Keys arrive in blocks and are computed on in steps, of which those
+that nobody sees are skipped.
+
+A step is latency: a product, a maximum over lanes, a power, a product. Several heads pass through
+these phases together, so that each works while the others wait.
 
 Steps of which every row sees every key are not masked. In the others masked scores are replaced,
 and values that nobody sees are zero: no NaN of a key that nobody sees is ever multiplied.
@@ -10,7 +15,7 @@ and values that nobody sees are zero: no NaN of a key that nobody sees is ever m
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,14 +23,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu import philox
+from torch_paged_attn.backends.tpu.config import LANES, MOST_HEADS, MOST_ROWS
 from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.key_stream import Cursor, KeyStream
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.softmax import LANES, LOG2_E, MASKED, Softmax, product
+from torch_paged_attn.backends.tpu.softmax import LOG2_E, MASKED, Softmax, across, product
 from torch_paged_attn.backends.tpu.tiles import Tiles, Window
-
-# rows from which a loop over heads is as fast as its unrolled code
-LONG_TILE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +36,11 @@ class Statics:
     """What a kernel is compiled for, besides shapes."""
 
     tile_q: int
-    group_size: int
+    group_size: int  # of query heads: all those whose rows are stacked
+    stack: int  # KV heads whose rows are stacked
     block_k: int
     step_k: int
+    edge_k: int  # of a step that is masked
     num_buffers: int
     num_cores: int
     vmem_bytes: int
@@ -78,13 +83,14 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_t
     for i, value in enumerate(cursor):
         saved[i] = value
 
-    def finish(head: Any) -> None:
-        sink = ref["sinks"][0, head] if "sinks" in ref else None
-        out, lse = softmax.finish(head, sink, statics.compute_dtype)
-        if "out_factor" in ref:
-            out = out * ref["out_factor"][tiles.sequence[tile], attention.kv_head(head)]
-        ref["out"][0, head] = out.astype(ref["out"].dtype)
-        ref["lse"][0, pl.ds(head, 1), :] = lse
+    def finish(heads: list[Any]) -> None:
+        for head in heads:
+            sink = ref["sinks"][0, head] if "sinks" in ref else None
+            out, lse = softmax.finish(head, sink, statics.compute_dtype)
+            if "out_factor" in ref:
+                out = out * across(attention.factor("out_factor", head), out.shape[1])
+            ref["out"][0, head] = out.astype(ref["out"].dtype)
+            ref["lse"][0, pl.ds(head, 1), :] = lse
 
     attention.for_heads(finish)
 
@@ -99,78 +105,125 @@ class TileAttention:
     statics: Statics
     tile: Array
 
-    def for_heads(self, body: Callable[[Any], None]) -> None:
-        """Unrolled where a head is little work: the next head's products then hide its latency."""
-        heads, rows = self.softmax.m_i.shape[:2]
-        if rows < LONG_TILE:
-            for head in range(heads):
-                body(head)
-        else:
-            lax.fori_loop(0, heads, lambda head, _: body(head), None)
+    def for_heads(self, body: Callable[[list[Any]], None]) -> None:
+        """`body(heads)` for all heads, as many at a time as are computed on together."""
+        num_heads, rows = self.softmax.m_i.shape[:2]
+        most = min(MOST_HEADS, max(1, MOST_ROWS // rows))
+        together = max(n for n in range(1, most + 1) if num_heads % n == 0)
 
-    def kv_head(self, head: Any) -> Any:
-        """Which of all KV heads this one of the tile is."""
-        return head if self.statics.heads_apart == 1 else self.stream.kv_head(self.tile)
+        def attend_some(i: Any, _: None) -> None:
+            body([i * together + j for j in range(together)])
+
+        if num_heads == together:
+            attend_some(0, None)
+        else:
+            lax.fori_loop(0, num_heads // together, attend_some, None)
+
+    def of_own_head(self, parts: Sequence[Array]) -> Array:
+        """Each row (of rows, n) out of that part which belongs to the row's KV head."""
+        rows_each = self.statics.group_size // self.statics.stack * self.statics.tile_q
+        whole = parts[0]
+        row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+        for i, part in enumerate(parts[1:], 1):
+            whole = jnp.where(row < i * rows_each, whole, part)
+        return whole
+
+    def factor(self, name: str, head: Any) -> Array:
+        """The KV heads' factors (rows, LANES), all lanes alike, of the tile's sequence."""
+        heads = [head * self.statics.stack + i for i in range(self.statics.stack)]
+        if self.statics.heads_apart > 1:
+            heads = [self.stream.kv_head(self.tile)]
+        shape = self.softmax.m_i.shape[1:]
+        values = (self.ref[name][self.stream.tiles.sequence[self.tile], head] for head in heads)
+        return self.of_own_head([jnp.full(shape, value) for value in values])
 
     def attend_turn(self, turn: Array, cursor: Cursor) -> Cursor:
         """Fold one block of keys into the softmax, and have another one fetched."""
-        tiles, step_k, block_k = self.stream.tiles, self.statics.step_k, self.stream.block_k
         block = self.stream.block(self.tile, turn)
         slot, cursor = self.stream.next(cursor, self.tile, block)
-        first = block * block_k
-        if step_k == block_k:
-            self.attend_step(first, slot, turn, jnp.int32(0))
-            return cursor
-        start = jnp.maximum(tiles.start[self.tile] - first, 0)
-        stop = jnp.minimum(tiles.stop[self.tile] - first, block_k)
-        lax.fori_loop(
-            lax.div(start, jnp.int32(step_k)),
-            lax.div(stop + (step_k - 1), jnp.int32(step_k)),
-            lambda step, _: self.attend_step(first, slot, turn, step),
-            None,
-        )
+        first = block * self.stream.block_k
+        attend_step = functools.partial(self._attend_step, first, slot, turn)
+        if self.statics.step_k == self.stream.block_k:
+            attend_step(jnp.int32(0))
+        else:
+            lax.fori_loop(
+                *self._places(first, self.stream.block_k, self.statics.step_k),
+                lambda step, _: attend_step(step),
+                None,
+            )
         return cursor
 
-    def attend_step(self, first: Array, slot: Array, turn: Array, step: Array) -> None:
-        """Fold `step_k` keys of the block that starts at key `first` and lies in buffer `slot`."""
-        tiles, step_k = self.stream.tiles, self.statics.step_k
+    def _places(self, first: Array, keys: int, width: int) -> tuple[Array, Array]:
+        """Which pieces of `width` of the keys from `first` on somebody sees."""
+        tiles = self.stream.tiles
+        start = jnp.maximum(tiles.start[self.tile] - first, 0)
+        stop = jnp.minimum(tiles.stop[self.tile] - first, keys)
+        return lax.div(start, jnp.int32(width)), lax.div(stop + (width - 1), jnp.int32(width))
+
+    def _attend_step(self, first: Array, slot: Array, turn: Array, step: Array) -> None:
+        """Fold a step of the block that starts at key `first` and lies in buffer `slot`.
+
+        A step of which every row sees every key is folded as a whole, others piece by piece.
+        """
+        tiles, statics = self.stream.tiles, self.statics
+        step_k, edge_k = statics.step_k, statics.edge_k
         first_key = first + step * step_k
-        is_full = (tiles.full_start[self.tile] <= first_key) & (
+        is_full: Any = (tiles.full_start[self.tile] <= first_key) & (
             first_key + step_k <= tiles.full_stop[self.tile]
         )
-        attend = functools.partial(self._attend, first_key, slot, step)
         layout: LayoutMask | None = None
-        is_listed: Any = True
         if "layout" in self.ref:
-            layout = LayoutMask(self.ref["layout"], self.statics, tiles.position[self.tile], turn)
-            is_listed, is_covered = layout.step_bits(step)
-            is_full &= is_covered
+            layout = LayoutMask(self.ref["layout"], statics, tiles.position[self.tile], turn)
+            is_full &= layout.bits(step, step_k)[1]
+
+        def attend_edge(place: Array, _: None) -> None:
+            attend = functools.partial(self._attend, first, slot, place, edge_k, layout)
+            if layout is None:
+                attend(masked=True)
+            else:
+                pl.when(layout.bits(place, edge_k)[0])(lambda: attend(masked=True))
+
+        def attend_edges() -> None:
+            start, stop = self._places(first_key, step_k, edge_k)
+            before = step * (step_k // edge_k)
+            lax.fori_loop(before + start, before + stop, attend_edge, None)
+
         if "bias" in self.ref:
-            is_full = jnp.bool_(False)
-        pl.when(is_listed & ~is_full)(lambda: attend(layout, masked=True))
-        if "bias" not in self.ref:
-            pl.when(is_listed & is_full)(lambda: attend(None, masked=False))
+            attend_edges()
+        else:
+            attend = functools.partial(self._attend, first, slot, step, step_k, None)
+            pl.when(is_full)(lambda: attend(masked=False))
+            pl.when(~is_full)(attend_edges)
 
     def _attend(
-        self, first_key: Array, slot: Array, step: Array, layout: LayoutMask | None, *, masked: bool
+        self,
+        first: Array,
+        slot: Array,
+        place: Array,
+        width: int,
+        layout: LayoutMask | None,
+        *,
+        masked: bool,
     ) -> None:
+        """Fold the keys of the block from `place * width` on, `width` of them."""
         ref, stream, statics = self.ref, self.stream, self.statics
-        tiles, tile_q, step_k = stream.tiles, statics.tile_q, statics.step_k
-        dtype = statics.compute_dtype
-        num_pages = step_k // stream.page_size
-        pages = pl.ds(step * num_pages, num_pages)
-        num_rows = self.softmax.m_i.shape[1]
-        # computed for each head again: where it matters, the vector units wait for the products
-        masks = functools.partial(self._masks, first_key, step, layout)
+        tiles, tile_q, dtype = stream.tiles, statics.tile_q, statics.compute_dtype
+        first_key = first + place * width
+        num_pages = width // stream.page_size
+        pages = pl.ds(place * num_pages, num_pages)
+        shape = self.softmax.m_i.shape[1], width
+        row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
 
-        def attend_head(head: Any) -> None:
-            row, lane = (lax.broadcasted_iota(jnp.int32, (num_rows, step_k), i) for i in (0, 1))
-            k = widen(stream.k_buffers[slot, pages, head].reshape(step_k, -1), dtype)
-            v = widen(stream.v_buffers[slot, pages, head].reshape(step_k, -1), dtype)
-            scale = statics.softmax_scale
+        def stored(buffers: Any, head: Any) -> list[Array]:
+            heads = (head * statics.stack + i for i in range(statics.stack))
+            return [widen(buffers[slot, pages, i].reshape(width, -1), dtype) for i in heads]
+
+        def score(head: Any, bias: Array | None) -> Array:
+            keys = stored(stream.k_buffers, head)
+            scores = self.of_own_head([product(ref["q"][0, head], k, 1) for k in keys])
+            scale: Any = statics.softmax_scale
             if "score_scale" in ref:
-                scale = scale * ref["score_scale"][tiles.sequence[self.tile], self.kv_head(head)]
-            scores = product(ref["q"][0, head], k, 1)
+                scale = across(self.factor("score_scale", head) * scale, width)
             if statics.softcap > 0.0:
                 scores = jnp.tanh(scores * (scale / statics.softcap)) * (statics.softcap * LOG2_E)
             else:
@@ -179,46 +232,64 @@ class TileAttention:
                 position = tiles.position[self.tile] - first_key + (row & (tile_q - 1))
                 distance = jnp.abs(lane - position).astype(jnp.float32)
                 scores = scores - ref["slopes"][0, head] * distance
-            bias = stream.bias_of(slot, head, step, step_k) if "bias" in ref else None
-            if bias is not None:
-                scores = scores + bias * LOG2_E
-            if masked:
-                visible, is_seen = masks(row, lane, bias)
-                scores = jnp.where(visible, scores, MASKED)
-                v = jnp.where(is_seen, v, jnp.zeros_like(v))
-            keep = self._keep(head, first_key, row, lane) if statics.dropout_p > 0.0 else None
-            self.softmax.fold(head, scores, v, dtype, keep)
+            return scores if bias is None else scores + bias * LOG2_E
 
-        self.for_heads(attend_head)
+        def attend_heads(heads: list[Any]) -> None:
+            biases = [
+                stream.bias_of(slot, head, place, width) if "bias" in ref else None
+                for head in heads
+            ]
+            scores = [score(head, bias) for head, bias in zip(heads, biases, strict=True)]
+            values = [stored(stream.v_buffers, head) for head in heads]
+            if masked:
+                # without a bias all heads see the same
+                masks = [self._masks(first_key, place, layout, row, lane, bias) for bias in biases]
+                scores = [
+                    jnp.where(visible, x, MASKED)
+                    for x, (visible, _) in zip(scores, masks, strict=True)
+                ]
+                values = [
+                    [jnp.where(is_seen, v, jnp.zeros_like(v)) for v in stack]
+                    for stack, (_, is_seen) in zip(values, masks, strict=True)
+                ]
+
+            def weigh(i: int, p: Array) -> Array:
+                if statics.dropout_p > 0.0:
+                    p = jnp.where(self._keep(heads[i], first_key, row, lane), p, 0.0)
+                return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
+
+            self.softmax.fold(heads, scores, weigh)
+
+        self.for_heads(attend_heads)
 
     def _masks(
         self,
         first_key: Array,
-        step: Array,
+        place: Array,
         layout: LayoutMask | None,
         row: Array,
         lane: Array,
         bias: Array | None,
     ) -> tuple[Array, Array]:
-        """Which scores count, and of which keys the values do (step_k, 1)."""
+        """Which scores count, and of which keys the values do (width, 1)."""
         statics, tiles = self.statics, self.stream.tiles
-        window, step_k, tile_q = statics.window, statics.step_k, statics.tile_q
-        position = tiles.position[self.tile] - first_key
+        window, width, tile_q = statics.window, lane.shape[1], statics.tile_q
         start, stop = tiles.start[self.tile] - first_key, tiles.stop[self.tile] - first_key
-        # how far a key lies behind its row's token, but for the position of the tile
-        offset = lane if tile_q == 1 else lane - (row & (tile_q - 1))
-        key = lax.broadcasted_iota(jnp.int32, (step_k, 1), 0)
+        position = tiles.position[self.tile] - first_key
+        if tile_q > 1:
+            position += row & (tile_q - 1)
+        key = lax.broadcasted_iota(jnp.int32, (width, 1), 0)
         is_seen = (key >= start) & (key < stop)
         if tile_q > 1 and window.right == 0:
-            visible = offset <= position  # no query stands behind the last key
+            visible = lane <= position  # no query stands behind the last key
         else:
             visible = lane < stop
             if tile_q > 1 and window.right > 0:
-                visible &= offset <= position + window.right
+                visible &= lane <= position + window.right
         if window.left >= 0:
-            visible &= offset >= position - window.left
+            visible &= lane >= position - window.left
         if layout is not None:
-            visible &= layout.sees(row & (tile_q - 1), step * step_k + lane)
+            visible &= layout.sees(row & (tile_q - 1), place * width + lane)
         if bias is not None:
             visible &= bias > -jnp.inf
         if layout is not None or bias is not None:

@@ -5,6 +5,15 @@ import dataclasses
 import jax
 
 MIB = 2**20
+LANES = 128
+
+# heads that are computed on together: their latencies hide one another, their scores lie in VMEM
+MOST_HEADS = 8
+MOST_ROWS = 4096
+
+# tiles and blocks are not made smaller than this
+LEAST_ROWS = 64
+LEAST_KEYS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +26,34 @@ class Config:
     block_k: int = 1024  # keys of a block: fetched together, rounded to whole pages
     step_k: int = 512  # keys of a step of a long tile: computed on together
     num_buffers: int = 3  # blocks in VMEM: one is computed on, the others are on their way
-    tile_rows: int = 512  # query rows (tokens times the group's heads) of a prefill tile
+    tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1
     vmem_bytes: int = 100 * MIB
+
+    def fit(self, num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int]) -> "Config":
+        """With tiles of queries and blocks of keys halved until both fit VMEM together.
+
+        `widths` are head_dim and head_dim_v, `sizes` the bytes of what is computed on and of what
+        is stored.
+        """
+        width, width_v = (-(-n // LANES) * LANES for n in widths)
+        computed, stored = sizes
+        # q and out twice, for the next tile's are on their way; the softmax' state once, in float32
+        row = 2 * computed * (width + width_v) + 4 * (2 * LANES + width_v)
+        tile = num_kv_heads * self.tile_rows * row
+        block = self.num_buffers * num_kv_heads * self.block_k * stored * (width + width_v)
+        in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
+        scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
+        if tile + block + scores <= self.vmem_bytes:
+            return self
+        if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
+            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        elif self.block_k > LEAST_KEYS:
+            block_k = self.block_k // 2
+            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
+        else:
+            return self
+        return smaller.fit(num_kv_heads, widths, sizes)
 
     def with_bias(self) -> "Config":
         """With a bias, whose blocks are as many floats as there are scores."""
@@ -31,7 +65,7 @@ class Config:
 
 # by `device_kind`
 CHIPS = {
-    "TPU v4": Config(block_k=512, num_cores=2, vmem_bytes=15 * MIB, tile_rows=256),
+    "TPU v4": Config(block_k=512, step_k=256, num_cores=2, vmem_bytes=15 * MIB, tile_rows=256),
     "TPU v5": Config(num_cores=2),
     "TPU v5p": Config(num_cores=2),
     "TPU v5 lite": Config(),

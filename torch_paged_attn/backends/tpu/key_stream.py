@@ -33,7 +33,7 @@ class KeyStream:
     """
 
     tiles: Tiles  # of SMEM refs
-    table: Any
+    table: Any  # with so many entries behind the last one as a block has pages
     table_start: Any
     visits: Any  # (num_tiles * n,) the blocks of each tile, or None for all of them
     num_visits: Any  # (num_tiles,)
@@ -150,10 +150,10 @@ class KeyStream:
         stop = lax.div(self.tiles.stop[tile] + (self.page_size - 1), size)
         return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
 
-    def bias_of(self, slot: Array, head: Any, step: Array, step_k: int) -> Array:
-        """The bias (rows, step_k) of one step of the block in this buffer."""
+    def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:
+        """The bias (rows, width) of keys of the block in this buffer."""
         head = head if self.bias_buffers.shape[1] > 1 else 0
-        return self.bias_buffers[slot, head, :, pl.ds(step * step_k, step_k)]
+        return self.bias_buffers[slot, head, :, pl.ds(place * width, width)]
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
@@ -185,10 +185,12 @@ class KeyStream:
             self._bias_copy(tile, block, slot).start()
         entry = self.table_start[self.tiles.sequence[tile]] + block * self.pages
         for i in range(self.pages):
+            # a load that hangs on a condition costs more than one that nobody needs
+            page = self.table[entry + i]
 
             @pl.when((i >= first) & (i < stop))
-            def _(i=i):
-                for copy in self._copies(tile, self.table[entry + i], slot, i):
+            def _(i=i, page=page):
+                for copy in self._copies(tile, page, slot, i):
                     copy.start()
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:

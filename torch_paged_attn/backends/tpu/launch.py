@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.attention_kernel import Statics, attention_kernel
+from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.key_stream import Cursor
 from torch_paged_attn.backends.tpu.layout_mask import TileLayout
 from torch_paged_attn.backends.tpu.pages import Pages
-from torch_paged_attn.backends.tpu.softmax import LANES
 from torch_paged_attn.backends.tpu.tiles import Tiles
 
 
@@ -34,10 +34,11 @@ def attend_tiles(
     """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and lse without the last
     axis, padded to whole lanes.
 
-    `sinks` and `slopes` are (1 or batch, num_kv_heads, rows, 1), in base 2; `score_scale` and
-    `out_factor` (batch, num_kv_heads); `bias` (num_tiles, 1 or num_kv_heads, rows, keys), float32;
-    `rng` three int32: seed's low and high word, offset. With `heads_apart` heads that have a layout
-    each, `q` is (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.
+    Stacked KV heads count as one, but for `score_scale` and `out_factor` (batch, num_kv_heads).
+    `sinks` and `slopes` are (1 or batch, num_kv_heads, rows, 1), in base 2; `bias` (num_tiles, 1 or
+    num_kv_heads, rows, keys), float32; `rng` three int32: seed's low and high word, offset. With
+    `heads_apart` heads that have a layout each, `q` is (num_tiles * heads_apart, 1, rows,
+    head_dim), and so are tiles and layout.
     """
     num_tiles, heads, rows, _ = q.shape
     apart = statics.heads_apart
@@ -60,7 +61,8 @@ def attend_tiles(
         return x, pl.BlockSpec(memory_space=memory)
 
     scalars: dict[str, Array] = tiles._asdict()
-    scalars |= {"table_start": pages.table_start, "table": pages.table}
+    scalars["table_start"] = pages.table_start
+    scalars["table"] = jnp.pad(pages.table, (0, block_pages))
     inputs = {"q": (q, pl.BlockSpec((1, *q.shape[1:]), of_tile)), "k_hbm": whole(pages.k, pl.ANY)}
     for name, x in (("v_hbm", pages.v), ("bias", bias)):
         if x is not None:
@@ -80,7 +82,7 @@ def attend_tiles(
         )
         inputs["layout"] = words, here
 
-    buffer = (num_buffers, block_pages, heads, pages.page_size)
+    buffer = (num_buffers, block_pages, heads * statics.stack, pages.page_size)
     scratch: dict[str, Any] = {
         "k_buffers": pltpu.VMEM((*buffer, pages.head_dim), pages.k.dtype),
         "v_buffers": pltpu.VMEM((*buffer, pages.head_dim_v), pages.k.dtype),

@@ -113,14 +113,16 @@ class LayoutMask:
     def _word(self, row: int) -> Array:
         return self.ref[0, 0, self.turn * self.rows + row]
 
-    def step_bits(self, step: Array) -> tuple[Array, Array]:
-        """Whether some, and whether all of the step's blocks are listed, for the tile's rows."""
-        per_step = self.statics.step_k // self.statics.block_sizes[1]
-        ones = jnp.int32(-1 if per_step == WORD else (1 << per_step) - 1)
+    def bits(self, place: Array, width: int) -> tuple[Array, Array]:
+        """Whether some, and whether all blocks of the keys from `place * width` on, `width` of
+        them, are listed, for the tile's rows.
+        """
+        count = width // self.statics.block_sizes[1]
+        ones = jnp.int32(-1 if count == WORD else (1 << count) - 1)
         some, every = jnp.int32(0), ones
         inside = self.position & (self.statics.block_sizes[0] - 1)
         for row in range(self.rows):
-            bits = lax.shift_right_logical(self._word(row), step * per_step) & ones
+            bits = lax.shift_right_logical(self._word(row), place * count) & ones
             some |= bits
             # a row behind the tile's last one
             is_beyond = row * self.statics.block_sizes[0] >= inside + self.statics.tile_q

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.float16 import to_bits
-from torch_paged_attn.backends.tpu.softmax import LANES
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
 REPAGED = 128  # keys in a page of our own

@@ -6,13 +6,15 @@ alike. Scores, maximum and sums are float32; probabilities are rounded for the s
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-LANES = 128
+from torch_paged_attn.backends.tpu.config import LANES
+
 LOG2_E = math.log2(math.e)
 
 # a row that has seen no key has this maximum, and a masked key less: its probability is exp2(-big)
@@ -20,7 +22,7 @@ FLOOR = -1.0e38
 MASKED = -2.0e38
 
 
-def _across(column: Array, width: int) -> Array:
+def across(column: Array, width: int) -> Array:
     """(rows, LANES), all lanes alike, as (rows, width)."""
     if width <= LANES:
         return column[:, :width]
@@ -66,26 +68,35 @@ class Softmax:
     l_i: Any  # (..., LANES), partial sums
     acc: Any  # (..., head_dim_v)
 
-    def reset(self, head: Any) -> None:
+    def reset(self, heads: Sequence[Any]) -> None:
         """Before the first key."""
-        self.m_i[head] = jnp.full(self.m_i.shape[1:], FLOOR, jnp.float32)
-        self.l_i[head] = jnp.zeros(self.l_i.shape[1:], jnp.float32)
-        self.acc[head] = jnp.zeros(self.acc.shape[1:], jnp.float32)
+        for head in heads:
+            self.m_i[head] = jnp.full(self.m_i.shape[1:], FLOOR, jnp.float32)
+            self.l_i[head] = jnp.zeros(self.l_i.shape[1:], jnp.float32)
+            self.acc[head] = jnp.zeros(self.acc.shape[1:], jnp.float32)
 
     def fold(
-        self, head: Any, scores: Array, v: Array, dtype: Any, keep: Array | None = None
+        self,
+        heads: Sequence[Any],
+        scores: Sequence[Array],
+        weigh: Callable[[int, Array], Array],
     ) -> None:
-        """Add base-2 scores (rows, keys) and their values; `keep` is what survives dropout."""
-        m = self.m_i[head]
-        m_new = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
-        p = jnp.exp2(scores - _across(m_new, scores.shape[1]))
-        rescale = jnp.exp2(m - m_new)
-        self.m_i[head] = m_new
-        self.l_i[head] = self.l_i[head] * rescale + _fold_lanes(p)
-        if keep is not None:
-            p = jnp.where(keep, p, 0.0)
-        weighed = product(p.astype(dtype), v, 0)
-        self.acc[head] = self.acc[head] * _across(rescale, weighed.shape[1]) + weighed
+        """Add base-2 scores (rows, keys) of some heads, phase by phase for all of them.
+
+        `weigh(i, p)` is the product of the i-th head's probabilities and values.
+        """
+        m = [self.m_i[head] for head in heads]
+        m_new = [
+            jnp.maximum(old, jnp.max(x, axis=1, keepdims=True))
+            for old, x in zip(m, scores, strict=True)
+        ]
+        p = [jnp.exp2(x - across(new, x.shape[1])) for x, new in zip(scores, m_new, strict=True)]
+        weighed = [weigh(i, x) for i, x in enumerate(p)]
+        for i, head in enumerate(heads):
+            rescale = jnp.exp2(m[i] - m_new[i])
+            self.m_i[head] = m_new[i]
+            self.l_i[head] = self.l_i[head] * rescale + _fold_lanes(p[i])
+            self.acc[head] = self.acc[head] * across(rescale, weighed[i].shape[1]) + weighed[i]
 
     def finish(self, head: Any, sink: Array | None, dtype: Any) -> tuple[Array, Array]:
         """The output (rows, head_dim_v), and the logarithm of the sum as one row; resets the head.
@@ -95,17 +106,18 @@ class Softmax:
         """
         m, acc = self.m_i[head], self.acc[head]
         total = jnp.broadcast_to(jnp.sum(self.l_i[head], axis=1, keepdims=True), m.shape)
-        self.reset(head)
+        self.reset([head])
         if sink is not None:
             m_new = jnp.maximum(m, sink)
             rescale = jnp.exp2(m - m_new)
             total = total * rescale + jnp.exp2(sink - m_new)
-            acc, m = acc * _across(rescale, acc.shape[1]), m_new
-        divisor = jnp.where(total == 0.0, 1.0, total)
+            acc, m = acc * across(rescale, acc.shape[1]), m_new
+        # the largest score alone has weight 1, and rows that have seen no key a sum of 0
+        divisor = jnp.maximum(total, 1.0)
         if dtype == jnp.float32:
-            out = acc / _across(divisor, acc.shape[1])
-        else:  # the result is rounded to fewer bits than this loses
-            out = acc * _across(pl.reciprocal(divisor), acc.shape[1])
-        m, total = _as_row(m), _as_row(total)
-        lse = jnp.where(total == 0.0, -jnp.inf, (m + jnp.log2(total)) * math.log(2.0))
-        return out, lse
+            out = acc / across(divisor, acc.shape[1])
+        else:
+            guess = pl.reciprocal(divisor, approx=True)
+            out = acc * across(guess * (2.0 - divisor * guess), acc.shape[1])  # Newton's step
+        lse = _as_row(m) + jnp.log2(_as_row(divisor))
+        return out, jnp.where(lse < FLOOR / 2, -jnp.inf, lse * math.log(2.0))
