@@ -1,10 +1,11 @@
 """Letting torch.compile see into an op: instead of one opaque node, the kernels that it launches.
 
 A backend whose kernels a graph can hold has a function `traceable(name)`: the op as a function to
-be traced, or None. It is asked only where all sizes are plain numbers, because what the host
-decides (tiles, grids, splits) would otherwise be decided for one size and guarded: with dynamic
-shapes an op stays one node, and no new size compiles anything. `torch.export` keeps the ops too;
-compiling an exported program looks into them.
+be traced, or None. That function may answer NotImplemented: this call stays one node. It is asked
+only where all sizes are plain numbers, because what the host decides (tiles, grids, splits) would
+otherwise be decided for one size and guarded: with dynamic shapes an op stays one node, and no new
+size compiles anything. `torch.export` keeps the ops too; compiling an exported program looks into
+them.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils import _pytree as pytree
 
+# devices whose kernels a graph can hold, and where their backends are bound
+DISPATCH_KEYS = {"cuda": "CUDA", "neuron": "PrivateUse1"}
+
 
 def _is_static(value: Any) -> bool:
     if isinstance(value, Tensor):
@@ -22,9 +26,9 @@ def _is_static(value: Any) -> bool:
     return not isinstance(value, torch.SymInt)
 
 
-def inline(name: str, library: torch.library.Library, backend: Callable[[], Any]) -> None:
-    """Have torch.compile look into the op `name` on GPUs. `backend()` is the module that serves
-    them.
+def inline(name: str, library: torch.library.Library, backend: Callable[[str], Any]) -> None:
+    """Have torch.compile look into the op `name`. `backend(key)` is the module that serves a
+    dispatch key, or None.
     """
 
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -32,13 +36,16 @@ def inline(name: str, library: torch.library.Library, backend: Callable[[], Any]
 
         leaves = pytree.tree_leaves((args, kwargs))
         device = next(x for x in leaves if isinstance(x, Tensor)).device
+        key = DISPATCH_KEYS.get(device.type)
         is_static = all(map(_is_static, leaves))
-        if device.type == "cuda" and is_static and not custom_triton_ops_decomposition_disabled():
-            traceable = getattr(backend(), "traceable", None)
+        if key and is_static and not custom_triton_ops_decomposition_disabled():
+            traceable = getattr(backend(key), "traceable", None)
             function = traceable and traceable(name)
             if function:
                 with mode:
-                    return function(*args, **(kwargs or {}))
+                    result = function(*args, **(kwargs or {}))
+                if result is not NotImplemented:
+                    return result
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
     # a rule belongs to the whole operator, whatever the overload

@@ -72,7 +72,7 @@ def define(
     explain = functools.partial(_explain, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
-    inline(name, LIBRARY, _gpu_backend)
+    inline(name, LIBRARY, _serving)
     OPS[name] = check, check_values
     return op
 
@@ -113,8 +113,8 @@ def _backend(folder: str) -> Any:
     return importlib.import_module(f"torch_paged_attn.backends.{folder}")
 
 
-def _gpu_backend() -> Any:
-    folder, _ = choose_backend("CUDA")
+def _serving(key: str) -> Any:
+    folder, _ = choose_backend(key)
     return _backend(folder) if folder is not None else None
 
 

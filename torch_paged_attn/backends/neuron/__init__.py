@@ -15,6 +15,7 @@ from torch_paged_attn.backends.neuron.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
 )
+from torch_paged_attn.backends.neuron.stored_rows import is_dense
 
 __all__ = [
     "blocksparse",
@@ -34,7 +35,8 @@ def load() -> str | None:
 def traceable(name: str) -> Callable[..., Any] | None:
     """The op as torch.compile traces it, launches included; None where it has to stay opaque.
 
-    The attention ops do: their work lists are made on the host from what the tensors hold.
+    The attention ops do: their work lists are made on the host from what the tensors hold. So do
+    writes into caches between whose elements something else lies, such as keys beside values.
     """
     if name == "merge_states":
         return merge_states
@@ -42,6 +44,9 @@ def traceable(name: str) -> Callable[..., Any] | None:
         return None
 
     def trace(*args: Any, **kwargs: Any) -> Any:
+        caches = args[2] if name == "reshape_and_cache" else args[2:4]
+        if not all(is_dense(cache) for cache in caches):
+            return NotImplemented
         with traced():
             return globals()[name.replace(".", "_")](*args, **kwargs)
 

@@ -122,6 +122,17 @@ def launch(kernel: Callable, *args: Any) -> Any:
     return _compiled(kernel)[num_programs()](*args)
 
 
+def as_bytes(stored: Tensor) -> Tensor:
+    """Eight-bit floats as the bytes that kernels read: NKI's own differ by generation.
+
+    Below functionalization, where the XLA key's kernels run, a lazy tensor has no view of another
+    type, and what is written into any view is lost; the compiler removes this copy.
+    """
+    if stored.device.type == "xla":
+        return torch.ops.aten.view_copy.dtype(stored, torch.uint8)
+    return stored.view(torch.uint8)
+
+
 def write_back(target: Tensor, written: Tensor) -> None:
     """Have `target` hold what the kernel it was given to returned for it.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron import attention_kernel as engine
-from torch_paged_attn.backends.neuron.adapter import launch, num_programs
+from torch_paged_attn.backends.neuron.adapter import as_bytes, launch, num_programs
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
 from torch_paged_attn.backends.neuron.dropout_kernel import NUM_WORDS
 from torch_paged_attn.backends.neuron.philox_words import philox_words
@@ -123,8 +123,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
             out,
             lse,
             q_rows,
-            _bytes(k_rows.storage, wide_q.dtype),
-            _bytes(v_rows.storage, wide_q.dtype),
+            _readable(k_rows.storage, wide_q.dtype),
+            _readable(v_rows.storage, wide_q.dtype),
             table.indices,
             bounds,
             table.count,
@@ -159,12 +159,13 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
         limit = torch.finfo(out_dtype).max
         out = (out if call.out_scale is None else out / call.out_scale).clamp(-limit, limit)
     # rows are (token, member of the group, KV head)
-    result, result_lse = call.new_results()
-    by_member = out.view(total_q, -1, num_kv_heads, head_dim_v).transpose(1, 2)
-    result.unflatten(1, (num_kv_heads, -1)).copy_(by_member)
-    by_member = lse.view(total_q, -1, num_kv_heads).permute(2, 1, 0)
-    result_lse.unflatten(0, (num_kv_heads, -1)).copy_(by_member)
-    return result, result_lse
+    out = out.view(total_q, -1, num_kv_heads, head_dim_v).transpose(1, 2)
+    lse = lse.view(total_q, -1, num_kv_heads).permute(2, 1, 0)
+    dense = torch.contiguous_format
+    return (
+        out.to(out_dtype).clone(memory_format=dense).flatten(1, 2),
+        lse.clone(memory_format=dense).flatten(0, 1),
+    )
 
 
 def _heads(
@@ -190,11 +191,8 @@ def _rows(cache: Tensor, is_paged: bool, by_head: bool) -> StoredRows:
     return rows
 
 
-def _bytes(storage: Tensor, dtype: torch.dtype) -> Tensor:
-    """NKI's 8-bit floats differ by generation: they travel as bytes."""
-    return (
-        storage.view(torch.uint8) if storage.dtype in FLOAT8 and storage.dtype != dtype else storage
-    )
+def _readable(storage: Tensor, dtype: torch.dtype) -> Tensor:
+    return as_bytes(storage) if storage.dtype in FLOAT8 and storage.dtype != dtype else storage
 
 
 def _run(k: Tensor, k_rows: StoredRows, v_rows: StoredRows, tile_k: int) -> int:

@@ -64,7 +64,7 @@ def _write(
     page, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
     for new, scale, rows in zip((key, value), scales, caches, strict=True):
         assert rows is not None
-        index = rows.row_of(page, torch.tensor(0), offset).where(slots >= 0, -1).to(torch.int32)
+        index = rows.row_of(page, 0, offset).where(slots >= 0, -1).to(torch.int32)
         written = launch(
             scatter_kernel,
             F.pad(_stored(new[:num_tokens], scale, rows.storage.dtype), (0, 0, 0, padding)),

@@ -29,7 +29,7 @@ class StoredRows:
         """What the kernels take."""
         return self.slot_stride, self.head_stride, self.offset, self.dim
 
-    def row_of(self, page: Tensor, head: Tensor, slot: Tensor) -> Tensor:
+    def row_of(self, page: Tensor, head: Tensor | int, slot: Tensor) -> Tensor:
         """Where the keys of these pages, heads and slots start."""
         row = page * self.page_rows + head * self.head_rows + slot * self.slot_rows
         return self.first_row + row
@@ -40,21 +40,16 @@ def stored_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -
     be read as rows, and none is allowed. `by_head` makes rows of one head each.
     """
     page_size, dim = cache.shape[2:]
-    page_stride, head_stride, slot_stride, _ = (
-        0 if n == 1 else s for n, s in zip(cache.shape, cache.stride(), strict=True)
-    )
+    page_stride, head_stride, slot_stride, _ = _strides(cache)
     row_size = math.gcd(page_stride, slot_stride, head_stride if by_head else 0) or dim
-    size = cache.untyped_storage().nbytes() // cache.itemsize
-    last = cache.storage_offset() + sum(
-        (n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)
-    )
-    if last >= size // row_size * row_size or row_size < dim:
+    found = _dense(cache, row_size) or _in_storage(cache, row_size)
+    if found is None:
         return stored_rows(cache.contiguous(), by_head=by_head) if allow_copy else None
-    rows = size // row_size
-    first_row, offset = divmod(int(cache.storage_offset()), row_size)
+    storage, start = found
+    first_row, offset = divmod(start, row_size)
     return StoredRows(
+        storage=storage,
         first_row=first_row,
-        storage=cache.as_strided((rows, row_size), (row_size, 1), 0),
         page_rows=page_stride // row_size,
         head_rows=head_stride // row_size if by_head else 0,
         slot_rows=slot_stride // row_size,
@@ -63,3 +58,35 @@ def stored_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -
         offset=offset,
         dim=dim,
     )
+
+
+def _strides(cache: Tensor) -> list[int]:
+    """Those of dimensions of one element say nothing, and are 0."""
+    return [0 if n == 1 else s for n, s in zip(cache.shape, cache.stride(), strict=True)]
+
+
+def is_dense(cache: Tensor) -> bool:
+    """Whether a cache's elements fill a stretch of memory, in whatever order of its dimensions."""
+    return cache.permute(_outermost_first(cache)).is_contiguous()
+
+
+def _outermost_first(cache: Tensor) -> list[int]:
+    strides = _strides(cache)[:-1]
+    return [*sorted(range(len(strides)), key=lambda i: -strides[i]), len(strides)]
+
+
+def _dense(cache: Tensor, row_size: int) -> tuple[Tensor, int] | None:
+    """Rows by views that torch.compile can invert: it follows no write through `as_strided`."""
+    if not is_dense(cache):
+        return None
+    return cache.permute(_outermost_first(cache)).view(-1, row_size), 0
+
+
+def _in_storage(cache: Tensor, row_size: int) -> tuple[Tensor, int] | None:
+    """Rows of the storage, whatever else it holds, and where in it the cache begins."""
+    start = int(cache.storage_offset())
+    last = start + sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True))
+    rows = cache.untyped_storage().nbytes() // cache.itemsize // row_size
+    if last >= rows * row_size or row_size < cache.shape[3]:
+        return None
+    return cache.as_strided((rows, row_size), (row_size, 1), 0), start
