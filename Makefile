@@ -34,7 +34,7 @@ run: install
 # tests/triton turns Triton's interpreter on, so it has a process of its own.
 test: install lint
 	$(PYTHON) -m torch_paged_attn
-	$(PYTHON) -m pytest tests --ignore tests/triton --ignore tests/isa
+	$(PYTHON) -m pytest tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	$(PYTHON) -m pytest tests/triton
 	PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTHON) -m pytest \
 	  tests/contract/test_errors.py tests/backends tests/properties/test_attention.py \
@@ -48,7 +48,7 @@ test-neon: install
 	  { echo "test-neon needs QEMU: apt-get install qemu-user-static"; exit 1; }
 	@test -n "$$AARCH64_CXX" || command -v aarch64-linux-gnu-g++ || $(PYTHON) -c "import ziglang" || \
 	  { echo "test-neon needs a compiler: apt-get install g++-aarch64-linux-gnu"; exit 1; }
-	$(PYTHON) -m pytest tests/isa
+	$(PYTHON) -m pytest tests/isa/test_aarch64.py
 
 # PyTorch's own ways to a TPU, on the CPU: torch_xla and torchax, whose last versions want torch 2.9.
 # An environment of its own, made once: 3 minutes and 8 GB (PyPI has torch 2.9 with CUDA only).

@@ -30,6 +30,7 @@ elif platform.machine() in ("x86_64", "AMD64"):
         f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")
     ]
     ISA_FLAGS["avx512bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16", "-mavx512vbmi"]
+    ISA_FLAGS["amx"] = [*ISA_FLAGS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 KERNEL_FLAGS = ["-O3", "-g0", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"]
 KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]
 KERNEL_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized"]

@@ -123,7 +123,7 @@ def pooled(truths: list[Truth]) -> Truth:
         torch.cat([t.out for t in truths]),
         torch.cat([t.softmax_lse for t in truths], 1),
         torch.cat([t.baseline for t in truths]),
-        torch.cat([t.magnitude for t in truths]),
+        torch.cat([t.luck for t in truths]),
     )
 
 

@@ -6,7 +6,11 @@
 
 #include "kernels.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -15,7 +19,20 @@
 namespace paged_attn {
 namespace {
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+// A process gets tile registers from the system, which Linux wants to be asked for.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl, since Linux 5.16
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & BF16) && (edx & TILE) &&
+         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+#elif defined(__aarch64__)
 bool has_bf16() {
 #if defined(__linux__)
   constexpr unsigned long BF16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
@@ -42,8 +59,10 @@ std::vector<const Kernels*> available() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     tables.push_back(&kernels_avx512);
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
       tables.push_back(&kernels_avx512bf16);
+      if (has_amx()) tables.push_back(&kernels_amx);
+    }
   }
 #elif defined(__aarch64__)
   tables.push_back(&kernels_neon);

@@ -22,6 +22,7 @@ extern const Kernels kernels_generic;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512bf16;
+extern const Kernels kernels_amx;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 extern const Kernels kernels_neon_bf16;

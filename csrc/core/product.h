@@ -7,9 +7,14 @@
 
 namespace {
 
+constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
+
 // Any dtypes: float32, one number an operand.
 struct FloatProduct {
   static constexpr int DEPTH = 1;
+  static constexpr int GRAIN = 1;         // operands that the depth is a multiple of
+  static constexpr int ROWS = TILE_ROWS;  // of a register tile
+  static constexpr bool HAS_TILE = false;
 
   template <class T>
   static constexpr bool accepts = true;
@@ -37,6 +42,9 @@ struct FloatProduct {
 // 8-bit numbers are; probabilities are rounded to bfloat16, so queries must not ask for more.
 struct Bfloat16Pairs {
   static constexpr int DEPTH = 2;
+  static constexpr int GRAIN = 1;
+  static constexpr int ROWS = TILE_ROWS;
+  static constexpr bool HAS_TILE = false;
 
   template <class T>
   static constexpr bool accepts = sizeof(T) == 1;

@@ -10,7 +10,7 @@ namespace {
 // Operands along head_dim.
 template <class Product>
 PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
-  return round_up(a.head_dim, Product::DEPTH) / Product::DEPTH;
+  return round_up(a.head_dim, Product::DEPTH * Product::GRAIN) / Product::DEPTH;
 }
 
 // Rows of one group as operands; `to` has a row stride of whole vectors.

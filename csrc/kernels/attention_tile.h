@@ -11,8 +11,6 @@
 
 namespace {
 
-constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
-
 template <int N>
 struct Count {
   static constexpr int value = N;
@@ -54,7 +52,10 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
                                 const float* keep) {
   const auto tile = [&](auto count) __attribute__((always_inline)) {
     constexpr int VECS = decltype(count)::value;
-    multiply_tile<Product, VECS>(a, stride_a, b, c, stride_c, depth, scale, keep);
+    if constexpr (Product::HAS_TILE)
+      Product::template multiply_tile<VECS>(a, stride_a, b, c, stride_c, depth, scale, keep);
+    else
+      multiply_tile<Product, VECS>(a, stride_a, b, c, stride_c, depth, scale, keep);
   };
   if constexpr (TILE_VECS == 4) {
     if (vecs == 4) return tile(Count<4>());
@@ -121,7 +122,7 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
     w.floats += round_up(floats, 16);
     return p;
   };
-  w.rows = round_up(rows, TILE_ROWS);
+  w.rows = round_up(rows, Product::ROWS);
   w.stride_q = round_up(key_depth<Product>(a), W);
   w.stride_acc = round_up(a.head_dim_v, W);
   w.q = take(w.rows * w.stride_q);
@@ -130,7 +131,7 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   w.l = take(w.rows);
   w.keys = take(key_depth<Product>(a) * MAX_COLUMNS);
   w.values = take(round_up(a.head_dim_v, PANEL) * (MAX_COLUMNS / Product::DEPTH));
-  w.scores = take(TILE_ROWS * MAX_COLUMNS);
+  w.scores = take(Product::ROWS * MAX_COLUMNS);
   return w;
 }
 
@@ -168,14 +169,15 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
   const float scale = logit_scale(a, s, kv_head);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  constexpr int DEPTH = Product::DEPTH;
+  constexpr int DEPTH = Product::DEPTH, ROWS = Product::ROWS;
+  constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // rows whose softmax fits the registers
   const int64_t depth = key_depth<Product>(a);
-  float all[TILE_ROWS];
+  float all[ROWS];
   for (float& x : all) x = 1.f;
-  for (int64_t r0 = 0; r0 < rows; r0 += TILE_ROWS) {
+  for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
     fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows,
-                  (r0 + TILE_ROWS) * MAX_COLUMNS / w.rows);
-    const int64_t last = min64(r0 + TILE_ROWS, rows) - 1;
+                  (r0 + ROWS) * MAX_COLUMNS / w.rows);
+    const int64_t last = min64(r0 + ROWS, rows) - 1;
     const int64_t first_token = task.token_begin + r0 / a.group_size;
     const int64_t last_token = task.token_begin + last / a.group_size;
     const KeyRange range = visible_keys(a, s, first_token, last_token);
@@ -191,15 +193,20 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
         multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
                           min64(MAX_CHAIN, depth - d), scale, keep);
     }
-    const auto row_at = [&](int r) __attribute__((always_inline)) {
-      return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
-                       task.group_begin * a.group_size + (r0 + r) % a.group_size);
-    };
     const bool finished =
         is_plain(a) && all_visible(a, s, first_token, last_token, block, begin, end);
-    float rescale[TILE_ROWS];
-    softmax_rows<Product, TILE_ROWS>(a, s, block, begin, end, finished, int(last - r0 + 1), row_at,
-                                     w.scores, MAX_COLUMNS, w.m + r0, w.l + r0, rescale);
+    float rescale[ROWS];
+    for (int i = 0; i < ROWS; i += TOGETHER) {
+      const int64_t first = r0 + i;
+      const auto row_at = [&](int r) __attribute__((always_inline)) {
+        return score_row(a, s, task.token_begin + (first + r) / a.group_size,
+                         task.group_begin * a.group_size + (first + r) % a.group_size);
+      };
+      const int count = int(min64(TOGETHER, last + 1 - first));
+      softmax_rows<Product, TOGETHER>(a, s, block, begin, end, finished, count, row_at,
+                                      w.scores + i * MAX_COLUMNS, MAX_COLUMNS, w.m + first,
+                                      w.l + first, rescale + i);
+    }
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);
       const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;

@@ -19,6 +19,17 @@ FEW_ROWS_THAT_CANCEL = Problem(
     padding_rows=2,
     causal=False,
 )
+ONE_NUMBER_FINER_THAN_ITS_PROBABILITIES = Problem(
+    "one_number_finer_than_its_probabilities",
+    ((1, 54),),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    kv_dtype=torch.float8_e4m3fn,
+    out_dtype=torch.float32,
+    causal=False,
+    bias="float",
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -28,6 +39,7 @@ def same_bits(a, b):
 
 @given(problems())
 @example(FEW_ROWS_THAT_CANCEL)
+@example(ONE_NUMBER_FINER_THAN_ITS_PROBABILITIES)
 @example(LONG_SUMS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)

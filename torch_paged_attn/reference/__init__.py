@@ -1,6 +1,6 @@
 """What the operators mean, in formulas a person can check: slow, plain, float64-capable."""
 
-from torch_paged_attn.reference.attention import BASELINE, GOLDEN, MAGNITUDE, Precision
+from torch_paged_attn.reference.attention import BASELINE, GOLDEN, MAGNITUDE, SPREAD, Precision
 from torch_paged_attn.reference.blocksparse import blocksparse
 from torch_paged_attn.reference.flash_varlen import flash_varlen
 from torch_paged_attn.reference.merge_states import merge_states
@@ -13,6 +13,7 @@ __all__ = [
     "BASELINE",
     "GOLDEN",
     "MAGNITUDE",
+    "SPREAD",
     "Precision",
     "blocksparse",
     "flash_varlen",

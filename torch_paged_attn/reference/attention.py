@@ -16,19 +16,21 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Precision:
     """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked.
 
-    `magnitudes` sums |p v| in place of p v: what the rounding errors of a sum scale with.
+    `norm` 1 sums |p v| in place of p v, 2 takes the root of the sum of (p v)^2: what the rounding
+    errors of a sum, and of what is summed, scale with.
     """
 
     compute: torch.dtype = torch.float32
     round_probabilities: bool = False
     round_out: bool = True
-    magnitudes: bool = False
+    norm: int = 0
 
 
 FLOAT32 = Precision()
 GOLDEN = Precision(torch.float64, round_out=False)
 BASELINE = Precision(torch.float32, round_probabilities=True)
-MAGNITUDE = Precision(torch.float64, round_out=False, magnitudes=True)
+MAGNITUDE = Precision(torch.float64, round_out=False, norm=1)
+SPREAD = Precision(torch.float64, round_out=False, norm=2)
 
 
 def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,8 +77,6 @@ def attend(
             visible = visible & (bias if bias.dtype == torch.bool else bias != float("-inf"))
         k_real = _real_rows(call, b, call.k, call.k_descale, visible, compute)
         v_real = _real_rows(call, b, call.v, call.v_descale, visible, compute)
-        if precision.magnitudes:
-            v_real = v_real.abs()
         q_scale = _descale(call.q_descale, b, call.num_kv_heads, compute)
         q_real = call.q[rows].transpose(0, 1).to(compute)
         q_real = q_real * q_scale.repeat_interleave(call.group_size)[:, None, None]
@@ -109,7 +109,10 @@ def attend(
             p = p.masked_fill(~keep, 0.0) / (1.0 - call.dropout_p)
         if precision.round_probabilities:
             p = p.to(call.q.dtype).to(compute)
-        out[rows] = ((p @ v_real) / total).transpose(0, 1)
+        summed = p @ v_real
+        if norm := precision.norm:
+            summed = (p**norm @ v_real.abs() ** norm) ** (1 / norm)
+        out[rows] = (summed / total).transpose(0, 1)
 
     if call.out_scale is not None:
         out = out / call.out_scale.to(compute)

@@ -16,7 +16,7 @@ def merge_states(
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
         weight = (part - shift).exp().mT[..., None]
         real = out.to(precision.compute)
-        real = real.abs() if precision.magnitudes else real
+        real = real.abs() if precision.norm else real
         merged += torch.where(weight > 0.0, weight * real, 0.0)
     return (merged.to(out_a.dtype) if precision.round_out else merged), lse.to(
         torch.float32 if precision.round_out else precision.compute

@@ -1,0 +1,75 @@
+"""The AMX kernels with their tile instructions in software: the same problems, judged by the same
+rule. All else that they execute, this processor must have.
+"""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.strategies import layouts, problems
+
+sys.path.insert(0, str(Path(__file__).parent))
+import run_call
+
+ROOT = Path(__file__).parents[2]
+CXX = shutil.which("g++")
+FLAGS = ["-O1", "-g0", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
+ONLY_TABLE = """
+#include "kernels.h"
+const paged_attn::Kernels& paged_attn::kernels() { return kernels_amx; }
+"""
+
+pytestmark = pytest.mark.skipif(
+    CXX is None or "avx512bf16" not in torch.ops.paged_attn.cpu_isas(),
+    reason="needs g++ and AVX-512-BF16",
+)
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("amx")
+    (folder / "kernels.cpp").write_text(ONLY_TABLE)
+    vectors = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vbmi")]
+    vectors += ["-mavx2", "-mfma", "-mf16c"]
+    tiles = ["-include", str(ROOT / "tests/isa/software_amx.h")]
+    objects = []
+    for source, flags in (
+        ("csrc/isa/amx.cpp", [*vectors, *tiles]),
+        ("csrc/isa/avx512bf16.cpp", vectors),
+        ("csrc/core/schedule.cpp", []),
+        ("tests/isa/run_call.cpp", []),
+        (folder / "kernels.cpp", []),
+    ):
+        objects.append(str(folder / f"{len(objects)}.o"))
+        command = [CXX, *FLAGS, *flags, "-c", str(ROOT / source), "-o", objects[-1]]
+        subprocess.run(command, check=True)
+    subprocess.run([CXX, *objects, "-o", str(folder / "run_call")], check=True)
+    return str(folder / "run_call")
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_agrees_with_the_reference(name, program, tmp_path):
+    call = build(PROBLEMS[name])
+    out, lse = run_call.run(call, [program], tmp_path)
+    assert_accurate(out, lse, call.truth())
+
+
+def in_bfloat16(problem):
+    """What the tiles multiply: 8-bit keys too, but nothing finer than bfloat16."""
+    kv_dtype = problem.kv_dtype or (problem.dtype if problem.dtype.itemsize == 1 else None)
+    return dataclasses.replace(problem, dtype=torch.bfloat16, kv_dtype=kv_dtype, out_scale=False)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given((problems() | problems(layouts)).map(in_bfloat16))
+def test_fuzz(program, tmp_path, problem):
+    call = build(problem)
+    out, lse = run_call.run(call, [program], tmp_path)
+    assert_accurate(out, lse, call.truth())
