@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench, do_bench_cudagraph
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.attention import attend
-from torch_paged_attn.ops.attention_call import AttentionCall
 
 DEVICE = "cuda"
 

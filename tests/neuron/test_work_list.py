@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_paged_attn.ops.attention_call import BlockLayout
+from torch_paged_attn.attention_call import BlockLayout
 from torch_paged_attn.planning.work_list import Batch, build_work_lists
 
 TILE_Q, TILE_K, GRAIN = 8, 16, 4

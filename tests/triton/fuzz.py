@@ -23,9 +23,9 @@ HUNG_AFTER = 90  # seconds for one plan
 
 def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
+    from torch_paged_attn.attention_call import AttentionCall
     from torch_paged_attn.backends import triton as backend
     from torch_paged_attn.backends.triton import flash_varlen_sm90
-    from torch_paged_attn.ops.attention_call import AttentionCall
 
     call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.to("cuda").args

@@ -1,6 +1,6 @@
 """Tiles smaller than any table of this machine's would choose."""
 
-from torch_paged_attn.ops.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.testing import Problem, assert_accurate, build
 from torch_paged_attn.tuning import Config
 

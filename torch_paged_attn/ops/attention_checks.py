@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.attention_call import AttentionCall, key_lengths
+from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.ops.checks import (
     FLOAT,
     FLOAT8,

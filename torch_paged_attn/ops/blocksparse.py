@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops.attention_call import AttentionCall, BlockLayout, key_lengths
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.checks import check_devices, check_dtype, fail
 from torch_paged_attn.ops.flash_varlen import (

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.attention_call import BlockLayout
+from torch_paged_attn.attention_call import BlockLayout
 from torch_paged_attn.planning.columns import Blocks, Columns, Stretch, count_up
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.attention_call import AttentionCall, key_lengths
+from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.reference.philox import dropout_keep
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

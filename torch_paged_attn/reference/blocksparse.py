@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.reference.attention import FLOAT32, Precision, attend
 
 

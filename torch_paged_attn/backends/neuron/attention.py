@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall, BlockLayout
 from torch_paged_attn.backends.neuron import attention_kernel as engine
 from torch_paged_attn.backends.neuron.adapter import as_bytes, launch, num_programs
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
@@ -20,7 +21,6 @@ from torch_paged_attn.backends.neuron.row_scalars import row_scalars
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
 from torch_paged_attn.backends.neuron.tables import Heads
 from torch_paged_attn.backends.neuron.toolchain import nl
-from torch_paged_attn.ops.attention_call import AttentionCall, BlockLayout
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 
 P = engine.P

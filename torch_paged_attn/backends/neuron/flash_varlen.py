@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.attention import attend
-from torch_paged_attn.ops.attention_call import AttentionCall
 
 
 def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,11 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import BlockLayout, key_lengths
 from torch_paged_attn.backends.neuron.recent import HostCopies, Recent
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows
 from torch_paged_attn.backends.neuron.tables import Heads, Tables, lay_out
 from torch_paged_attn.backends.neuron.tile_kernel import P
-from torch_paged_attn.ops.attention_call import BlockLayout, key_lengths
 from torch_paged_attn.planning.work_list import Batch, WorkList, build_work_lists
 
 _on_host = HostCopies()

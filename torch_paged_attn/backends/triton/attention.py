@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.counters import zeroed_counters
 from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
@@ -20,7 +21,6 @@ from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile import num_tiles
-from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.planning.splits import SplitPlan, plan_fixed_splits, plan_splits
 from torch_paged_attn.tuning import Config, choose_config
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import recipes
 from torch_paged_attn.backends.triton.attention import batch_invariant
 from torch_paged_attn.backends.triton.flash_varlen import answer
-from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.ops.blocksparse import check
 
 

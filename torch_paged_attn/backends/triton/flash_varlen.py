@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen_sm90, recipes
 from torch_paged_attn.backends.triton.attention import attend, batch_invariant
-from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.ops.attention_checks import check_attention
 
 logger = logging.getLogger(__name__)

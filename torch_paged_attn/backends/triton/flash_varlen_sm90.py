@@ -10,12 +10,12 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.block_lists import build_block_lists, number_of_entries
 from torch_paged_attn.backends.triton.launch import is_traced, launch
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile_order import most_tiles, order_tiles
-from torch_paged_attn.ops.attention_call import AttentionCall
 from torch_paged_attn.tuning import HopperConfig, choose_hopper_config
 
 # rows of a consumer: the height of a warpgroup's product
