@@ -5,11 +5,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import BlockLayout, key_lengths
+from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
 from torch_paged_attn.backends.neuron.recent import HostCopies, Recent
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows
-from torch_paged_attn.backends.neuron.tables import Heads, Tables, lay_out
+from torch_paged_attn.backends.neuron.tables import Tables, lay_out
 from torch_paged_attn.backends.neuron.tile_kernel import P
+from torch_paged_attn.backends.neuron.tiles import Tiles
 from torch_paged_attn.planning.work_list import Batch, WorkList, build_work_lists
 
 _on_host = HostCopies()
@@ -26,6 +27,13 @@ class Metadata:
     block_table: Tensor | None
     layout: BlockLayout | None
 
+    @classmethod
+    def of(cls, call: AttentionCall) -> "Metadata":
+        """That of a call."""
+        return cls(
+            call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.block_table, call.layout
+        )
+
     def on_host(self) -> "Metadata":
         """The same on the CPU."""
         k_starts, used, table = (
@@ -40,27 +48,30 @@ class Metadata:
 
 
 @dataclasses.dataclass(frozen=True)
-class Geometry:
-    """What decides a plan besides metadata: the call's options and the tiles."""
+class Options:
+    """What decides a plan besides what the metadata holds."""
 
     total_q: int
     window_size_left: int
     window_size_right: int
     has_dropout: bool
-    heads: Heads
     num_pages: int
     page_size: int
-    tile_k: int
-    run: int
-    deepest: int
-    programs: int  # that share the items
+    tiles: Tiles
 
 
-def plan(
-    metadata: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows]
-) -> list[Tables]:
-    """Tables of each work list, on the metadata's device; the same for every layer of a step."""
-    host, device = metadata.on_host(), metadata.cu_seqlens_q.device
+def plan(call: AttentionCall, tiles: Tiles, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
+    """Tables of each work list, on the call's device; the same for every layer of a step."""
+    host, device = Metadata.of(call).on_host(), call.q.device
+    options = Options(
+        total_q=call.total_q,
+        window_size_left=call.window_size_left,
+        window_size_right=call.window_right,
+        has_dropout=call.dropout_p > 0.0,
+        num_pages=call.k.shape[0],
+        page_size=call.page_size,
+        tiles=tiles,
+    )
     tensors: tuple[Tensor | None, ...]
     tensors = host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table
     blocks: tuple[int, ...] = ()
@@ -68,48 +79,48 @@ def plan(
         tensors += layout.crow_indices, layout.col_indices
         blocks = layout.q_block_size, layout.k_block_size
     places = tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
-    options = geometry, places, blocks, device
 
     def make() -> list[Tables]:
-        return [tables.to(device) for tables in _make(host, geometry, rows)]
+        return [tables.to(device) for tables in _make(host, options, rows)]
 
-    return _recent_plans(tensors, options, make)
+    return _recent_plans(tensors, (options, places, blocks, device), make)
 
 
-def _make(host: Metadata, geometry: Geometry, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
+def _make(host: Metadata, options: Options, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
     cu_seqlens_q = host.cu_seqlens_q.long()
     key_lens = key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long()
     batch = Batch(
         cu_seqlens_q,
         key_lens,
-        geometry.total_q,
-        geometry.window_size_left,
-        geometry.window_size_right,
+        options.total_q,
+        options.window_size_left,
+        options.window_size_right,
     )
-    heads, run = geometry.heads, geometry.run
+    tiles = options.tiles
+    heads, run, deepest = tiles.heads, tiles.run, tiles.deepest
     lists = build_work_lists(
         batch,
         group_size=heads.members,
         planes=heads.planes,
         tile_q=P,
-        tile_k=geometry.tile_k,
+        tile_k=tiles.tile_k,
         grain=run,
-        depths=sorted({1, max(1, geometry.deepest // 4), geometry.deepest}),
+        depths=sorted({1, max(1, deepest // 4), deepest}),
         layout=host.layout,
     )
     in_sequence = None
-    if geometry.has_dropout:
+    if options.has_dropout:
         _, lengths, _ = batch.sequences()
-        in_sequence = torch.arange(geometry.total_q) - cu_seqlens_q.repeat_interleave(lengths)
+        in_sequence = torch.arange(options.total_q) - cu_seqlens_q.repeat_interleave(lengths)
     return [
         lay_out(
-            work, heads, rows, _slots(work, host, geometry), in_sequence, run, geometry.programs
+            work, heads, rows, _slots(work, host, options), in_sequence, run, tiles.item_programs
         )
         for work in lists
     ]
 
 
-def _slots(work: WorkList, host: Metadata, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def _slots(work: WorkList, host: Metadata, options: Options) -> tuple[Tensor, Tensor]:
     """Page and slot that each run of an item's keys starts at, `(num_items, tile_k / run)`."""
     page, slot = torch.zeros_like(work.keys), torch.zeros_like(work.keys)
     sees = work.key_start < work.key_stop
@@ -122,7 +133,7 @@ def _slots(work: WorkList, host: Metadata, geometry: Geometry) -> tuple[Tensor, 
         return page, slot
     table = host.block_table.long()
     # ids nobody has checked must not read outside the cache
-    column = (key // geometry.page_size).clamp(max=table.shape[1] - 1)
-    page[sees] = table[sequence, column].clamp(0, geometry.num_pages - 1)
-    slot[sees] = key % geometry.page_size
+    column = (key // options.page_size).clamp(max=table.shape[1] - 1)
+    page[sees] = table[sequence, column].clamp(0, options.num_pages - 1)
+    slot[sees] = key % options.page_size
     return page, slot

@@ -3,25 +3,17 @@
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.attention_kernel import NUM_SCALARS
 from torch_paged_attn.backends.neuron.tables import Heads
 from torch_paged_attn.backends.neuron.tile_kernel import MASKED
 
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-
-def row_scalars(
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    descales: Descales,
-    scale: float,
-    cu_seqlens_q: Tensor,
-    total_q: int,
-    heads: Heads,
-) -> Tensor:
+def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
     """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where nobody asks for any."""
-    device = cu_seqlens_q.device
-    if sinks is None and alibi_slopes is None and not any(d is not None for d in descales):
+    device, cu_seqlens_q, total_q = call.q.device, call.cu_seqlens_q, call.total_q
+    descales = call.q_descale, call.k_descale, call.v_descale
+    if all(values is None for values in (call.sinks, call.alibi_slopes, *descales)):
         return torch.zeros(1, heads.together * NUM_SCALARS, device=device)
     tokens = torch.arange(total_q, device=device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True)
@@ -42,8 +34,8 @@ def row_scalars(
     q_descale, k_descale, v_descale = (per_token(d, 1.0) for d in descales)
     is_padding = (sequence == len(cu_seqlens_q) - 1)[:, None, None]
     columns = (
-        per_token(sinks, 0.0).masked_fill(is_padding, MASKED),  # these see no sink either
-        per_token(alibi_slopes, 0.0),
+        per_token(call.sinks, 0.0).masked_fill(is_padding, MASKED),  # these see no sink either
+        per_token(call.alibi_slopes, 0.0),
         q_descale * k_descale * scale,
         v_descale,
     )
