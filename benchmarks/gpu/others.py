@@ -1,4 +1,4 @@
-"""Cache writes, block-sparse attention, and what a call costs on the host, on one GPU.
+"""Cache writes and block-sparse attention on one GPU.
 
     python benchmarks/gpu/others.py [--json OUT]
 
@@ -10,19 +10,15 @@ import argparse
 import dataclasses
 import functools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import DEVICE, Decode, Prefill, paged, prefill_calls, relative_error
+from attention import DEVICE, Prefill, prefill_calls, relative_error
 from triton.testing import do_bench, do_bench_cudagraph
 
 import torch_paged_attn
-from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.layouts import local_strided
-
-CALLS = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,31 +47,6 @@ BLOCKSPARSE = (
 
 def milliseconds(call: Callable, in_graph: bool) -> float:
     return (do_bench_cudagraph if in_graph else do_bench)(call, rep=100, return_mode="median")
-
-
-@torch.inference_mode()
-def host_time(decode: Decode) -> dict[str, float]:
-    """Microseconds of host time of an eager call of the operator, and of the backend under it."""
-    k, v, table, used = paged(decode.contexts, 16, decode.num_kv_heads, 128, torch.bfloat16)
-    batch = len(decode.contexts)
-    q = torch.randn(batch, decode.num_heads, 128, device=DEVICE, dtype=torch.bfloat16)
-    cu = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
-    args = q, k.transpose(1, 2), v.transpose(1, 2), cu, None, 1, max(decode.contexts), used, table
-    row = {}
-    for name, function in {"op": torch_paged_attn.flash_varlen, "backend": flash_varlen}.items():
-        run = functools.partial(function, *args, causal=True)
-        for _ in range(20):
-            run()
-        torch.cuda.synchronize()
-        samples = []
-        for _ in range(9):
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                run()
-            samples.append((time.perf_counter() - start) / CALLS * 1e6)
-            torch.cuda.synchronize()
-        row[name] = sorted(samples)[4]
-    return row
 
 
 def cache_write(num_tokens: int, dtype: torch.dtype) -> dict[str, float]:
@@ -132,8 +103,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rows: dict[str, Callable[[], dict[str, float]]] = {}
-    for decode in (Decode((1024,), 32, 8), Decode((4096,) * 64, 32, 8)):
-        rows[f"host time, us: {decode}"] = functools.partial(host_time, decode)
     for num_tokens in (64, 1024, 16384):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             name = f"cache write, us: {num_tokens}x8x128 {str(dtype).split('.')[1]}"

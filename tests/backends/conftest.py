@@ -19,3 +19,12 @@ def poison_allocations():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def forget_calls(device):
+    """Calls on a GPU are planned anew: the environment may have changed since."""
+    if device.type == "cuda":
+        from torch_paged_attn.backends.triton import recipes
+
+        recipes.forget()

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-# where test_cross_compile and its worker processes find their other half
+# where tests and their worker processes find what they share
 sys.path.insert(0, str(Path(__file__).parent))
+
+from dispatched import dispatched
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -37,13 +39,18 @@ def run(kernels):
     """Run a `Call` on the backend, wherever its tensors are."""
 
     def run(call, **changes):
-        args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args | changes
-        first = ["q", "k", "v", "crow_indices", "col_indices", "cu_seqlens_q", "cu_seqlens_k"]
-        first += ["max_seqlen_q", "max_seqlen_k"]
-        positional = [args.pop(name) for name in first if name in args]
-        return getattr(kernels, call.op)(*positional, **args)
+        args, options = dispatched(call.op, call.args | changes)
+        return getattr(kernels, call.op)(*args, **options)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def forget_calls(kernels):
+    """Every call of a test is planned: the environment may have changed."""
+    from torch_paged_attn.backends.triton import recipes
+
+    recipes.forget()
 
 
 @pytest.fixture(autouse=True)

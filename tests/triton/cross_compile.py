@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from dispatched import dispatched
 
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, build
 
@@ -149,8 +150,8 @@ def _attention(problem: Problem) -> Callable[[], None]:
     from torch_paged_attn.backends import triton as backend
 
     call = build(problem)
-    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
-    return functools.partial(getattr(backend, call.op), **args)
+    args, options = dispatched(call.op, call.args)
+    return functools.partial(getattr(backend, call.op), *args, **options)
 
 
 def _cache_write(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 import torch
+from dispatched import dispatched
 from hypothesis import strategies as st
 
 from torch_paged_attn.testing import Problem, assert_accurate, build
@@ -28,13 +29,12 @@ def run(problem: Problem) -> None:
     from torch_paged_attn.backends.triton import flash_varlen_sm90
 
     call = build(problem)
-    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.to("cuda").args
-    first = ["q", "k", "v", "crow_indices", "col_indices", "cu_seqlens_q", "cu_seqlens_k"]
-    first += ["max_seqlen_q", "max_seqlen_k"]
-    positional = [args.pop(name) for name in first if name in args]
+    args, options = dispatched(call.op, call.to("cuda").args)
     truth = call.truth()
-    assert_accurate(*getattr(backend, call.op)(*positional, **args), truth)
-    whole = getattr(AttentionCall, call.op)(*positional, **args)
+    first, again = (getattr(backend, call.op)(*args, **options) for _ in range(2))
+    assert_accurate(*first, truth)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    whole = getattr(AttentionCall, call.op)(*args, **options)
     if flash_varlen_sm90.unsupported(whole) is None:
         # the operator leaves what is small to the portable kernel
         assert_accurate(*flash_varlen_sm90.flash_varlen(whole), truth)

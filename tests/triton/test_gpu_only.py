@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from torch_paged_attn.backends.triton import recipes
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,6 +21,48 @@ def test_no_call_waits_for_the_gpu(name, run):
         run(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def elsewhere(call):
+    """The same call with its tensors at other addresses."""
+    room = [torch.empty(1 << 16, device="cuda")]
+    copied = {}
+    for name, value in call.args.items():
+        if isinstance(value, torch.Tensor):
+            room.append(torch.empty(1000, device="cuda"))
+            span = value.new_zeros(value.untyped_storage().nbytes() // value.itemsize)
+            value = span.as_strided(value.shape, value.stride(), 0).copy_(value)
+        copied[name] = value
+    return dataclasses.replace(call, args=copied)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_call_like_one_before_is_not_planned_again(name, monkeypatch):
+    call = build(PROBLEMS[name]).to("cuda")
+    others = elsewhere(call)
+    with torch.inference_mode():
+        want = call.run()
+        monkeypatch.setattr(recipes, "make", None)
+        for again in (call, others):
+            assert all(torch.equal(a, b) for a, b in zip(again.run(), want, strict=True))
+    # neither through the dispatcher
+    assert all(torch.equal(a, b) for a, b in zip(others.run(), want, strict=True))
+
+
+def test_values_within_keys_or_elsewhere():
+    """An MLA cache: the values are a part of the keys, or a copy of it."""
+    call = build(PROBLEMS["deepseek_mla/decode/bf16"]).to("cuda")
+    part = call.args["k"][..., : call.args["v"].shape[-1]]
+    copied = torch.empty_like(call.args["k"])[..., : part.shape[-1]].copy_(part)
+    doubled = torch.empty_like(call.args["k"])[..., : part.shape[-1]].copy_(2 * part)
+    planned = {}
+    for v in (part, copied, doubled):
+        recipes.forget()
+        planned[id(v)] = call.run(v=v)
+    recipes.forget()
+    for v in (part, copied, doubled, part, doubled, copied):
+        got, want = call.run(v=v), planned[id(v)]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_decode_step_replays_while_lengths_tables_and_slots_change(kernels):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops._again import ask_first
 from torch_paged_attn.ops._inlining import inline
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -150,6 +151,8 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     if values_are_checked():
         checks = [check, check_values]
     if not checks:
+        if hasattr(backend, "play"):
+            ask_first(backend.play)
         return function
 
     def checked(*args: Any, **kwargs: Any) -> Any:

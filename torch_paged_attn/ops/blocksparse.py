@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
+from torch_paged_attn.ops._again import UNKNOWN, again
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.checks import check_devices, check_dtype, fail
@@ -151,31 +152,20 @@ def blocksparse(
 
     Sources: BigBird (arXiv 2007.14062), Phi-3 (arXiv 2404.14219), section 2.
     """
-    max_seqlen_q, max_seqlen_k = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    return _blocksparse(
-        q,
-        k,
-        v,
-        crow_indices,
-        col_indices,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-        block_table,
-        attn_bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-        rng_state,
-        q_block_size=q_block_size,
-        k_block_size=k_block_size,
-        causal=causal,
-        **given_scalars(
-            softmax_scale, window_size_left, window_size_right, softcap, dropout_p, out_dtype
-        ),
-    )
+    options = given_scalars(
+        softmax_scale, None if causal else False, window_size_left, window_size_right, softcap,
+        dropout_p, out_dtype,
+    )  # fmt: skip
+    sizes = {"q_block_size": q_block_size, "k_block_size": k_block_size}
+    options = {name: size for name, size in sizes.items() if size != 64} | options
+    rest = (
+        seqused_k, block_table, attn_bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+        out_scale, rng_state,
+    )  # fmt: skip
+    first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
+    hints = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    if not torch.compiler.is_dynamo_compiling() and min(hints) >= 0:
+        results = again("blocksparse", (*first, *rest), options)
+        if results is not UNKNOWN:
+            return results
+    return _blocksparse(*first, *hints, *rest, **options)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.ops._again import UNKNOWN, again
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 
@@ -64,6 +65,7 @@ def default_max_seqlens(
 
 def given_scalars(
     softmax_scale: float | None,
+    causal: bool | None,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
@@ -74,6 +76,8 @@ def given_scalars(
     given: dict[str, Any] = {}
     if softmax_scale is not None:
         given["softmax_scale"] = softmax_scale
+    if causal is not None:
+        given["causal"] = causal
     if window_size_left != -1:
         given["window_size_left"] = window_size_left
     if window_size_right != -1:
@@ -182,27 +186,18 @@ def flash_varlen(
     Sources: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180), ALiBi
     (arXiv 2108.12409), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    max_seqlen_q, max_seqlen_k = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    return _flash_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-        block_table,
-        attn_bias,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-        rng_state,
-        causal=causal,
-        **given_scalars(
-            softmax_scale, window_size_left, window_size_right, softcap, dropout_p, out_dtype
-        ),
-    )
+    options = given_scalars(
+        softmax_scale, causal or None, window_size_left, window_size_right, softcap, dropout_p,
+        out_dtype,
+    )  # fmt: skip
+    rest = (
+        seqused_k, block_table, attn_bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+        out_scale, rng_state,
+    )  # fmt: skip
+    first = q, k, v, cu_seqlens_q, cu_seqlens_k
+    hints = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    if not torch.compiler.is_dynamo_compiling() and min(hints) >= 0:
+        results = again("flash_varlen", (*first, *rest), options)
+        if results is not UNKNOWN:
+            return results
+    return _flash_varlen(*first, *hints, *rest, **options)

@@ -9,6 +9,7 @@ if importlib.util.find_spec("triton") is not None:
     from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
     from torch_paged_attn.backends.triton.launch import traced
     from torch_paged_attn.backends.triton.merge_states import merge_states
+    from torch_paged_attn.backends.triton.recipes import play
     from torch_paged_attn.backends.triton.reshape_and_cache import (
         reshape_and_cache,
         reshape_and_cache_split,
@@ -18,6 +19,7 @@ if importlib.util.find_spec("triton") is not None:
         "blocksparse",
         "flash_varlen",
         "merge_states",
+        "play",
         "reshape_and_cache",
         "reshape_and_cache_split",
     ]

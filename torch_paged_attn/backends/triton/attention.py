@@ -13,11 +13,10 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
-from torch_paged_attn.backends.triton.counters import zeroed_counters
 from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
-from torch_paged_attn.backends.triton.launch import Relaunch, launch
-from torch_paged_attn.backends.triton.recipes import Recipe, remember
+from torch_paged_attn.backends.triton.launch import allocate, launch
 from torch_paged_attn.backends.triton.rows import chunks
+from torch_paged_attn.backends.triton.shared import zeroed_counters
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.tile import num_tiles
@@ -72,11 +71,8 @@ def attend(
     *,
     config: Config | None = None,
     splits: SplitPlan | None = None,
-    key: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel. `config` and `splits` override what shapes and tables say; with a `key`
-    there will be a recipe for calls like this one.
-    """
+    """Launch the kernel. `config` and `splits` override what shapes and tables say."""
     q, k, v, block_table, layout = call.q, call.k, call.v, call.block_table, call.layout
     total_q, num_heads, head_dim = q.shape
     num_kv_heads, group_size, head_dim_v = call.num_kv_heads, call.group_size, call.head_dim_v
@@ -153,7 +149,7 @@ def attend(
         grid = (grid_heads, -(-splits.programs // height), height)
         programs = math.prod(grid)
         part_rows = 2 * programs * rows
-        parts = q.new_empty(part_rows * (head_dim_v + 1), dtype=torch.float32)
+        parts = allocate((part_rows * (head_dim_v + 1),), torch.float32, q.device)
         counters = zeroed_counters(q.device, programs)
     crow, col = (None, None) if layout is None else (layout.crow_indices, layout.col_indices)
     crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
@@ -261,10 +257,5 @@ def attend(
         call.rng_state if call.dropout_p > 0.0 else None,
         *fixed_args,
     )
-    compiled = launch(_attention_fwd_kernel, grid, *args, **options)
-    if key is not None and q.is_cuda:
-        relaunch = Relaunch(_attention_fwd_kernel, compiled, grid, args, options)
-        size = parts.numel() if parts is not None else 0
-        recipe = Recipe(relaunch, out.shape, out.dtype, size, math.prod(grid), call.dropout_p > 0.0)
-        remember(key, recipe)
+    launch(_attention_fwd_kernel, grid, *args, **options)
     return out, lse

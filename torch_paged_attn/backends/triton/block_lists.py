@@ -8,12 +8,13 @@ list goes where `col_indices` keeps the blocks of its rows, so that nothing is c
 
 import dataclasses
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.launch import launch
+from torch_paged_attn.backends.triton.launch import allocate, launch
 
 # an entry: the number of a piece of keys, and below it a bit for each row of the group
 ROW_BITS = tl.constexpr(8)
@@ -126,8 +127,8 @@ def build_block_lists(
     pieces = max(layout.k_block_size // block_n, 1)
     keys = layout.k_block_size // pieces
     groups = min(-(-(bounds - 1) // rows), -(-key_bound // positions))
-    entries = col.new_empty(number_of_entries(layout, block_n))
-    spans = col.new_empty((batch, heads, groups, SPAN.value))
+    entries = allocate((number_of_entries(layout, block_n),), torch.int32, col.device)
+    spans = allocate((batch, heads, groups, SPAN.value), torch.int32, col.device)
     if spans.numel() > 0:
         launch(
             _block_lists_kernel,

@@ -1,6 +1,7 @@
 """`flash_varlen` on GPUs: which kernel a call takes."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -8,9 +9,13 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen_sm90, recipes
 from torch_paged_attn.backends.triton.attention import attend, batch_invariant
-from torch_paged_attn.ops.attention_checks import check_attention
+from torch_paged_attn.ops._again import UNKNOWN
+from torch_paged_attn.ops.flash_varlen import check
 
 logger = logging.getLogger(__name__)
+
+# tensors after the two hints
+OPTIONAL_TENSORS = 10
 
 
 def why_portable(call: AttentionCall) -> str | None:
@@ -21,21 +26,36 @@ def why_portable(call: AttentionCall) -> str | None:
     return reason or flash_varlen_sm90.too_small(call)
 
 
-def answer(call: AttentionCall, key: Any) -> tuple[Tensor, Tensor]:
-    """Launch a call that was checked; with a `key` the portable kernel keeps a recipe for it."""
-    reason = why_portable(call)
-    if reason is None:
-        logger.debug("%s: the Hopper kernel", call.op)
-        return flash_varlen_sm90.flash_varlen(call)
-    logger.debug("%s: the portable kernel, because %s", call.op, reason)
-    return attend(call, key=key)
+def answer(
+    call_of: Callable[..., AttentionCall],
+    check: Callable[..., None],
+    hints: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The results of an operator called with these arguments: from a recipe, or checked, planned
+    and launched. Number `hints` and the next, which change nothing, are no part of a recipe.
+    """
+    op, rest = call_of.__name__, args[hints + 2 :]
+    tensors = *args[:hints], *rest, *(None,) * (OPTIONAL_TENSORS - len(rest))
+
+    def plan() -> tuple[Tensor, Tensor]:
+        check(*args, **kwargs)
+        call = call_of(*args, **kwargs)
+        reason = why_portable(call)
+        if reason is None:
+            logger.debug("%s: the Hopper kernel", op)
+            return flash_varlen_sm90.flash_varlen(call)
+        logger.debug("%s: the portable kernel, because %s", op, reason)
+        return attend(call)
+
+    results: Any = UNKNOWN
+    if min(args[hints : hints + 2], default=0) >= 0:
+        results = recipes.play(op, tensors, kwargs)
+    return recipes.make(plan, op, tensors, kwargs) if results is UNKNOWN else results
 
 
 def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.flash_varlen`."""
-    key = recipes.key_of("flash_varlen", 5, batch_invariant(), args, kwargs)
-    if (recipe := recipes.recall(key)) is not None:
-        return recipe(*args, **kwargs)
-    call = AttentionCall.flash_varlen(*args, **kwargs)
-    check_attention(call)
-    return answer(call, key)
+    # the two hints come after q, k, v and the lengths
+    return answer(AttentionCall.flash_varlen, check, 5, args, kwargs)

@@ -1,13 +1,17 @@
-"""Starting a kernel, whether its call runs or is being traced by torch.compile."""
+"""Starting a kernel, whether its call runs or is being traced by torch.compile.
+
+What a call launches and what memory it allocates can be noted on a tape, so that calls like it are
+played from there: `recipes.py`.
+"""
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.driver import driver
 
 _local = threading.local()
 
@@ -27,49 +31,67 @@ def is_traced() -> bool:
     return getattr(_local, "is_traced", False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """`kernel[grid](*args, **options)`; the compiled kernel, if it ran on a GPU."""
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """`kernel[grid](*args, **options)` as it was done: `args` begin with tensors, tensor maps and
+    None.
+    """
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def device(self) -> int:
+        """The number of the device."""
+        return self.args[0].device.index
+
+
+@dataclasses.dataclass
+class Tape:
+    """What a call launched, the memory it allocated for that, and its zeroed counters."""
+
+    launches: list[Launch] = dataclasses.field(default_factory=list)
+    allocations: list[Tensor] = dataclasses.field(default_factory=list)
+    counters: Tensor | None = None
+    num_counters: int = 0
+
+
+@contextlib.contextmanager
+def taped() -> Iterator[Tape]:
+    """Within it, `launch`, `allocate` and `zeroed_counters` note what they do."""
+    _local.tape = tape = Tape()
+    try:
+        yield tape
+    finally:
+        _local.tape = None
+
+
+def current_tape() -> Tape | None:
+    """The tape that runs, if any."""
+    return getattr(_local, "tape", None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`."""
     if is_traced():
         from torch.library import wrap_triton
 
-        return wrap_triton(kernel)[grid](*args, **options)
-    if not args[0].is_cuda:
-        return kernel[grid](*args, **options)
-    with torch.cuda.device(args[0].device):
-        return kernel[grid](*args, **options)
+        wrap_triton(kernel)[grid](*args, **options)
+    elif not args[0].is_cuda:
+        kernel[grid](*args, **options)
+    else:
+        with torch.cuda.device(args[0].device):
+            compiled = kernel[grid](*args, **options)
+        if (tape := current_tape()) is not None:
+            tape.launches.append(Launch(kernel, compiled, grid, args, options))
 
 
-class Relaunch:
-    """A launch that was done, to be done again with other tensors.
-
-    These must have the dtypes, the shapes, the strides and the alignment of those before. Triton's
-    own way from arguments to a compiled kernel costs several times as much as this.
-    """
-
-    def __init__(
-        self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Any, options: dict[str, Any]
-    ) -> None:
-        tensors = sum(x is None or isinstance(x, Tensor) for x in args)
-        constants = [options[name] for name in kernel.arg_names[len(args) :]]
-        self._fixed = (*args[tensors:], *constants)
-        self._device = args[0].device.index
-        self._grid = (*grid, 1, 1)[:3]
-        self._run = compiled.run
-        self._kernel = compiled.function, compiled.packed_metadata, None, None, None
-        self._stream_of = driver.active.get_current_stream
-
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch on the current stream of the tensors' device."""
-        if torch.cuda.current_device() != self._device:
-            with torch.cuda.device(self._device):
-                return self(tensors)
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        stream = self._stream_of(self._device)
-        return self._run(*self._grid, stream, *self._kernel, *addresses, *self._fixed)
-
-
-def describe(x: Any) -> Any:
-    """All of a tensor that a launch depends on; anything else stands for itself."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return x
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that a call needs besides its results, for as long as it lasts."""
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    if (tape := current_tape()) is not None:
+        tape.allocations.append(memory)
+    return memory

@@ -1,14 +1,18 @@
 """`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each)."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn.backends.triton import recipes
 from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
 from torch_paged_attn.backends.triton.launch import launch
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
+from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.merge_states import check
 
 
@@ -77,10 +81,15 @@ def _merge_kernel(
     tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
 
 
-def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_states(*tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.merge_states`."""
+    results = recipes.play("merge_states", tensors, {})
+    if results is UNKNOWN:
+        results = recipes.make(functools.partial(_merge, *tensors), "merge_states", tensors, {})
+    return results
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     check(out_a, lse_a, out_b, lse_b)
     total_q, num_heads, head_dim_v = out_a.shape
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)

@@ -35,6 +35,10 @@ class _Address:
     def data_ptr(self) -> int:
         return self.pointer
 
+    def at(self, pointer: int) -> "_Address":
+        """The same tensor at another address."""
+        return _Address(pointer, self.dtype)
+
 
 @functools.lru_cache(maxsize=1024)
 def _tensor_map(

@@ -5,14 +5,19 @@ slot. Of many, each first leaves its number with the slot, in a launch of its ow
 is found there then is that of the one that writes, so that memory nobody initialised will do.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn.backends.triton import recipes
 from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
-from torch_paged_attn.backends.triton.launch import launch
+from torch_paged_attn.backends.triton.launch import allocate, launch
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
+from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 # up to so many tokens a program looks through all slots
@@ -150,29 +155,42 @@ def _reshape_and_cache_kernel(
     )  # fmt: skip
 
 
-def reshape_and_cache(
+def reshape_and_cache(*args: Any) -> None:
+    """Arguments as in the op `reshape_and_cache`."""
+    tensors = *args, *(None,) * (6 - len(args))
+    if recipes.play("reshape_and_cache", tensors, {}) is UNKNOWN:
+        recipes.make(functools.partial(_write, *tensors), "reshape_and_cache", tensors, {})
+
+
+def reshape_and_cache_split(*args: Any) -> None:
+    """Arguments as in the op `reshape_and_cache.split`."""
+    tensors = *args, *(None,) * (7 - len(args))
+    if recipes.play("reshape_and_cache.split", tensors, {}) is UNKNOWN:
+        write = functools.partial(_write_split, *tensors)
+        recipes.make(write, "reshape_and_cache.split", tensors, {})
+
+
+def _write(
     key: Tensor,
     value: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """Arguments as in the op `reshape_and_cache`."""
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
     _launch(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
 
 
-def reshape_and_cache_split(
+def _write_split(
     key: Tensor,
     value: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """Arguments as in the op `reshape_and_cache.split`."""
     check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     _launch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
@@ -195,7 +213,7 @@ def _launch(
     num_slots = k_cache.shape[0] * k_cache.shape[2]
     claims = None
     if num_tokens > FEW_TOKENS:
-        claims = slot_mapping.new_empty(num_slots, dtype=torch.int32)
+        claims = allocate((num_slots,), torch.int32, slot_mapping.device)
         grid = (triton.cdiv(num_tokens, FEW_TOKENS),)
         slots = (slot_mapping, claims, slot_mapping.stride(0), num_tokens, num_slots)
         launch(_claim_kernel, grid, *slots, BLOCK=FEW_TOKENS)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.launch import launch
+from torch_paged_attn.backends.triton.launch import allocate, launch
 from torch_paged_attn.backends.triton.tile import key_span, num_tiles, query_span
 
 # int32 words of an entry, and of the header before the entries: tickets drawn, number of tiles
@@ -155,7 +155,7 @@ def order_tiles(
     """
     batch = cu_seqlens_q.shape[0] - 1
     tiles = most_tiles(total_q, batch, tokens, is_aligned)
-    order = torch.empty((tiles + 1, ENTRY), dtype=torch.int32, device=cu_seqlens_q.device)
+    order = allocate((tiles + 1, ENTRY), torch.int32, cu_seqlens_q.device)
     launch(
         _tile_order_kernel,
         (-(-tiles // PLACED),),
