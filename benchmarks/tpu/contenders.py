@@ -18,6 +18,7 @@ from peers import jax_paged_attention, rpa_v3, splash
 from torch_paged_attn.backends.tpu.blocksparse import blocksparse
 from torch_paged_attn.backends.tpu.config import CHIPS, Config
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 # what tests/schedules holds our kernels to
 BUDGET = Path(__file__).parent / "budget.json"
@@ -85,32 +86,49 @@ class Batch:
         pages = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
         return pages.reshape(self.sequences, -1)
 
+    @property
+    def slot_mapping(self) -> np.ndarray:
+        """Where the keys of the queries' tokens go: the last ones of each sequence."""
+        position = np.arange(self.keys - self.queries, self.keys)
+        page = self.block_table[:, position // self.page_size]
+        return (page * self.page_size + position % self.page_size).astype(np.int32).reshape(-1)
+
 
 def config_for(generation: Generation) -> Config:
     """What the kernels choose on this generation."""
     return CHIPS[aot.device_kind(generation)]
 
 
-def ours(batch: Batch) -> Build:
-    """The op as the adapters call it, cache passed whole."""
+def ours(batch: Batch, *, writes: bool = False) -> Build:
+    """The op as the adapters call it, cache passed whole; if it `writes`, behind the other one."""
 
     def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         config = config_for(generation)
 
-        def call(q: Any, cache: Any, cu_seqlens: Any, seqused_k: Any, block_table: Any) -> Any:
+        def attend(q: Any, cache: Any, cu_seqlens: Any, seqused_k: Any, block_table: Any) -> Any:
             return flash_varlen(
                 q, cache, None, cu_seqlens, None, seqused_k, block_table,
                 max_seqlen_q=batch.queries, causal=True, config=config,
             )  # fmt: skip
 
+        def write_and_attend(keys: Any, slots: Any, q: Any, cache: Any, *tables: Any) -> Any:
+            return attend(q, reshape_and_cache(keys, keys, cache, slots), *tables)
+
         tables = (batch.cu_seqlens, batch.seqused_k, batch.block_table)
-        return call, (batch.q, batch.cache, *tables)
+        if writes:
+            written = (batch.new_keys, batch.slot_mapping)
+            return write_and_attend, (*written, batch.q, batch.cache, *tables)
+        return attend, (batch.q, batch.cache, *tables)
 
     return build
 
 
 def attention(name: str, batch: Batch, *, seed: bool = False) -> Problem:
-    contenders: dict[str, Build] = {"ours": ours(batch), "RPA v3": rpa_v3(batch)}
+    contenders: dict[str, Build] = {
+        "ours": ours(batch),
+        "ours, with the write": ours(batch, writes=True),
+        "RPA v3": rpa_v3(batch),
+    }
     if seed:
         contenders["seed"] = jax_paged_attention(batch)
     return Problem(name, contenders, batch.live_bytes)

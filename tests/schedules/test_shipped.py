@@ -13,7 +13,10 @@ from contenders import config_for
 from generations import GENERATIONS
 from jax import ShapeDtypeStruct
 
+from torch_paged_attn.backends.tpu.blocksparse import blocksparse
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.merge_states import merge_states
+from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 DTYPES = {
     "bf16": (jnp.bfloat16, jnp.bfloat16),
@@ -23,48 +26,61 @@ DTYPES = {
     "e5m2": (jnp.bfloat16, jnp.float8_e5m2),
     "int8": (jnp.bfloat16, jnp.int8),
 }
+FEATURES = {"softcap": 30.0, "window_size_left": 1000, "sinks": True, "alibi": True}
 
 # what is not named is as in the first
-FAMILIES = {
+ATTENTION = {
     "decode": {},
     "decode_page16": {"page_size": 16},
     "decode_d64": {"head_dim": 64},
     "decode_d256": {"head_dim": 256},
     "decode_mqa": {"num_heads": 8, "num_kv_heads": 1},
+    "decode_mha": {"num_kv_heads": 32},
     "decode_28_4": {"num_heads": 28, "num_kv_heads": 4},
-    "decode_features": {"softcap": 30.0, "window_size_left": 1000, "sinks": True, "alibi": True},
+    "decode_features": FEATURES,
     "decode_fp32": {"dtype": "fp32"},
     "decode_e4m3": {"dtype": "e4m3", "page_size": 32},
     "decode_e5m2": {"dtype": "e5m2", "page_size": 32},
     "decode_int8": {"dtype": "int8", "page_size": 32},
+    "speculative": {"queries": 4},
     "mixed": {"queries": 256},
-    "mixed_features": {
-        "queries": 256, "softcap": 30.0, "window_size_left": 1000, "sinks": True, "alibi": True,
-    },
+    "mixed_mha": {"queries": 256, "num_kv_heads": 32},
+    "mixed_d256": {"queries": 256, "head_dim": 256},
+    "mixed_features": FEATURES | {"queries": 256},
+    "mixed_bias": {"queries": 256, "bias": True},
+    "mixed_dropout": {"queries": 256, "dropout_p": 0.1},
     "mixed_fp16": {"queries": 256, "dtype": "fp16"},
+    "mixed_fp32": {"queries": 256, "dtype": "fp32"},
     "mixed_int8": {"queries": 256, "dtype": "int8", "page_size": 32},
-}  # fmt: skip
-
-JOBS = [
-    pytest.param(family, generation, id=f"{family}/{generation.name}")
-    for i, family in enumerate(FAMILIES)
-    for j, generation in enumerate(GENERATIONS.values())
-    if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" or (i + j) % 3 == 0
-]
+    "blocksparse_decode": {"layout_heads": 1},
+    "blocksparse_mixed": {"queries": 256, "layout_heads": 1},
+    "blocksparse_mixed_per_head": {"queries": 256, "layout_heads": 32},
+}
 
 
-def _call(
+def over(families):
+    jobs = [
+        pytest.param(family, generation, id=f"{family}/{generation.name}")
+        for i, family in enumerate(families)
+        for j, generation in enumerate(GENERATIONS.values())
+        if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" or (i + j) % 3 == 0
+    ]
+    return pytest.mark.parametrize(("family", "generation"), jobs)
+
+
+def _attention(
     generation, *, queries=1, page_size=128, num_heads=32, num_kv_heads=8, head_dim=128,
-    dtype="bf16", sinks=False, alibi=False, **options,
+    dtype="bf16", sinks=False, alibi=False, bias=False, layout_heads=0, **options,
 ):  # fmt: skip
     batch, pages = 4, 16
+    total_q, max_keys = batch * queries, pages * page_size
     of_q, of_cache = DTYPES[dtype]
     array = ShapeDtypeStruct
     arguments = {
-        "q": array((batch * queries, num_heads, head_dim), of_q),
+        "q": array((total_q, num_heads, head_dim), of_q),
         "k": array((2, batch * pages, num_kv_heads, page_size, head_dim), of_cache),
         "cu_seqlens_q": np.arange(batch + 1, dtype=np.int32) * queries,
-        "seqused_k": np.full(batch, pages * page_size, np.int32),
+        "seqused_k": np.full(batch, max_keys, np.int32),
         "block_table": np.arange(batch * pages, dtype=np.int32).reshape(batch, pages),
     }
     per_head = array((num_heads,), jnp.float32)
@@ -72,11 +88,21 @@ def _call(
         arguments["sinks"] = per_head
     if alibi:
         arguments["alibi_slopes"] = per_head
+    if bias:
+        arguments["attn_bias"] = array((1, total_q, max_keys), jnp.bfloat16)
+    if "dropout_p" in options:
+        arguments["rng_state"] = array((3,), jnp.uint32)
     if of_cache != of_q:
         arguments |= dict.fromkeys(("k_descale", "v_descale"), array((), jnp.float32))
+    op = flash_varlen
+    if layout_heads:
+        op, rows = blocksparse, max_keys // 64
+        crow = np.arange(rows + 1, dtype=np.int32) * 2
+        arguments["crow_indices"] = np.tile(crow, (layout_heads, 1))
+        arguments["col_indices"] = array((layout_heads, 2 * rows), jnp.int32)
 
     def call(tensors):
-        return flash_varlen(
+        return op(
             **tensors, v=None, max_seqlen_q=queries, causal=True, config=config_for(generation),
             **options,
         )  # fmt: skip
@@ -84,9 +110,27 @@ def _call(
     return call, (arguments,)
 
 
-@pytest.mark.parametrize(("family", "generation"), JOBS)
-def test_compiles_within_vmem(family, generation):
-    kernels = aot.compile_kernels(*_call(generation, **FAMILIES[family]), generation)
+@over(ATTENTION)
+def test_attention_compiles_within_vmem(family, generation):
+    kernels = aot.compile_kernels(*_attention(generation, **ATTENTION[family]), generation)
     assert kernels
     for kernel in kernels:
         assert 0 < kernel.vmem_bytes <= generation.vmem_bytes
+
+
+@over(["bf16", "fp16", "fp32", "e4m3", "e5m2", "int8"])
+def test_cache_writes_compile_within_vmem(family, generation):
+    of_key, of_cache = DTYPES[family]
+    key = ShapeDtypeStruct((256, 8, 128), of_key)
+    cache = ShapeDtypeStruct((2, 64, 8, 32, 128), of_cache)
+    slots = ShapeDtypeStruct((256,), jnp.int32)
+    scales = () if of_cache == of_key else (ShapeDtypeStruct((8,), jnp.float32),) * 2
+    [kernel] = aot.compile_kernels(reshape_and_cache, (key, key, cache, slots, *scales), generation)
+    assert 0 < kernel.vmem_bytes <= generation.vmem_bytes
+
+
+@over(["bf16", "fp16", "fp32"])
+def test_merging_compiles(family, generation):
+    out = ShapeDtypeStruct((256, 32, 128), DTYPES[family][0])
+    lse = ShapeDtypeStruct((32, 256), jnp.float32)
+    assert not aot.compile_kernels(merge_states, (out, lse, out, lse), generation)  # XLA's own

@@ -109,6 +109,8 @@ class TileAttention:
         """`body(heads)` for all heads, as many at a time as are computed on together."""
         num_heads, rows = self.softmax.m_i.shape[:2]
         most = min(MOST_HEADS, max(1, MOST_ROWS // rows))
+        if self.statics.dropout_p > 0.0:
+            most = 1  # drawing numbers takes longer than any latency
         together = max(n for n in range(1, most + 1) if num_heads % n == 0)
 
         def attend_some(i: Any, _: None) -> None:
