@@ -24,6 +24,8 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 BUDGET = Path(__file__).parent / "budget.json"
 BUDGETED = ("bundles", "hbm_bytes", "dmas")
 
+LEAST_SLOTS = 1 << 18  # 1 GiB of Llama-3-8B's keys and values in one layer
+
 # a function and its arguments for one generation
 Build = Callable[[Generation], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -54,7 +56,8 @@ class Batch:
 
     @property
     def num_pages(self) -> int:
-        return self.sequences * self.keys // self.page_size
+        """Of a cache that is larger than VMEM, as any is that serves."""
+        return max(self.sequences * self.keys, LEAST_SLOTS) // self.page_size
 
     @property
     def live_bytes(self) -> int:
@@ -84,7 +87,7 @@ class Batch:
     @property
     def block_table(self) -> np.ndarray:
         pages = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
-        return pages.reshape(self.sequences, -1)
+        return pages[: self.sequences * self.keys // self.page_size].reshape(self.sequences, -1)
 
     @property
     def slot_mapping(self) -> np.ndarray:
