@@ -12,7 +12,7 @@ if importlib.util.find_spec("jax") is None:
     collect_ignore_glob = ["test_*.py"]
 
 # a DMA that is waited for and never started blocks a thread of C++
-LONGEST = 240
+LONGEST = 3600 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 240
 
 
 @pytest.fixture(autouse=True)

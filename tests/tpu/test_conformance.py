@@ -1,11 +1,14 @@
 """The ops on TPU over the named problems: right, without a race, and with every wait done."""
 
 import dataclasses
+import os
 
+import hypothesis
 import pytest
 import torch
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.strategies import problems
 
 # A case is seconds of compiling: these are the ones whose way through the kernels is their own.
 # The others differ in strides, which JAX arrays do not have, or in what is the same one step later.
@@ -126,4 +129,16 @@ def test_nobody_reads_the_keys_that_a_bias_hides(op, run):
     size = problem.page_size
     pages = call.args["block_table"][:, 64 // size : 80 // size].long()
     call.args["k"][pages] = call.args["v"][pages] = float("nan")
+    assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+# every plan is compiled: seconds, half a minute with dropout
+@hypothesis.settings(
+    max_examples=40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 3,
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(problem=problems())
+def test_fuzzed_plans_agree_with_the_reference(problem, run):
+    call = build(problem)
     assert_accurate(*run(call, "on_wait"), call.truth())

@@ -13,7 +13,7 @@ MOST_ROWS = 4096
 
 # tiles and blocks are not made smaller than this
 LEAST_ROWS = 64
-LEAST_KEYS = 256
+LEAST_KEYS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Config:
 
 # by `device_kind`
 CHIPS = {
-    "TPU v4": Config(block_k=512, step_k=256, num_cores=2, vmem_bytes=15 * MIB, tile_rows=256),
-    "TPU v5": Config(num_cores=2),
-    "TPU v5p": Config(num_cores=2),
+    "TPU v4": Config(block_k=512, step_k=256, num_cores=2, vmem_bytes=15 * MIB, tile_rows=128),
+    "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB),
+    "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB),
     "TPU v5 lite": Config(),
     "TPU v5e": Config(),
     "TPU v6 lite": Config(),
