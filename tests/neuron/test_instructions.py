@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from torch_paged_attn.testing import nki_emulator
 from torch_paged_attn.testing.nki_emulator import emulated
+from torch_paged_attn.testing.nki_emulator.signatures import ISA
 
 RNG = np.random.default_rng(0)
 P = 128
@@ -156,6 +158,14 @@ def row_of_register(nki, dst, x, index):
     nki.nisa.dma_copy(dst=dst, src=row)
 
 
+def registers(nki, dst, x):
+    """From a tile to a register, to another, and back."""
+    register, other = nki.nisa.register_alloc(), nki.nisa.register_alloc(0)
+    nki.nisa.register_load(register, x)
+    nki.nisa.register_move(other, register)
+    nki.nisa.register_store(dst, other)
+
+
 def loop(nki, dst, x):
     """Rows one by one, in a loop whose end is a register."""
     columns = x.shape[1]
@@ -295,6 +305,7 @@ CASES = {
         (ROWS[:4], INDEX),
     ),
     "scalar_offset": Case(row_of_register, ROWS[3:4], (ROWS, np.array([[3]], np.int32))),
+    "registers": Case(registers, np.array([[41]], np.int32), (np.array([[41]], np.int32),)),
     "fori_loop": Case(loop, ROWS.sum(0, keepdims=True), (ROWS,), exact=False),
     "a stride of 0": Case(spread, np.repeat(X[:, 2:3], 5, 1), (X,)),
     "view": Case(
@@ -303,6 +314,11 @@ CASES = {
         (BYTES,),
     ),
 }
+
+
+@pytest.mark.parametrize("instruction", sorted(ISA.keys() - {"get_nc_version"}))
+def test_every_instruction_has_a_kernel(instruction):
+    assert f"nki.nisa.{instruction}(" in Path(__file__).read_text()
 
 
 def runs():
