@@ -28,6 +28,9 @@ def front_end(monkeypatch):
         monkeypatch.setattr(adapter, "EMULATED", False)
         adapter._compiled.cache_clear()
         adapter._wrap_nki.cache_clear()
+        adapter._installed_platform.cache_clear()
+        monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+        monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
         for name in (*RECORDED, "neuronxcc", "neuronxcc.nki", "torch_xla"):
             if name != "torch._C":
                 monkeypatch.setitem(sys.modules, name, None)
@@ -39,6 +42,7 @@ def front_end(monkeypatch):
     yield install
     adapter._compiled.cache_clear()
     adapter._wrap_nki.cache_clear()
+    adapter._installed_platform.cache_clear()
 
 
 def device_named(monkeypatch, name):
@@ -83,6 +87,23 @@ def test_launch_is_a_call_of_the_jitted_kernel(cores, front_end, monkeypatch):
     assert result[0].is_contiguous() and torch.equal(result[0], x) and result[1] == 7
 
 
+@pytest.mark.parametrize("platform, cores", [("inf2", 1), ("trn1", 1), ("trn2", 2), ("trn3", 2)])
+def test_cores_of_a_logical_one_are_neurons_own_default(platform, cores, front_end, monkeypatch):
+    front_end(*COMPILER, "torch_neuronx.utils", get_platform_target=platform)
+    assert adapter.num_programs() == cores
+    front_end(*COMPILER)
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", platform)
+    assert adapter.num_programs() == cores
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(3 - cores))
+    assert adapter.num_programs() == 3 - cores
+
+
+def test_the_native_device_has_logical_cores_of_two(front_end, monkeypatch):
+    front_end(*COMPILER)
+    device_named(monkeypatch, "neuron")
+    assert adapter.num_programs() == 2
+
+
 @pytest.mark.parametrize("hop", adapter.NKI_HOPS)
 def test_a_traced_launch_is_a_node(hop, front_end):
     log = front_end(*COMPILER, hop)
@@ -90,7 +111,7 @@ def test_a_traced_launch_is_a_node(hop, front_end):
     with adapter.traced():
         adapter.launch(lambda a: a, torch.ones(2))
     adapter.launch(lambda a: a, torch.ones(2))
-    assert log == [("wrap_nki", (1,)), ("nki.jit", 1)]
+    assert log == [("wrap_nki", (2,)), ("nki.jit", 2)]
 
 
 def test_a_traced_cache_write_launches_nodes_and_attention_stays_opaque(front_end):
@@ -103,7 +124,7 @@ def test_a_traced_cache_write_launches_nodes_and_attention_stays_opaque(front_en
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "scatter_kernel", lambda rows, index, cache, heads, layout: cache)
         write(key, key, *caches, torch.arange(5))
-    assert log == [("wrap_nki", (1,))] * 2
+    assert log == [("wrap_nki", (2,))] * 2
     assert neuron.traceable("flash_varlen") is None and neuron.traceable("blocksparse") is None
     assert neuron.traceable("merge_states") is neuron.merge_states
 

@@ -12,6 +12,8 @@ import types
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["PAGED_ATTN_NEURON_EMULATE"] = "1"  # the kernels are written in the emulator's nki
 
+os.environ["NEURON_LOGICAL_NC_CONFIG"] = "1"
+
 import torch
 import torch_xla
 from torch.utils._pytree import tree_map_only

@@ -26,6 +26,7 @@ from torch_paged_attn.backends.neuron.toolchain import EMULATED, nl
 
 OLDEST = (0, 3)  # dst-first instructions, `accumulate=`, buffers as objects
 NKI_HOPS = ("torch_neuronx.nki_hop", "libtorch_neuronx_lite.nki.nki_hop")
+ONE_CORE = ("trn1", "trn1n", "inf2", "gen2")  # no logical cores of two
 
 _local = threading.local()
 
@@ -92,8 +93,28 @@ def xla_runtime() -> str | None:
 
 
 def num_programs() -> int:
-    """Physical cores of one logical NeuronCore, as the runtime is configured."""
-    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1"))
+    """Physical cores of one logical NeuronCore: as configured, else what Neuron takes by itself.
+
+    A kernel launched on another number is refused.
+    """
+    configured = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+    if configured:
+        return int(configured)
+    return 1 if EMULATED or platform() in ONE_CORE else 2
+
+
+def platform() -> str:
+    """The family of the chip; the native device came with the third generation."""
+    named = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE")
+    if named:
+        return named
+    return "trn2" if is_native() else _installed_platform()
+
+
+@functools.cache
+def _installed_platform() -> str:
+    utils = _import("torch_neuronx.utils")
+    return "trn2" if utils is None else utils.get_platform_target()
 
 
 @contextlib.contextmanager

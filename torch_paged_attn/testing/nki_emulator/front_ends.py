@@ -14,6 +14,7 @@ from torch_paged_attn.testing.nki_emulator.signatures import signature
 RECORDED = {
     "nki": {"jit": "fn=None, **kwargs"},
     "torch_neuronx.nki_hop": {"wrap_nki": "nki_kernel, **kwargs"},
+    "torch_neuronx.utils": {"get_platform_target": ""},
     "libtorch_neuronx_lite.nki.nki_hop": {"wrap_nki": "nki_kernel, **kwargs"},
     "torch_xla.runtime": {"device_type": ""},
     "torch._C": {"_get_privateuse1_backend_name": ""},
