@@ -14,6 +14,7 @@ from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshap
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
+    from torch_paged_attn.ahead import warmup
     from torch_paged_attn.integrations.flash_attn import (
         flash_attn_func,
         flash_attn_varlen_func,
@@ -37,6 +38,7 @@ __all__ = [
     "layouts",
     "merge_states",
     "reshape_and_cache",
+    "warmup",
 ]
 
 # imported when first asked for: the import of the package registers the ops and no more
@@ -48,6 +50,7 @@ _LATER = {
     "flash_attn_func": "integrations.flash_attn",
     "flash_attn_varlen_func": "integrations.flash_attn",
     "flash_attn_with_kvcache": "integrations.flash_attn",
+    "warmup": "ahead",
 }
 
 

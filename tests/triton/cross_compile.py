@@ -266,6 +266,29 @@ def compile_call(arch: str, name: str) -> list[Kernel]:
     return kernels
 
 
+def specialisations(arch: str, problems: list[Problem]) -> dict[str, int]:
+    """How many kernels of each name the calls take on a chip; nothing is compiled."""
+    from triton.runtime.jit import JITFunction, compute_cache_key
+
+    keys: dict[str, set[str]] = {}
+    run = JITFunction.run
+
+    def note(kernel, *args, grid, warmup, **kwargs):
+        *_, key_cache, _, _, bind = kernel.device_caches[arch]
+        _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
+        key = compute_cache_key(key_cache, specialization, options)
+        keys.setdefault(kernel.__name__, set()).add(key)
+
+    JITFunction.run = note
+    try:
+        with elsewhere(arch):
+            for problem in problems:
+                _attention(problem)()
+    finally:
+        JITFunction.run = run
+    return {name: len(found) for name, found in keys.items()}
+
+
 def _compile_for_real() -> None:
     """Not in the interpreter, which the suite in the parent process turns on."""
     os.environ["TRITON_INTERPRET"] = "0"

@@ -30,6 +30,9 @@ RELATIVES = {
     "gfx1200": "gfx1201",
 }
 
+# keys of a sequence that lie in few tiles: there is nothing to have on its way behind the first
+SHORT = 2048
+
 # head sizes in between use the tiles of the next larger one
 WIDTHS = (64, 128, 256, 1024)
 
@@ -62,24 +65,28 @@ def entries(
     kv_itemsize: int,
     page_size: int,
     tiles: int,
+    keys: int,
     is_plain: bool,
 ) -> list[str]:
     """The entries of a table that fit a call, the most special first.
 
     `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is one of WIDTHS, `b` the bytes of an
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
-    at least 1024 tiles, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones. `/extra`
-    is for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
+    at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of at
+    most SHORT keys, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones. `/extra` is
+    for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
-    keys = [key]
+    found = [key]
     if kv_itemsize < itemsize:
-        keys = [f"{key}/kv1", key]
+        found = [f"{key}/kv1", key]
     elif page_size:
         size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
-        keys = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
-    return keys if is_plain else [f"{k}/extra" for k in keys] + keys
+        found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
+        if keys <= SHORT:
+            found.insert(0, f"{key}/{size}/short")
+    return found if is_plain else [f"{k}/extra" for k in found] + found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,9 +98,11 @@ def choose_config(
     kv_itemsize: int,
     page_size: int,
     tiles: int,
+    keys: int,
     is_plain: bool,
 ) -> Config:
-    """The config for about `tiles` tiles of about `rows` rows. `head_dim` is the larger of the two.
+    """The config for about `tiles` tiles of about `rows` rows and at most `keys` keys. `head_dim`
+    is the larger of the two.
 
     An entry's BLOCK_M is the most rows that a tile may have.
     """
@@ -101,7 +110,7 @@ def choose_config(
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
     table = _table(arch)
-    call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, is_plain)
+    call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, keys, is_plain)
     for entry in entries(*call):
         if entry in table:
             found = Config(**{"BLOCK_M": block_m, **table[entry]})

@@ -32,6 +32,9 @@ MERGED_BY_WARP = 2048
 # programs along the second dimension of a grid
 MOST_IN_GRID = 65535
 
+# sequences that a program looks at at a time, to find its work: few kernels for all batches
+SEARCH_WIDTHS = (8, 32, 256, 1024)
+
 # rows of a tile, and tiles, when results must not depend on the batch
 INVARIANT_ROWS = 64
 INVARIANT_TILES = 256
@@ -83,6 +86,7 @@ def attend(
         return out, lse
 
     target = target_of(q.device)
+    key_bound = k.shape[0] if block_table is None else block_table.shape[1] * page_size
     pack = min(group_size, 64)
     if layout is not None and layout.crow_indices.shape[-2] == num_heads:
         pack = 1  # query heads of a group visit different blocks
@@ -97,7 +101,7 @@ def attend(
         widest = max(head_dim, head_dim_v)
         has_scores = softcap > 0.0 or attn_bias is not None or alibi_slopes is not None
         is_plain = not has_scores and call.dropout_p == 0.0 and layout is None
-        sizes = (max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles)
+        sizes = (max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles, key_bound)
         config = choose_config(target.arch, *sizes, is_plain)
     # a tile of few rows takes the heads of a group in turns
     block_m = config.BLOCK_M
@@ -113,7 +117,6 @@ def attend(
     slack = 1 if layout is None else 2
     grid_tiles = num_tiles(total_q, batch, tokens, slack)
 
-    key_bound = k.shape[0] if block_table is None else block_table.shape[1] * page_size
     units = -(-key_bound // block_n)
     if splits is None and batch_invariant():
         splits = plan_fixed_splits(grid_tiles, key_bound)
@@ -194,7 +197,7 @@ def attend(
         -(-splits.min_keys // block_n),
         splits.fixed_keys // block_n,
     )
-    search_width = min(next_power_of_2(batch + 1), 1024)
+    search_width = next((w for w in SEARCH_WIDTHS if batch < w), SEARCH_WIDTHS[-1])
     options |= dict(
         HEAD_DIM=head_dim,
         K_LOW=k_low,

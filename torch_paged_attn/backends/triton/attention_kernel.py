@@ -20,6 +20,12 @@ from torch_paged_attn.backends.triton.work import count_units, find_work
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
 VARYING = (
+    "stride_table",
+    "stride_crow_batch",
+    "stride_crow_head",
+    "stride_col_batch",
+    "stride_col_head",
+    "stride_bias_head",
     "total_q",
     "max_keys",
     "num_pages",

@@ -29,7 +29,7 @@ def _weighted(out_ptr, offset, inside, weight, FORMAT: tl.constexpr):
     return out * weight[:, None]
 
 
-@triton.jit(do_not_specialize=("total_q",))
+@triton.jit(do_not_specialize=("total_q", "stride_lse_a_head", "stride_lse_b_head"))
 def _merge_kernel(
     out_a_ptr,
     lse_a_ptr,

@@ -20,8 +20,9 @@ from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
-# up to so many tokens a program looks through all slots
+# up to so many tokens a program looks through all slots, in one of few widths
 FEW_TOKENS = 1024
+WIDTHS = (1, 32, 256, FEW_TOKENS)
 
 # elements of keys, and as many of values, that a program copies
 BLOCK = 2048
@@ -249,5 +250,5 @@ def _launch(
         CACHE_FORMAT=cache_format,
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        WIDTH=1 if claims is not None else next_power_of_2(num_tokens),
+        WIDTH=1 if claims is not None else next(w for w in WIDTHS if num_tokens <= w),
     )

@@ -1,0 +1,80 @@
+"""How many kernels a model takes, whatever it is called with; compiled ahead, none is left."""
+
+import itertools
+
+import cross_compile
+import pytest
+import torch
+
+import torch_paged_attn
+from torch_paged_attn.testing import Problem
+
+BF16 = torch.bfloat16
+HAS_GPU = torch.cuda.is_available()
+
+
+def model(seqs, page_size=16, **options):
+    return Problem("model", tuple(seqs), 8, 2, 64, dtype=BF16, page_size=page_size, **options)
+
+
+def specialisations(problems):
+    with cross_compile.workers(1) as pool:
+        return pool.submit(cross_compile.specialisations, "sm90", problems).result()
+
+
+def test_lengths_tables_and_caches_take_no_kernel_of_their_own():
+    lengths = (300, 301, 16 * 29, 16 * 30 - 1, 500)
+    problems = [
+        model([(1, n), (1, n // 3), (1, 2)], spare_pages=spare)
+        for n, spare in itertools.product(lengths, (0, 1, 16))
+    ]
+    assert specialisations(problems) == {"_attention_fwd_kernel": 1}
+    ragged = [model([(n, 0), (n + 7, 90), (1, n)], page_size=None) for n in range(700, 705)]
+    found = specialisations([*ragged, *(model([(n, 60), (n, 0)]) for n in range(700, 705))])
+    # packed and paged
+    assert found == {"_hopper_attention_fwd_kernel": 2, "_tile_order_kernel": 2}
+
+
+def test_batches_take_a_bounded_number():
+    """A kernel for each number of sequences looked at at a time, and each class of tiles."""
+    decode = [model([(1, 30 + b % 5)] * b) for b in (1, 2, 3, 5, 8, 11, 21, 32, 47, 90, 130, 200)]
+    assert specialisations(decode)["_attention_fwd_kernel"] <= 6
+
+
+def test_compiling_ahead_is_nothing_to_do_on_a_cpu():
+    assert torch_paged_attn.warmup(8, 2, 64, device="cpu") is None
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_nothing_is_left_to_compile_after_compiling_ahead(monkeypatch):
+    from triton import knobs
+
+    compiled = []
+    torch_paged_attn.warmup(8, 2, 64, page_size=16, causal=True, max_batch=40, max_tokens=600)
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs["repr"])
+    )
+    g = torch.Generator().manual_seed(0)
+
+    def randint(most):
+        return int(torch.randint(1, most + 1, (), generator=g))
+
+    for _ in range(60):
+        batch = randint(40)
+        lengths = [randint(600 // batch) if randint(2) > 1 else 1 for _ in range(batch)]
+        contexts = [n + randint(900) for n in lengths]
+        width = -(-max(contexts) // 16) + randint(9)
+        cache = torch.randn(2, batch * width, 16, 2, 64, device="cuda").bfloat16().transpose(2, 3)
+        new = torch.randn(2, sum(lengths), 2, 64, device="cuda").bfloat16()
+        slots = torch.randperm(batch * width * 16, device="cuda")[: sum(lengths)]
+        torch_paged_attn.reshape_and_cache(*new, (cache[0], cache[1]), slots)
+        torch_paged_attn.flash_varlen(
+            torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16(),
+            cache[0],
+            cache[1],
+            torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32),
+            seqused_k=torch.tensor(contexts, device="cuda", dtype=torch.int32),
+            block_table=torch.arange(batch * width, device="cuda").view(batch, width).int(),
+            causal=True,
+        )
+    assert compiled == []

@@ -1,0 +1,90 @@
+"""Compiling ahead: kernels for the sizes that a model will call with, before anybody waits."""
+
+import itertools
+from typing import Any
+
+import torch
+
+from torch_paged_attn.ops.flash_varlen import flash_varlen
+from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
+
+# keys of a sequence for which kernels may differ: one tile of them, a few, any number
+CONTEXTS = (64, 1024, 1 << 16)
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two and what is halfway between them, up to `most`, and that."""
+    powers = [2**i for i in range(most.bit_length())]
+    halfway = [3 * n // 2 for n in powers if n > 1 and 3 * n // 2 <= most]
+    return sorted({*powers, *halfway, most})
+
+
+def warmup(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    page_size: int | None = None,
+    device: torch.device | str = "cuda",
+    max_batch: int = 256,
+    max_tokens: int = 8192,
+    **options: Any,
+) -> None:
+    """Compile what `flash_varlen` and `reshape_and_cache` take for a model on a GPU: decode,
+    prefill and mixed batches of up to `max_batch` sequences and `max_tokens` queries in all.
+
+    Lengths and strides compile nothing new, so calls of other sizes find their kernel compiled. On
+    a CPU there is nothing to do.
+
+    Args:
+        num_heads, num_kv_heads, head_dim, head_dim_v: of the model; head_dim_v is head_dim when
+            omitted.
+        dtype, kv_dtype: of queries, and of keys and values when they differ.
+        page_size: of a paged cache whose layout is `(num_pages, page_size, num_kv_heads,
+            head_dim)`, passed transposed; None: keys are packed.
+        options: what the model gives to `flash_varlen` by name, `causal=True` say. Tensors among
+            them must not depend on the batch.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return
+    dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    new = [zeros(max_tokens, num_kv_heads, dim, dtype=dtype) for dim in dims]
+    queries = zeros(max_tokens, num_heads, head_dim, dtype=dtype)
+    if page_size is None:
+        packed = [zeros(max_tokens, num_kv_heads, dim, dtype=kv_dtype) for dim in dims]
+    else:
+        pages = -(-max_tokens // page_size)
+        k_cache, v_cache = (
+            zeros(pages, page_size, num_kv_heads, dim, dtype=kv_dtype).transpose(1, 2)
+            for dim in dims
+        )
+        for tokens in _sizes(max_tokens):
+            # a negative slot writes nothing
+            slots = torch.full((tokens,), -1, device=device)
+            reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
+    with torch.inference_mode():
+        for batch, length in itertools.product(_sizes(max_batch), _sizes(max_tokens)):
+            total = batch * length
+            if total > max_tokens:
+                continue
+            q = queries[:total]
+            starts = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
+            if page_size is None:
+                flash_varlen(q, packed[0][:total], packed[1][:total], starts, **options)
+                continue
+            # no sequence has a key: what runs is over at once
+            used = zeros(batch, dtype=torch.int32)
+            for context in CONTEXTS:
+                table = zeros(batch, -(-context // page_size), dtype=torch.int32)
+                lengths = {"seqused_k": used, "block_table": table}
+                flash_varlen(q, k_cache, v_cache, starts, **lengths, **options)
+    torch.cuda.synchronize(device)
