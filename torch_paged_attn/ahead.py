@@ -8,8 +8,8 @@ import torch
 from torch_paged_attn.ops.flash_varlen import flash_varlen
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
 
-# keys of a sequence for which kernels may differ: one tile of them, a few, any number
-CONTEXTS = (64, 1024, 1 << 16)
+# keys of a sequence for which kernels may differ: one tile of them, a few (`tuning`), any number
+CONTEXTS = (64, 1024, 4096, 1 << 16)
 
 
 def _sizes(most: int) -> list[int]:

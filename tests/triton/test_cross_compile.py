@@ -12,7 +12,7 @@ import pytest
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # those whose tables of tiles have been through the whole matrix
-CHIPS = ("sm80", "sm86", "sm90", "sm100", "gfx90a", "gfx942", "gfx950")
+CHIPS = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950")
 JOBS = [
     (arch, name)
     for i, arch in enumerate(CHIPS)

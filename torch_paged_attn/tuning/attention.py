@@ -30,8 +30,8 @@ RELATIVES = {
     "gfx1200": "gfx1201",
 }
 
-# keys of a sequence that lie in few tiles: there is nothing to have on its way behind the first
-SHORT = 2048
+# keys that a table may hold for a sequence: of few there is little to have on its way at a time
+LENGTHS = {"short": 2048, "medium": 4096}
 
 # head sizes in between use the tiles of the next larger one
 WIDTHS = (64, 128, 256, 1024)
@@ -72,8 +72,8 @@ def entries(
 
     `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is one of WIDTHS, `b` the bytes of an
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
-    at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of at
-    most SHORT keys, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones. `/extra` is
+    at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of so
+    many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones. `/extra` is
     for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
@@ -84,8 +84,8 @@ def entries(
     elif page_size:
         size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
-        if keys <= SHORT:
-            found.insert(0, f"{key}/{size}/short")
+        length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
+        found.insert(0, f"{key}/{size}/{length}")
     return found if is_plain else [f"{k}/extra" for k in found] + found
 
 

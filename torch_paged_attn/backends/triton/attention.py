@@ -33,7 +33,7 @@ MERGED_BY_WARP = 2048
 MOST_IN_GRID = 65535
 
 # sequences that a program looks at at a time, to find its work: few kernels for all batches
-SEARCH_WIDTHS = (8, 32, 256, 1024)
+SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
 
 # rows of a tile, and tiles, when results must not depend on the batch
 INVARIANT_ROWS = 64
