@@ -73,8 +73,8 @@ def entries(
     `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is one of WIDTHS, `b` the bytes of an
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
     at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of so
-    many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones. `/extra` is
-    for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
+    many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones.
+    `/extra` is for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
