@@ -85,6 +85,6 @@ def warmup(
             used = zeros(batch, dtype=torch.int32)
             for context in CONTEXTS:
                 table = zeros(batch, -(-context // page_size), dtype=torch.int32)
-                lengths = {"seqused_k": used, "block_table": table}
+                lengths: dict[str, Any] = {"seqused_k": used, "block_table": table}
                 flash_varlen(q, k_cache, v_cache, starts, **lengths, **options)
     torch.cuda.synchronize(device)
