@@ -51,7 +51,7 @@ test-neon: install
 	$(PYTHON) -m pytest tests/isa/test_aarch64.py
 
 # PyTorch's own ways to a TPU, on the CPU: torch_xla and torchax, whose last versions want torch 2.9.
-# An environment of its own, made once: 3 minutes and 8 GB (PyPI has torch 2.9 with CUDA only).
+# An environment of its own, made once: 4 minutes and 8 GB (PyPI has torch 2.9 with CUDA only).
 test-xla: .venv-xla/installed
 	PYTHONPATH=. .venv-xla/bin/python -m pytest --confcutdir tests/xla tests/xla
 
