@@ -148,7 +148,6 @@ def test_a_nan_of_one_sequence_stays_there(run, machine):
     assert same_bits((poisoned[1:], poisoned_lse[:, 1:]), (out[1:], lse[:, 1:]))
 
 
-@hypothesis.settings(max_examples=60, derandomize=True, database=None, deadline=None)
 @hypothesis.given(
     problems(st.one_of(st.none(), layouts)),
     st.sampled_from(GENERATIONS),
