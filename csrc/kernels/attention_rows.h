@@ -1,9 +1,9 @@
 // Few query rows (decode): keys and values are read in place, once, in the order of memory.
 //
-// A task covers a range of keys for several head groups: 16 keys at a time for every head, so that
-// a page is read whole in either layout, while the next 16 are prefetched line by line (a burst of
-// prefetches would hold up the loads) and the addresses of those after them are translated. The
-// rows of a group share each load and each conversion.
+// A task covers a range of keys for several head groups: a chunk of keys at a time for every head,
+// so that a page is read whole in either layout, while the next chunk is prefetched line by line (a
+// burst of prefetches would hold up the loads) and the addresses of the one after are translated.
+// The rows of a group share each load and each conversion.
 #pragma once
 
 #include "../core/query_rows.h"
@@ -12,7 +12,10 @@ namespace {
 
 constexpr int ROW_COLUMNS = 128;  // keys per softmax update
 
-// ALIGN columns of K or V under every head of a task.
+// The dot products that are under way together, enough to hide the latency of one.
+constexpr int DOTS = W < 8 ? 8 : W;
+
+// Some columns of K or V under every head of a task.
 template <class T>
 struct Chunk {
   const T* data;  // of the first head
@@ -29,11 +32,16 @@ struct Chunk {
 template <class T>
 struct Ahead {
   Chunk<T> chunk, later;
-  int heads, column = 0, head = 0, rows_left;
+  int columns, heads, column = 0, head = 0, rows_left;
   const char *at, *end;  // of the row
 
-  PAGED_ATTN_INLINE Ahead(const Chunk<T>& next, const Chunk<T>& after_next, int num_heads)
-      : chunk(next), later(after_next), heads(num_heads), rows_left(num_heads * ALIGN) {
+  PAGED_ATTN_INLINE Ahead(const Chunk<T>& next, const Chunk<T>& after_next, int num_columns,
+                          int num_heads)
+      : chunk(next),
+        later(after_next),
+        columns(num_columns),
+        heads(num_heads),
+        rows_left(num_heads * num_columns) {
     enter_row();
   }
   PAGED_ATTN_INLINE void enter_row() {
@@ -48,7 +56,7 @@ struct Ahead {
     } else if (chunk.heads_adjoin) {
       if (++head == heads) head = 0, ++column;
     } else {
-      if (++column == ALIGN) column = 0, ++head;
+      if (++column == columns) column = 0, ++head;
     }
     enter_row();
   }
@@ -64,14 +72,15 @@ struct Ahead {
   }
 };
 
-// scores (rows, ALIGN columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
-// time, enough to hide the latency of one, W of them summed over the lanes in one transpose
+// scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
+// time, W of them summed over the lanes in one transpose
 template <class Product, class T, int ROWS>
-inline void dot_keys(const T* k, const int64_t* offset, Ahead<T>& ahead, const float* q,
-                     int64_t stride_q, int64_t rows, int64_t head_dim, float scale, float* scores) {
-  constexpr int DOTS = W < 8 ? 8 : W, KEYS = DOTS / ROWS;
+inline void dot_keys(const T* k, const int64_t* offset, int columns, Ahead<T>& ahead,
+                     const float* q, int64_t stride_q, int64_t rows, int64_t head_dim, float scale,
+                     float* scores) {
+  constexpr int KEYS = DOTS / ROWS;
   constexpr int STEP = W * Product::DEPTH;
-  for (int c = 0; c < ALIGN; c += KEYS) {
+  for (int c = 0; c < columns; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
     for (int64_t r = 0; r < rows; r += ROWS) {
@@ -108,10 +117,10 @@ inline void dot_keys(const T* k, const int64_t* offset, Ahead<T>& ahead, const f
   }
 }
 
-// acc (ROWS, VECS * W) += p (ROWS, ALIGN columns) @ v (ALIGN, VECS * W); with `n`, fewer dims
+// acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); with `n`, fewer dims
 template <class Product, class T, int ROWS, int VECS, bool WHOLE>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead<T>& ahead, bool prefetch,
-                                  int64_t d, int n, const float* p, float* acc,
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns, Ahead<T>& ahead,
+                                  bool prefetch, int64_t d, int n, const float* p, float* acc,
                                   int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
   F sum[ROWS][VECS];
@@ -119,7 +128,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead<T>& a
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + d + j * W);
-  for (int c = 0; c < ALIGN; c += DEPTH) {
+  for (int c = 0; c < columns; c += DEPTH) {
     F x[VECS];
 #pragma GCC unroll 2
     for (int i = 0; i < DEPTH; ++i) {
@@ -145,8 +154,9 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, Ahead<T>& a
 }
 
 template <class Product, class T, int ROWS>
-inline void weigh_values(const T* v, const int64_t* offset, Ahead<T>& ahead, const float* p,
-                         int64_t rows, int64_t head_dim, float* acc, int64_t stride_acc) {
+inline void weigh_values(const T* v, const int64_t* offset, int columns, Ahead<T>& ahead,
+                         const float* p, int64_t rows, int64_t head_dim, float* acc,
+                         int64_t stride_acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
   constexpr int FEW = Product::DEPTH, STEP = W * FEW;
@@ -156,14 +166,14 @@ inline void weigh_values(const T* v, const int64_t* offset, Ahead<T>& ahead, con
     const bool first = r == 0;
     int64_t d = 0;
     for (; d + VECS * W <= head_dim; d += VECS * W)
-      add_values<Product, T, ROWS, VECS, true>(v, offset, ahead, first, d, STEP, weights, to,
-                                               stride_acc);
+      add_values<Product, T, ROWS, VECS, true>(v, offset, columns, ahead, first, d, STEP, weights,
+                                               to, stride_acc);
     for (; d + STEP <= head_dim; d += STEP)
-      add_values<Product, T, ROWS, FEW, true>(v, offset, ahead, first, d, STEP, weights, to,
-                                              stride_acc);
+      add_values<Product, T, ROWS, FEW, true>(v, offset, columns, ahead, first, d, STEP, weights,
+                                              to, stride_acc);
     if (d < head_dim)
-      add_values<Product, T, ROWS, FEW, false>(v, offset, ahead, first, d, int(head_dim - d),
-                                               weights, to, stride_acc);
+      add_values<Product, T, ROWS, FEW, false>(v, offset, columns, ahead, first, d,
+                                               int(head_dim - d), weights, to, stride_acc);
   }
 }
 
@@ -197,6 +207,18 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
+// Columns of a chunk. Where a token's heads adjoin, memory is asked for in another order than it is
+// read in: what has been asked for must stay in L1 until the last head has read its part.
+template <class T, int FEWEST>
+PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads) {
+  constexpr int64_t BYTES = 8192;  // of two chunks and everything else in 32 KiB
+  int columns = ALIGN;
+  if (a.k.stride_head >= a.k.stride_token) return columns;
+  const int64_t row = max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
+  while (columns > FEWEST && columns * heads * row > BYTES) columns /= 2;
+  return columns;
+}
+
 // One block of keys for every group of the task.
 template <class Product, class T, int ROWS>
 inline void attend_rows_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
@@ -217,11 +239,12 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     if (c < 2 * columns) return chunk_of(a.v, block.v_offset + c - columns, a.head_dim_v);
     return chunk_of(a.k, next.k_offset + (c - 2 * columns) % next.num_columns, a.head_dim);
   };
-  for (int c = 0; c < columns; c += ALIGN) {
-    Ahead<T> ahead(chunk_at(c + ALIGN), chunk_at(c + 2 * ALIGN), groups);
+  const int step = chunk_columns<T, DOTS / ROWS>(a, groups);
+  for (int c = 0; c < columns; c += step) {
+    Ahead<T> ahead(chunk_at(c + step), chunk_at(c + 2 * step), step, groups);
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
-      dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, ahead,
+      dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, step, ahead,
                                  w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
                                  w.scale[g], scores);
     }
@@ -248,12 +271,13 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
-  for (int c = 0; c < columns; c += ALIGN) {
-    Ahead<T> ahead(chunk_at(columns + c + ALIGN), chunk_at(columns + c + 2 * ALIGN), groups);
+  for (int c = 0; c < columns; c += step) {
+    Ahead<T> ahead(chunk_at(columns + c + step), chunk_at(columns + c + 2 * step), step, groups);
     for (int g = 0; g < groups; ++g) {
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
-      weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, ahead, p, w.rows,
-                                     a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
+      weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p,
+                                     w.rows, a.head_dim_v, w.acc + g * w.rows * w.stride_acc,
+                                     w.stride_acc);
     }
     ahead.fetch_rest();
   }
