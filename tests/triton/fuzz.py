@@ -45,12 +45,13 @@ def plain(problem: Problem) -> Problem:
     if problem.layout is not None:
         problem = dataclasses.replace(problem, window_size_left=-1, window_size_right=-1)
     page_size = problem.page_size and 1 << max(4, problem.page_size.bit_length() - 1)
+    head_dim = -(-problem.head_dim // 8) * 8
+    head_dim_v = problem.head_dim_v and min(-(-problem.head_dim_v // 8) * 8, head_dim)
     return dataclasses.replace(
         problem, dtype=torch.bfloat16 if problem.seed % 3 else torch.float16, kv_dtype=None,
-        out_dtype=None, out_scale=False, page_size=page_size, head_dim_v=None,
-        cache_layout="nhd" if problem.cache_layout == "mla" else problem.cache_layout,
-        head_dim=-(-problem.head_dim // 8) * 8, fused_qkv=False, softmax_scale=None, softcap=0.0,
-        alibi="", bias="", sinks=False, descale="", dropout_p=0.0,
+        out_dtype=None, out_scale=False, page_size=page_size, head_dim=head_dim,
+        head_dim_v=head_dim_v, fused_qkv=False, softmax_scale=None, bias="", descale="",
+        dropout_p=0.0,
     )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ ROW_BITS = tl.constexpr(8)
 SPAN = tl.constexpr(2)
 
 # pieces times rows that a program sorts at a time, blocks that it looks at at a time
-SORTED = 512
-LOOKED_AT = 128
+SORTED = 256
+LOOKED_AT = 64
 
 
 @triton.jit(do_not_specialize=("layout_rows", "nnz", "num_pieces"))
@@ -149,6 +149,6 @@ def build_block_lists(
             IS_CAUSAL=is_causal,
             SORTED=SORTED // rows,
             LOOKED_AT=LOOKED_AT,
-            num_warps=4,
+            num_warps=1,
         )
     return BlockLists(entries, spans, positions, keys)

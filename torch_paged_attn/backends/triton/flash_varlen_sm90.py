@@ -31,7 +31,7 @@ UNBOUNDED = 2**30
 
 
 # what the portable kernel has and this one has not
-NOT_CARRIED = ("attn_bias", "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale")
+NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
 
 
 def _misaligned(x: Tensor, axes: int) -> bool:
@@ -60,15 +60,14 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
-    if call.head_dim_v != call.head_dim or call.head_dim > 256 or call.head_dim % 8:
-        return (
-            f"head_dim is {call.head_dim} and head_dim_v {call.head_dim_v}, not one multiple of 8"
-        )
+    dims = call.head_dim, call.head_dim_v
+    if max(dims) > 256 or any(d % 8 for d in dims) or _width(dims[1]) > _width(dims[0]):
+        return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
     for name in NOT_CARRIED:
         if getattr(call, name) is not None:
             return f"it has no {name}"
-    if call.softcap > 0.0 or call.dropout_p > 0.0:
-        return "it has no softcap and no dropout_p"
+    if call.dropout_p > 0.0:
+        return "it has no dropout_p"
     if call.scale <= 0.0:
         return f"softmax_scale is {call.softmax_scale}"
     if call.block_table is not None:
@@ -85,6 +84,11 @@ def unsupported(call: AttentionCall) -> str | None:
         if _key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
             return "the blocks of the layout are too many to be numbered in 32 bits"
     return None
+
+
+def _width(dim: int) -> int:
+    """A head as it lies in shared memory."""
+    return max(64, next_power_of_2(dim))
 
 
 def _is_bound(window: int) -> bool:
@@ -135,12 +139,12 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
     from torch_paged_attn.backends.triton.hopper_kernel import _hopper_attention_fwd_kernel
     from torch_paged_attn.backends.triton.ragged_rows import ragged_rows
 
-    q, k, v, block_table = call.q, call.k, call.v, call.block_table
+    q, k, v, block_table, slopes = call.q, call.k, call.v, call.block_table, call.alibi_slopes
     total_q, num_heads, group_size = call.total_q, call.num_heads, call.group_size
     out, lse = call.new_results()
     if total_q == 0:
         return out, lse
-    width = max(64, next_power_of_2(call.head_dim))
+    width, width_v = _width(call.head_dim), _width(call.head_dim_v)
     mean_length, layout = _mean_length(call), call.layout
     # a tile holds one row of a layout, where heads share it
     length = mean_length if layout is None else min(mean_length, layout.q_block_size)
@@ -185,26 +189,33 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         order,
         ragged_rows(q, BLOCK_M // pack, pack, width),
         ragged_rows(k_rows, key_rows, 1, width),
-        ragged_rows(v_rows, key_rows, 1, width),
-        ragged_rows(out, BLOCK_M // pack, pack, width),
+        ragged_rows(v_rows, key_rows, 1, width_v),
+        ragged_rows(out, BLOCK_M // pack, pack, width_v),
         block_table,
         lists and lists.entries,
         lists and lists.spans,
+        call.alibi_slopes,
+        call.sinks,
         0 if block_table is None else block_table.stride(0),
         k.stride(0) // k.stride(2) if page_size else 0,
         v.stride(0) // v.stride(2) if page_size else 0,
         k.shape[0],
+        *((0, 0) if slopes is None else (0, *slopes.stride())[-2:]),
         num_heads,
+        call.batch,
         total_q,
         left if has_left else 0,
         right if has_right else 0,
-        call.scale * LOG2E.value,
+        (call.softcap or call.scale) * LOG2E.value,
+        2 * call.scale / call.softcap * LOG2E.value if call.softcap > 0.0 else 0.0,
+        1.0 / (call.softcap or call.scale),
         group_size // pack,
         lists.spans.shape[1] if lists and lists.spans.shape[0] > 1 else 0,
         lists.spans.shape[2] if lists else 0,
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDTH=width,
+        WIDTH_V=width_v,
         PACK=pack,
         GROUP_SIZE=group_size,
         PAGE_SIZE=page_size,
@@ -215,6 +226,7 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         Q_BLOCK=layout.q_block_size if layout else 0,
         POSITIONS=lists.positions if lists else 0,
         LAYOUT_GROUP=num_heads // layout.crow_indices.shape[-2] if layout else 1,
+        HAS_SOFTCAP=call.softcap > 0.0,
         CONSUMERS=config.CONSUMERS,
         STAGES=config.STAGES,
         Q_STAGES=config.Q_STAGES,

@@ -14,12 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper_lists import (
+    first_keys,
     is_seen_whole,
     load_entries,
-    masked_by_list,
     rows_between,
 )
 from torch_paged_attn.backends.triton.hopper_producer import (
+    BATCH,
     COUNT,
     FIRST_ENTRY,
     FIRST_KEY,
@@ -33,9 +34,16 @@ from torch_paged_attn.backends.triton.hopper_producer import (
     STOP_TOKEN,
     WORDS,
 )
+from torch_paged_attn.backends.triton.hopper_scores import (
+    LN2,
+    LOG2E,
+    masked,
+    masked_by_list,
+    softcapped,
+    with_alibi,
+    with_sink,
+)
 from torch_paged_attn.backends.triton.ragged_rows import store_rows
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 # named barriers: Triton uses the first few for its own
 TURNS = gl.constexpr(8)
@@ -110,38 +118,6 @@ def _fold(s, m_i, l_i, factor, PIN: gl.constexpr):
 
 
 @gluon.jit
-def _masked(
-    s, n0, position, key_len, left, right,
-    IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """-inf where the row at `position` does not see key n0 + column.
-
-    Columns are compared in groups of 8: a group's first column is a constant of the instruction,
-    and no registers hold columns throughout the loop.
-    """
-    BLOCK_M: gl.constexpr = s.shape[0]
-    BLOCK_N: gl.constexpr = s.shape[1]
-    grouped = gl.reshape(s, [BLOCK_M, BLOCK_N // 8, 8])
-    groups: gl.constexpr = grouped.type.layout
-    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, groups))
-    of_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, groups))
-    in_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, groups))
-    first = gl.expand_dims(gl.expand_dims(8 * gl.arange(0, BLOCK_N // 8, of_group), 0), 2)
-    offset = gl.expand_dims(gl.expand_dims(n0 + gl.arange(0, 8, in_group), 0), 1)
-    row = gl.expand_dims(gl.expand_dims(gl.convert_layout(position, of_row, True), 1), 2)
-    if IS_CAUSAL:
-        seen = first <= row - offset  # the last query stands at the last key
-    else:
-        seen = (first < key_len - offset) & (row == row)
-        if HAS_RIGHT:
-            seen = seen & (first <= row + right - offset)
-    if HAS_LEFT:
-        seen = seen & (first >= row - left - offset)
-    masked = gl.where(seen, grouped, -float("inf"))
-    return gl.convert_layout(gl.reshape(masked, [BLOCK_M, BLOCK_N]), s.type.layout, True)
-
-
-@gluon.jit
 def _clear_unseen(v, n0, first_key):
     """Zero the values before the first key that a row sees: 0 times NaN would be NaN."""
     STEP: gl.constexpr = 16
@@ -154,16 +130,35 @@ def _clear_unseen(v, n0, first_key):
 
 
 @gluon.jit
+def _logits(
+    s, runs, position, slope, squash,
+    KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
+):  # fmt: skip
+    """Scores as they go to the mask; the keys are `runs`, as the producer loads them."""
+    if HAS_SOFTCAP:
+        s = softcapped(s, squash)
+    if HAS_ALIBI:
+        starts = runs
+        if Q_BLOCK > 0:
+            starts = first_keys(runs, KEYS)
+        s = with_alibi(s, starts, position, slope, IS_CAUSAL)
+    return s
+
+
+@gluon.jit
 def consume(
-    out_desc, lse_ptr, entries_ptr, queries, keys, values, notes, total_q, left, right, factor,
-    ME: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+    ME: gl.constexpr, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys, values,
+    notes, stride_alibi_batch, stride_alibi_head, batch, total_q, left, right, factor, squash,
+    alibi_unit,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    OVERLAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, OVERLAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """Rows [ME * BLOCK_M, ...) of every tile that the producer announces."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     result_rows: gl.constexpr = gl.SliceLayout(1, result)
@@ -192,6 +187,12 @@ def consume(
         q = box.reshape([BLOCK_M, WIDTH])
         past = _get(notes, slot, PAST)
         position = past + first_token + r // PACK
+        # rows past the last sequence have no slope and no sink
+        b = _get(notes, slot, BATCH)
+        slope = 0.0
+        if alibi_ptr is not None:
+            slope_ptr = alibi_ptr + b * stride_alibi_batch + (head + r % PACK) * stride_alibi_head
+            slope = gl.load(slope_ptr, mask=(r >= 0) & (b < batch), other=0.0) * alibi_unit
         # tiles of keys within [full_start, full_stop) need no mask
         full_start = 0
         full_stop = key_len
@@ -211,7 +212,7 @@ def consume(
 
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = _partial_sum(zeros)
-        acc = gl.zeros([BLOCK_M, WIDTH], gl.float32, result)
+        acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
         keys.wait_full(n)
         k = keys.tile(n).reshape([BLOCK_N, WIDTH]).permute((1, 0))
         s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -221,14 +222,20 @@ def consume(
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             queries.release(drawn - 1)
+        runs = (at,)
         if Q_BLOCK > 0:
-            entries = load_entries(list_ptr, at, listed, RUNS)
-            if not is_seen_whole(entries, own_rows, full_stop, KEYS):
+            runs = load_entries(list_ptr, at, listed, RUNS)
+        s = _logits(
+            s, runs, position, slope, squash, KEYS, Q_BLOCK, IS_CAUSAL, HAS_SOFTCAP,
+            alibi_ptr is not None,
+        )  # fmt: skip
+        if Q_BLOCK > 0:
+            if not is_seen_whole(runs, own_rows, full_stop, KEYS):
                 s = masked_by_list(
-                    s, entries, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
+                    s, runs, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
                 )  # fmt: skip
         elif (at + BLOCK_N > full_stop) | (at < full_start):
-            s = _masked(
+            s = masked(
                 s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
             )  # fmt: skip
         p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, False)
@@ -236,15 +243,16 @@ def consume(
 
         for _ in range(1, count):
             at -= STEP
+            runs = (at,)
             if Q_BLOCK > 0:
-                entries = load_entries(list_ptr, at, listed, RUNS)
+                runs = load_entries(list_ptr, at, listed, RUNS)
             keys.wait_full(n + 1)
             if TAKE_TURNS:
                 _take_turn(ME)
             k = keys.tile(n + 1).reshape([BLOCK_N, WIDTH]).permute((1, 0))
             s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
             values.wait_full(n)
-            v = values.tile(n).reshape([BLOCK_N, WIDTH])
+            v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
             pending = warpgroup_mma(p, v, acc, is_async=True)
             if TAKE_TURNS:
                 _pass_turn(ME)
@@ -254,14 +262,18 @@ def consume(
                 s, acc = warpgroup_mma_wait(0, deps=[s, pending])
                 values.release(n)
             keys.release(n + 1)
+            s = _logits(
+                s, runs, position, slope, squash, KEYS, Q_BLOCK, IS_CAUSAL, HAS_SOFTCAP,
+                alibi_ptr is not None,
+            )  # fmt: skip
             if Q_BLOCK > 0:
-                if not is_seen_whole(entries, own_rows, full_stop, KEYS):
+                if not is_seen_whole(runs, own_rows, full_stop, KEYS):
                     s = masked_by_list(
-                        s, entries, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
+                        s, runs, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
                     )  # fmt: skip
             # without a diagonal or a window, only the first tile reaches past the keys
             elif (HAS_LEFT or HAS_RIGHT) and (at + BLOCK_N > full_stop) | (at < full_start):
-                s = _masked(
+                s = masked(
                     s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
                 )  # fmt: skip
             p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, OVERLAP)
@@ -273,23 +285,32 @@ def consume(
             n += 1
 
         values.wait_full(n)
-        v = values.tile(n).reshape([BLOCK_N, WIDTH])
+        v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
         if HAS_LEFT and at < first_key:
             _clear_unseen(v, at, first_key)
         pending = warpgroup_mma(p, v, acc, is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), score_rows)
+        gain = 1.0
+        if sinks_ptr is not None:
+            sink_ptr = sinks_ptr + head + r % PACK
+            sink = gl.load(sink_ptr, mask=(r >= 0) & (b < batch), other=-float("inf")) * LOG2E
+            m_i, total, gain = with_sink(m_i, total, sink)
         lse = (m_i + gl.log2(total)) * LN2
         token = position - past
         row = lse_ptr + (head + r % PACK).to(gl.int64) * total_q + q_start + token
         gl.store(row, lse, mask=token < stop_token)
-        share = gl.where(total > 0.0, 1.0 / total, 0.0)
+        share = gl.where(total > 0.0, gain / total, 0.0)
         acc = warpgroup_mma_wait(0, deps=[pending])
         values.release(n)
         n += 1
         # the result leaves from where the queries lay
-        q.store((acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)).to(dtype))
+        out = box
+        if WIDTH_V < WIDTH:
+            out = box._reinterpret(dtype, out_desc.block_shape, out_desc.layout)
+        acc = acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)
+        out.reshape([BLOCK_M, WIDTH_V]).store(acc.to(dtype))
         fence_async_shared()
-        store_rows(out_desc, q_start, stop_token, first_token, head, box)
+        store_rows(out_desc, q_start, stop_token, first_token, head, out)
         if queries.STAGES == 1:
             tma.store_wait(0)
             queries.release(drawn)

@@ -1,4 +1,4 @@
-"""How the Hopper kernel reads lists of blocks (`block_lists.py`): what to load, what to mask.
+"""How the Hopper kernel reads lists of blocks (`block_lists.py`).
 
 A tile of BLOCK_N keys is a few runs of keys, one for each of as many entries; an entry past the
 end of a list is 0, which no row sees.
@@ -54,12 +54,20 @@ def load_entries(list_ptr, at, listed, RUNS: gl.constexpr):
 
 
 @gluon.jit
+def first_keys(entries, KEYS: gl.constexpr):
+    """Where the run of keys of each entry begins."""
+    starts = ()
+    for i in gl.static_range(len(entries)):
+        starts = starts + ((entries[i] >> ROW_BITS) * KEYS,)  # type: ignore[assignment]  # noqa: RUF005
+    return starts
+
+
+@gluon.jit
 def runs_of(
     entries, present, position, key_len,
     KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """First key of each entry's run, and where the keys end that a row of those `present` sees."""
-    starts = ()
     stops = ()
     for i in gl.static_range(len(entries)):
         rows = entries[i] & present
@@ -71,9 +79,8 @@ def runs_of(
                 row_stop = (position & -POSITIONS) + (r + 1) * Q_BLOCK
                 last = gl.where((rows >> r) & 1 != 0, row_stop, last)
             stop = gl.minimum(stop, last)
-        starts = starts + ((entries[i] >> ROW_BITS) * KEYS,)  # type: ignore[assignment]  # noqa: RUF005
         stops = stops + (stop,)  # type: ignore[assignment]  # noqa: RUF005
-    return starts, stops
+    return first_keys(entries, KEYS), stops
 
 
 @gluon.jit
@@ -83,34 +90,3 @@ def is_seen_whole(entries, rows, stop, KEYS: gl.constexpr):
     for i in gl.static_range(len(entries)):
         common = common & entries[i]
     return (common == rows) & (((entries[len(entries) - 1] >> ROW_BITS) + 1) * KEYS <= stop)
-
-
-@gluon.jit
-def masked_by_list(
-    s, entries, position, key_len,
-    KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """-inf where the row at `position` does not see a key; by groups of columns, as `_masked`."""
-    BLOCK_M: gl.constexpr = s.shape[0]
-    BLOCK_N: gl.constexpr = s.shape[1]
-    PER_RUN: gl.constexpr = KEYS // 8
-    grouped = gl.reshape(s, [BLOCK_M, BLOCK_N // 8, 8])
-    groups: gl.constexpr = grouped.type.layout
-    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, groups))
-    of_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, groups))
-    in_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, groups))
-    group = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK_N // 8, of_group), 0), 2)
-    offset = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, in_group), 0), 1)
-    row = gl.expand_dims(gl.expand_dims(gl.convert_layout(position, of_row, True), 1), 2)
-    bit = (row & (POSITIONS - 1)) // Q_BLOCK
-    last = row
-    if not IS_CAUSAL:
-        last = gl.full_like(row, 0) + (key_len - 1)
-    # the last column that a row sees of a run
-    reach = gl.full_like(row, -1) + 0 * group
-    for i in gl.static_range(len(entries)):
-        start = (entries[i] >> ROW_BITS) * KEYS
-        seen = ((entries[i] >> bit) & 1) != 0
-        reach = gl.where(group // PER_RUN == i, gl.where(seen, last - start, -1), reach)
-    masked = gl.where(8 * (group % PER_RUN) <= reach - offset, grouped, -float("inf"))
-    return gl.convert_layout(gl.reshape(masked, [BLOCK_M, BLOCK_N]), s.type.layout, True)

@@ -171,6 +171,7 @@ def produce(
         _put(notes, slot, FIRST_TOKEN, first_token)
         _put(notes, slot, HEAD, head * PACK)
         _put(notes, slot, PAST, past)
+        _put(notes, slot, BATCH, b)
         if Q_BLOCK > 0:
             _put(notes, slot, FIRST_ENTRY, first_entry)
             _put(notes, slot, LISTED, listed)
