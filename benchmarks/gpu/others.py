@@ -1,52 +1,25 @@
-"""Cache writes and block-sparse attention on one GPU.
+"""Cache writes on one GPU.
 
     python benchmarks/gpu/others.py [--json OUT]
 
-Every result is compared before it is timed: cache writes bit for bit, block-sparse rows with a
-float32 formula. Medians of CUDA-graph replays for cache writes, of events for attention.
+What was written is compared bit for bit before it is timed. Medians of CUDA-graph replays.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import DEVICE, Prefill, prefill_calls, relative_error
-from triton.testing import do_bench, do_bench_cudagraph
+from attention import DEVICE
+from triton.testing import do_bench_cudagraph
 
 import torch_paged_attn
-from torch_paged_attn.layouts import local_strided
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSparse:
-    """One sequence under a local band and every `stride`-th block column, another for each head."""
-
-    length: int
-    block_size: int
-    local: int
-    stride: int
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-
-    def __str__(self) -> str:
-        return f"blocksparse 1x{self.length} block {self.block_size} {self.local}+1/{self.stride}"
-
-
-BLOCKSPARSE = (
-    BlockSparse(16384, 64, 16, 8),
-    BlockSparse(16384, 128, 8, 8),
-    BlockSparse(32768, 64, 16, 16),
-    BlockSparse(32768, 128, 8, 16),
-)
-
-
-def milliseconds(call: Callable, in_graph: bool) -> float:
-    return (do_bench_cudagraph if in_graph else do_bench)(call, rep=100, return_mode="median")
+def microseconds(call: Callable) -> float:
+    return do_bench_cudagraph(call, rep=100, return_mode="median") * 1e3
 
 
 def cache_write(num_tokens: int, dtype: torch.dtype) -> dict[str, float]:
@@ -65,36 +38,7 @@ def cache_write(num_tokens: int, dtype: torch.dtype) -> dict[str, float]:
         rows.view(torch.uint8)[:, slots] = stored.view(torch.uint8)
 
     calls = {"ours": write, "index_put": index_put, "copy": lambda: copied.copy_(stored)}
-    return {"error": float(wrong)} | {n: milliseconds(c, True) * 1e3 for n, c in calls.items()}
-
-
-def blocksparse(p: BlockSparse) -> dict[str, float]:
-    """Useful TFLOP/s, beside the rate of dense causal attention over the same sequence."""
-    layout = local_strided(p.num_heads, p.length, p.block_size, p.local, p.stride, device=DEVICE)
-    shape = (p.length, p.num_heads, p.head_dim)
-    q = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
-    k, v = torch.randn(2, p.length, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
-    cu = torch.tensor([0, p.length], device=DEVICE, dtype=torch.int32)
-
-    def ours() -> torch.Tensor:
-        return torch_paged_attn.blocksparse(q, k, v, cu_seqlens_q=cu, **layout.arguments())[0]
-
-    some = torch.randint(0, p.length, (64,), device=DEVICE)
-    columns = torch.arange(p.length, device=DEVICE)
-    # (heads, some, length): blocks listed for the row, and keys up to its own
-    seen = layout.dense()[:, some // p.block_size].repeat_interleave(p.block_size, 2)
-    seen = seen[..., : p.length] & (columns <= some[:, None])
-    group = p.num_heads // p.num_kv_heads
-    keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = q[some].float().transpose(0, 1) @ keys.transpose(1, 2) * p.head_dim**-0.5
-    want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values
-    row = {"error": relative_error(ours()[some].transpose(0, 1), want)}
-    dense = Prefill((p.length,), p.num_heads, p.num_kv_heads, p.head_dim)
-    density = layout.density()
-    row["of causal"] = density
-    row["ours"] = density * dense.flops / milliseconds(ours, False) * 1e-9
-    row["dense"] = dense.flops / milliseconds(prefill_calls(dense, None)[0]["ours"], False) * 1e-9
-    return row
+    return {"error": float(wrong)} | {n: microseconds(c) for n, c in calls.items()}
 
 
 def main() -> None:
@@ -107,8 +51,6 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             name = f"cache write, us: {num_tokens}x8x128 {str(dtype).split('.')[1]}"
             rows[name] = functools.partial(cache_write, num_tokens, dtype)
-    for p in BLOCKSPARSE:
-        rows[f"TFLOP/s: {p}"] = functools.partial(blocksparse, p)
     results = {}
     for name, measure in rows.items():
         results[name] = row = measure()
