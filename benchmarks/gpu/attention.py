@@ -300,19 +300,20 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def answered(call: Callable) -> str:
-    """Which of our kernels a call launches, as the debug log says."""
+def first_answer(call: Callable) -> tuple[torch.Tensor, str]:
+    """The result of a call that is the first of its kind, and which of our kernels gave it, as the
+    debug log says: what was decided once is not said again.
+    """
     said: list[str] = []
     logger = logging.getLogger("torch_paged_attn.backends.triton.flash_varlen")
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
-    call()
+    out = call()
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
-    # a portable call made before is repeated without a word
-    return said[0].removeprefix("flash_varlen: the ") if said else "portable kernel"
+    return out, said[0].partition(": the ")[2] if said else "as a call before"
 
 
 def load_fa3(path: str | None):
@@ -340,7 +341,7 @@ def main() -> None:
             continue
         is_prefill = isinstance(problem, Prefill)
         calls, want = (prefill_calls if is_prefill else decode_calls)(problem, fa3)
-        out = calls["ours"]()
+        out, kernel = first_answer(calls["ours"])
         row = {}
         if want is not None:
             row["error"] = relative_error(out[:, 0] if is_prefill else out, want)
@@ -349,7 +350,7 @@ def main() -> None:
         if is_prefill:
             for name, ms in take_turns(calls).items():
                 row[name] = problem.flops / ms * 1e-9
-            row["kernel"] = answered(calls["ours"])
+            row["kernel"] = kernel
         else:
             for name, call in calls.items():
                 row[name] = do_bench_cudagraph(call, rep=100, return_mode="median") * 1e3

