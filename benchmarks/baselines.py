@@ -7,6 +7,7 @@ keys, one that lacks 8-bit caches gets the real values in q's dtype: both favour
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -201,11 +202,13 @@ class IndexPut:
     def prepare(self, work: CacheWriteWorkload) -> Prepared:
         caches = work.empty_caches()
         page_size = work.cache_shape[2]
-        pages, offsets = work.slot_mapping // page_size, work.slot_mapping % page_size
+        places = [(slots // page_size, slots % page_size) for slots in work.slot_mappings]
+        next_places = itertools.cycle(places)
         # torch indexes no float8 tensor: bytes move alike, and the cast is part of the job
         views = [cache.view(torch.uint8) if cache.itemsize == 1 else cache for cache in caches]
 
         def run() -> None:
+            pages, offsets = next(next_places)
             for view, cache, rows in zip(views, caches, (work.key, work.value), strict=True):
                 view[pages, :, offsets] = rows.to(cache.dtype).view(view.dtype)
 

@@ -8,6 +8,7 @@ them a timing calls itself busy, and nobody should quote it.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -121,11 +122,11 @@ def read_ceiling(num_bytes: int) -> Ceiling:
     return Ceiling("read", buffer.sum, buffer.nbytes)
 
 
-def copy_ceiling(num_bytes: int) -> Ceiling:
-    """Copy a buffer; reads and writes both count."""
+def copy_ceiling(num_bytes: int, places: int) -> Ceiling:
+    """Copy a buffer, to as many places in turn; reads and writes both count."""
     source = torch.ones(max(1, num_bytes // 4))
-    target = torch.empty_like(source)
-    return Ceiling("copy", lambda: target.copy_(source), 2 * source.nbytes)
+    targets = itertools.cycle(torch.ones(places, len(source)))
+    return Ceiling("copy", lambda: next(targets).copy_(source), 2 * source.nbytes)
 
 
 def matmul_ceiling(dtype: torch.dtype, size: int = 1024) -> Ceiling:

@@ -6,6 +6,7 @@ addresses single tokens; its kernels read a cache of whole tokens.
 """
 
 import functools
+import itertools
 from pathlib import Path
 
 import torch
@@ -171,8 +172,8 @@ class VllmWrite:
         page = 128
         num_pages = -(-pages * page_size // page)
         caches = VllmCaches(num_pages, heads, dim, page, work.benchmark.cache_dtype)
-        args = (work.key, work.value, work.slot_mapping)
-        return Prepared(lambda: caches.write(*args), lambda _: None)
+        slots = itertools.cycle(work.slot_mappings)
+        return Prepared(lambda: caches.write(work.key, work.value, next(slots)), lambda _: None)
 
 
 VLLM_PEERS = (Vllm(128), Vllm(16), Sglang())

@@ -13,7 +13,7 @@ struct Kernels {
                               int64_t tile_rows);
   void (*attend)(const Attention&, const Task&, float* workspace);
   void (*merge_splits)(const Attention&, const MergeTask&, float* head_dim_v_floats);
-  void (*reshape_and_cache)(const ReshapeAndCache&, int64_t worker);
+  void (*reshape_and_cache)(const ReshapeAndCache&, int64_t task);
   void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
 };
 

@@ -23,8 +23,9 @@ struct ReshapeAndCache {
   int64_t slot_stride;
   bool slots_are_int64;
   int64_t num_tokens, num_heads, page_size;
-  // a worker takes the slots of its own residue, so two tokens for one slot never race
-  int64_t workers;
+  // one task of 2 * residues writes keys or values, and those whose slots have its residue: two
+  // tokens for one slot never race
+  int64_t residues;
 };
 
 struct MergeStates {

@@ -62,21 +62,21 @@ PAGED_ATTN_INLINE F load(const T* p, int n) {
 }
 
 // An 8-bit float of MANTISSA bits: the largest finite value, the exponent's bias, the code of NaN.
+//
+// `magic` is so large that its sum with a magnitude has the unit in the last place of the 8-bit
+// float. The low byte of the sum is then the rounded mantissa, less a constant that makes it the
+// code once the exponent is added; all other parts of the sum are multiples of 256.
 template <int MANTISSA, int BIAS>
 PAGED_ATTN_INLINE U8 to_float8(F x, float largest) {
   constexpr int DROP = 23 - MANTISSA;
-  const U sign = bits(x) & 0x80000000u;
-  const F magnitude = min(set1(largest), as_float(bits(x) ^ sign));
-  const U m = bits(magnitude);
-  // a power of two whose unit in the last place is the smallest subnormal rounds to a multiple of
-  // it
-  const U round_bits = U{} + (uint32_t)((127 - BIAS + 1 - MANTISSA + 23) << 23);
-  const U subnormal = bits(magnitude + as_float(round_bits)) - round_bits;
-  const U rounded = m + ((1u << (DROP - 1)) - 1) + (m >> DROP & 1u);
-  const U normal = (rounded >> DROP) - ((127u - BIAS) << MANTISSA);
-  U code = select((I)(m < (uint32_t)((127 - BIAS + 1) << 23)), subnormal, normal);
-  code = select((I)(x != x), U{} + 0x7fu, code);
-  return __builtin_convertvector(code | sign >> 24, U8);
+  constexpr uint32_t SMALLEST_NORMAL = (128u - BIAS) << 23;
+  constexpr uint32_t MAGIC = (DROP << 23) + 0x400000u - (SMALLEST_NORMAL >> DROP);
+  const F magnitude = min(set1(largest), abs(x));
+  const F power = max(as_float(set1(SMALLEST_NORMAL)), as_float(bits(magnitude) & 0x7f800000u));
+  const F magic = as_float(bits(power) + MAGIC);
+  U code = bits(magnitude + magic) + (bits(power) >> DROP);
+  code = select((I)(x != x), set1(0x7fu), code);
+  return __builtin_convertvector((code & 0x7fu) | (bits(x) >> 24 & 0x80u), U8);
 }
 
 PAGED_ATTN_INLINE U16 from_float(const bfloat16*, F x) {
