@@ -47,10 +47,15 @@ def warmup(
             head_dim)`, passed transposed; None: keys are packed.
         options: what the model gives to `flash_varlen` by name, `causal=True` say. Tensors among
             them must not depend on the batch.
+
+    Raises:
+        ValueError: a device that compiles for each shape, as TPUs do.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return
+    if device.type != "cuda":
+        raise ValueError(f"warmup: device is {device}; allowed: a GPU, or a CPU")
     dims = head_dim, head_dim if head_dim_v is None else head_dim_v
     kv_dtype = dtype if kv_dtype is None else kv_dtype
 

@@ -43,6 +43,8 @@ def test_batches_take_a_bounded_number():
 
 def test_compiling_ahead_is_nothing_to_do_on_a_cpu():
     assert torch_paged_attn.warmup(8, 2, 64, device="cpu") is None
+    with pytest.raises(ValueError, match="warmup: device is xla"):
+        torch_paged_attn.warmup(8, 2, 64, device="xla")
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
