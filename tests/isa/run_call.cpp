@@ -1,10 +1,11 @@
 // One call of the kernels without torch, so that they run wherever a compiler reaches:
 //
-//     run_call                     prints the instruction set that the dispatch picks
-//     run_call FIELDS BLOB OUT     attends, and writes the output and then the lse to OUT
+//     run_call                       prints the instruction set that the dispatch picks
+//     run_call OP FIELDS BLOB OUT    runs an operator: attend, reshape_and_cache or merge_states
 //
-// FIELDS holds lines "member value" for members of Attention. The value of a pointer is an offset
-// into BLOB, the memory that the call works on.
+// FIELDS holds lines "member value" for members of the struct that the operator's kernel takes. The
+// value of a pointer is an offset into BLOB, the memory that the call works on. OUT is written:
+// attend and merge_states write the output and then the lse, reshape_and_cache all of the memory.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,24 +21,35 @@ namespace {
 
 using namespace paged_attn;
 
-void set(int64_t& field, const char* text, const char*) { field = strtoll(text, nullptr, 0); }
-void set(uint32_t& field, const char* text, const char*) { field = strtoul(text, nullptr, 0); }
-void set(bool& field, const char* text, const char*) { field = *text == '1'; }
-void set(float& field, const char* text, const char*) { field = strtof(text, nullptr); }
-void set(double& field, const char* text, const char*) { field = strtod(text, nullptr); }
-void set(DType& field, const char* text, const char*) { field = DType(atoi(text)); }
+void set(int64_t& field, const char* text, char*) { field = strtoll(text, nullptr, 0); }
+void set(uint32_t& field, const char* text, char*) { field = strtoul(text, nullptr, 0); }
+void set(bool& field, const char* text, char*) { field = *text == '1'; }
+void set(float& field, const char* text, char*) { field = strtof(text, nullptr); }
+void set(double& field, const char* text, char*) { field = strtod(text, nullptr); }
+void set(DType& field, const char* text, char*) { field = DType(atoi(text)); }
 template <class T>
-void set(const T*& field, const char* text, const char* blob) {
-  field = reinterpret_cast<const T*>(blob + strtoll(text, nullptr, 0));
+void set(T*& field, const char* text, char* blob) {
+  field = reinterpret_cast<T*>(blob + strtoll(text, nullptr, 0));
 }
 
-void set(Attention& a, const std::string& name, const char* text, const char* blob) {
 #define MEMBER(member) \
-  if (name == #member) return set(a.member, text, blob);
+  if (name == #member) return set(call.member, text, blob);
 #define STRIDED(member) MEMBER(member.data) MEMBER(member.stride0) MEMBER(member.stride1)
 #define KEY_VALUE(member) \
   MEMBER(member.data)     \
   MEMBER(member.stride_page) MEMBER(member.stride_head) MEMBER(member.stride_token)
+#define CACHE_WRITE(member)                                                                      \
+  MEMBER(member.from) MEMBER(member.from_stride_token) MEMBER(member.from_stride_head)           \
+  MEMBER(member.to)                                                                              \
+  MEMBER(member.to_stride_page) MEMBER(member.to_stride_head) MEMBER(member.to_stride_token)     \
+  MEMBER(member.from_dtype) MEMBER(member.to_dtype) MEMBER(member.head_dim) STRIDED(member.scale) \
+  MEMBER(member.streamed)
+#define PART(member)                                                                          \
+  MEMBER(member.out)                                                                          \
+  MEMBER(member.stride_token) MEMBER(member.stride_head) MEMBER(member.stride_dim)            \
+  MEMBER(member.lse) MEMBER(member.lse_stride_head) MEMBER(member.lse_stride_token)
+
+void set(Attention& call, const std::string& name, const char* text, char* blob) {
   MEMBER(q_dtype) MEMBER(kv_dtype) MEMBER(out_dtype) MEMBER(bias_dtype)
   MEMBER(batch) MEMBER(total_q) MEMBER(num_heads) MEMBER(num_kv_heads)
   MEMBER(head_dim) MEMBER(head_dim_v) MEMBER(num_groups) MEMBER(group_size)
@@ -57,6 +69,18 @@ void set(Attention& a, const std::string& name, const char* text, const char* bl
   throw std::runtime_error("no such member: " + name);
 }
 
+void set(ReshapeAndCache& call, const std::string& name, const char* text, char* blob) {
+  CACHE_WRITE(key) CACHE_WRITE(value)
+  MEMBER(slots) MEMBER(slot_stride) MEMBER(slots_are_int64)
+  MEMBER(num_tokens) MEMBER(num_heads) MEMBER(page_size) MEMBER(residues)
+  throw std::runtime_error("no such member: " + name);
+}
+
+void set(MergeStates& call, const std::string& name, const char* text, char* blob) {
+  MEMBER(dtype) MEMBER(total_q) MEMBER(num_heads) MEMBER(head_dim_v) PART(a) PART(b)
+  throw std::runtime_error("no such member: " + name);
+}
+
 FILE* open_file(const char* path, const char* mode) {
   FILE* file = fopen(path, mode);
   if (file == nullptr) throw std::runtime_error(std::string("cannot open ") + path);
@@ -73,16 +97,42 @@ std::vector<char> read_file(const char* path) {
   return bytes;
 }
 
-Attention read_fields(const char* path, const char* blob) {
-  Attention a = {};
+template <class Call>
+Call read_fields(const char* path, char* blob) {
+  Call call = {};
   FILE* file = open_file(path, "r");
   char name[64], text[64];
-  while (fscanf(file, "%63s %63s", name, text) == 2) set(a, name, text, blob);
+  while (fscanf(file, "%63s %63s", name, text) == 2) set(call, name, text, blob);
   fclose(file);
-  return a;
+  return call;
 }
 
-void attend(const Attention& a, const Plan& plan) {
+// The output and the lse of a call; all bits set: NaN wherever nothing is written.
+template <class Call>
+struct Results {
+  std::vector<char> out;
+  std::vector<float> lse;
+
+  Results(Call& call, DType dtype)
+      : out(call.total_q * call.num_heads * call.head_dim_v * bytes_of(dtype), -1),
+        lse(call.num_heads * call.total_q) {
+    memset(lse.data(), -1, lse.size() * sizeof(float));
+    call.out = out.data();
+    call.lse = lse.data();
+  }
+  void write(FILE* file) const {
+    fwrite(out.data(), 1, out.size(), file);
+    fwrite(lse.data(), sizeof(float), lse.size(), file);
+  }
+};
+
+void attend(Attention a, FILE* file) {
+  const Results<Attention> results(a, a.out_dtype);
+  Plan plan;
+  make_plan(a, 1, plan);
+  std::vector<float> partials(plan.partial_floats);
+  a.partials = partials.data();
+
   const Kernels& isa = kernels();
   const int64_t floats = isa.workspace_floats(a, plan.few_rows, plan.few_groups, plan.tile_rows);
   float* memory = static_cast<float*>(aligned_alloc(64, (floats + 16) / 16 * 64));
@@ -93,24 +143,31 @@ void attend(const Attention& a, const Plan& plan) {
       isa.merge_splits(a, plan.merges[task.merge], memory);
   }
   free(memory);
+  results.write(file);
 }
 
-void run(const char* fields, const char* blob_path, const char* out_path) {
-  const std::vector<char> blob = read_file(blob_path);
-  Attention a = read_fields(fields, blob.data());
-  // all bits set: NaN wherever nothing is written
-  std::vector<char> out(a.total_q * a.num_heads * a.head_dim_v * bytes_of(a.out_dtype), -1);
-  std::vector<float> lse(a.num_heads * a.total_q);
-  a.out = out.data();
-  a.lse = lse.data();
-  Plan plan;
-  make_plan(a, 1, plan);
-  std::vector<float> partials(plan.partial_floats);
-  a.partials = partials.data();
-  attend(a, plan);
-  FILE* file = open_file(out_path, "wb");
-  fwrite(out.data(), 1, out.size(), file);
-  fwrite(lse.data(), sizeof(float), lse.size(), file);
+void merge_states(MergeStates s, FILE* file) {
+  const Results<MergeStates> results(s, s.dtype);
+  kernels().merge_states(s, 0, s.total_q);
+  results.write(file);
+}
+
+void reshape_and_cache(const ReshapeAndCache& r, const std::vector<char>& memory, FILE* file) {
+  for (int64_t task = 0; task < 2 * r.residues; ++task) kernels().reshape_and_cache(r, task);
+  fwrite(memory.data(), 1, memory.size(), file);
+}
+
+void run(const std::string& op, const char* fields, const char* blob, const char* out) {
+  std::vector<char> memory = read_file(blob);
+  FILE* file = open_file(out, "wb");
+  if (op == "attend")
+    attend(read_fields<Attention>(fields, memory.data()), file);
+  else if (op == "merge_states")
+    merge_states(read_fields<MergeStates>(fields, memory.data()), file);
+  else if (op == "reshape_and_cache")
+    reshape_and_cache(read_fields<ReshapeAndCache>(fields, memory.data()), memory, file);
+  else
+    throw std::runtime_error("no such operator: " + op);
   fclose(file);
 }
 
@@ -118,8 +175,8 @@ void run(const char* fields, const char* blob_path, const char* out_path) {
 
 int main(int argc, char** argv) {
   try {
-    if (argc == 4)
-      run(argv[1], argv[2], argv[3]);
+    if (argc == 5)
+      run(argv[1], argv[2], argv[3], argv[4]);
     else
       puts(kernels().name);
   } catch (const std::runtime_error& error) {

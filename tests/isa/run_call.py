@@ -1,4 +1,4 @@
-"""`Call`s run by run_call.cpp. What attention_guard.cpp makes of the arguments is made here."""
+"""Calls run by run_call.cpp. What the operators in csrc/ops make of the arguments is made here."""
 
 import math
 import subprocess
@@ -17,23 +17,30 @@ DTYPES += [torch.int8, torch.bool, torch.int32, torch.int64]
 
 
 class Memory:
-    """Tensors laid out one behind the other, with their gaps."""
+    """Tensors' storages, each once, laid out one behind the other."""
 
     def __init__(self) -> None:
         self.bytes = bytearray(64)
+        self.storages: dict[int, tuple[int, Tensor]] = {}
 
     def add(self, t: Tensor) -> int:
-        """Copy what `t` spans and return where it lies."""
-        span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        flat = t.as_strided((span if t.numel() else 0,), (1,))
-        offset = len(self.bytes)
-        self.bytes += flat.contiguous().view(torch.uint8).numpy().tobytes()
-        self.bytes += bytes(-len(self.bytes) % 64)
-        return offset
+        """Copy the storage of `t` unless it is there, and return where `t` begins."""
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in self.storages:
+            content = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.storages[storage.data_ptr()] = (len(self.bytes), content)
+            self.bytes += content.numpy().tobytes()
+            self.bytes += bytes(-len(self.bytes) % 64)
+        return self.storages[storage.data_ptr()][0] + t.storage_offset() * t.itemsize
+
+    def read_back(self, raw: Tensor) -> None:
+        """Let the tensors hold what a call has made of the memory."""
+        for offset, content in self.storages.values():
+            content[:] = raw[offset : offset + len(content)]
 
 
-def fields(call: Call, memory: Memory) -> dict[str, Any]:
-    """Members of `Attention` by name."""
+def attention(call: Call) -> dict[str, Any]:
+    """`Attention`."""
     args = call.args
     q, k, v = args["q"], args["k"], args["v"]
     paged = args.get("block_table") is not None
@@ -83,7 +90,7 @@ def fields(call: Call, memory: Memory) -> dict[str, Any]:
         layout_heads = members["layout.num_heads"]
     members["num_groups"] = num_heads if layout_heads > num_kv_heads else num_kv_heads
     members["group_size"] = num_heads // members["num_groups"]
-    return {name: plain(value, memory) for name, value in members.items() if value is not None}
+    return members
 
 
 def strided(name: str, t: Tensor | None, first: int) -> dict[str, Any]:
@@ -134,22 +141,98 @@ def plain(value: Any, memory: Memory) -> int | float:
     return DTYPES.index(value) if isinstance(value, torch.dtype) else value
 
 
-def run(call: Call, command: list[str], folder: Path) -> tuple[Tensor, Tensor]:
-    """The output and lse that `command`, run_call under whatever runs it, computes."""
-    memory = Memory()
-    members = fields(call, memory)
+def cache_write(name: str, new: Tensor, cache: Tensor, scale: Tensor | None) -> dict[str, Any]:
+    """`CacheWrite`."""
+    members = {
+        "from": new,
+        "from_stride_token": new.stride(0),
+        "from_stride_head": new.stride(1),
+        "from_dtype": new.dtype,
+        "to": cache,
+        "to_stride_page": cache.stride(0),
+        "to_stride_head": cache.stride(1),
+        "to_stride_token": cache.stride(2),
+        "to_dtype": cache.dtype,
+        "head_dim": new.shape[2],
+        "streamed": int(cache.shape[3] * cache.itemsize % 64 == 0),
+    }
+    return {f"{name}.{member}": value for member, value in members.items()} | strided(
+        f"{name}.scale", scale, first=1
+    )
+
+
+def part(name: str, out: Tensor, lse: Tensor) -> dict[str, Any]:
+    """`MergeStates::Part`."""
+    members = {"out": out, "lse": lse}
+    members |= zip(("stride_token", "stride_head", "stride_dim"), out.stride(), strict=True)
+    members |= zip(("lse_stride_head", "lse_stride_token"), lse.stride(), strict=True)
+    return {f"{name}.{member}": value for member, value in members.items()}
+
+
+def run(
+    op: str, members: dict[str, Any], memory: Memory, command: list[str], folder: Path
+) -> Tensor:
+    """The bytes that `command`, run_call under whatever runs it, answers with."""
     paths = [folder / name for name in ("fields", "blob", "out")]
-    paths[0].write_text("".join(f"{name} {value!r}\n" for name, value in members.items()))
+    numbers = {name: plain(value, memory) for name, value in members.items() if value is not None}
+    paths[0].write_text("".join(f"{name} {value!r}\n" for name, value in numbers.items()))
     paths[1].write_bytes(memory.bytes)
-    subprocess.run([*command, *map(str, paths)], check=True)
-    shape = members["total_q"], members["num_heads"], members["head_dim_v"]
-    dtype = call.args.get("out_dtype") or call.args["q"].dtype
-    raw = torch.from_numpy(np.fromfile(paths[2], np.uint8))
+    subprocess.run([*command, op, *map(str, paths)], check=True)
+    return torch.from_numpy(np.fromfile(paths[2], np.uint8))
+
+
+def out_and_lse(raw: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `raw` holds: (total_q, num_heads, head_dim_v) of `dtype`, (num_heads, total_q)."""
     out, lse = torch.empty(shape, dtype=dtype), torch.empty(shape[1], shape[0])
     split = out.numel() * dtype.itemsize
     out.view(-1).view(torch.uint8)[:] = raw[:split]
     lse.view(-1).view(torch.uint8)[:] = raw[split:]
+    return out, lse
+
+
+def attend(call: Call, command: list[str], folder: Path) -> tuple[Tensor, Tensor]:
+    """`flash_varlen` or `blocksparse`."""
+    q, v = call.args["q"], call.args["v"]
+    raw = run("attend", attention(call), Memory(), command, folder)
+    dtype = call.args.get("out_dtype") or q.dtype
+    out, lse = out_and_lse(raw, torch.Size([*q.shape[:2], v.shape[-1]]), dtype)
     used = call.args["cu_seqlens_q"][-1]  # the op itself, not a kernel, writes the padding rows
     out[used:] = 0
     lse[:, used:] = float("-inf")
     return out, lse
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, command: list[str], folder: Path
+) -> tuple[Tensor, Tensor]:
+    """`merge_states`."""
+    names = ("total_q", "num_heads", "head_dim_v")
+    members = {"dtype": out_a.dtype} | dict(zip(names, out_a.shape, strict=True))
+    members |= part("a", out_a, lse_a) | part("b", out_b, lse_b)
+    raw = run("merge_states", members, Memory(), command, folder)
+    return out_and_lse(raw, out_a.shape, out_a.dtype)
+
+
+def reshape_and_cache(
+    new: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
+    residues: int,
+    command: list[str],
+    folder: Path,
+) -> None:
+    """`reshape_and_cache`, in place like the op, in 2 * `residues` tasks."""
+    members = cache_write("key", new[0], caches[0], scales[0])
+    members |= cache_write("value", new[1], caches[1], scales[1])
+    members |= {
+        "slots": slots,
+        "slot_stride": slots.stride(0),
+        "slots_are_int64": int(slots.dtype == torch.int64),
+        "num_tokens": len(slots),
+        "num_heads": new[0].shape[1],
+        "page_size": caches[0].shape[2],
+        "residues": residues,
+    }
+    memory = Memory()
+    memory.read_back(run("reshape_and_cache", members, memory, command, folder))

@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn import reference
+from torch_paged_attn.testing import PROBLEMS, Truth, assert_accurate, build
 
 sys.path.insert(0, str(Path(__file__).parent))
 import run_call
@@ -22,6 +24,8 @@ import run_call
 ROOT = Path(__file__).parents[2]
 KERNEL_FLAGS = ["-O2", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast"]
 ISA_FLAGS = {"generic": [], "neon": [], "neon_bf16": ["-march=armv8.2-a+bf16"]}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def emulator():
@@ -70,8 +74,66 @@ def emulate(program, *, cpu="max", isa=""):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_agrees_with_the_reference(name, isa, program, tmp_path):
     call = build(PROBLEMS[name])
-    out, lse = run_call.run(call, emulate(program, isa=isa), tmp_path)
+    out, lse = run_call.attend(call, emulate(program, isa=isa), tmp_path)
     assert_accurate(out, lse, call.truth())
+
+
+def empty_caches(layout, dtype, heads=3, dims=(64, 17), num_pages=6, page_size=16):
+    """Keys and values of different head_dim: one a cache line at least, one never whole vectors."""
+    if layout == "packed_last":
+        shape = num_pages, heads, page_size, sum(dims)
+        return torch.full(shape, 77.0).to(dtype).split(dims, -1)
+    if layout == "nhd":
+        shapes = [(num_pages, page_size, heads, dim) for dim in dims]
+        return tuple(torch.full(shape, 77.0).to(dtype).transpose(1, 2) for shape in shapes)
+    return tuple(torch.full((num_pages, heads, page_size, dim), 77.0).to(dtype) for dim in dims)
+
+
+def assert_same_storages(tensors, expected):
+    """Also where no token belongs."""
+    for got, want in zip(tensors, expected, strict=True):
+        assert bytes(got.untyped_storage()) == bytes(want.untyped_storage())
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd", "packed_last"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+def test_writes_what_the_reference_writes(isa, dtype, layout, program, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for cache_dtype in (dtype, *EIGHT_BITS):
+        caches, expected = empty_caches(layout, cache_dtype), empty_caches(layout, cache_dtype)
+        # more than the 8-bit types hold, and numbers that are none
+        new = [
+            torch.randn(40, 3, cache.shape[3], generator=generator).exp2().mul(20).to(dtype)
+            for cache in caches
+        ]
+        new[0][1, 1, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+        slots = torch.randperm(96, generator=generator)[:40]
+        slots[::7] = -1  # skipped
+        slots[20:23] = slots[5]  # the last one wins
+        scales = (None, None)
+        if cache_dtype in EIGHT_BITS:
+            scales = (torch.tensor(0.25), torch.tensor([0.5, 0.002, 0.1]))
+        reference.reshape_and_cache_split(*new, *expected, slots, *scales)
+        slots = slots.int() if cache_dtype == dtype else slots
+        residues = 2 if layout == "nhd" else 1
+        command = emulate(program, isa=isa)
+        run_call.reshape_and_cache(new, caches, slots, scales, residues, command, tmp_path)
+        assert_same_storages(caches, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+def test_merges_as_the_reference_does(isa, dtype, program, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 23, 5, 33, generator=generator).to(dtype)
+    lses = torch.randn(2, 5, 23, generator=generator) * 5
+    lses[0, :, ::5] = lses[1, :, ::3] = -float("inf")
+    outs[0, ::5] = float("nan")  # a part that saw no key has no weight, whatever it holds
+    # one part contiguous, the other with its dimensions in another order in memory
+    states = outs[0], lses[0], outs[1].mT.contiguous().mT, lses[1].mT.contiguous().mT
+    out, lse = run_call.merge_states(*states, emulate(program, isa=isa), tmp_path)
+    assert_accurate(out, lse, Truth.of(reference.merge_states, *states))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def program(tmp_path_factory):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_agrees_with_the_reference(name, program, tmp_path):
     call = build(PROBLEMS[name])
-    out, lse = run_call.run(call, [program], tmp_path)
+    out, lse = run_call.attend(call, [program], tmp_path)
     assert_accurate(out, lse, call.truth())
 
 
@@ -71,5 +71,5 @@ def in_bfloat16(problem):
 @given((problems() | problems(layouts)).map(in_bfloat16))
 def test_fuzz(program, tmp_path, problem):
     call = build(problem)
-    out, lse = run_call.run(call, [program], tmp_path)
+    out, lse = run_call.attend(call, [program], tmp_path)
     assert_accurate(out, lse, call.truth())
