@@ -49,11 +49,14 @@ LEFT_OVER = 64
 # smaller ones that spill less, with a bias or dropout too. gfx1100 wants its operands twice over:
 # wide heads fill the registers.
 KNOWN = {
-    ("sm90", "llama3_8b/mixed/bf16"): 768,
-    ("sm90", "llama3_8b/mixed/f16"): 768,
-    ("sm90", "vllm_cache/mixed/bf16"): 896,
+    ("sm90", "llama3_8b/mixed/bf16"): 640,
+    ("sm90", "llama3_8b/mixed/f16"): 640,
+    ("sm90", "vllm_cache/mixed/bf16"): 704,
     ("sm90", "d128/prefill_wide_pages/bf16"): 128,
-    ("sm90", "d128/prefill_bias/bf16"): 832,
+    ("sm90", "d128/prefill_bias/bf16"): 768,
+    ("sm90", "d256/prefill/bf16"): 192,
+    ("sm90", "gemma2/window_softcap/bf16"): 128,
+    ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("gfx1100", "deepseek_mla/decode/bf16"): 2304,

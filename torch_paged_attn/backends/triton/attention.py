@@ -136,7 +136,7 @@ def attend(
     raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
     is_q_normed = dtype == tl.float16 and q.dtype == torch.bfloat16
     raw = raw and not is_q_normed and call.q_descale is None and call.k_descale is None
-    has_middle = not bias and layout is None and block_m > 64
+    has_middle = layout is None and (block_m > 64 or attn_bias is not None)
 
     q_stored, q_format = as_stored(q, target)
     if is_paired:

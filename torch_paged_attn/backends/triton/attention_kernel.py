@@ -25,7 +25,6 @@ VARYING = (
     "stride_crow_head",
     "stride_col_batch",
     "stride_col_head",
-    "stride_bias_head",
     "total_q",
     "max_keys",
     "num_pages",

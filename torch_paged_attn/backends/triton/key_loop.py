@@ -8,8 +8,14 @@ from torch_paged_attn.backends.triton.formats import decode_pairs
 from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
 from torch_paged_attn.backends.triton.mask import visible
 from torch_paged_attn.backends.triton.products import fold_values, scores
-from torch_paged_attn.backends.triton.rows import find_pages, load_rows
+from torch_paged_attn.backends.triton.rows import find_pages, load_rows, zero_unless
 from torch_paged_attn.backends.triton.softmax import fold_scores
+
+
+@triton.jit
+def has_nan(x):
+    """1 for each row that holds NaN."""
+    return tl.max((x != x).to(tl.int32), 1)
 
 
 @triton.jit
@@ -94,96 +100,114 @@ def attend_keys(
     if FIRST_PHASE < 2:
         i_tail = tl.minimum(tl.maximum(full_stop // BLOCK_N, i_full), i_stop)
 
-    for phase in tl.static_range(FIRST_PHASE, 3):
-        if phase == 0:
-            i_first = i_start
-            i_last = i_full
-        elif phase == 1:
-            i_first = i_full
-            i_last = i_tail
-        else:
-            i_first = i_tail
-            i_last = i_stop
-        for i in tl.range(i_first, i_last):
-            if K_BLOCK > 0:
-                PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
-                col = tl.load(col_ptr + (i // PER_BLOCK) * stride_col)
-                # blocks past the last key are ignored, and so are bad ones
-                past_end = tl.cdiv(key_len, K_BLOCK)
-                col = tl.where((col < 0) | (col > past_end), past_end, col)
-                n0 = col * K_BLOCK + (i % PER_BLOCK) * BLOCK_N
+    # A key that no query sees counts as 0, whatever it holds. A bias may hide one among others: all
+    # values are read as they are, and only where that gave NaN, again and with care.
+    ATTEMPTS: tl.constexpr = 1 if BIAS == "" else 2
+    for attempt in tl.static_range(ATTEMPTS):
+        if attempt == 1:
+            is_bad = (tl.max(has_nan(acc_low), 0) | tl.max(has_nan(acc_high), 0)) > 0
+            m_i = tl.where(is_bad, float("-inf"), m_i)
+            l_i = tl.where(is_bad, 0.0, l_i)
+            acc_low = tl.where(is_bad, 0.0, acc_low)
+            acc_high = tl.where(is_bad, 0.0, acc_high)
+            i_full = tl.where(is_bad, i_full, i_start)
+            i_tail = tl.where(is_bad, i_tail, i_start)
+            i_stop = tl.where(is_bad, i_stop, i_start)
+        for phase in tl.static_range(FIRST_PHASE, 3):
+            if phase == 0:
+                i_first = i_start
+                i_last = i_full
+            elif phase == 1:
+                i_first = i_full
+                i_last = i_tail
             else:
-                n0 = i * BLOCK_N
-            j = n0 + tl.arange(0, BLOCK_N)
-            page, slot = find_pages(
-                block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase == 1
-            )
-
-            k_rows = page * stride_k_page + slot * stride_k_slot
-            if IS_PAIRED:
-                pairs = load_rows(k_ptr, k_rows, None, 0, K_LOW, K_LOW, False, "RAW", DTYPE)
-                k_low, k_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
-            else:
-                k_low = load_rows(k_ptr, k_rows, None, 0, K_LOW, HEAD_DIM, False, K_FORMAT, DTYPE)
-            s = scores(q_low, k_low, IS_PRECISE)
-            if IS_PAIRED:
-                s += scores(q_high, k_high, IS_PRECISE)
-            elif K_HIGH > 0:
-                k_high = load_rows(
-                    k_ptr, k_rows, None, K_LOW, K_HIGH, HEAD_DIM, False, K_FORMAT, DTYPE
+                i_first = i_tail
+                i_last = i_stop
+            for i in tl.range(i_first, i_last):
+                if K_BLOCK > 0:
+                    PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
+                    col = tl.load(col_ptr + (i // PER_BLOCK) * stride_col)
+                    # blocks past the last key are ignored, and so are bad ones
+                    past_end = tl.cdiv(key_len, K_BLOCK)
+                    col = tl.where((col < 0) | (col > past_end), past_end, col)
+                    n0 = col * K_BLOCK + (i % PER_BLOCK) * BLOCK_N
+                else:
+                    n0 = i * BLOCK_N
+                j = n0 + tl.arange(0, BLOCK_N)
+                page, slot = find_pages(
+                    block_table_ptr, n0, start, stop, num_pages, BLOCK_N, PAGE_SIZE, phase == 1
                 )
-                s += scores(q_high, k_high, IS_PRECISE)
 
-            if not RAW_SCORES:
-                s = s * scale[:, None]
-            if HAS_SOFTCAP:
-                s = softcapped(s, softcap)
-            if HAS_ALIBI:
-                s = with_alibi(s, slope, position, j)
-            keep = j >= start
-            if phase != 1:
-                in_range = keep & (j < stop)
-                seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
+                seen = exists[:, None]
+                if phase != 1:
+                    in_range = (j >= start) & (j < stop)
+                    seen = seen & visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
                 if BIAS != "":
-                    bias = tl.load(
-                        bias_rows[:, None] + j.to(tl.int64)[None, :] * stride_bias_key,
-                        mask=seen & exists[:, None],
-                        other=0,
-                    )
+                    # Where every key is visible neighbours have one mask, so loads are wide. They
+                    # come before the product, or Triton computes the softmax in their layout too.
+                    columns = j.to(tl.int64) * stride_bias_key
+                    bias = tl.load(bias_rows[:, None] + columns[None, :], mask=seen, other=0)
                     if BIAS == "bool":
                         seen = seen & (bias != 0)
                     else:
                         bias = bias.to(tl.float32)
                         seen = seen & (bias != float("-inf"))
-                        s = s + bias
-                    keep = tl.max((seen & exists[:, None]).to(tl.int32), 0) > 0
-                # select, never add: a masked key may hold NaN
-                s = tl.where(seen, s, float("-inf"))
 
-            p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
-            if rng_ptr is not None:
-                survives = dropout_keep(rng_ptr, dropout_threshold, b, head, token, n0, BLOCK_N)
-                p = tl.where(survives, p * dropout_scale, 0.0)
-            p = p.to(DTYPE)
+                k_rows = page * stride_k_page + slot * stride_k_slot
+                if IS_PAIRED:
+                    pairs = load_rows(k_ptr, k_rows, None, 0, K_LOW, K_LOW, False, "RAW", DTYPE)
+                    k_low, k_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
+                else:
+                    k_low = load_rows(
+                        k_ptr, k_rows, None, 0, K_LOW, HEAD_DIM, False, K_FORMAT, DTYPE
+                    )
+                s = scores(q_low, k_low, IS_PRECISE)
+                if IS_PAIRED:
+                    s += scores(q_high, k_high, IS_PRECISE)
+                elif K_HIGH > 0:
+                    k_high = load_rows(
+                        k_ptr, k_rows, None, K_LOW, K_HIGH, HEAD_DIM, False, K_FORMAT, DTYPE
+                    )
+                    s += scores(q_high, k_high, IS_PRECISE)
 
-            v_rows = k_rows
-            if not IS_V_LIKE_K:
-                v_rows = page * stride_v_page + slot * stride_v_slot
-            # a key that no query sees counts as 0, whatever it holds
-            HAS_GAPS: tl.constexpr = BIAS != ""
-            if IS_PAIRED:
-                pairs = load_rows(v_ptr, v_rows, keep, 0, V_LOW, V_LOW, HAS_GAPS, "RAW", DTYPE)
-                v_low, v_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
-            else:
-                v_low = load_rows(
-                    v_ptr, v_rows, keep, 0, V_LOW, HEAD_DIM_V, HAS_GAPS, K_FORMAT, DTYPE
-                )
-            acc_low = fold_values(acc_low, shrink, p, v_low, IS_PRECISE)
-            if IS_PAIRED:
-                acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
-            elif V_HIGH > 0:
-                v_high = load_rows(
-                    v_ptr, v_rows, keep, V_LOW, V_HIGH, HEAD_DIM_V, HAS_GAPS, K_FORMAT, DTYPE
-                )
-                acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
+                if not RAW_SCORES:
+                    s = s * scale[:, None]
+                if HAS_SOFTCAP:
+                    s = softcapped(s, softcap, IS_PRECISE)
+                if HAS_ALIBI:
+                    s = with_alibi(s, slope, position, j)
+                if BIAS == "float":
+                    s = s + bias
+                if phase != 1 or BIAS != "":
+                    # select, never add: a masked key may hold NaN
+                    s = tl.where(seen, s, float("-inf"))
+
+                p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
+                if rng_ptr is not None:
+                    survives = dropout_keep(rng_ptr, dropout_threshold, b, head, token, n0, BLOCK_N)
+                    p = tl.where(survives, p * dropout_scale, 0.0)
+                p = p.to(DTYPE)
+
+                v_rows = k_rows
+                if not IS_V_LIKE_K:
+                    v_rows = page * stride_v_page + slot * stride_v_slot
+                if IS_PAIRED:
+                    pairs = load_rows(v_ptr, v_rows, None, 0, V_LOW, V_LOW, False, "RAW", DTYPE)
+                    v_low, v_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
+                else:
+                    v_low = load_rows(
+                        v_ptr, v_rows, None, 0, V_LOW, HEAD_DIM_V, False, K_FORMAT, DTYPE
+                    )
+                if attempt == 1:
+                    keep = tl.max(seen.to(tl.int32), 0) > 0
+                    v_low = zero_unless(keep, v_low)
+                acc_low = fold_values(acc_low, shrink, p, v_low, IS_PRECISE)
+                if IS_PAIRED or V_HIGH > 0:
+                    if not IS_PAIRED:
+                        v_high = load_rows(
+                            v_ptr, v_rows, None, V_LOW, V_HIGH, HEAD_DIM_V, False, K_FORMAT, DTYPE
+                        )
+                    if attempt == 1:
+                        v_high = zero_unless(keep, v_high)
+                    acc_high = fold_values(acc_high, shrink, p, v_high, IS_PRECISE)
     return m_i, l_i, acc_low, acc_high

@@ -51,6 +51,14 @@ def load_rows(
 
 
 @triton.jit
+def zero_unless(keep, x):
+    """Rows that no query sees count as 0, whatever they hold. Loaded all the same: a load that
+    waited for the mask could not run ahead of it.
+    """
+    return tl.where(keep[:, None], x, tl.zeros_like(x))
+
+
+@triton.jit
 def store_rows(
     rows,
     x,
