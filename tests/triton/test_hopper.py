@@ -161,3 +161,17 @@ def test_agrees_with_the_reference(problem):
     assert_accurate(*first, build(problem).truth())
     second = flash_varlen_sm90.flash_varlen(call)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_whose_maxima_grow_are_rescaled(head_dim):
+    """Keys grow towards the first, which the kernel reads last: in every tile, other rows find
+    scores far above those before."""
+    call = build(Problem("growing", LONG, head_dim=head_dim, dtype=bf16, sinks=True))
+    k = call.args["k"]
+    k.mul_(torch.linspace(9.0, 0.05, len(k), dtype=k.dtype)[:, None, None])
+    args = call.to("cuda").args
+    assert_accurate(
+        *flash_varlen_sm90.flash_varlen(AttentionCall.flash_varlen(**args)), call.truth()
+    )

@@ -6,7 +6,8 @@ import dataclasses
 @dataclasses.dataclass(frozen=True)
 class HopperConfig:
     """CONSUMERS of 64 rows each, tiles of BLOCK_N keys, slots of the rings, registers of a
-    consumer's thread, and how its two products and softmaxes interleave.
+    consumer's thread, and whether consumers ask for their products in turn, so that those of one
+    run while the others' softmax is computed.
     """
 
     CONSUMERS: int = 2
@@ -14,8 +15,7 @@ class HopperConfig:
     STAGES: int = 2
     Q_STAGES: int = 2
     REGISTERS: int = 232
-    OVERLAP: bool = True  # the product with the values runs while the next softmax is computed
-    TAKE_TURNS: bool = False  # one consumer's products run while the other's softmax is computed
+    TAKE_TURNS: bool = True
 
 
 def choose_hopper_config(
@@ -23,12 +23,11 @@ def choose_hopper_config(
 ) -> HopperConfig:
     """`width` is head_dim as it lies in shared memory: 64, 128 or 256."""
     if width == 256:
-        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=240)
-    if width == 128:
-        # reading lists takes the producer registers
-        return HopperConfig(REGISTERS=216 if has_layout else 232, TAKE_TURNS=True)
+        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=240, TAKE_TURNS=False)
+    stages = 2 if width == 128 else 3
     # a third consumer hides more of the exponentials, but makes tiles that reach further past a
     # causal diagonal, and that are no power of two, as rows of a layout are
-    if not has_layout and (not is_causal or mean_length > 4096):
-        return HopperConfig(CONSUMERS=3, REGISTERS=160, STAGES=3, OVERLAP=False)
-    return HopperConfig(REGISTERS=216 if has_layout else 232, STAGES=3, OVERLAP=False)
+    if width == 64 and not has_layout and (not is_causal or mean_length >= 4096):
+        return HopperConfig(CONSUMERS=3, REGISTERS=160, STAGES=stages)
+    # reading lists takes the producer registers
+    return HopperConfig(REGISTERS=216 if has_layout else 232, STAGES=stages)

@@ -231,7 +231,6 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         STAGES=config.STAGES,
         Q_STAGES=config.Q_STAGES,
         REGISTERS=config.REGISTERS,
-        OVERLAP=config.OVERLAP,
         TAKE_TURNS=config.TAKE_TURNS,
         num_warps=4,
     )

@@ -2,6 +2,8 @@
 
 FlashAttention-3's loop (arXiv 2407.08608, algorithm 2): the scores of the next keys are asked for
 before the values of these are multiplied, and both products run while the softmax is computed.
+FlashAttention-4's rescaling: a row keeps its reference until a score exceeds it by far, so that its
+result is rarely multiplied.
 """
 
 from triton.experimental import gluon
@@ -48,6 +50,10 @@ from torch_paged_attn.backends.triton.ragged_rows import store_rows
 # named barriers: Triton uses the first few for its own
 TURNS = gl.constexpr(8)
 
+# by how much, in base two, a score may exceed what its row is shifted by: probabilities up to 256
+# are rounded like those below 1, and sums are float32
+SLACK = gl.constexpr(8.0)
+
 
 @gluon.jit
 def _get(notes, slot, word: gl.constexpr):
@@ -57,16 +63,17 @@ def _get(notes, slot, word: gl.constexpr):
 
 @gluon.jit
 def _take_turn(me: gl.constexpr):
-    """Wait until the other consumer of two has asked for its products."""
+    """Wait until the consumer before this one has asked for its products."""
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [TURNS + me], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def _pass_turn(me: gl.constexpr):
+def _pass_turn(me: gl.constexpr, CONSUMERS: gl.constexpr):
+    after: gl.constexpr = TURNS + (me + 1) % CONSUMERS
     gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [TURNS + 1 - me], gl.int32, False, 1
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [after], gl.int32, False, 1
     )
 
 
@@ -74,9 +81,9 @@ def _pass_turn(me: gl.constexpr):
 def _pin(x):
     """x, computed before what follows.
 
-    The assembler moves a wait for products above everything that does not need their result,
-    exponentials too, and nothing would overlap. It does not move it above another barrier that
-    reads x. This one is never taken: no sum of exponentials has these bits.
+    The assembler moves a wait for products above everything that does not need their result, and
+    nothing would overlap. It does not move it above another barrier that reads x. This one is never
+    taken: no maximum has these bits.
     """
     return gl.inline_asm_elementwise(
         "{.reg .pred p; setp.eq.u32 p, $1, 0xFFC12345; mov.b32 $0, $1; @p bar.arrive 15, 128;}",
@@ -102,19 +109,51 @@ def _partial_sum(p):
 
 
 @gluon.jit
-def _fold(s, m_i, l_i, factor, PIN: gl.constexpr):
-    """Fold a tile of scores into maxima (scaled by `factor`, base two) and partial sums."""
+def _fold(s, m_i, l_i, factor):
+    """Fold a tile of scores into the rows' references, which are near their maxima (scaled by
+    `factor`, base two), and partial sums."""
     m_new = gl.maximum(m_i, _row_max(s) * factor)
+    m_new = _pin(gl.where(m_new > m_i + SLACK, m_new, m_i))
     # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
     shrink = gl.exp2(m_i - shift)
     total = _partial_sum(p)
-    if PIN:
-        total = _pin(total)
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     l_new = l_i * gl.expand_dims(gl.convert_layout(shrink, rows, True), 1) + total
     return p, m_new, l_new, shrink
+
+
+@gluon.constexpr_function
+def _multiply_unless_one(n):
+    """PTX: multiply n registers by as many factors, unless these are 1 in the whole warp. They
+    belong to two rows, which take turns by pairs."""
+    products = (f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return f"""{{
+        .reg .pred p;
+        setp.neu.f32 p, ${2 * n}, 0f3F800000;
+        setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;
+        vote.sync.any.pred p, p, 0xffffffff;
+        @!p bra DONE;
+        {" ".join(products)}
+        DONE:
+    }}"""
+
+
+@gluon.constexpr_function
+def _in_place(n):
+    """The operands of that: results, which are the first n arguments, and factors."""
+    return ",".join(("=f",) * n + tuple(str(i) for i in range(n)) + ("f",) * n)
+
+
+@gluon.jit
+def _rescale(acc, shrink):
+    """acc * shrink by rows; where no row of a warp has a new reference, nothing is done."""
+    OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128  # elements of a thread
+    program: gl.constexpr = _multiply_unless_one(OWN)
+    operands: gl.constexpr = _in_place(OWN)
+    shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), 1)
+    return gl.inline_asm_elementwise(program, operands, [acc, shrink], gl.float32, False, OWN)
 
 
 @gluon.jit
@@ -154,7 +193,7 @@ def consume(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, OVERLAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     """Rows [ME * BLOCK_M, ...) of every tile that the producer announces."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -170,8 +209,8 @@ def consume(
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
     drawn = 0
-    if TAKE_TURNS and ME == 1:
-        _pass_turn(ME)
+    if TAKE_TURNS and ME == CONSUMERS - 1:
+        _pass_turn(ME, CONSUMERS)
     queries.wait_full(0)
     count = _get(notes, 0, COUNT)
     while count > 0:
@@ -238,7 +277,7 @@ def consume(
             s = masked(
                 s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
             )  # fmt: skip
-        p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, False)
+        p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor)
         p = gl.convert_layout(p.to(dtype), operand)
 
         for _ in range(1, count):
@@ -253,14 +292,12 @@ def consume(
             s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
             values.wait_full(n)
             v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
+            # the tensor cores are busy with the scores meanwhile
+            acc = _rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
             if TAKE_TURNS:
-                _pass_turn(ME)
-            if OVERLAP:
-                s = warpgroup_mma_wait(1, deps=[s])
-            else:
-                s, acc = warpgroup_mma_wait(0, deps=[s, pending])
-                values.release(n)
+                _pass_turn(ME, CONSUMERS)
+            s = warpgroup_mma_wait(1, deps=[s])
             keys.release(n + 1)
             s = _logits(
                 s, runs, position, slope, squash, KEYS, Q_BLOCK, IS_CAUSAL, HAS_SOFTCAP,
@@ -276,18 +313,17 @@ def consume(
                 s = masked(
                     s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
                 )  # fmt: skip
-            p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor, OVERLAP)
-            if OVERLAP:
-                acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
-                values.release(n)
+            p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor)
+            acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
+            values.release(n)
             p = gl.convert_layout(p.to(dtype), operand)
-            acc = acc * gl.expand_dims(gl.convert_layout(shrink, result_rows), 1)
             n += 1
 
         values.wait_full(n)
         v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
         if HAS_LEFT and at < first_key:
             _clear_unseen(v, at, first_key)
+        acc = _rescale(acc, shrink)
         pending = warpgroup_mma(p, v, acc, is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), score_rows)
         gain = 1.0
