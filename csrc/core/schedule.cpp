@@ -58,7 +58,7 @@ Splits split_keys(const Attention& a, const Sequence& s, const Task& task) {
     }
   }
   const int64_t length = (splits.end - splits.begin) * unit;
-  const int64_t smallest = task.few_rows ? 512 : 2048;
+  const int64_t smallest = task.few_rows ? 1024 : 2048;
   const bool worth = s.q_len * a.num_heads <= SPLIT_ROWS;
   const int64_t size = round_up(std::max(smallest, length / MAX_SPLITS), smallest);
   splits.size = worth ? std::max<int64_t>(size / unit, 1) : std::max<int64_t>(splits.end, 1);

@@ -1,12 +1,12 @@
 // Few query rows (decode): keys and values are read in place, once, in the order of memory.
 //
 // A task covers a range of keys for several head groups: a chunk of keys at a time for every head,
-// so that a page is read whole in either layout, while the next chunk is prefetched line by line (a
-// burst of prefetches would hold up the loads) and the addresses of the one after are translated.
-// The rows of a group share each load and each conversion.
+// so that a page is read whole in either layout. The rows of a group share each load and each
+// conversion.
 #pragma once
 
 #include "../core/query_rows.h"
+#include "../core/read_ahead.h"
 
 namespace {
 
@@ -15,67 +15,10 @@ constexpr int ROW_COLUMNS = 128;  // keys per softmax update
 // The dot products that are under way together, enough to hide the latency of one.
 constexpr int DOTS = W < 8 ? 8 : W;
 
-// Some columns of K or V under every head of a task.
-template <class T>
-struct Chunk {
-  const T* data;  // of the first head
-  const int64_t* offset;
-  int64_t stride_head, head_dim;
-  bool heads_adjoin;  // a token's heads, rather than a head's tokens
-
-  PAGED_ATTN_INLINE const T* row(int column, int head) const {
-    return data + head * stride_head + offset[column];
-  }
-};
-
-// Asks for the next chunk in the order of memory, as many bytes at a time as are being read.
-template <class T>
-struct Ahead {
-  Chunk<T> chunk, later;
-  int columns, heads, column = 0, head = 0, rows_left;
-  const char *at, *end;  // of the row
-
-  PAGED_ATTN_INLINE Ahead(const Chunk<T>& next, const Chunk<T>& after_next, int num_columns,
-                          int num_heads)
-      : chunk(next),
-        later(after_next),
-        columns(num_columns),
-        heads(num_heads),
-        rows_left(num_heads * num_columns) {
-    enter_row();
-  }
-  PAGED_ATTN_INLINE void enter_row() {
-    // a line of every run, so that its address is translated when the rest of it is asked for
-    if ((chunk.heads_adjoin ? head : column) == 0) __builtin_prefetch(later.row(column, head));
-    at = (const char*)chunk.row(column, head);
-    end = at + chunk.head_dim * int64_t(sizeof(T));
-  }
-  PAGED_ATTN_INLINE void next_row() {
-    if (--rows_left <= 0) {  // the last one again
-      rows_left = 0;
-    } else if (chunk.heads_adjoin) {
-      if (++head == heads) head = 0, ++column;
-    } else {
-      if (++column == columns) column = 0, ++head;
-    }
-    enter_row();
-  }
-  template <int BYTES>
-  PAGED_ATTN_INLINE void fetch() {
-#pragma GCC unroll 8
-    for (int b = 0; b < BYTES; b += CACHE_LINE) __builtin_prefetch(at + b);
-    at += BYTES;
-    if (at >= end) next_row();
-  }
-  PAGED_ATTN_INLINE void fetch_rest() {
-    while (rows_left > 0) fetch<CACHE_LINE>();
-  }
-};
-
 // scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
 // time, W of them summed over the lanes in one transpose
 template <class Product, class T, int ROWS>
-inline void dot_keys(const T* k, const int64_t* offset, int columns, Ahead<T>& ahead,
+inline void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
                      const float* q, int64_t stride_q, int64_t rows, int64_t head_dim, float scale,
                      float* scores) {
   constexpr int KEYS = DOTS / ROWS;
@@ -86,13 +29,13 @@ inline void dot_keys(const T* k, const int64_t* offset, int columns, Ahead<T>& a
     for (int64_t r = 0; r < rows; r += ROWS) {
       F acc[DOTS] = {};
       const float* x = q + r * stride_q;
-      const auto step = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
+      const auto step = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
         F row[ROWS];
 #pragma GCC unroll 4
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
-          if (r == 0) ahead.template fetch<STEP * int(sizeof(T))>();
+          if (r == 0) ahead.advance(n * int(sizeof(T)));
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
@@ -101,13 +44,14 @@ inline void dot_keys(const T* k, const int64_t* offset, int columns, Ahead<T>& a
       };
       int64_t d = 0;
       for (; d + STEP <= head_dim; d += STEP) {
-        step(d,
+        step(d, STEP,
              [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
       }
       if (d < head_dim) {
         const int n = int(head_dim - d);
-        step(d, [n](const T* p)
-                    __attribute__((always_inline)) { return Product::load_operands(p, n); });
+        step(d, n, [n](const T* p) __attribute__((always_inline)) {
+          return Product::load_operands(p, n);
+        });
       }
       float sums[DOTS];
       for (int i = 0; i < DOTS; i += W) store(sums + i, sum_lanes(acc + i) * set1(scale));
@@ -119,9 +63,9 @@ inline void dot_keys(const T* k, const int64_t* offset, int columns, Ahead<T>& a
 
 // acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); with `n`, fewer dims
 template <class Product, class T, int ROWS, int VECS, bool WHOLE>
-PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns, Ahead<T>& ahead,
-                                  bool prefetch, int64_t d, int n, const float* p, float* acc,
-                                  int64_t stride_acc) {
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
+                                  ReadAhead<T>& ahead, bool first, int64_t d, int n, const float* p,
+                                  float* acc, int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
   F sum[ROWS][VECS];
 #pragma GCC unroll 4
@@ -132,7 +76,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
     F x[VECS];
 #pragma GCC unroll 2
     for (int i = 0; i < DEPTH; ++i) {
-      if (prefetch) ahead.template fetch<VECS * W * int(sizeof(T))>();
+      if (first) ahead.advance((WHOLE ? VECS * W : n) * int(sizeof(T)));
       const T* row = v + offset[c + i] + d;
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; j += DEPTH)
@@ -154,7 +98,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 }
 
 template <class Product, class T, int ROWS>
-inline void weigh_values(const T* v, const int64_t* offset, int columns, Ahead<T>& ahead,
+inline void weigh_values(const T* v, const int64_t* offset, int columns, ReadAhead<T>& ahead,
                          const float* p, int64_t rows, int64_t head_dim, float* acc,
                          int64_t stride_acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
@@ -225,35 +169,27 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                               const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
+  const auto kv_head = [&](int g) __attribute__((always_inline)) {
+    return int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
+  };
   const auto head_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
-    const int64_t kv_head = int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
-    return (const T*)x.data + kv_head * x.stride_head;
-  };
-  const auto chunk_of = [&](const paged_attn::KeyValue& x, const int64_t* offset, int64_t head_dim)
-                            __attribute__((always_inline)) {
-    return Chunk<T>{head_of(x, 0), offset, x.stride_head, head_dim, x.stride_head < x.stride_token};
-  };
-  // in the order of reading: the block's keys, its values, the next block's keys
-  const auto chunk_at = [&](int c) __attribute__((always_inline)) {
-    if (c < columns) return chunk_of(a.k, block.k_offset + c, a.head_dim);
-    if (c < 2 * columns) return chunk_of(a.v, block.v_offset + c - columns, a.head_dim_v);
-    return chunk_of(a.k, next.k_offset + (c - 2 * columns) % next.num_columns, a.head_dim);
+    return (const T*)x.data + kv_head(g) * x.stride_head;
   };
   const int step = chunk_columns<T, DOTS / ROWS>(a, groups);
+  ReadAhead<T> ahead(a, kv_head(0), groups, step);
+  ahead.enter(block, next);
   for (int c = 0; c < columns; c += step) {
-    Ahead<T> ahead(chunk_at(c + step), chunk_at(c + 2 * step), step, groups);
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, step, ahead,
                                  w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
                                  w.scale[g], scores);
     }
-    ahead.fetch_rest();
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  const bool finished = is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1,
-                                                   block, 0, columns);
-  for (int g = 0; g < groups; ++g)
+  const bool finished =
+      is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
+  const auto softmax = [&](int g) __attribute__((always_inline)) {
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
       const auto row_at = [&](int r) __attribute__((always_inline)) {
         return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
@@ -271,15 +207,14 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
+  };
   for (int c = 0; c < columns; c += step) {
-    Ahead<T> ahead(chunk_at(columns + c + step), chunk_at(columns + c + 2 * step), step, groups);
     for (int g = 0; g < groups; ++g) {
+      if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
-      weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p,
-                                     w.rows, a.head_dim_v, w.acc + g * w.rows * w.stride_acc,
-                                     w.stride_acc);
+      weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p, w.rows,
+                                     a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
     }
-    ahead.fetch_rest();
   }
 }
 

@@ -1,0 +1,103 @@
+// Asks for the keys and values of a task a fixed distance ahead of their use.
+//
+// Blocks are read chunk by chunk, some columns under every head, first the keys, then the values.
+// The cursor takes the same way through memory, a line for each line that is read: a burst of
+// prefetches would hold up the loads behind it. Lines go to L1 alone, as they are read only once.
+#pragma once
+
+#include "paged_kv.h"
+
+namespace {
+
+// Enough to hide the latency of memory, and little enough to be in L1 still when it is read.
+constexpr int64_t AHEAD_BYTES = 8192;
+
+template <class T>
+class ReadAhead {
+ public:
+  PAGED_ATTN_INLINE ReadAhead(const Attention& attention, int64_t first_kv_head, int num_heads,
+                              int chunk_columns)
+      : a(attention), first_head(first_kv_head), heads(num_heads), columns(chunk_columns) {}
+
+  // To where the cursor is when the first key of `block` is about to be read.
+  PAGED_ATTN_INLINE void enter(const KeyBlock& block, const KeyBlock& following) {
+    next = &following;
+    chunk = {&block, false, 0};
+    outer = inner = 0;
+    enter_run();
+    int64_t distance = AHEAD_BYTES;
+    for (; distance >= end - at; next_run()) distance -= end - at;
+    at += distance;
+  }
+
+  // On by as many bytes as are being read, past lines that begin there.
+  PAGED_ATTN_INLINE void advance(int bytes) {
+    const int to_line = int(-intptr_t(at) & (CACHE_LINE - 1));
+#pragma GCC unroll 8
+    for (int b = bytes < CACHE_LINE ? to_line : CACHE_LINE - 1; b < bytes; b += CACHE_LINE)
+      __builtin_prefetch(at + b, 0, 0);
+    at += bytes;
+    if (at >= end) next_run();
+  }
+
+ private:
+  struct Chunk {
+    const KeyBlock* block;
+    bool values;
+    int column;
+  };
+
+  const Attention& a;
+  const int64_t first_head;
+  const int heads, columns;
+  const KeyBlock* next;
+  Chunk chunk;
+  // Where the run begins: the inner index is that of a token's heads where those adjoin in memory,
+  // else that of a head's columns.
+  int outer, inner, rows;
+  const char *at, *end;
+
+  PAGED_ATTN_INLINE const paged_attn::KeyValue& tensor(const Chunk& x) const {
+    return x.values ? a.v : a.k;
+  }
+  PAGED_ATTN_INLINE bool heads_adjoin(const Chunk& x) const {
+    return tensor(x).stride_head < tensor(x).stride_token;
+  }
+  PAGED_ATTN_INLINE const T* row(const Chunk& x, int from_outer, int from_inner) const {
+    const bool by_token = heads_adjoin(x);
+    const int head = by_token ? from_inner : from_outer, c = by_token ? from_outer : from_inner;
+    const int64_t* offset = x.values ? x.block->v_offset : x.block->k_offset;
+    return (const T*)tensor(x).data + (first_head + head) * tensor(x).stride_head +
+           offset[x.column + c];
+  }
+  PAGED_ATTN_INLINE Chunk after(const Chunk& x) const {
+    if (x.column + columns < x.block->num_columns) return {x.block, x.values, x.column + columns};
+    return {x.values ? next : x.block, !x.values, 0};
+  }
+
+  // A run has no gap: all rows of an outer index, or else a single row.
+  PAGED_ATTN_INLINE void enter_run() {
+    const int inners = heads_adjoin(chunk) ? heads : columns;
+    const int64_t row_elements = chunk.values ? a.head_dim_v : a.head_dim;
+    const T* first = row(chunk, outer, inner);
+    rows = 1;
+    if (inner == 0) {
+      if (row(chunk, outer, inners - 1) - first == (inners - 1) * row_elements) rows = inners;
+      // a line of the next chunk, so that its address is translated when the rest is asked for
+      __builtin_prefetch(row(after(chunk), outer, 0));
+    }
+    at = (const char*)first;
+    end = (const char*)(first + rows * row_elements);
+  }
+  inline void next_run() {
+    const bool by_token = heads_adjoin(chunk);
+    inner += rows;
+    if (inner == (by_token ? heads : columns)) {
+      inner = 0;
+      if (++outer == (by_token ? columns : heads)) outer = 0, chunk = after(chunk);
+    }
+    enter_run();
+  }
+};
+
+}  // namespace
