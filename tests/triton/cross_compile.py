@@ -61,7 +61,7 @@ KNOWN = {
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("gfx1100", "deepseek_mla/decode/bf16"): 2304,
     ("gfx1100", "mla/prefill/bf16"): 2304,
-    ("gfx1100", "llama3_8b/speculative/bf16"): 128,
+    ("gfx1100", "llama3_8b/speculative/bf16"): 192,
     ("gfx1100", "gemma2/window_softcap/bf16"): 192,
     ("gfx1100", "deepseek/prefill/bf16"): 128,
     ("gfx1100", "d256/prefill/bf16"): 256,

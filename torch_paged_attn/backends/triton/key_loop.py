@@ -14,8 +14,8 @@ from torch_paged_attn.backends.triton.softmax import fold_scores
 
 @triton.jit
 def has_nan(x):
-    """1 for each row that holds NaN."""
-    return tl.max((x != x).to(tl.int32), 1)
+    """Whether any element is NaN. In one step: Triton 3.6 cannot compile two for sm_100."""
+    return tl.max((x != x).to(tl.int32)) > 0
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def attend_keys(
     ATTEMPTS: tl.constexpr = 1 if BIAS == "" else 2
     for attempt in tl.static_range(ATTEMPTS):
         if attempt == 1:
-            is_bad = (tl.max(has_nan(acc_low), 0) | tl.max(has_nan(acc_high), 0)) > 0
+            is_bad = has_nan(acc_low) | has_nan(acc_high)
             m_i = tl.where(is_bad, float("-inf"), m_i)
             l_i = tl.where(is_bad, 0.0, l_i)
             acc_low = tl.where(is_bad, 0.0, acc_low)
