@@ -176,19 +176,25 @@ class Flex:
         return Prepared(run, lambda out: assemble(call, [out], [part.rows]))
 
 
-class DenseCall:
-    """Our own `flash_varlen` on the same tensors: what the blocks that are not listed save."""
+class Without:
+    """Our own `flash_varlen` on the same tensors without an option: what that costs, or saves."""
 
-    name = "dense (ours)"
+    def __init__(self, name: str, *arguments: str) -> None:
+        self.name, self.arguments = name, arguments
 
     def unavailable(self, call: Call) -> str | None:
-        return None if call.op == "blocksparse" else "the call is dense"
+        return None if self.arguments[0] in call.args else f"no {self.arguments[0]} in the call"
 
     def prepare(self, call: Call) -> Prepared:
-        layout = ("crow_indices", "col_indices", "q_block_size", "k_block_size")
-        args = {name: value for name, value in call.args.items() if name not in layout}
-        dense = dataclasses.replace(call, op="flash_varlen", args=args)
-        return Prepared(dense.run, lambda _: call.run()[0])  # another result, by design
+        args = {name: value for name, value in call.args.items() if name not in self.arguments}
+        plain = dataclasses.replace(call, op="flash_varlen", args=args)
+        return Prepared(plain.run, lambda _: call.run()[0])  # another result, by design
+
+
+OWN_PEERS = (
+    Without("dense (ours)", "crow_indices", "col_indices", "q_block_size", "k_block_size"),
+    Without("no dropout (ours)", "rng_state", "dropout_p"),
+)
 
 
 class IndexPut:
@@ -215,5 +221,5 @@ class IndexPut:
         return Prepared(run, lambda _: torch.stack(caches))
 
 
-TORCH_PEERS: tuple[Peer, ...] = (Sdpa(), SdpaFolded(), DenseCall())
+TORCH_PEERS: tuple[Peer, ...] = (Sdpa(), SdpaFolded(), *OWN_PEERS)
 SLOW_PEERS: tuple[Peer, ...] = (Flex(),)

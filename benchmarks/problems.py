@@ -81,6 +81,7 @@ BENCHMARKS = {
         prefill(4096, "f32"),
         prefill(1024, "f16", dtype=f16),
         prefill(4096, "f16", dtype=f16),
+        prefill(1024, "bf16_dropout", dtype=bf16, dropout_p=0.1),
         llama("prefill_ragged/bf16", PROMPTS, "matmul", dtype=bf16, lengths="none"),
         llama("mixed/bf16", MIXED, "matmul", dtype=bf16, page_size=16),
         sparse(4096, 0.5),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Timing
+from measure import MIN_ROUNDS, Timing
 from rich.console import Console
 from rich.table import Table
 
@@ -112,6 +112,16 @@ def of_ceiling(row: dict[str, Any], contender: str = "ours") -> float | None:
     return rate(row, contender) / rate(row, row["ceiling"]["name"]) if row["ceiling"] else None
 
 
+def of_one_thread(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """How many times as fast as one thread, both in wall time; None unless both were quiet."""
+    for one in rows:
+        if one["problem"] == row["problem"] and one.get("threads") == 1 < row.get("threads", 1):
+            pair = one["timings"]["ours"], row["timings"]["ours"]
+            quiet = all(timing["undisturbed"] >= MIN_ROUNDS for timing in pair)
+            return pair[0]["wall"] / pair[1]["wall"] if quiet else None
+    return None
+
+
 def one_line(rows: list[dict[str, Any]]) -> list[str]:
     """What is worth saying as soon as a problem has been measured."""
     if "refused" in rows[0]:
@@ -139,6 +149,8 @@ def columns(rows: list[dict[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for row in rows if "timings" in row for name in peers(row))
     bound = rows[0]["bound"]
     share = ["rate", f"of {bound}"] if bound in UNITS else []
+    if any(of_one_thread(row, rows) for row in rows):
+        share.append("of one thread")
     return ["problem", "threads", "time", *share, *names]
 
 
@@ -157,6 +169,8 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
             if ceiling in quiet:
                 texts["rate"] = f"{rate(row) / 1e9:.3g} {UNITS[row['bound']]}"
                 texts[f"of {row['bound']}"] = f"{of_ceiling(row):.0%}"
+        if scaling := of_one_thread(row, rows):
+            texts["of one thread"] = f"{scaling:.2f}x"
         yield [texts.get(column, "") for column in header]
 
 
@@ -164,6 +178,7 @@ LEGEND = (
     "Peers: how many times as long they take. Time: with one thread the smallest CPU time of"
     " interleaved samples; with more the median wall time, ~ if others used the cores. read, matmul"
     " and copy are plain torch operations on as many bytes or of the same dtype, in the same run."
+    " Of one thread: how many times as fast, median wall times both."
 )
 
 

@@ -34,8 +34,22 @@ struct FloatProduct {
   static PAGED_ATTN_INLINE void interleave(F*) {}
   // W operands of DEPTH * W numbers
   static PAGED_ATTN_INLINE F narrow(const F* x) { return x[0]; }
-  // 2^x as exact as an operand holds it
-  static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return exp2(x); }
+  // 2^x about as exact as an operand holds it
+  static PAGED_ATTN_INLINE F exp2_for_operand(F x) {
+#if PAGED_ATTN_LANES == 16
+    // to 2e-7: the minimax polynomial of degree 5 over the fractional part
+    const F f = fraction(x);
+    F p = set1(1.85611378e-3f);
+    p = fma(p, f, set1(9.04704072e-3f));
+    p = fma(p, f, set1(5.57723157e-2f));
+    p = fma(p, f, set1(2.40174055e-1f));
+    p = fma(p, f, set1(6.93150342e-1f));
+    p = fma(p, f, set1(1.f));
+    return scale_by_power(p, x);
+#else
+    return exp2(x);
+#endif
+  }
 };
 
 // What products of bfloat16 pairs have in common. They are exact for what bfloat16 holds, which
@@ -126,13 +140,13 @@ struct PairProduct : Bfloat16Pairs {
 
   // to 3e-6: the minimax polynomial of degree 4 over the fractional part
   static PAGED_ATTN_INLINE F exp2_for_operand(F x) {
-    const F f = (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // 0 for -inf
+    const F f = fraction(x);
     F p = set1(1.3426684e-2f);
     p = fma(p, f, set1(5.2242474e-2f));
     p = fma(p, f, set1(2.412802e-1f));
     p = fma(p, f, set1(6.9304484e-1f));
     p = fma(p, f, set1(1.f));
-    return scale_by_power(p, x);  // by the power of the integer below x
+    return scale_by_power(p, x);
   }
 
  private:

@@ -1,6 +1,7 @@
 #include "schedule.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "paged_kv.h"
 
@@ -9,6 +10,7 @@ namespace {
 
 constexpr int64_t FEW_ROWS = 16;  // a group's rows that are better served without packing keys
 constexpr int64_t TILE_FLOATS = 196608;  // of queries, accumulators and scores: well inside L2
+constexpr int64_t FULL_ROWS = 48;        // multiples of it fill the register tiles of every ISA
 constexpr int64_t MANY_TILES = 8;        // that a long sequence is cut into, for threads to share
 constexpr int64_t SPLIT_ROWS = 512;  // rows of a sequence above which tiles alone keep threads busy
 constexpr int64_t MAX_SPLITS = 32;
@@ -22,10 +24,13 @@ int64_t power_of_two_below(int64_t x) {
 // The more rows a tile has, the more of them a packed block of keys serves.
 int64_t tile_tokens(const Attention& a, const Sequence& s) {
   const int64_t rows = TILE_FLOATS / (a.head_dim + a.head_dim_v + 64);
-  const int64_t tokens = std::clamp<int64_t>(rows, 16, 512) / a.group_size;
   int64_t limit = std::max<int64_t>(64, s.q_len / MANY_TILES);
   if (a.layout.crow) limit = std::min(limit, a.layout.q_block_size);
-  return power_of_two_below(std::clamp<int64_t>(tokens, 1, limit));
+  const int64_t tokens =
+      std::clamp<int64_t>(std::clamp<int64_t>(rows, 16, 512) / a.group_size, 1, limit);
+  if (a.layout.crow) return power_of_two_below(tokens);
+  const int64_t step = FULL_ROWS / std::gcd(FULL_ROWS, a.group_size);
+  return tokens < step ? tokens : (tokens + step / 2) / step * step;
 }
 
 // Token after the last one of the tile that starts at `token`. Under a block layout tiles end at
@@ -35,6 +40,8 @@ int64_t tile_end(const Attention& a, const Sequence& s, int64_t token, int64_t t
   if (a.layout.crow) {
     const int64_t position = s.past + token;
     end = position < 0 ? std::min(end, -s.past) : token + tokens - position % tokens;
+  } else if (s.q_len - end < tokens / 4) {
+    end = s.q_len;  // too little for a tile of its own
   }
   return std::min(end, s.q_len);
 }

@@ -135,17 +135,24 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
-// Columns of a block that rows with this range can see, in whole vectors.
-PAGED_ATTN_INLINE void visible_columns(const KeyBlock& block, KeyRange range, int* begin,
-                                       int* end) {
-  *begin = 0, *end = block.num_columns;
+// Columns of a block that some rows can see: whole vectors [begin, end), of which only the first
+// `depth` columns can be anything but 0.
+struct VisibleColumns {
+  int begin, end, depth;
+};
+
+PAGED_ATTN_INLINE VisibleColumns visible_columns(const KeyBlock& block, KeyRange range) {
+  VisibleColumns x = {0, block.num_columns, block.num_columns};
   if (range.end == 0) {
-    *end = 0;
+    x.end = 0;
   } else if (block.num_segments == 1) {
     const int64_t key = block.segments[0].key;
-    *begin = int(max64(0, range.begin - key) / ALIGN * ALIGN);
-    *end = int(min64(*end, round_up(max64(0, range.end - key), ALIGN)));
+    const int64_t end = min64(x.end, max64(0, range.end - key));
+    x.begin = int(max64(0, range.begin - key) / ALIGN * ALIGN);
+    x.end = int(round_up(end, ALIGN));
+    x.depth = int(end) - x.begin;
   }
+  return x;
 }
 
 // Asks for the rows of a block's columns [begin, end), which will be packed next.
@@ -175,14 +182,13 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
   float all[ROWS];
   for (float& x : all) x = 1.f;
   for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
-    fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows,
-                  (r0 + ROWS) * MAX_COLUMNS / w.rows);
+    fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows, (r0 + ROWS) * MAX_COLUMNS / w.rows);
     const int64_t last = min64(r0 + ROWS, rows) - 1;
     const int64_t first_token = task.token_begin + r0 / a.group_size;
     const int64_t last_token = task.token_begin + last / a.group_size;
     const KeyRange range = visible_keys(a, s, first_token, last_token);
-    int begin, end;
-    visible_columns(block, range, &begin, &end);
+    const VisibleColumns visible = visible_columns(block, range);
+    const int begin = visible.begin, end = visible.end;
     if (begin >= end) continue;
 
     for (int c = begin, n; c < end; c += n) {
@@ -207,12 +213,12 @@ inline void attend_block(const Attention& a, const Sequence& s, const paged_attn
                                       w.scores + i * MAX_COLUMNS, MAX_COLUMNS, w.m + first,
                                       w.l + first, rescale + i);
     }
+    const int64_t seen = round_up((visible.depth + DEPTH - 1) / DEPTH, Product::GRAIN);
     for (int64_t d = 0; d < a.head_dim_v; d += PANEL) {
       const int64_t n = min64(PANEL, w.stride_acc - d);
       const float* panel = w.values + d * (MAX_COLUMNS / DEPTH) + begin / DEPTH * PANEL;
       multiply<Product>(int(n / W), w.scores + begin / DEPTH, MAX_COLUMNS, panel,
-                        w.acc + r0 * w.stride_acc + d, w.stride_acc, (end - begin) / DEPTH, 1.f,
-                        rescale);
+                        w.acc + r0 * w.stride_acc + d, w.stride_acc, seen, 1.f, rescale);
     }
   }
 }

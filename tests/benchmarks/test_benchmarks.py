@@ -18,6 +18,7 @@ from problems import BENCHMARKS, Attention, CacheWrite
 from torch_paged_attn.testing import Layout, Problem
 
 SMALL = Problem("small", ((5, 3), (70, 0), (1, 40)), 4, 2, 32, page_size=16)
+DROPOUT = dataclasses.replace(SMALL, name="dropout", seqs=((70, 3),), dropout_p=0.1)
 OPTIONS = argparse.Namespace(threads=[1], seconds=0.0, flex=False, isa=[])
 
 
@@ -67,6 +68,18 @@ def test_rates_ratios_and_shares():
     assert report.peers(row) == ["peer"]
 
 
+def test_threads_are_compared_in_quiet_wall_time():
+    def row(threads, wall, undisturbed=MIN_ROUNDS):
+        ours = {"seconds": 0.5, "wall": wall, "undisturbed": undisturbed, "busy": False}
+        return {"problem": "p", "threads": threads, "timings": {"ours": ours}}
+
+    one, two, disturbed = row(1, 3.0), row(2, 1.5), row(2, 1.0, undisturbed=0)
+    assert report.of_one_thread(two, [one, two]) == 2.0
+    assert report.of_one_thread(one, [one, two]) is None
+    assert report.of_one_thread(two, [two]) is None
+    assert report.of_one_thread(disturbed, [one, disturbed]) is None
+
+
 def test_work_counts_visible_pairs():
     work = workloads.make(Attention(SMALL, "matmul")).work
     pairs = sum(c + i + 1 for q, c in SMALL.seqs for i in range(q))
@@ -86,6 +99,7 @@ def test_names_are_found(name):
     [
         Attention(SMALL, "read"),
         Attention(dataclasses.replace(SMALL, name="packed", page_size=None), "matmul"),
+        Attention(DROPOUT, "matmul"),
         Attention(dataclasses.replace(SMALL, name="sparse", layout=Layout(16, 16, "kv")), "matmul"),
         CacheWrite("write", 40),
     ],

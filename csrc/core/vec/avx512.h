@@ -16,6 +16,9 @@ PAGED_ATTN_INLINE F fma(F a, F b, F c) {
 PAGED_ATTN_INLINE F max(F bound, F x) { return (F)_mm512_max_ps((__m512)bound, (__m512)x); }
 PAGED_ATTN_INLINE F min(F x, F bound) { return (F)_mm512_min_ps((__m512)bound, (__m512)x); }
 PAGED_ATTN_INLINE F round(F x) { return (F)_mm512_roundscale_ps((__m512)x, 0); }
+// x - floor(x), 0 for infinities
+PAGED_ATTN_INLINE F fraction(F x) { return (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF); }
+// by the power of the integer below n
 PAGED_ATTN_INLINE F scale_by_power(F x, F n) { return (F)_mm512_scalef_ps((__m512)x, (__m512)n); }
 PAGED_ATTN_INLINE float reduce_max(F x) { return _mm512_reduce_max_ps((__m512)x); }
 PAGED_ATTN_INLINE float reduce_add(F x) { return _mm512_reduce_add_ps((__m512)x); }
