@@ -323,7 +323,8 @@ def consume(
         v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
         if HAS_LEFT and at < first_key:
             _clear_unseen(v, at, first_key)
-        acc = _rescale(acc, shrink)
+        # no branch: one here would have the assembler schedule the loop worse
+        acc = acc * gl.expand_dims(gl.convert_layout(shrink, result_rows), 1)
         pending = warpgroup_mma(p, v, acc, is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), score_rows)
         gain = 1.0
