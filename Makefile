@@ -1,5 +1,6 @@
 # make run    real text through the ops: embed and serve          make test   everything CI checks
 # make bench  the CPU ops beside their peers                     make thorough   fuzz for an hour
+# make test-gpu   the GPU's kernels, on a GPU                    make test-triton   compile them with another Triton
 # make sanitize   the fuzz suite under AddressSanitizer and UndefinedBehaviorSanitizer
 
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test test-gpu test-neon test-xla test-tpu lint thorough sanitize bench clean
+.PHONY: install run test test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench clean
 
 install: $(VENV)/installed
 
@@ -67,9 +68,20 @@ test-tpu: install
 	$(PYTHON) -m pytest tests/schedules
 
 # On a machine with a GPU, in an environment whose torch sees it: make test-gpu PYTHON=python3
+# What needs no GPU (the CPU's kernels, compiling for other chips) is `make test`'s.
+FUZZ_SECONDS ?= 300
 test-gpu:
-	$(PYTHON) -m pytest tests/triton tests/backends
-	$(PYTHON) tests/triton/fuzz.py --seconds 300
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) tools/shards.py tests/triton tests/backends -k "not cpu and not compiles_to"
+	$(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
+
+# The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
+TRITON ?= 3.9.0
+test-triton: install .triton-$(TRITON)
+	PYTHONPATH=.triton-$(TRITON) HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest \
+	  tests/triton/test_cross_compile.py tests/triton/test_hopper.py
+
+.triton-$(TRITON):
+	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)
 
 lint: install
 	$(PYTHON) -m ruff check .
@@ -88,4 +100,4 @@ bench: install
 	$(PYTHON) benchmarks/run.py --backend cpu
 
 clean:
-	rm -rf $(VENV) .venv-xla build *.egg-info torch_paged_attn/*.so
+	rm -rf $(VENV) .venv-xla .triton-* build *.egg-info torch_paged_attn/*.so

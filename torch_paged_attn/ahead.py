@@ -1,12 +1,17 @@
 """Compiling ahead: kernels for the sizes that a model will call with, before anybody waits."""
 
+from __future__ import annotations
+
+import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torch_paged_attn.ops.flash_varlen import flash_varlen
-from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
+from torch_paged_attn.layouts import BlockSparseLayout
+from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 
 # keys of a sequence for which kernels may differ: one tile of them, a few (`tuning`), any number
 CONTEXTS = (64, 1024, 4096, 1 << 16)
@@ -17,6 +22,18 @@ def _sizes(most: int) -> list[int]:
     powers = [2**i for i in range(most.bit_length())]
     halfway = [3 * n // 2 for n in powers if n > 1 and 3 * n // 2 <= most]
     return sorted({*powers, *halfway, most})
+
+
+def _for_batch(layout: BlockSparseLayout, batch: int) -> BlockSparseLayout:
+    """A layout of one for all sequences, or of each its own, for so many sequences."""
+    crow, col = layout.crow_indices, layout.col_indices
+    if crow.dim() == 2:
+        return layout
+    return dataclasses.replace(
+        layout,
+        crow_indices=crow[:1].expand(batch, -1, -1),
+        col_indices=col[:1].expand(batch, -1, -1),
+    )
 
 
 def warmup(
@@ -31,10 +48,12 @@ def warmup(
     device: torch.device | str = "cuda",
     max_batch: int = 256,
     max_tokens: int = 8192,
+    layout: BlockSparseLayout | None = None,
     **options: Any,
 ) -> None:
-    """Compile what `flash_varlen` and `reshape_and_cache` take for a model on a GPU: decode,
-    prefill and mixed batches of up to `max_batch` sequences and `max_tokens` queries in all.
+    """Compile what `flash_varlen`, `reshape_and_cache`, `merge_states` and, given a layout,
+    `blocksparse` take for a model on a GPU: decode, prefill and mixed batches of up to `max_batch`
+    sequences and `max_tokens` queries in all.
 
     Lengths and strides compile nothing new, so calls of other sizes find their kernel compiled. On
     a CPU there is nothing to do.
@@ -45,8 +64,10 @@ def warmup(
         dtype, kv_dtype: of queries, and of keys and values when they differ.
         page_size: of a paged cache whose layout is `(num_pages, page_size, num_kv_heads,
             head_dim)`, passed transposed; None: keys are packed.
-        options: what the model gives to `flash_varlen` by name, `causal=True` say. Tensors among
-            them must not depend on the batch.
+        layout: one like those that `blocksparse` will get. Its block sizes, its heads and whether
+            each sequence has its own count; its rows and columns do not.
+        options: what the model gives to `flash_varlen` and `blocksparse` by name, `causal=True`
+            say. Tensors among them must not depend on the batch.
 
     Raises:
         ValueError: a device that compiles for each shape, as TPUs do.
@@ -76,20 +97,26 @@ def warmup(
             # a negative slot writes nothing
             slots = torch.full((tokens,), -1, device=device)
             reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
+    attend: list[Callable[..., Any]] = [functools.partial(flash_varlen, **options)]
     with torch.inference_mode():
         for batch, length in itertools.product(_sizes(max_batch), _sizes(max_tokens)):
             total = batch * length
             if total > max_tokens:
                 continue
+            if layout is not None:
+                listed = _for_batch(layout, batch).arguments()
+                attend[1:] = [functools.partial(blocksparse, **listed, **options)]
             q = queries[:total]
             starts = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
-            if page_size is None:
-                flash_varlen(q, packed[0][:total], packed[1][:total], starts, **options)
-                continue
-            # no sequence has a key: what runs is over at once
-            used = zeros(batch, dtype=torch.int32)
-            for context in CONTEXTS:
-                table = zeros(batch, -(-context // page_size), dtype=torch.int32)
-                lengths: dict[str, Any] = {"seqused_k": used, "block_table": table}
-                flash_varlen(q, k_cache, v_cache, starts, **lengths, **options)
+            for op in attend:
+                if page_size is None:
+                    results = op(q, packed[0][:total], packed[1][:total], cu_seqlens_q=starts)
+                    continue
+                # no sequence has a key: what runs is over at once
+                lengths = {"cu_seqlens_q": starts, "seqused_k": zeros(batch, dtype=torch.int32)}
+                for context in CONTEXTS:
+                    table = zeros(batch, -(-context // page_size), dtype=torch.int32)
+                    results = op(q, k_cache, v_cache, block_table=table, **lengths)
+        if results[0].dtype.itemsize > 1:
+            merge_states(*results, *results)
     torch.cuda.synchronize(device)

@@ -33,6 +33,20 @@ def test_calls_from_many_threads_do_not_meet():
     assert not wrong
 
 
+def test_threads_change_no_bit():
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(call.run())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_workspace_does_not_grow_with_queries_times_keys():
     # scores of 12,000 x 12,000 would be 549 MiB; a peak is that of a whole process
     code = """

@@ -8,14 +8,13 @@ Every chip compiles half of the calls and every call is compiled for half of the
 import os
 
 import cross_compile
+import fit_tiles
 import pytest
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-# those whose tables of tiles have been through the whole matrix
-CHIPS = ("sm80", "sm86", "sm90", "sm100", "sm120", "gfx90a", "gfx942", "gfx950")
 JOBS = [
     (arch, name)
-    for i, arch in enumerate(CHIPS)
+    for i, arch in enumerate(cross_compile.CHIPS)
     for j, name in enumerate(cross_compile.CALLS)
     if IS_THOROUGH or (i + j) % 2 == 0
 ]
@@ -40,3 +39,10 @@ def test_compiles_to_what_the_chip_has_room_for(arch, name, compiled):
     assert kernels
     for kernel in kernels:
         assert not kernel.faults(arch, name), kernel
+
+
+@pytest.mark.parametrize("arch", cross_compile.CHIPS)
+def test_every_entry_of_a_table_is_compiled(arch):
+    with cross_compile.workers(1) as pool:
+        taken, entries = pool.submit(fit_tiles.entries_of, arch).result()
+    assert set(taken) == set(entries)

@@ -116,13 +116,22 @@ def test_leaves_odd_pages_and_other_chips_to_the_portable_kernel():
         assert "Hopper" in flash_varlen_sm90.unsupported(hopper_call(SHAPES[0]))
 
 
-def test_the_log_says_which_kernel_a_call_takes(run, device, caplog):
-    problem = PROBLEMS["llama3_8b/decode_b5/bf16"]
+@pytest.mark.parametrize("name", ["llama3_8b/decode_b5/bf16", "blocksparse/wide_blocks/f16"])
+def test_the_log_says_which_kernel_a_call_takes(name, run, device, caplog):
     # a call that no other test makes: what was decided once is not said again
-    call = build(dataclasses.replace(problem, num_heads=6, num_kv_heads=3)).to(device)
-    with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton.flash_varlen"):
+    call = build(dataclasses.replace(PROBLEMS[name], num_heads=6, num_kv_heads=3)).to(device)
+    with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton"):
         run(call)
-    assert "flash_varlen: the portable kernel, because " in caplog.text
+    assert f"{call.op}: the portable kernel, because " in caplog.text
+
+
+def test_the_log_says_how_many_launches_a_cache_write_takes(kernels, device, caplog):
+    for tokens, launches in ((2, "one launch"), (1100, "two launches")):
+        new, cache = torch.zeros(2, tokens, 1, 8), torch.zeros(2, 70, 1, 16, 8)
+        with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton"):
+            slots = torch.arange(tokens, device=device)
+            kernels.reshape_and_cache(*new.to(device), cache.to(device), slots)
+        assert f"reshape_and_cache: {launches} for {tokens} tokens" in caplog.text
 
 
 def compile_for_hopper(problem):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import torch_paged_attn
-from torch_paged_attn.testing import Problem
+from torch_paged_attn import BlockSparseLayout
+from torch_paged_attn.testing import Layout, Problem
 
 BF16 = torch.bfloat16
 HAS_GPU = torch.cuda.is_available()
@@ -47,36 +48,68 @@ def test_compiling_ahead_is_nothing_to_do_on_a_cpu():
         torch_paged_attn.warmup(8, 2, 64, device="xla")
 
 
+def test_layouts_of_other_sizes_take_no_kernel_of_their_own():
+    layouts = (Layout(heads="all", density=density) for density in (0.1, 0.3, 0.5, 0.8))
+    problems = [
+        model([(1500 + 90 * i, 0), (130, 1000 * i)], layout=layout)
+        for i, layout in enumerate(layouts)
+    ]
+    assert specialisations(problems) == {
+        "_hopper_attention_fwd_kernel": 1,
+        "_tile_order_kernel": 1,
+        "_block_lists_kernel": 1,
+    }
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-def test_nothing_is_left_to_compile_after_compiling_ahead(monkeypatch):
+@pytest.mark.parametrize(
+    "layout, max_batch, max_tokens", [(None, 20, 130), ("shared", 3, 24), ("batched", 3, 24)]
+)
+def test_compiling_ahead_leaves_nothing_to_compile(layout, max_batch, max_tokens, monkeypatch):
     from triton import knobs
 
     compiled = []
-    torch_paged_attn.warmup(8, 2, 64, page_size=16, causal=True, max_batch=40, max_tokens=600)
-    monkeypatch.setattr(
-        knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs["repr"])
-    )
     g = torch.Generator().manual_seed(0)
 
     def randint(most):
         return int(torch.randint(1, most + 1, (), generator=g))
 
+    def some_layout(batch=1):
+        """Every row lists the same number of blocks, of a sequence's first."""
+        rows, listed = 30 + randint(9), randint(4)
+        shape = (batch, 8) if layout == "batched" else (8,)
+        crow = (torch.arange(rows + 1) * listed).int().expand(*shape, -1)
+        col = (torch.arange(rows * listed) % listed).int().expand(*shape, -1)
+        return BlockSparseLayout(crow.cuda(), col.cuda(), 64, 64)
+
+    torch_paged_attn.warmup(
+        8, 2, 64, page_size=16, causal=True, max_batch=max_batch, max_tokens=max_tokens,
+        layout=layout and some_layout(),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs["repr"])
+    )
     for _ in range(60):
-        batch = randint(40)
-        lengths = [randint(600 // batch) if randint(2) > 1 else 1 for _ in range(batch)]
+        batch = randint(max_batch)
+        lengths = [randint(max_tokens // batch) if randint(2) > 1 else 1 for _ in range(batch)]
         contexts = [n + randint(900) for n in lengths]
         width = -(-max(contexts) // 16) + randint(9)
         cache = torch.randn(2, batch * width, 16, 2, 64, device="cuda").bfloat16().transpose(2, 3)
         new = torch.randn(2, sum(lengths), 2, 64, device="cuda").bfloat16()
         slots = torch.randperm(batch * width * 16, device="cuda")[: sum(lengths)]
         torch_paged_attn.reshape_and_cache(*new, (cache[0], cache[1]), slots)
-        torch_paged_attn.flash_varlen(
-            torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16(),
-            cache[0],
-            cache[1],
-            torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32),
-            seqused_k=torch.tensor(contexts, device="cuda", dtype=torch.int32),
+        arguments = dict(
+            q=torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16(),
+            k=cache[0],
+            v=cache[1],
+            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(lengths)]).int().cuda(),
+            seqused_k=torch.tensor(contexts).int().cuda(),
             block_table=torch.arange(batch * width, device="cuda").view(batch, width).int(),
             causal=True,
         )
+        state = torch_paged_attn.flash_varlen(**arguments)
+        if layout is not None:
+            listed = some_layout(batch).arguments()
+            state = torch_paged_attn.blocksparse(**arguments, **listed)
+        torch_paged_attn.merge_states(*state, *state)
     assert compiled == []

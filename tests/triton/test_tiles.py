@@ -1,7 +1,9 @@
-"""Tiles smaller than any table of this machine's would choose."""
+"""Tiles that no table of this machine's would choose."""
+
+import pytest
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.testing import Problem, assert_accurate, build
+from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
 from torch_paged_attn.tuning import Config
 
 
@@ -13,3 +15,20 @@ def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
     call = build(problem)
     arguments = AttentionCall.flash_varlen(**call.to(device).args)
     assert_accurate(*attend(arguments, config=Config(16, 16, 4, 1)), call.truth())
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("llama3_8b/mixed/f32", Config(8, 16, 4, 1)),
+        ("deepseek_mla/decode/bf16", Config(16, 32, 4, 1, chain=32)),
+        ("gemma2/window_softcap/bf16", Config(32, 16, 4, 1, chain=64)),
+    ],
+)
+def test_tiles_of_few_rows_and_heads_in_chains(name, config, kernels, device):
+    """What AMD's wide heads take."""
+    from torch_paged_attn.backends.triton.attention import attend
+
+    call = build(PROBLEMS[name])
+    arguments = AttentionCall.flash_varlen(**call.to(device).args)
+    assert_accurate(*attend(arguments, config=config), call.truth())

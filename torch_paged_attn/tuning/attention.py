@@ -50,6 +50,9 @@ class Config:
     waves_per_eu: int = 0  # AMD only; 0 leaves it to the compiler
     resident: int = 4  # programs that a multiprocessor holds at once
     maxnreg: int = 0  # NVIDIA only: registers of a thread, so that as many fit; 0 sets no bound
+    # elements of a head in one product: more products than one are shared by warps, each of which
+    # then holds less of the queries and keys; 0 is the whole head
+    chain: int = 0
 
 
 @functools.cache
@@ -89,8 +92,7 @@ def entries(
     return found if is_plain else [f"{k}/extra" for k in found] + found
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_config(
+def find_entry(
     arch: str,
     rows: int,
     head_dim: int,
@@ -100,22 +102,27 @@ def choose_config(
     tiles: int,
     keys: int,
     is_plain: bool,
-) -> Config:
-    """The config for about `tiles` tiles of about `rows` rows and at most `keys` keys. `head_dim`
-    is the larger of the two.
-
-    An entry's BLOCK_M is the most rows that a tile may have.
+) -> tuple[str | None, int]:
+    """The entry of a chip's table for about `tiles` tiles of about `rows` rows and at most `keys`
+    keys, and the rows of such a tile. `head_dim` is the larger of the two.
     """
     # float32 products run on the plain units: small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    table = _table(arch)
     call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, keys, is_plain)
-    for entry in entries(*call):
-        if entry in table:
-            found = Config(**{"BLOCK_M": block_m, **table[entry]})
-            return dataclasses.replace(found, BLOCK_M=min(found.BLOCK_M, block_m))
-    return _rule_of_thumb(arch, block_m, head_dim, itemsize)
+    return next((e for e in entries(*call) if e in _table(arch)), None), block_m
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_config(arch: str, rows: int, head_dim: int, itemsize: int, *rest: Any) -> Config:
+    """The config for a call, described as for `find_entry`. An entry's BLOCK_M is the most rows
+    that a tile may have.
+    """
+    entry, block_m = find_entry(arch, rows, head_dim, itemsize, *rest)
+    if entry is None:
+        return _rule_of_thumb(arch, block_m, head_dim, itemsize)
+    found = Config(**{"BLOCK_M": block_m, **_table(arch)[entry]})
+    return dataclasses.replace(found, BLOCK_M=min(found.BLOCK_M, block_m))
 
 
 def _rule_of_thumb(arch: str, block_m: int, head_dim: int, itemsize: int) -> Config:

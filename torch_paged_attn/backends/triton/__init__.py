@@ -40,26 +40,27 @@ def notes() -> list[str]:
     from torch_paged_attn.backends.triton import flash_varlen_sm90
 
     if (reason := flash_varlen_sm90.unavailable()) is not None:
-        return [f"attention takes the portable kernel: {reason}"]
-    return [
-        "attention takes Hopper's own kernel for prefill in 16 bits, else the portable one;"
-        " the DEBUG log of torch_paged_attn.backends.triton.flash_varlen says which, and why"
-    ]
+        attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
+    else:
+        attention = (
+            "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, else the"
+            " portable one; the DEBUG log of torch_paged_attn.backends.triton says which, and why"
+        )
+    return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
 
 
 def traceable(name: str) -> Callable[..., Any] | None:
     """The op as torch.compile traces it, launches included; None where it stays one opaque node.
 
-    Attention does: where its kernels write follows from lengths they load, which torch.compile's
-    analysis takes for tensors they write, so that a graph could not be a CUDA graph any more; it
-    cannot print kernels with PTX in them, nor those in Gluon. Cache writes do, for a graph copies
-    what a kernel writes through two views of one tensor.
+    Cache writes do: a graph copies what a kernel writes through two views of one tensor. Attention
+    answers NotImplemented where it does (`flash_varlen.why_opaque`).
     """
-    if name != "merge_states":
+    ops = {"blocksparse": blocksparse, "flash_varlen": flash_varlen, "merge_states": merge_states}
+    if name not in ops:
         return None
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with traced():
-            return merge_states(*args, **kwargs)
+            return ops[name](*args, **kwargs)
 
     return trace

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
-from torch_paged_attn.backends.triton.launch import allocate, launch
+from torch_paged_attn.backends.triton.launch import allocate, launch, only_read
 from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.shared import zeroed_counters
 from torch_paged_attn.backends.triton.softmax import LOG2E
@@ -26,11 +26,17 @@ from torch_paged_attn.tuning import Config, choose_config
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
-# elements of partial results that a warp holds while it merges: 64 registers
+# elements of partial results that a warp holds while it merges: 64 registers, on AMD chips, whose
+# compiler keeps more beside them, 16 of 32 lanes
 MERGED_BY_WARP = 2048
+MERGED_BY_AMD_WARP = 512
 
 # programs along the second dimension of a grid
 MOST_IN_GRID = 65535
+
+# terms of a score that are summed in float32 before they meet others: one chain over a head of 256
+# would lose more bits than the formula does
+FLOAT32_CHAIN = 32
 
 # sequences that a program looks at at a time, to find its work: few kernels for all batches
 SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
@@ -218,11 +224,11 @@ def attend(
         HAS_SOFTCAP=softcap > 0.0,
         BIAS=bias,
         RAW_SCORES=raw,
-        IS_PRECISE=dtype == tl.float32,
+        CHAIN=FLOAT32_CHAIN if dtype == tl.float32 else config.chain,
         FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
         IS_SPLIT=is_split,
         ROWS=rows,
-        BLOCK_MERGED=MERGED_BY_WARP * config.num_warps,
+        BLOCK_MERGED=(MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP) * config.num_warps,
         SEARCH_WIDTH=search_width,
         IS_ONE_LOOK=batch < search_width,
         Q_FORMAT=q_format,
@@ -244,9 +250,7 @@ def attend(
         lse,
         parts,
         counters,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.seqused_k,
+        *only_read(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k),
         block_table,
         crow,
         col,

@@ -123,7 +123,7 @@ def _attention_fwd_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr,
     RAW_SCORES: tl.constexpr,
-    IS_PRECISE: tl.constexpr,
+    CHAIN: tl.constexpr,
     FIRST_PHASE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -192,7 +192,7 @@ def _attention_fwd_kernel(
                     left, right, scale, factor, softcap, dropout_threshold, dropout_scale, HEAD_DIM,
                     K_LOW, K_HIGH, HEAD_DIM_V, V_LOW, V_HIGH, GROUP_SIZE, PACK, TOKENS, PAGE_SIZE,
                     Q_BLOCK, K_BLOCK, LAYOUT_GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BIAS,
-                    RAW_SCORES, IS_PRECISE, FIRST_PHASE, IS_SPLIT, ROWS, Q_FORMAT, K_FORMAT,
+                    RAW_SCORES, CHAIN, FIRST_PHASE, IS_SPLIT, ROWS, Q_FORMAT, K_FORMAT,
                     IS_V_LIKE_K, IS_PAIRED, HAS_PTX, IS_Q_NORMED, OUT_FORMAT, DTYPE, BLOCK_M,
                     BLOCK_N,
                 )  # fmt: skip
@@ -231,6 +231,6 @@ def _attention_fwd_kernel(
                 layout_rows, nnz, left, right, scale, factor, softcap, dropout_threshold,
                 dropout_scale, HEAD_DIM, K_LOW, K_HIGH, HEAD_DIM_V, V_LOW, V_HIGH, GROUP_SIZE, PACK,
                 TOKENS, PAGE_SIZE, Q_BLOCK, K_BLOCK, LAYOUT_GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                BIAS, RAW_SCORES, IS_PRECISE, FIRST_PHASE, IS_SPLIT, ROWS, Q_FORMAT, K_FORMAT,
+                BIAS, RAW_SCORES, CHAIN, FIRST_PHASE, IS_SPLIT, ROWS, Q_FORMAT, K_FORMAT,
                 IS_V_LIKE_K, IS_PAIRED, HAS_PTX, IS_Q_NORMED, OUT_FORMAT, DTYPE, BLOCK_M, BLOCK_N,
             )  # fmt: skip

@@ -27,7 +27,19 @@ SORTED = 256
 LOOKED_AT = 64
 
 
-@triton.jit(do_not_specialize=("layout_rows", "nnz", "num_pieces"))
+# sizes that differ from layout to layout
+VARYING = (
+    "stride_crow_batch",
+    "stride_crow_head",
+    "stride_col_batch",
+    "stride_col_head",
+    "layout_rows",
+    "nnz",
+    "num_pieces",
+)
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _block_lists_kernel(
     entries_ptr,
     spans_ptr,

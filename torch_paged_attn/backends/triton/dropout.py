@@ -9,7 +9,7 @@ def dropout_keep(rng_ptr, threshold, b, head, token, n0, BLOCK_N: tl.constexpr):
     """(rows, BLOCK_N): True where a probability survives. n0 is a multiple of four."""
     seed = tl.load(rng_ptr)
     offset = tl.load(rng_ptr + 1).to(tl.uint32)
-    threshold = threshold.to(tl.uint32)
+    threshold = tl.cast(threshold, tl.uint32)
     stream = ((b.to(tl.uint32) << 16) | head.to(tl.uint32))[:, None]
     row = token.to(tl.uint32)[:, None]
     if BLOCK_N < 32:

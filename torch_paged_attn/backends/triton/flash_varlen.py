@@ -4,11 +4,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen_sm90, recipes
 from torch_paged_attn.backends.triton.attention import attend, batch_invariant
+from torch_paged_attn.backends.triton.launch import is_traced
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.flash_varlen import check
 
@@ -24,6 +26,21 @@ def why_portable(call: AttentionCall) -> str | None:
     if reason is None and batch_invariant():
         return "results must not depend on the batch"
     return reason or flash_varlen_sm90.too_small(call)
+
+
+def why_opaque(call: AttentionCall) -> str | None:
+    """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
+    from torch._inductor import config
+
+    if why_portable(call) is None:
+        return "a graph holds no kernels in Gluon and no tensor maps"
+    if config.triton.cudagraphs:
+        return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
+    if any(x.itemsize == 1 for x in (call.q, call.k)) or call.result_dtype.itemsize == 1:
+        return "a graph would copy a tensor that a kernel reads as another type"
+    if call.attn_bias is not None and call.attn_bias.dtype == torch.bool:
+        return "a graph would copy a mask that a kernel reads as another type"
+    return None
 
 
 def answer(
@@ -42,6 +59,8 @@ def answer(
     def plan() -> tuple[Tensor, Tensor]:
         check(*args, **kwargs)
         call = call_of(*args, **kwargs)
+        if is_traced():
+            return attend(call) if why_opaque(call) is None else NotImplemented
         reason = why_portable(call)
         if reason is None:
             logger.debug("%s: the Hopper kernel", op)

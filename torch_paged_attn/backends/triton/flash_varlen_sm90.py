@@ -37,7 +37,9 @@ NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
 def _misaligned(x: Tensor, axes: int) -> bool:
     """Whether the accelerator cannot address x: addresses and strides are multiples of 16 bytes."""
     strides = x.stride()[:axes]
-    return x.data_ptr() % 16 != 0 or any(s * x.itemsize % 16 or s <= 0 for s in strides)
+    # what is traced has no address yet
+    is_off = not is_traced() and x.data_ptr() % 16 != 0
+    return is_off or any(s * x.itemsize % 16 or s <= 0 for s in strides)
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -54,8 +56,6 @@ def unsupported(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     if (reason := unavailable(q.device)) is not None:
         return reason
-    if is_traced():
-        return "torch.compile does not hold its tensor maps"
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
     if call.result_dtype != q.dtype:

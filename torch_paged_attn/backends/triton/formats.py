@@ -53,26 +53,20 @@ def decode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return x.to(DTYPE)
 
 
-# four numbers in one register to two registers of float16 pairs: bytes 0 and 2, bytes 1 and 3
-_E4M3_PTX = tl.constexpr("""{
-    .reg .b32 bytes;
-    .reg .b16 even, odd;
-    prmt.b32 bytes, $2, 0, 0x3120;
-    mov.b32 {even, odd}, bytes;
-    cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;
-}""")
+# four numbers in one register to two registers of float16 pairs: bytes 0 and 2, bytes 1 and 3. On
+# one line: Inductor prints what a kernel refers to in quotes of three, where a line's end is lost
+_E4M3_PTX = tl.constexpr(
+    "{.reg .b32 bytes; .reg .b16 even, odd; prmt.b32 bytes, $2, 0, 0x3120;"
+    " mov.b32 {even, odd}, bytes;"
+    " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd;}"
+)
 _E5M2_PTX = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;")
 # 0x6400 + n is the float16 1024 + n, for n from 0 to 255
-_INT8_PTX = tl.constexpr("""{
-    .reg .b32 bytes, offset;
-    xor.b32 bytes, $2, 0x80808080;
-    mov.b32 offset, 0x64806480;
-    prmt.b32 $0, bytes, 0x64646464, 0x4240;
-    prmt.b32 $1, bytes, 0x64646464, 0x4341;
-    sub.f16x2 $0, $0, offset;
-    sub.f16x2 $1, $1, offset;
-}""")
+_INT8_PTX = tl.constexpr(
+    "{.reg .b32 bytes, offset; xor.b32 bytes, $2, 0x80808080; mov.b32 offset, 0x64806480;"
+    " prmt.b32 $0, bytes, 0x64646464, 0x4240; prmt.b32 $1, bytes, 0x64646464, 0x4341;"
+    " sub.f16x2 $0, $0, offset; sub.f16x2 $1, $1, offset;}"
+)
 
 
 @triton.jit

@@ -22,6 +22,9 @@ PAST, FIRST_ENTRY, LISTED, BATCH = (gl.constexpr(i) for i in range(8, 12))
 
 ORDER_ENTRY = gl.constexpr(ENTRY)
 
+# its name until Triton 3.6, and later
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
 
 @gluon.jit
 def _put(notes, slot, word: gl.constexpr, value):
@@ -175,7 +178,7 @@ def produce(
         if Q_BLOCK > 0:
             _put(notes, slot, FIRST_ENTRY, first_entry)
             _put(notes, slot, LISTED, listed)
-        gl.thread_barrier()  # the thread that arrives has not written all of these
+        thread_barrier()  # the thread that arrives has not written all of these
         barrier = queries.filled(drawn)
         mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)
         for i in gl.static_range(CONSUMERS):
@@ -223,5 +226,5 @@ def produce(
 
     queries.wait_empty(drawn)
     _put(notes, drawn % queries.STAGES, COUNT, 0)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(queries.filled(drawn), count=1)

@@ -69,7 +69,7 @@ def attend_keys(
     HAS_ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
     RAW_SCORES: tl.constexpr,
-    IS_PRECISE: tl.constexpr,
+    CHAIN: tl.constexpr,
     FIRST_PHASE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     IS_V_LIKE_K: tl.constexpr,
@@ -86,6 +86,7 @@ def attend_keys(
     high elements of a head, or of pairs the even and the odd ones. Returns row maxima, row sums,
     and the sums of weighted values in two chunks.
     """
+    IS_PRECISE: tl.constexpr = q_low.dtype == tl.float32
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
@@ -161,14 +162,14 @@ def attend_keys(
                     k_low = load_rows(
                         k_ptr, k_rows, None, 0, K_LOW, HEAD_DIM, False, K_FORMAT, DTYPE
                     )
-                s = scores(q_low, k_low, IS_PRECISE)
+                s = scores(q_low, k_low, CHAIN)
                 if IS_PAIRED:
-                    s += scores(q_high, k_high, IS_PRECISE)
+                    s += scores(q_high, k_high, CHAIN)
                 elif K_HIGH > 0:
                     k_high = load_rows(
                         k_ptr, k_rows, None, K_LOW, K_HIGH, HEAD_DIM, False, K_FORMAT, DTYPE
                     )
-                    s += scores(q_high, k_high, IS_PRECISE)
+                    s += scores(q_high, k_high, CHAIN)
 
                 if not RAW_SCORES:
                     s = s * scale[:, None]

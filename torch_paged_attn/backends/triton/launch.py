@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 _local = threading.local()
@@ -69,17 +70,36 @@ def taped() -> Iterator[Tape]:
         _local.tape = None
 
 
+def only_read(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors for a kernel that reads them. Where a graph is traced they are copies: torch.compile
+    takes it for writing what a function has loaded an index of what it writes from, and a graph
+    that writes its inputs is no CUDA graph.
+    """
+    return [x.clone() if x is not None and is_traced() else x for x in tensors]
+
+
 def current_tape() -> Tape | None:
     """The tape that runs, if any."""
     return getattr(_local, "tape", None)
 
 
+def _node(kernel: Any, options: dict[str, Any]) -> Any:
+    """The kernel as torch.compile takes it. What is for the compiler leaves the options: a graph
+    has a place for all of it only in the configurations of a tuned kernel, of which there is one.
+    """
+    from torch.library import wrap_triton
+
+    told = {name: options.pop(name) for name in [*options] if name not in kernel.arg_names}
+    if told:
+        for_amd = {name: told.pop(name) for name in ("waves_per_eu",) if name in told}
+        kernel = triton.autotune([triton.Config(for_amd, **told)], key=[])(kernel)
+    return wrap_triton(kernel)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`."""
     if is_traced():
-        from torch.library import wrap_triton
-
-        wrap_triton(kernel)[grid](*args, **options)
+        _node(kernel, options)[grid](*args, **options)
     elif not args[0].is_cuda:
         kernel[grid](*args, **options)
     else:

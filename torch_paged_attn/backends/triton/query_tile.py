@@ -115,7 +115,7 @@ def attend_tile(
     HAS_SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr,
     RAW_SCORES: tl.constexpr,
-    IS_PRECISE: tl.constexpr,
+    CHAIN: tl.constexpr,
     FIRST_PHASE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -192,7 +192,11 @@ def attend_tile(
             q_ptr, q_rows, exists, 1 if IS_PAIRED else K_LOW, K_HIGH, HEAD_DIM, True, Q_FORMAT,
             Q_DTYPE, STEP,
         )  # fmt: skip
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * scale
+    # Inductor hands over numbers in float64
+    factor = tl.cast(factor, tl.float32)
+    softcap = tl.cast(softcap, tl.float32)
+    dropout_scale = tl.cast(dropout_scale, tl.float32)
+    scale = tl.full([BLOCK_M], 1.0, tl.float32) * tl.cast(scale, tl.float32)
     if IS_Q_NORMED:
         largest = tl.max(tl.abs(q_low), 1)
         if K_HIGH > 0:
@@ -233,10 +237,11 @@ def attend_tile(
         num_pages, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_col,
         stride_bias_key, left, right, scale, factor, softcap, dropout_threshold, dropout_scale,
         HEAD_DIM, K_LOW, K_HIGH, HEAD_DIM_V, V_LOW, V_HIGH, PAGE_SIZE, K_BLOCK, HAS_LEFT, HAS_RIGHT,
-        HAS_SOFTCAP, alibi_ptr is not None, BIAS, RAW_SCORES, IS_PRECISE, FIRST_PHASE, K_FORMAT,
+        HAS_SOFTCAP, alibi_ptr is not None, BIAS, RAW_SCORES, CHAIN, FIRST_PHASE, K_FORMAT,
         IS_V_LIKE_K, IS_PAIRED, HAS_PTX, DTYPE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
+    IS_PRECISE: tl.constexpr = q_low.dtype == tl.float32
     # `factor` in base two is as much as this in base e
     m = m_i * (factor * 0.6931471805599453)
     gain = tl.full([BLOCK_M], 1.0, tl.float32)

@@ -58,15 +58,18 @@ def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescripto
     return _tensor_map(x.data_ptr(), x.dtype, row, head, x.shape[1], x.shape[2], box)
 
 
+# their names after Triton 3.6, and until then
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
 @gluon.jit
 def load_rows(desc, start, size, row, head, barrier, smem):
     """Rows [row, ...) of the `size` rows from `start` on; the barrier expects a whole box."""
-    tma.async_copy_global_to_shared(
-        desc, [FAR, start + size, FAR - size + row, head, 0], barrier, smem
-    )
+    async_load(desc, [FAR, start + size, FAR - size + row, head, 0], barrier, smem)
 
 
 @gluon.jit
 def store_rows(desc, start, size, row, head, smem):
     """The rows of a box that lie within the `size` rows from `start` on."""
-    tma.async_copy_shared_to_global(desc, [FAR, start + size, FAR - size + row, head, 0], smem)
+    async_store(desc, [FAR, start + size, FAR - size + row, head, 0], smem)

@@ -6,6 +6,7 @@ is found there then is that of the one that writes, so that memory nobody initia
 """
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch_paged_attn.backends.triton.launch import allocate, launch
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
+
+logger = logging.getLogger(__name__)
 
 # up to so many tokens a program looks through all slots, in one of few widths
 FEW_TOKENS = 1024
@@ -213,7 +216,10 @@ def _launch(
     (k_old, cache_format), (v_old, _) = as_stored(k_cache, target), as_stored(v_cache, target)
     num_slots = k_cache.shape[0] * k_cache.shape[2]
     claims = None
-    if num_tokens > FEW_TOKENS:
+    is_few = num_tokens <= FEW_TOKENS
+    launches = "one launch" if is_few else "two launches"
+    logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
+    if not is_few:
         claims = allocate((num_slots,), torch.int32, slot_mapping.device)
         grid = (triton.cdiv(num_tokens, FEW_TOKENS),)
         slots = (slot_mapping, claims, slot_mapping.stride(0), num_tokens, num_slots)

@@ -110,5 +110,5 @@ def find_pages(
             entry = j // PAGE_SIZE
             slot = j % PAGE_SIZE
         page = tl.load(table_ptr + entry).to(tl.uint32)
-        page = tl.minimum(page, (num_pages - 1).to(tl.uint32)).to(tl.int64)
+        page = tl.minimum(page, tl.cast(num_pages - 1, tl.uint32)).to(tl.int64)
     return page, slot.to(tl.int64)

@@ -9,11 +9,13 @@ its own: counters that nobody gets again, four bytes each, from a store that was
 capture, and room in the graph's pool.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from torch_paged_attn.backends.triton.launch import current_tape
+from torch_paged_attn.backends.triton.launch import current_tape, is_traced
 
 # counters for captured launches, and the least that a stream gets
 STORE = 1 << 18
@@ -26,7 +28,7 @@ _stores: dict[int, Tensor] = {}
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 zeros for the next launch on the current stream."""
-    if device.type != "cuda":
+    if device.type != "cuda" or is_traced():
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     counters, _ = shared_memory(index, driver.active.get_current_stream(index), count, 0)
@@ -44,15 +46,26 @@ def shared_memory(index: int, stream: int, count: int, room: int) -> tuple[Tenso
         return _of_graph(index, count), _bytes(index, room)
     if held is not None and held[0].numel() >= count and held[1].numel() >= room:
         return held
-    if index not in _stores or _stores[index].numel() < LEAST:
-        _stores[index] = _zeros(index, STORE)
-    counters, bytes_ = held or (_zeros(index, max(count, LEAST)), _bytes(index, room))
-    if counters.numel() < count:
-        counters = _zeros(index, count)
-    if bytes_.numel() < room:
-        bytes_ = _bytes(index, room)
-    _held[index, stream] = counters, bytes_
-    return counters, bytes_
+    # while torch.compile runs what will be a graph, all that its thread allocates comes from the
+    # graph's pool, where nothing can be kept
+    with ThreadPoolExecutor(1) as elsewhere:
+        on = torch.cuda.current_stream(index)
+        return elsewhere.submit(_grow, index, on, count, room).result()
+
+
+def _grow(index: int, on: torch.cuda.Stream, count: int, room: int) -> tuple[Tensor, Tensor]:
+    """`shared_memory`, which is kept."""
+    with torch.cuda.stream(on):
+        if index not in _stores or _stores[index].numel() < LEAST:
+            _stores[index] = _zeros(index, STORE)
+        held = _held.get((index, on.cuda_stream))
+        counters, bytes_ = held or (_zeros(index, max(count, LEAST)), _bytes(index, room))
+        if counters.numel() < count:
+            counters = _zeros(index, count)
+        if bytes_.numel() < room:
+            bytes_ = _bytes(index, room)
+        _held[index, on.cuda_stream] = counters, bytes_
+        return counters, bytes_
 
 
 def _of_graph(index: int, count: int) -> Tensor:

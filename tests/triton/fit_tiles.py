@@ -1,0 +1,103 @@
+"""Find the largest tiles that a chip has room for, by compiling for it.
+
+    python tests/triton/fit_tiles.py gfx1201 [--entry prefill/d128/b2] [--processes N]
+
+For every entry of the chip's table: of CANDIDATES, from the largest on, the first with which no
+kernel of the calls that take the entry has a fault. What a chip that is there runs fastest is not
+found this way.
+"""
+
+import argparse
+import itertools
+import json
+import os
+from unittest import mock
+
+import cross_compile
+
+# BLOCK_M, BLOCK_N, num_warps, chain
+CANDIDATES = sorted(
+    (
+        (m, n, warps, chain)
+        for m, n, warps, chain in itertools.product(
+            (16, 32, 64, 128), (16, 32, 64), (4, 8, 16), (0, 32, 64)
+        )
+        # a warp has 16 rows; rows that are cut in chains are few
+        if m // 16 <= warps and (chain == 0 or m <= 32)
+    ),
+    key=lambda c: (-c[0] * c[1], -c[0], c[3] > 0, c[2]),
+)
+
+
+def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
+    """The calls that take each entry of a chip's table, and all its entries."""
+    from triton.runtime.jit import JITFunction
+
+    from torch_paged_attn.backends.triton import attention
+    from torch_paged_attn.tuning import attention as tuning
+
+    taken: dict[str, list[str]] = {}
+    for name, call in cross_compile.CALLS.items():
+
+        def choose(*sizes, name=name):
+            entry, _ = tuning.find_entry(*sizes)
+            taken.setdefault(entry, []).append(name)
+            return tuning.choose_config(*sizes)
+
+        with (
+            cross_compile.elsewhere(arch),
+            mock.patch.object(attention, "choose_config", choose),
+            mock.patch.object(JITFunction, "run"),
+        ):
+            call()()
+    return taken, list(tuning._table(arch))
+
+
+def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
+    """What is wrong with the kernels of a call if an entry holds this tile."""
+    from torch_paged_attn.tuning import attention as tuning
+
+    with mock.patch.dict(tuning._table(arch), {entry: tile}):
+        tuning.choose_config.cache_clear()
+        kernels = cross_compile.compile_call(arch, name)
+    return [fault for kernel in kernels for fault in kernel.faults(arch, name)]
+
+
+def fit(arch: str, entry: str, names: list[str]) -> tuple[str, dict[str, int] | None]:
+    """The largest tile with which none of these calls has a fault."""
+    most = 32 if entry.split("/")[2] == "b4" else 64 if entry.startswith("decode") else 128
+    hardest = list(names)
+    for m, n, warps, chain in CANDIDATES:
+        if m > most:
+            continue
+        tile = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": 1}
+        tile |= {"chain": chain} if chain else {}
+        for name in hardest:
+            if found := faults(arch, entry, tile, name):
+                print(f"# {entry} {tile} {name}: {'; '.join(found)}", flush=True)
+                # what failed once will fail again: first
+                hardest.remove(name)
+                hardest.insert(0, name)
+                break
+        else:
+            return entry, tile
+    return entry, None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arch", choices=cross_compile.CHIPS)
+    parser.add_argument("--entry", action="append", help="of the table; all without one")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    with cross_compile.workers(options.processes) as pool:
+        taken, entries = pool.submit(entries_of, options.arch).result()
+        wanted = options.entry or entries
+        fitted = [pool.submit(fit, options.arch, entry, taken[entry]) for entry in wanted]
+        for future in fitted:
+            entry, tile = future.result()
+            print(f'  "{entry}": {json.dumps(tile)}', flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What graphs hold of the ops, traced for chips that are not here: kernels that write nothing but
+results and memory of their own.
+"""
+
+import operator
+
+import cross_compile
+import pytest
+import torch
+from torch._functorch.aot_autograd import aot_function
+from torch._inductor.codegen.wrapper import (
+    user_defined_triton_kernel_transitive_closure_source_code as printed,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_paged_attn
+from torch_paged_attn.testing import PROBLEMS, build
+
+# arguments of the kernels that a graph may write: memory made in it, and copies
+WRITTEN = {"out_ptr", "lse_ptr", "parts_ptr", "counters_ptr"}
+COPIED = {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr"}
+
+
+def nodes(arch: str, name: str) -> list[tuple[str, list[str]]]:
+    """Of the graph of a call: what its nodes call, and the arguments that those write."""
+    call = build(PROBLEMS[name])
+    tensors = {k: v for k, v in call.args.items() if isinstance(v, torch.Tensor)}
+    rest = {k: v for k, v in call.args.items() if k not in tensors}
+    graphs = []
+
+    def run(*given):
+        return getattr(torch_paged_attn, call.op)(**dict(zip(tensors, given, strict=True)), **rest)
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with cross_compile.elsewhere(arch), FakeTensorMode(), torch.no_grad():
+        given = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+            for t in tensors.values()
+        ]
+        aot_function(run, keep, keep_inference_input_mutations=True)(*given)
+    return [
+        (str(node.target), node.kwargs.get("tensors_to_clone", []))
+        for node in graphs[0].graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
+
+
+def names_in_source() -> list[str]:
+    """The functions that Inductor prints for the kernel, into one module."""
+    from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
+
+    text = printed(_attention_fwd_kernel)
+    # between quotes of three, where a line's end in a string would be lost
+    assert "\\n" not in text and "'''" not in text
+    return [line[4 : line.index("(")] for line in text.splitlines() if line.startswith("def ")]
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """A process where Triton does not interpret."""
+    with cross_compile.workers(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3_8b/decode_b5/bf16",
+        "llama3_8b/mixed/bf16",
+        "sglang/page1/f16",
+        "training/dropout/f32",
+        "blocksparse/batched/f32",
+    ],
+)
+def test_a_graph_holds_the_kernel_and_writes_no_input(arch, name, elsewhere):
+    found = elsewhere.submit(nodes, arch, name).result()
+    targets = [target for target, _ in found]
+    assert targets.count("triton_kernel_wrapper_functional") == 1
+    written = {argument for _, arguments in found for argument in arguments}
+    assert {"out_ptr", "lse_ptr"} <= written <= WRITTEN | COPIED
+    assert targets.count("aten.clone.default") == len(written & COPIED)
+    assert not any("copy_" in target or "paged_attn" in target for target in targets)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b/mixed/kv_e4m3", "llama3_8b/speculative/bf16"])
+def test_what_a_graph_would_copy_stays_one_node(name, elsewhere):
+    found = elsewhere.submit(nodes, "sm90", name).result()
+    assert [target for target, _ in found] == ["paged_attn.flash_varlen.default"]
+
+
+def test_what_inductor_prints_has_every_name_once(elsewhere):
+    names = elsewhere.submit(names_in_source).result()
+    assert names[0] == "_attention_fwd_kernel" and len(names) == len(set(names))
