@@ -7,6 +7,7 @@
 #include "../core/seqlen_info.h"
 #include "../core/tokens.h"
 #include "../core/vec/convert.h"
+#include "../core/vec/float8_lines.h"
 #include "../core/vec/stream.h"
 
 namespace {
@@ -36,8 +37,9 @@ template <class From, class To>
 inline void store_row(const From* from, To* to, int64_t head_dim, const Divisor& scale,
                       bool streamed) {
   constexpr int64_t PER_LINE = CACHE_LINE / int64_t(sizeof(To));
-  if (!streamed) return convert(from, to, head_dim, scale);
-  for (int64_t d = 0; d < head_dim; d += PER_LINE) {
+  int64_t d = scale.exact ? convert_lines(from, to, head_dim, scale.inverse, streamed) : 0;
+  if (!streamed) return convert(from + d, to + d, head_dim - d, scale);
+  for (; d < head_dim; d += PER_LINE) {
     To line[PER_LINE];
     convert(from + d, line, PER_LINE, scale);
     stream_line(to + d, line);
