@@ -72,6 +72,21 @@ def test_large_write(cache_dtype, layout, device):
         assert same_bytes(cache.cpu(), want)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 0.3])
+@pytest.mark.parametrize("cache_dtype", EIGHT_BITS)
+def test_every_bfloat16(cache_dtype, scale, device):
+    """Ties, subnormals, infinities; scales that are a power of two and one that is none."""
+    every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).view(-1, 1, 128)
+    every = every.where(~every.isnan(), 0.0)
+    caches = torch.zeros(2, 32, 1, 16, 128).to(cache_dtype)
+    expected, slots = caches.clone(), torch.arange(len(every))
+    scales = (torch.tensor(scale), torch.tensor(scale))
+    reference.reshape_and_cache(every, every, expected, slots, *scales)
+    on_device = [t.to(device) for t in (every, every, caches, slots, *scales)]
+    torch_paged_attn.reshape_and_cache(*on_device)
+    assert same_bytes(on_device[2].cpu(), expected)
+
+
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 def test_one_tensor_cache(slot_dtype, device):
     key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
