@@ -9,15 +9,12 @@ was collected has no result.
 import argparse
 import collections
 import os
-import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from xml.etree import ElementTree
-
-# a process that says nothing for longer has hung
-PATIENCE = 900
 
 
 def collect(arguments: list[str]) -> list[str]:
@@ -52,7 +49,9 @@ def results(report: Path) -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--seconds", type=float, default=1200, help="what runs longer has hung")
     options, arguments = parser.parse_known_args()
+    deadline = time.monotonic() + options.seconds
     tests = collect(arguments)
     processes = min(options.processes, len(tests))
     ended: dict[str, list[str]] = collections.defaultdict(list)
@@ -60,21 +59,22 @@ def main() -> None:
         running = []
         for i in range(processes):
             log, report = Path(folder, f"{i}.log"), Path(folder, f"{i}.xml")
-            command = [sys.executable, "-m", "pytest", "--quiet", f"--junitxml={report}"]
-            command += ["-p", "no:cacheprovider", *tests[i::processes]]
+            command = [sys.executable, "-u", "-m", "pytest", "--verbose", f"--junitxml={report}"]
+            command += ["-p", "no:cacheprovider", "--disable-warnings", *tests[i::processes]]
             with log.open("w") as output:
                 process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             running.append((process, log, report))
         for process, log, report in running:
             try:
-                status = process.wait(PATIENCE)
+                status = process.wait(max(0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = process.wait()
             for outcome, names in results(report).items():
                 ended[outcome] += names
             if status != 0:
-                print(re.sub(r"(?m)^.*Warning.*\n?", "", log.read_text())[-20000:])
+                # without a report, the last line names the test that had not ended
+                print(log.read_text()[-20000:], flush=True)
     for reason, count in collections.Counter(ended["skipped"]).most_common():
         print(f"skipped {count}: {reason}")
     for failure in ended["failed"]:
