@@ -12,6 +12,19 @@ namespace {
 // Enough to hide the latency of memory, and little enough to be in L1 still when it is read.
 constexpr int64_t AHEAD_BYTES = 8192;
 
+// Into L1 alone, and out of it after one use.
+PAGED_ATTN_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+
+// The lines that begin among elements [begin, begin + n) of what starts with a line.
+template <class T>
+PAGED_ATTN_INLINE void prefetch_part(const T* start, int64_t begin, int n) {
+  constexpr int LINE = CACHE_LINE / int(sizeof(T));
+  if (n < LINE && begin % LINE >= n) return;
+  asm volatile("");  // or the compiler would gather prefetches, and they come in bursts
+#pragma GCC unroll 8
+  for (int i = 0; i < n; i += LINE) prefetch_once(start + begin + i);
+}
+
 template <class T>
 class ReadAhead {
  public:
@@ -25,19 +38,15 @@ class ReadAhead {
     chunk = {&block, false, 0};
     outer = inner = 0;
     enter_run();
-    int64_t distance = AHEAD_BYTES;
-    for (; distance >= end - at; next_run()) distance -= end - at;
-    at += distance;
+    for (int64_t distance = AHEAD_BYTES; distance > 0; next_run()) distance -= end - at;
   }
 
-  // On by as many bytes as are being read, past lines that begin there.
-  PAGED_ATTN_INLINE void advance(int bytes) {
-    const int to_line = int(-intptr_t(at) & (CACHE_LINE - 1));
-#pragma GCC unroll 8
-    for (int b = bytes < CACHE_LINE ? to_line : CACHE_LINE - 1; b < bytes; b += CACHE_LINE)
-      __builtin_prefetch(at + b, 0, 0);
+  // The next `bytes` of the way, for the caller to ask for, line by line, as it reads as many.
+  PAGED_ATTN_INLINE const char* claim(int64_t bytes) {
+    const char* from = at;
     at += bytes;
-    if (at >= end) next_run();
+    if (at >= end) leave_run();
+    return from;
   }
 
  private:
@@ -89,7 +98,16 @@ class ReadAhead {
     at = (const char*)first;
     end = (const char*)(first + rows * row_elements);
   }
-  inline void next_run() {
+  // What was claimed past the end of the run lies in the next ones, and is asked for at once.
+  inline void leave_run() {
+    int64_t left = at - end;
+    for (next_run(); left > 0 && left >= end - at; next_run()) {
+      left -= end - at;
+      for (; at < end; at += CACHE_LINE) prefetch_once(at);
+    }
+    for (; left > 0; left -= CACHE_LINE, at += CACHE_LINE) prefetch_once(at);
+  }
+  PAGED_ATTN_INLINE void next_run() {
     const bool by_token = heads_adjoin(chunk);
     inner += rows;
     if (inner == (by_token ? heads : columns)) {

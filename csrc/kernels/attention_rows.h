@@ -15,17 +15,25 @@ constexpr int ROW_COLUMNS = 128;  // keys per softmax update
 // The dot products that are under way together, enough to hide the latency of one.
 constexpr int DOTS = W < 8 ? 8 : W;
 
+// A row's numbers in whole vectors of operands.
+template <class Product>
+PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
+  return round_up(head_dim, W * Product::DEPTH);
+}
+
 // scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
 // time, W of them summed over the lanes in one transpose
 template <class Product, class T, int ROWS>
-inline void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
-                     const float* q, int64_t stride_q, int64_t rows, int64_t head_dim, float scale,
-                     float* scores) {
+PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
+                                const float* q, int64_t rows, int64_t head_dim, float scale,
+                                float* scores) {
   constexpr int KEYS = DOTS / ROWS;
   constexpr int STEP = W * Product::DEPTH;
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   for (int c = 0; c < columns; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
+    const T* later = (const T*)ahead.claim(KEYS * head_dim * int64_t(sizeof(T)));
     for (int64_t r = 0; r < rows; r += ROWS) {
       F acc[DOTS] = {};
       const float* x = q + r * stride_q;
@@ -35,7 +43,7 @@ inline void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
-          if (r == 0) ahead.advance(n * int(sizeof(T)));
+          if (r == 0) prefetch_part(later, d * KEYS + j * n, n);
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
@@ -43,6 +51,7 @@ inline void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T
         }
       };
       int64_t d = 0;
+#pragma GCC unroll 4
       for (; d + STEP <= head_dim; d += STEP) {
         step(d, STEP,
              [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
@@ -61,32 +70,35 @@ inline void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T
   }
 }
 
-// acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); with `n`, fewer dims
-template <class Product, class T, int ROWS, int VECS, bool WHOLE>
+// acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); or the first n dims of them
+template <class Product, class T, int ROWS, int VECS>
 PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
-                                  ReadAhead<T>& ahead, bool first, int64_t d, int n, const float* p,
+                                  ReadAhead<T>& ahead, bool first, int n, const float* p,
                                   float* acc, int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
+  const T* later = first ? (const T*)ahead.claim(columns * n * int64_t(sizeof(T))) : nullptr;
   F sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + d + j * W);
-  for (int c = 0; c < columns; c += DEPTH) {
+    for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + j * W);
+  for (int c = 0; c < columns; c += DEPTH, p += 1) {
     F x[VECS];
 #pragma GCC unroll 2
     for (int i = 0; i < DEPTH; ++i) {
-      if (first) ahead.advance((WHOLE ? VECS * W : n) * int(sizeof(T)));
-      const T* row = v + offset[c + i] + d;
+      const T* row = v + offset[c + i];
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; j += DEPTH)
-        x[i + j] = WHOLE ? Product::load_operands(row + j * W) : Product::load_operands(row, n);
+        x[i + j] =
+            n == VECS * W ? Product::load_operands(row + j * W) : Product::load_operands(row, n);
     }
 #pragma GCC unroll 4
     for (int j = 0; j < VECS; j += DEPTH) Product::interleave(x + j);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      const F weight = set1(p[r * ROW_COLUMNS + c / DEPTH]);
+      constexpr int SHARE = DEPTH * VECS * W / ROWS;
+      if (first) prefetch_part(later, c * n + r * SHARE, SHARE);
+      const F weight = set1(p[r * ROW_COLUMNS]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);
     }
@@ -94,31 +106,42 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) store(acc + r * stride_acc + d + j * W, sum[r][j]);
+    for (int j = 0; j < VECS; ++j) store(acc + r * stride_acc + j * W, sum[r][j]);
 }
 
 template <class Product, class T, int ROWS>
-inline void weigh_values(const T* v, const int64_t* offset, int columns, ReadAhead<T>& ahead,
-                         const float* p, int64_t rows, int64_t head_dim, float* acc,
-                         int64_t stride_acc) {
+PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns,
+                                    ReadAhead<T>& ahead, const float* p, int64_t rows,
+                                    int64_t head_dim, float* acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
   constexpr int FEW = Product::DEPTH, STEP = W * FEW;
+  const int64_t stride_acc = padded<Product>(head_dim);
   for (int64_t r = 0; r < rows; r += ROWS) {
     const float* weights = p + r * ROW_COLUMNS;
     float* to = acc + r * stride_acc;
     const bool first = r == 0;
     int64_t d = 0;
     for (; d + VECS * W <= head_dim; d += VECS * W)
-      add_values<Product, T, ROWS, VECS, true>(v, offset, columns, ahead, first, d, STEP, weights,
-                                               to, stride_acc);
+      add_values<Product, T, ROWS, VECS>(v + d, offset, columns, ahead, first, VECS * W, weights,
+                                         to + d, stride_acc);
     for (; d + STEP <= head_dim; d += STEP)
-      add_values<Product, T, ROWS, FEW, true>(v, offset, columns, ahead, first, d, STEP, weights,
-                                              to, stride_acc);
+      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, STEP, weights, to + d,
+                                        stride_acc);
     if (d < head_dim)
-      add_values<Product, T, ROWS, FEW, false>(v, offset, columns, ahead, first, d,
-                                               int(head_dim - d), weights, to, stride_acc);
+      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, int(head_dim - d),
+                                        weights, to + d, stride_acc);
   }
+}
+
+// Calls f(head_dim), which is inlined apart for the head_dim that most models have: as a constant
+// it leaves loops without counters and addresses without arithmetic.
+template <class Function>
+PAGED_ATTN_INLINE void with_head_dim(int64_t head_dim, Function f) {
+  if (head_dim == 128)
+    f(128);
+  else
+    f(head_dim);
 }
 
 struct RowsWorkspace {
@@ -140,8 +163,8 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
     return p;
   };
   w.rows = rows <= 2 ? rows : round_up(rows, 4);
-  w.stride_q = round_up(key_depth<Product>(a), W);
-  w.stride_acc = round_up(a.head_dim_v, W * Product::DEPTH);
+  w.stride_q = padded<Product>(a.head_dim) / Product::DEPTH;
+  w.stride_acc = padded<Product>(a.head_dim_v);
   w.q = take(groups * w.rows * w.stride_q);
   w.acc = take(groups * w.rows * w.stride_acc);
   w.m = take(groups * w.rows);
@@ -181,9 +204,11 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
-      dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, step, ahead,
-                                 w.q + g * w.rows * w.stride_q, w.stride_q, w.rows, a.head_dim,
-                                 w.scale[g], scores);
+      with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
+        dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, step, ahead,
+                                   w.q + g * w.rows * w.stride_q, w.rows, head_dim, w.scale[g],
+                                   scores);
+      });
     }
   }
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
@@ -212,8 +237,10 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
     for (int g = 0; g < groups; ++g) {
       if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
-      weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p, w.rows,
-                                     a.head_dim_v, w.acc + g * w.rows * w.stride_acc, w.stride_acc);
+      with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
+        weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p, w.rows,
+                                       head_dim, w.acc + g * w.rows * w.stride_acc);
+      });
     }
   }
 }
