@@ -8,7 +8,7 @@ the end.
 import dataclasses
 
 # fewer keys than this in a piece cost more in merging than they gain
-MIN_KEYS = 128
+MIN_KEYS = 64
 
 # keys in a piece when results must not depend on the batch
 FIXED_KEYS = 2048

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
-from torch_paged_attn.backends.triton.launch import allocate, launch, only_read
+from torch_paged_attn.backends.triton.launch import allocate, following, launch, only_read
 from torch_paged_attn.backends.triton.rows import chunks
 from torch_paged_attn.backends.triton.shared import zeroed_counters
 from torch_paged_attn.backends.triton.softmax import LOG2E
@@ -26,9 +26,9 @@ from torch_paged_attn.tuning import Config, choose_config
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
-# elements of partial results that a warp holds while it merges: 64 registers, on AMD chips, whose
+# elements of partial results that a warp holds while it merges: 32 registers, on AMD chips, whose
 # compiler keeps more beside them, 16 of 32 lanes
-MERGED_BY_WARP = 2048
+MERGED_BY_WARP = 1024
 MERGED_BY_AMD_WARP = 512
 
 # programs along the second dimension of a grid
@@ -117,6 +117,9 @@ def attend(
     is_paired = may_pair and block_m <= 32
     dtype = _product_type(q, is_paired, target)
     tokens = block_m // pack
+    if layout is None and total_q % max(batch, 1) == 0 and not batch_invariant():
+        # probably all sequences have so many queries: rows without one are work to merge
+        tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
     if layout is not None:
         tokens = min(1 << (tokens.bit_length() - 1), layout.q_block_size)
         block_n = min(block_n, layout.k_block_size)
@@ -141,7 +144,9 @@ def attend(
     # nothing happens to the scores but the scale: it joins the exponential's argument
     raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
     is_q_normed = dtype == tl.float16 and q.dtype == torch.bfloat16
-    raw = raw and not is_q_normed and call.q_descale is None and call.k_descale is None
+    is_raised = is_paired and k.dtype == torch.int8
+    raw = raw and not (is_q_normed or is_raised)
+    raw = raw and call.q_descale is None and call.k_descale is None
     has_middle = layout is None and (block_m > 64 or attn_bias is not None)
 
     q_stored, q_format = as_stored(q, target)
@@ -201,9 +206,9 @@ def attend(
         int(call.dropout_p * 2.0**32),
         1.0 / (1.0 - call.dropout_p),
         -(-splits.min_keys // block_n),
-        splits.fixed_keys // block_n,
     )
-    search_width = next((w for w in SEARCH_WIDTHS if batch < w), SEARCH_WIDTHS[-1])
+    looked_at = batch if is_split else 0
+    search_width = next((w for w in SEARCH_WIDTHS if looked_at <= w), SEARCH_WIDTHS[-1])
     options |= dict(
         HEAD_DIM=head_dim,
         K_LOW=k_low,
@@ -229,8 +234,9 @@ def attend(
         IS_SPLIT=is_split,
         ROWS=rows,
         BLOCK_MERGED=(MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP) * config.num_warps,
+        FIXED_UNITS=splits.fixed_keys // block_n,
         SEARCH_WIDTH=search_width,
-        IS_ONE_LOOK=batch < search_width,
+        IS_ONE_LOOK=looked_at <= search_width,
         Q_FORMAT=q_format,
         K_FORMAT=k_format,
         IS_V_LIKE_K=_row_strides(k_stored) == _row_strides(v_stored),
@@ -242,6 +248,7 @@ def attend(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
     )
+    options |= following(target.overlaps_launches)
     args = (
         q_stored,
         k_stored,

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.combine import is_last_arrival, merge_parts, part_of
+from torch_paged_attn.backends.triton.launch import follow
 from torch_paged_attn.backends.triton.query_tile import attend_tile, first_query
 from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
-from torch_paged_attn.backends.triton.work import count_units, find_work
+from torch_paged_attn.backends.triton.work import find_work, sequence_of
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
 VARYING = (
@@ -35,7 +36,6 @@ VARYING = (
     "right",
     "dropout_threshold",
     "min_units",
-    "fixed_units",
 )
 
 
@@ -103,7 +103,6 @@ def _attention_fwd_kernel(
     dropout_threshold,
     dropout_scale,
     min_units,
-    fixed_units,
     HEAD_DIM: tl.constexpr,
     K_LOW: tl.constexpr,
     K_HIGH: tl.constexpr,
@@ -128,6 +127,7 @@ def _attention_fwd_kernel(
     IS_SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_MERGED: tl.constexpr,
+    FIXED_UNITS: tl.constexpr,
     SEARCH_WIDTH: tl.constexpr,
     IS_ONE_LOOK: tl.constexpr,
     Q_FORMAT: tl.constexpr,
@@ -140,9 +140,11 @@ def _attention_fwd_kernel(
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     HAS_LAYOUT: tl.constexpr = K_BLOCK > 0
     IS_PAGED: tl.constexpr = PAGE_SIZE > 0
+    follow(IS_DEPENDENT)
     if IS_SPLIT:
         # heads are neighbours: together they read whole tokens of a cache
         head_program = tl.program_id(0)
@@ -151,34 +153,32 @@ def _attention_fwd_kernel(
         programs = tl.num_programs(1) * tl.num_programs(2)
         piece, at, stop, b, first = find_work(
             program, programs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q,
-            max_keys, left, min_units, fixed_units, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
+            max_keys, left, min_units, FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
             SEARCH_WIDTH, IS_ONE_LOOK,
         )  # fmt: skip
-        while at < stop:
-            tiles, units = count_units(
+        # a loop that surely begins needs no branch before it: addresses are computed while the
+        # lengths are on their way
+        goes_on = tl.full([], 1, tl.int1)
+        while goes_on:
+            q_start, query_len, k_start, key_len, tiles, units = sequence_of(
                 b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
-                left, fixed_units, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
+                left, FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
             )  # fmt: skip
             if at >= first + tiles * units:
                 first += tiles * units
                 b += 1
             else:
-                q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
-                k_start, key_len = key_span(
-                    b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
-                )
-                query_len = q_stop - q_start
-                tile = (at - first) // units
+                tile = 0
+                if tiles > 1:
+                    tile = (at - first) // units
                 tile_start = first + tile * units
                 unit = at - tile_start
                 taken = tl.minimum(stop - at, units - unit)
-                # the programs that share the tile, one after another
-                first_program = tile_start // piece
-                parts = (tile_start + units - 1) // piece - first_program + 1
-                part = part_of(program, program == first_program, heads, head_program)
+                is_shared = taken < units
+                part = part_of(program, unit == 0, heads, head_program)
                 first_token = first_query(tile, query_len, key_len, TOKENS, HAS_LAYOUT)
                 attend_tile(
-                    b, head_program, first_token, unit, taken, units, parts > 1, part, q_start,
+                    b, head_program, first_token, unit, taken, units, is_shared, part, q_start,
                     query_len, k_start, key_len, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr,
                     block_table_ptr, crow_ptr, col_ptr, bias_ptr, alibi_ptr, sinks_ptr,
                     q_descale_ptr, k_descale_ptr, v_descale_ptr, out_scale_ptr, rng_ptr,
@@ -196,16 +196,20 @@ def _attention_fwd_kernel(
                     IS_V_LIKE_K, IS_PAIRED, HAS_PTX, IS_Q_NORMED, OUT_FORMAT, DTYPE, BLOCK_M,
                     BLOCK_N,
                 )  # fmt: skip
-                if parts > 1:
+                if is_shared:
+                    # the programs that share the tile, one after another
+                    first_program = tile_start // piece
+                    parts = (tile_start + units - 1) // piece - first_program + 1
                     counter = counters_ptr + first_program * heads + head_program
                     if is_last_arrival(counter, parts):
                         merge_parts(
-                        parts_ptr, first_program, parts, heads, head_program, b, first_token,
-                        q_start, query_len, out_ptr, lse_ptr, sinks_ptr, out_scale_ptr, total_q,
-                        batch, num_heads, HEAD_DIM_V, GROUP_SIZE, PACK, TOKENS, ROWS, OUT_FORMAT,
-                            BLOCK_MERGED,
+                            parts_ptr, first_program, parts, heads, head_program, b,
+                            first_token, q_start, query_len, out_ptr, lse_ptr, sinks_ptr,
+                            out_scale_ptr, total_q, batch, num_heads, HEAD_DIM_V, GROUP_SIZE, PACK,
+                            TOKENS, ROWS, OUT_FORMAT, BLOCK_MERGED,
                         )  # fmt: skip
                 at += taken
+            goes_on = at < stop
     else:
         # the last tiles of a causal sequence see the most keys: they start first
         number = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -87,19 +87,18 @@ def merge_parts(
             part = part_of(first_program + s, s == 0, heads, head_program)
             part_row = part[None, :] * ROWS + r[:, None]
             # written by other multiprocessors: not to be found in this one's cache
+            is_part = exists[:, None] & (s < parts)[None, :]
             part_lses = tl.load(
-                lse_parts_ptr + part_row,
-                mask=exists[:, None] & (s < parts)[None, :],
-                other=float("-inf"),
-                cache_modifier=".cg",
+                lse_parts_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
             )
-            holds = part_lses > float("-inf")
             values = tl.load(
                 parts_ptr + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
-                mask=holds[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
+                mask=is_part[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
+            # a part without keys left no values: whatever is there does not count
+            values = tl.where((part_lses > float("-inf"))[:, :, None], values, 0.0)
             m_new = tl.maximum(m, tl.max(part_lses, 1))
             shift = finite_or_zero(m_new)
             weight = tl.exp2((part_lses - shift[:, None]) * LOG2E)

@@ -68,6 +68,29 @@ _INT8_PTX = tl.constexpr(
     " sub.f16x2 $0, $0, offset; sub.f16x2 $1, $1, offset;}"
 )
 
+# 0x00nn is the float16 nn * 2**-24
+_RAISED_INT8_PTX = tl.constexpr("""{
+    .reg .b32 bytes;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 $0, bytes, 0, 0x4240;
+    prmt.b32 $1, bytes, 0, 0x4341;
+}""")
+
+
+@triton.jit
+def decode_raised_pairs(x, IN_PTX: tl.constexpr):
+    """The first and the second of each pair of 8-bit integers n as float16 (n + 128) * 2**-24:
+    fewer instructions than n itself.
+    """
+    if IN_PTX:
+        return tl.inline_asm_elementwise(
+            _RAISED_INT8_PTX, "=&r,=&r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    raised = x ^ -0x7F80
+    return (raised & 0xFF).to(tl.float16, bitcast=True), ((raised >> 8) & 0xFF).to(
+        tl.float16, bitcast=True
+    )
+
 
 @triton.jit
 def decode_pairs(x, FORMAT: tl.constexpr, IN_PTX: tl.constexpr):

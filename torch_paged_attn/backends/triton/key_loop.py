@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dropout import dropout_keep
-from torch_paged_attn.backends.triton.formats import decode_pairs
+from torch_paged_attn.backends.triton.formats import decode_pairs, decode_raised_pairs
 from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
 from torch_paged_attn.backends.triton.mask import visible
 from torch_paged_attn.backends.triton.products import fold_values, scores
@@ -51,6 +51,7 @@ def attend_keys(
     left,
     right,
     scale,
+    raised,
     factor,
     softcap,
     dropout_threshold,
@@ -142,7 +143,9 @@ def attend_keys(
                 seen = exists[:, None]
                 if phase != 1:
                     in_range = (j >= start) & (j < stop)
-                    seen = seen & visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
+                    seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
+                    if BIAS != "":
+                        seen = seen & exists[:, None]
                 if BIAS != "":
                     # Where every key is visible neighbours have one mask, so loads are wide. They
                     # come before the product, or Triton computes the softmax in their layout too.
@@ -157,7 +160,10 @@ def attend_keys(
                 k_rows = page * stride_k_page + slot * stride_k_slot
                 if IS_PAIRED:
                     pairs = load_rows(k_ptr, k_rows, None, 0, K_LOW, K_LOW, False, "RAW", DTYPE)
-                    k_low, k_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
+                    if K_FORMAT == "INT8":
+                        k_low, k_high = decode_raised_pairs(pairs, HAS_PTX)
+                    else:
+                        k_low, k_high = decode_pairs(pairs, K_FORMAT, HAS_PTX)
                 else:
                     k_low = load_rows(
                         k_ptr, k_rows, None, 0, K_LOW, HEAD_DIM, False, K_FORMAT, DTYPE
@@ -171,7 +177,9 @@ def attend_keys(
                     )
                     s += scores(q_high, k_high, CHAIN)
 
-                if not RAW_SCORES:
+                if IS_PAIRED and K_FORMAT == "INT8":
+                    s = s * scale[:, None] - raised[:, None]
+                elif not RAW_SCORES:
                     s = s * scale[:, None]
                 if HAS_SOFTCAP:
                     s = softcapped(s, softcap, IS_PRECISE)

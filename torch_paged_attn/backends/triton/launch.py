@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 _local = threading.local()
@@ -94,6 +95,20 @@ def _node(kernel: Any, options: dict[str, Any]) -> Any:
         for_amd = {name: told.pop(name) for name in ("waves_per_eu",) if name in told}
         kernel = triton.autotune([triton.Config(for_amd, **told)], key=[])(kernel)
     return wrap_triton(kernel)
+
+
+@triton.jit
+def follow(IS_DEPENDENT: tl.constexpr):
+    """Wait, before anything is read or written, for the kernel before this one to end."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+
+def following(is_dependent: bool) -> dict[str, Any]:
+    """Options of a kernel that begins with `follow`: on its way before the one before has ended."""
+    options: dict[str, Any] = {"IS_DEPENDENT": is_dependent}
+    # torch.compile's launches do without
+    return options | {"launch_pdl": True} if is_dependent and not is_traced() else options
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

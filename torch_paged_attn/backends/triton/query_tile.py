@@ -212,6 +212,13 @@ def attend_tile(
         if k_descale_ptr is not None:
             k_descale_ptr += b * stride_k_descale_batch + kv_head * stride_k_descale_head
             scale = scale * tl.load(k_descale_ptr, mask=b < batch, other=0.0)
+    raised = 0.0
+    if IS_PAIRED and K_FORMAT == "INT8":
+        # what 128 more in every element of a key adds to a score
+        raised = (
+            128.0 * scale * (tl.sum(q_low.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1))
+        )
+        scale = scale * 16777216.0
     slope = 0.0
     if alibi_ptr is not None:
         alibi_ptr += b * stride_alibi_batch
@@ -231,14 +238,17 @@ def attend_tile(
             tl.cast(k_start, tl.int64) * stride_v_slot + tl.cast(kv_head, tl.int64) * stride_v_head
         )
 
+    # `start` and `stop` say what a single query sees
+    HAS_EDGE_LEFT: tl.constexpr = HAS_LEFT and TOKENS > 1
+    HAS_EDGE_RIGHT: tl.constexpr = HAS_RIGHT and TOKENS > 1
     m_i, l_i, acc_low, acc_high = attend_keys(
         q_low, q_high, k_ptr, v_ptr, block_table_ptr, col_ptr, bias_rows, rng_ptr, b, head, token,
         position, exists, slope, i_start, i_stop, start, stop, full_start, full_stop, key_len,
         num_pages, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_col,
-        stride_bias_key, left, right, scale, factor, softcap, dropout_threshold, dropout_scale,
-        HEAD_DIM, K_LOW, K_HIGH, HEAD_DIM_V, V_LOW, V_HIGH, PAGE_SIZE, K_BLOCK, HAS_LEFT, HAS_RIGHT,
-        HAS_SOFTCAP, alibi_ptr is not None, BIAS, RAW_SCORES, CHAIN, FIRST_PHASE, K_FORMAT,
-        IS_V_LIKE_K, IS_PAIRED, HAS_PTX, DTYPE, BLOCK_M, BLOCK_N,
+        stride_bias_key, left, right, scale, raised, factor, softcap, dropout_threshold,
+        dropout_scale, HEAD_DIM, K_LOW, K_HIGH, HEAD_DIM_V, V_LOW, V_HIGH, PAGE_SIZE, K_BLOCK,
+        HAS_EDGE_LEFT, HAS_EDGE_RIGHT, HAS_SOFTCAP, alibi_ptr is not None, BIAS, RAW_SCORES, CHAIN,
+        FIRST_PHASE, K_FORMAT, IS_V_LIKE_K, IS_PAIRED, HAS_PTX, DTYPE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
     IS_PRECISE: tl.constexpr = q_low.dtype == tl.float32

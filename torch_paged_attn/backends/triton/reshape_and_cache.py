@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_paged_attn.backends.triton import recipes
 from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
-from torch_paged_attn.backends.triton.launch import allocate, launch
+from torch_paged_attn.backends.triton.launch import allocate, follow, following, launch
 from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 # up to so many tokens a program looks through all slots, in one of few widths
 FEW_TOKENS = 1024
 WIDTHS = (1, 32, 256, FEW_TOKENS)
+
+# tokens of a program that leaves their numbers
+CLAIMED = 256
 
 # elements of keys, and as many of values, that a program copies
 BLOCK = 2048
@@ -39,8 +42,17 @@ def _slots(slot_ptr, stride_slot, token, num_tokens, num_slots):
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_slots"))
-def _claim_kernel(slot_ptr, claims_ptr, stride_slot, num_tokens, num_slots, BLOCK: tl.constexpr):
+def _claim_kernel(
+    slot_ptr,
+    claims_ptr,
+    stride_slot,
+    num_tokens,
+    num_slots,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
     """Leave the number of each token with its slot; one of those that share a slot stays."""
+    follow(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
     tl.store(claims_ptr + slot, token, mask=slot >= 0)
@@ -128,7 +140,9 @@ def _reshape_and_cache_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     WIDTH: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    follow(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
     # on their way before anybody knows whether they are written
@@ -215,15 +229,16 @@ def _launch(
     (k_new, source_format), (v_new, _) = as_stored(key, target), as_stored(value, target)
     (k_old, cache_format), (v_old, _) = as_stored(k_cache, target), as_stored(v_cache, target)
     num_slots = k_cache.shape[0] * k_cache.shape[2]
+    is_following = following(target.overlaps_launches)
     claims = None
     is_few = num_tokens <= FEW_TOKENS
     launches = "one launch" if is_few else "two launches"
     logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
     if not is_few:
         claims = allocate((num_slots,), torch.int32, slot_mapping.device)
-        grid = (triton.cdiv(num_tokens, FEW_TOKENS),)
+        grid = (triton.cdiv(num_tokens, CLAIMED),)
         slots = (slot_mapping, claims, slot_mapping.stride(0), num_tokens, num_slots)
-        launch(_claim_kernel, grid, *slots, BLOCK=FEW_TOKENS)
+        launch(_claim_kernel, grid, *slots, BLOCK=CLAIMED, **is_following)
     dim, dim_v = key.shape[2], value.shape[2]
     elements = num_heads * max(dim, dim_v)
     block_e = min(next_power_of_2(elements), BLOCK)
@@ -257,4 +272,5 @@ def _launch(
         BLOCK_T=block_t,
         BLOCK_E=block_e,
         WIDTH=1 if claims is not None else next(w for w in WIDTHS if num_tokens <= w),
+        **is_following,
     )

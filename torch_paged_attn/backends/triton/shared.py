@@ -17,13 +17,16 @@ from triton.runtime.driver import driver
 
 from torch_paged_attn.backends.triton.launch import current_tape, is_traced
 
-# counters for captured launches, and the least that a stream gets
-STORE = 1 << 18
+# counters for captured launches, of which half are there whenever a capture begins after a call
+# like those in it, and the least that a stream gets
+STORE = 1 << 20
 LEAST = 1 << 13
 
 # by device and stream: counters and room
 _held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 _stores: dict[int, Tensor] = {}
+# stores are never given back: a graph does not say when it was replayed for the last time
+_kept: list[Tensor] = []
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
@@ -56,8 +59,9 @@ def shared_memory(index: int, stream: int, count: int, room: int) -> tuple[Tenso
 def _grow(index: int, on: torch.cuda.Stream, count: int, room: int) -> tuple[Tensor, Tensor]:
     """`shared_memory`, which is kept."""
     with torch.cuda.stream(on):
-        if index not in _stores or _stores[index].numel() < LEAST:
+        if index not in _stores or _stores[index].numel() < STORE // 2:
             _stores[index] = _zeros(index, STORE)
+            _kept.append(_stores[index])
         held = _held.get((index, on.cuda_stream))
         counters, bytes_ = held or (_zeros(index, max(count, LEAST)), _bytes(index, room))
         if counters.numel() < count:
@@ -74,7 +78,7 @@ def _of_graph(index: int, count: int) -> Tensor:
         # the graph zeroes these itself, at every replay
         return _zeros(index, count)
     _stores[index] = store[count:]
-    if _stores[index].numel() < LEAST:
+    if _stores[index].numel() < STORE // 2:
         # the next call outside a capture fills the store up
         _held.clear()
     return store

@@ -35,6 +35,11 @@ class Target:
         """Whether this is an AMD chip."""
         return self.arch.startswith("gfx")
 
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel can be started before the one before it has ended, to wait there."""
+        return self.arch.startswith("sm") and int(self.arch[2:]) >= 90
+
     def smallest_chunk(self, block_m: int) -> int:
         """The narrowest operand of a product in 16 bits.
 
