@@ -69,12 +69,10 @@ _INT8_PTX = tl.constexpr(
 )
 
 # 0x00nn is the float16 nn * 2**-24
-_RAISED_INT8_PTX = tl.constexpr("""{
-    .reg .b32 bytes;
-    xor.b32 bytes, $2, 0x80808080;
-    prmt.b32 $0, bytes, 0, 0x4240;
-    prmt.b32 $1, bytes, 0, 0x4341;
-}""")
+_RAISED_INT8_PTX = tl.constexpr(
+    "{.reg .b32 bytes; xor.b32 bytes, $2, 0x80808080;"
+    " prmt.b32 $0, bytes, 0, 0x4240; prmt.b32 $1, bytes, 0, 0x4341;}"
+)
 
 
 @triton.jit

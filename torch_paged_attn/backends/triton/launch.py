@@ -105,10 +105,12 @@ def follow(IS_DEPENDENT: tl.constexpr):
 
 
 def following(is_dependent: bool) -> dict[str, Any]:
-    """Options of a kernel that begins with `follow`: on its way before the one before has ended."""
+    """Options of a kernel that begins with `follow`: on its way before the one before has ended.
+    Not so in a graph: torch.compile takes PTX for writing every tensor, and has no such launch.
+    """
+    is_dependent = is_dependent and not is_traced()
     options: dict[str, Any] = {"IS_DEPENDENT": is_dependent}
-    # torch.compile's launches do without
-    return options | {"launch_pdl": True} if is_dependent and not is_traced() else options
+    return options | {"launch_pdl": True} if is_dependent else options
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
