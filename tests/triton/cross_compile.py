@@ -57,7 +57,7 @@ KNOWN = {
     ("sm90", "vllm_cache/mixed/bf16"): 832,
     ("sm90", "d128/prefill_wide_pages/bf16"): 128,
     ("sm90", "d128/prefill_bias/bf16"): 768,
-    ("sm90", "d256/prefill/bf16"): 192,
+    ("sm90", "d256/prefill/bf16"): 256,
     ("sm90", "gemma2/window_softcap/bf16"): 128,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,

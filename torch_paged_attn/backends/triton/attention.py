@@ -27,9 +27,9 @@ from torch_paged_attn.tuning import Config, choose_config
 UNBOUNDED = 2**30
 
 # elements of partial results that a warp holds while it merges: 32 registers, on AMD chips, whose
-# compiler keeps more beside them, 16 of 32 lanes
+# compiler keeps more beside them, 8 of 32 lanes
 MERGED_BY_WARP = 1024
-MERGED_BY_AMD_WARP = 512
+MERGED_BY_AMD_WARP = 256
 
 # programs along the second dimension of a grid
 MOST_IN_GRID = 65535
