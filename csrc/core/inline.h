@@ -3,3 +3,5 @@
 #pragma once
 
 #define PAGED_ATTN_INLINE __attribute__((always_inline)) inline
+// For what few calls ask for: inlined, it would take the registers of the loops around it.
+#define PAGED_ATTN_APART __attribute__((noinline)) inline

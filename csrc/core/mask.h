@@ -77,7 +77,7 @@ PAGED_ATTN_INLINE I lanes_in(KeyRange range, int64_t key) {
   return (I)(lane >= set1(begin)) & (I)(lane < set1(end));
 }
 
-inline F finish_logits(const Attention& a, const ScoreRow& row, int64_t key, F x) {
+PAGED_ATTN_APART F finish_logits(const Attention& a, const ScoreRow& row, int64_t key, F x) {
   I keep = lanes_in(row.visible, key);
   if (a.softcap > 0) x = tanh(x) * set1(a.softcap * LOG2_E);
   if (row.alibi_slope != 0) {

@@ -30,8 +30,8 @@ PAGED_ATTN_INLINE void philox(U* words, uint32_t k0, uint32_t k1) {
 
 // Zeroes dropped probabilities. `key`, the index of p[0] in its sequence, is a multiple of 4, and
 // `count` is one of W.
-inline void apply_dropout(const paged_attn::Dropout& dropout, int64_t sequence, int64_t head,
-                          int64_t token, int64_t key, float* p, int count) {
+PAGED_ATTN_APART void apply_dropout(const paged_attn::Dropout& dropout, int64_t sequence,
+                                    int64_t head, int64_t token, int64_t key, float* p, int count) {
   const U lane = __builtin_convertvector(lane_index(), U);
   const U place = set1(uint32_t(sequence) << 16 | uint32_t(head));
   for (int c = 0; c < count; c += 4 * W) {  // a draw decides on four neighbours

@@ -43,8 +43,8 @@ PAGED_ATTN_INLINE int64_t partial_row_floats(const Attention& a) {
 }
 
 // Row r of a group is final, or waits for the sequence's other splits.
-inline void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                   int64_t group, int64_t r, const float* acc, float m, float l) {
+PAGED_ATTN_APART void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                             int64_t group, int64_t r, const float* acc, float m, float l) {
   if (task.partial < 0) {
     write_row(a, s, task.token_begin + r / a.group_size, group * a.group_size + r % a.group_size,
               acc, m, l);

@@ -171,8 +171,9 @@ PAGED_ATTN_INLINE void fetch_columns(const Attention& a, int64_t kv_head, const 
 
 // Attention of all rows of a tile to one packed block, while the next one is fetched.
 template <class Product>
-inline void attend_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                         const KeyBlock& block, const KeyBlock& next, const TileWorkspace& w) {
+PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
+                                    const paged_attn::Task& task, const KeyBlock& block,
+                                    const KeyBlock& next, const TileWorkspace& w) {
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
   const float scale = logit_scale(a, s, kv_head);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;

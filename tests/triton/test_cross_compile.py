@@ -5,6 +5,9 @@ Every chip compiles a third of the calls and every call is compiled for a third 
 the `thorough` profile, all of them. `cross_compile.py` prints what other chips make of them.
 """
 
+import collections
+import contextlib
+import functools
 import os
 
 import cross_compile
@@ -22,20 +25,27 @@ JOBS = [
 
 @pytest.fixture(scope="session")
 def compiled(request):
-    """What the tests of this session will ask for, by chip and call, compiled by all cores."""
-    wanted = [
-        tuple(item.callspec.params[key] for key in ("arch", "name"))
-        for item in request.session.items
-        if item.function is test_compiles_to_what_the_chip_has_room_for
-    ]
-    with cross_compile.workers(os.cpu_count()) as pool:
-        yield {job: pool.submit(cross_compile.compile_call, *job) for job in wanted}
-        pool.shutdown(cancel_futures=True)
+    """By chip, what its tests will ask for: by call, compiled by all cores."""
+    wanted = collections.defaultdict(list)
+    for item in request.session.items:
+        if item.function is test_compiles_to_what_the_chip_has_room_for:
+            wanted[item.callspec.params["arch"]].append(item.callspec.params["name"])
+    with contextlib.ExitStack() as processes:
+
+        @functools.cache
+        def of_chip(arch):
+            processes.close()
+            pool = cross_compile.workers(os.cpu_count())
+            processes.callback(pool.shutdown, cancel_futures=True)
+            compile_call = functools.partial(cross_compile.compile_call, arch)
+            return {name: pool.submit(compile_call, name) for name in wanted[arch]}
+
+        yield of_chip
 
 
 @pytest.mark.parametrize("arch, name", JOBS)
 def test_compiles_to_what_the_chip_has_room_for(arch, name, compiled):
-    kernels = compiled[arch, name].result()
+    kernels = compiled(arch)[name].result()
     assert kernels
     for kernel in kernels:
         assert not kernel.faults(arch, name), kernel
