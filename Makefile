@@ -76,10 +76,11 @@ test-gpu:
 	$(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
 
 # The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
+# (Nothing is interpreted: 3.9's interpreter broadcasts a boolean to int32 and refuses it as a mask.)
 TRITON ?= 3.9.0
 test-triton: install .triton-$(TRITON)
 	PYTHONPATH=.triton-$(TRITON) HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest \
-	  tests/triton/test_cross_compile.py tests/triton/test_hopper.py
+	  tests/triton/test_cross_compile.py tests/triton/test_hopper.py -k compile
 
 .triton-$(TRITON):
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)

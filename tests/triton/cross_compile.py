@@ -43,7 +43,7 @@ CHIPS = {
 }
 
 # the Triton that the tables of tiles were fitted with: others spill elsewhere, which is no fault
-FITTED_WITH = "3.6."
+IS_FITTED = importlib.metadata.version("triton").startswith("3.6.")
 
 # Bytes of memory a thread may have for what its registers do not hold: none on AMD chips. NVIDIA's
 # compiler leaves over a few values that live from the first to the last line of a kernel.
@@ -146,8 +146,7 @@ class Kernel:
         """What a chip would not forgive, in words."""
         backend, _, _, room, _ = CHIPS[arch]
         found = []
-        is_fitted = importlib.metadata.version("triton").startswith(FITTED_WITH)
-        if is_fitted and self.spills > KNOWN.get((arch, call), LEFT_OVER[backend]):
+        if IS_FITTED and self.spills > KNOWN.get((arch, call), LEFT_OVER[backend]):
             found.append(f"{self.spills} bytes spilled")
         if self.shared > room:
             found.append(f"{self.shared} bytes of shared memory, of {room}")

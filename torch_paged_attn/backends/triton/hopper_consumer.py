@@ -54,6 +54,9 @@ TURNS = gl.constexpr(8)
 # are rounded like those below 1, and sums are float32
 SLACK = gl.constexpr(8.0)
 
+# what Triton 3.6 has as a private method
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 
 @gluon.jit
 def _get(notes, slot, word: gl.constexpr):
@@ -343,7 +346,10 @@ def consume(
         # the result leaves from where the queries lay
         out = box
         if WIDTH_V < WIDTH:
-            out = box._reinterpret(dtype, out_desc.block_shape, out_desc.layout)
+            if HAS_REINTERPRET:
+                out = box.reinterpret(dtype, out_desc.block_shape, out_desc.layout)
+            else:
+                out = box._reinterpret(dtype, out_desc.block_shape, out_desc.layout)
         acc = acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)
         out.reshape([BLOCK_M, WIDTH_V]).store(acc.to(dtype))
         fence_async_shared()
