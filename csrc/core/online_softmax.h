@@ -111,6 +111,7 @@ inline void write_row(const Attention& a, const Sequence& s, int64_t token, int6
   float factor = a.v_descale ? a.v_descale(s.index, kv_head) : 1.f;
   if (a.dropout.enabled) factor *= a.dropout.keep_scale;
   const bool empty = l == 0;
+  factor /= l;
   const int64_t row = s.q_start + token;
   a.lse[head * a.total_q + row] = lse;
   with_type(a.out_dtype, [&](auto tag) __attribute__((always_inline)) {
@@ -119,7 +120,7 @@ inline void write_row(const Attention& a, const Sequence& s, int64_t token, int6
     for (int64_t d = 0; d < a.head_dim_v; d += W) {
       __builtin_prefetch(out + TOKENS_AHEAD * a.num_heads * a.head_dim_v + d, 1);
       // a row without keys is 0 even if nothing ever wrote its accumulator
-      F x = empty ? F{} : load(acc + d) / set1(l) * set1(factor);
+      F x = empty ? F{} : load(acc + d) * set1(factor);
       if (a.out_scale) x = x / set1(*a.out_scale);
       store(out + d, x, int(min64(W, a.head_dim_v - d)));
     }

@@ -7,14 +7,12 @@
 
 namespace {
 
-constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
-
 // Any dtypes: float32, one number an operand.
 struct FloatProduct {
   static constexpr int DEPTH = 1;
   static constexpr int GRAIN = 1;         // operands that the depth is a multiple of
   static constexpr int ROWS = TILE_ROWS;  // of a register tile
-  static constexpr bool HAS_TILE = false;
+  static constexpr int PANEL = TILE_VECS * W;  // packed operands lie in panels of this many columns
 
   template <class T>
   static constexpr bool accepts = true;
@@ -58,7 +56,7 @@ struct Bfloat16Pairs {
   static constexpr int DEPTH = 2;
   static constexpr int GRAIN = 1;
   static constexpr int ROWS = TILE_ROWS;
-  static constexpr bool HAS_TILE = false;
+  static constexpr int PANEL = TILE_VECS * W;
 
   template <class T>
   static constexpr bool accepts = sizeof(T) == 1;

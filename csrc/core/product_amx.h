@@ -7,67 +7,81 @@
 namespace {
 
 struct AmxProduct : PairProduct {
-  static constexpr int GRAIN = 8;
-  static constexpr int ROWS = 16;
-  static constexpr bool HAS_TILE = true;
+  static constexpr int GRAIN = 16;
+  static constexpr int ROWS = 32;
+  static constexpr int PANEL = 32;  // the columns of a step adjoin in memory
+};
 
-  // Registers 0 to 3 hold sums, 4 and 5 sixteen operands of rows and columns, 6 and 7 eight.
-  struct alignas(64) Registers {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
-  };
+// Registers 0 to 3 hold sums, 4 and 5 operands of rows, 6 and 7 of columns.
+struct alignas(64) AmxRegisters {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
 
-  // As the function of this name in attention_tile.h.
-  template <int VECS>
-  static inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
-                                   int64_t stride_c, int64_t depth, float scale,
-                                   const float* keep) {
-    constexpr int64_t STRIDE = PANEL * sizeof(float);
-    fence();
-    _tile_zero(0);
-    if constexpr (VECS > 1) _tile_zero(1);
-    if constexpr (VECS > 2) _tile_zero(2);
-    if constexpr (VECS > 3) _tile_zero(3);
-// the names of registers are part of an instruction
-#define MULTIPLY(ROWS_OF_A, COLUMNS_OF_B, SUMS)                 \
-  if constexpr (VECS > SUMS) {                                  \
-    _tile_loadd(COLUMNS_OF_B, b + k * PANEL + SUMS * W, STRIDE); \
-    _tile_dpbf16ps(SUMS, ROWS_OF_A, COLUMNS_OF_B);              \
-  }
-#define MULTIPLY_ALL(ROWS_OF_A, COLUMNS_OF_B)                   \
-  _tile_loadd(ROWS_OF_A, a + k, stride_a * int64_t(sizeof *a)); \
-  MULTIPLY(ROWS_OF_A, COLUMNS_OF_B, 0)                          \
-  MULTIPLY(ROWS_OF_A, COLUMNS_OF_B, 1)                          \
-  MULTIPLY(ROWS_OF_A, COLUMNS_OF_B, 2)                          \
-  MULTIPLY(ROWS_OF_A, COLUMNS_OF_B, 3)
-    int64_t k = 0;
-    for (; k + 16 <= depth; k += 16) {
-      MULTIPLY_ALL(4, 5)
-    }
-    if (k < depth) {
-      MULTIPLY_ALL(6, 7)
-    }
-#undef MULTIPLY_ALL
-#undef MULTIPLY
-    alignas(64) float sums[ROWS * PANEL];
-    _tile_stored(0, sums, STRIDE);
-    if constexpr (VECS > 1) _tile_stored(1, sums + W, STRIDE);
-    if constexpr (VECS > 2) _tile_stored(2, sums + 2 * W, STRIDE);
-    if constexpr (VECS > 3) _tile_stored(3, sums + 3 * W, STRIDE);
-    fence();
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-      for (int j = 0; j < VECS; ++j) {
-        float* to = c + r * stride_c + j * W;
-        const F product = load(sums + r * PANEL + j * W) * set1(scale);
-        store(to, keep ? fma(load(to), set1(keep[r]), product) : product);
+// GCC's loads of tiles do not say that they read memory.
+PAGED_ATTN_INLINE void amx_fence() { asm volatile("" ::: "memory"); }
+
+// C (16 x rows, 16 x panels) = A (16 x rows, 16 x steps) @ B, or C += that, by squares of 32 x 32. It
+// is taken a step at a time, so that vector instructions can stand between the steps, which run
+// beside them. All rows take two panels while these are in L1.
+struct AmxWork {
+  const float* a;
+  int64_t stride_a;
+  const float* b;
+  int64_t stride_b;  // from one pair of panels to the next
+  float* c;
+  int64_t stride_c;
+  int steps, panels, rows;
+  bool add;
+  int step, row;
+
+  int left() const { return (panels + 1) / 2 * ((rows + 1) / 2) * steps; }
+
+  // One step of a square. Needs panels > 0; returns whether work is left.
+  PAGED_ATTN_INLINE void take() {
+    constexpr int64_t BYTES = sizeof(float), PANEL = AmxProduct::PANEL;
+    const bool wide = panels > 1, tall = rows - row > 1;
+    float *top = c + row * W * stride_c, *low = top + W * stride_c;
+    if (step == 0) {
+      if (add) {
+        _tile_loadd(0, top, stride_c * BYTES);
+        if (wide) _tile_loadd(1, top + W, stride_c * BYTES);
+        if (tall) _tile_loadd(2, low, stride_c * BYTES);
+        if (tall && wide) _tile_loadd(3, low + W, stride_c * BYTES);
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
       }
+    }
+    const float *left = a + row * W * stride_a + step * W, *columns = b + step * W * PANEL;
+    _tile_loadd(4, left, stride_a * BYTES);
+    _tile_loadd(6, columns, PANEL * BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    if (tall) {
+      _tile_loadd(5, left + W * stride_a, stride_a * BYTES);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if (wide) {
+      _tile_loadd(7, columns + W, PANEL * BYTES);
+      _tile_dpbf16ps(1, 4, 7);
+      if (tall) _tile_dpbf16ps(3, 5, 7);
+    }
+    if (++step < steps) return;
+    _tile_stored(0, top, stride_c * BYTES);
+    if (wide) _tile_stored(1, top + W, stride_c * BYTES);
+    if (tall) _tile_stored(2, low, stride_c * BYTES);
+    if (tall && wide) _tile_stored(3, low + W, stride_c * BYTES);
+    step = 0;
+    row += 2;
+    if (row < rows) return;
+    row = 0;
+    panels -= 2;
+    c += 2 * W;
+    b += stride_b;
   }
-
- private:
-  // GCC's loads of tiles do not say that they read memory
-  static PAGED_ATTN_INLINE void fence() { asm volatile("" ::: "memory"); }
 };
 
 }  // namespace

@@ -1,27 +1,36 @@
 // AMX-BF16 has tiles of many rows to multiply; all else is AVX-512-BF16's.
-#include "../core/product_amx.h"
 #include "../kernels.h"
-#include "../kernels/attention_tile.h"
+#include "../kernels/attention_amx.h"
 
 namespace {
 
 const paged_attn::Kernels& vectors = paged_attn::kernels_avx512bf16;
 
-bool takes_tiles(const Attention& a, bool few_rows) {
-  return !few_rows && AmxProduct::suits(a.q_dtype, a.kv_dtype);
-}
+// Denormal numbers count as zero, as they do in the products of bfloat16 pairs: an exponential that
+// underflows would otherwise be handed to microcode, which takes as long as hundreds of others.
+class DenormalsAreZero {
+ public:
+  DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | FLUSH_RESULTS | IGNORE_INPUTS); }
+  ~DenormalsAreZero() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr unsigned FLUSH_RESULTS = 0x8000, IGNORE_INPUTS = 0x0040;
+  unsigned before_;
+};
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   const int64_t floats = vectors.workspace_floats(a, few_rows, groups, tile_rows);
-  if (tile_rows == 0 || !takes_tiles(a, false)) return floats;
-  return max64(floats, tile_workspace<AmxProduct>(a, tile_rows, nullptr).floats);
+  if (tile_rows == 0 || !AmxProduct::suits(a.q_dtype, a.kv_dtype)) return floats;
+  return max64(floats, amx_workspace(a, tile_rows, nullptr).floats);
 }
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
-  if (!takes_tiles(a, task.few_rows)) return vectors.attend(a, task, workspace);
-  static const AmxProduct::Registers registers;
+  if (!AmxProduct::suits(a.q_dtype, a.kv_dtype)) return vectors.attend(a, task, workspace);
+  const DenormalsAreZero mode;
+  if (task.few_rows) return vectors.attend(a, task, workspace);
+  static const AmxRegisters registers;
   _tile_loadconfig(&registers);
-  attend_tile<AmxProduct>(a, sequence_at(a, task.sequence), task, workspace);
+  attend_by_tiles(a, sequence_at(a, task.sequence), task, workspace);
   _tile_release();
 }
 

@@ -24,6 +24,7 @@ constexpr int64_t MAX_CHAIN = 128;
 template <class Product, int VECS>
 inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
                           int64_t stride_c, int64_t depth, float scale, const float* keep) {
+  constexpr int PANEL = Product::PANEL;
   F acc[TILE_ROWS][VECS] = {};
   for (int64_t k = 0; k < depth; ++k, b += PANEL) {
     F column[VECS];
@@ -51,11 +52,7 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
                                 float* c, int64_t stride_c, int64_t depth, float scale,
                                 const float* keep) {
   const auto tile = [&](auto count) __attribute__((always_inline)) {
-    constexpr int VECS = decltype(count)::value;
-    if constexpr (Product::HAS_TILE)
-      Product::template multiply_tile<VECS>(a, stride_a, b, c, stride_c, depth, scale, keep);
-    else
-      multiply_tile<Product, VECS>(a, stride_a, b, c, stride_c, depth, scale, keep);
+    multiply_tile<Product, decltype(count)::value>(a, stride_a, b, c, stride_c, depth, scale, keep);
   };
   if constexpr (TILE_VECS == 4) {
     if (vecs == 4) return tile(Count<4>());
@@ -68,7 +65,7 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
 template <class Product, class T>
 inline void pack_keys(const T* k, const KeyBlock& block, int64_t head_dim, int64_t depth,
                       float* packed) {
-  constexpr int STEP = W * Product::DEPTH;
+  constexpr int STEP = W * Product::DEPTH, PANEL = Product::PANEL;
   for (int c = 0; c < block.num_columns; c += W) {
     float* panel = packed + c / PANEL * depth * PANEL + c % PANEL;
     for (int64_t d = 0; d < head_dim; d += STEP) {
@@ -90,7 +87,7 @@ inline void pack_keys(const T* k, const KeyBlock& block, int64_t head_dim, int64
 // (head_dim_v / PANEL, operand of columns, head_dim_v % PANEL)
 template <class Product, class T>
 inline void pack_values(const T* v, const KeyBlock& block, int64_t head_dim, float* packed) {
-  constexpr int DEPTH = Product::DEPTH, STEP = W * DEPTH;
+  constexpr int DEPTH = Product::DEPTH, STEP = W * DEPTH, PANEL = Product::PANEL;
   for (int c = 0; c < block.num_columns; c += DEPTH) {
     const T* row[DEPTH];
     for (int i = 0; i < DEPTH; ++i) row[i] = v + block.v_offset[c + i];
@@ -101,10 +98,26 @@ inline void pack_values(const T* v, const KeyBlock& block, int64_t head_dim, flo
         x[i] =
             n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
       Product::interleave(x);
-      float* to = packed + (d / PANEL * MAX_COLUMNS + c) / DEPTH * PANEL + d % PANEL;
-      for (int i = 0; i < DEPTH; ++i) store(to + i * W, x[i]);
+      for (int i = 0; i < DEPTH; ++i) {
+        const int64_t dim = d + i * W;
+        store(packed + (dim / PANEL * MAX_COLUMNS + c) / DEPTH * PANEL + dim % PANEL, x[i]);
+      }
     }
   }
+}
+
+template <class Product>
+PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const KeyBlock& block,
+                                  float* keys, float* values) {
+  with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
+    typedef typename decltype(tag)::type T;
+    if constexpr (Product::template accepts<T>) {
+      pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block, a.head_dim,
+                         key_depth<Product>(a), keys);
+      pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block, a.head_dim_v,
+                           values);
+    }
+  });
 }
 
 struct TileWorkspace {
@@ -130,7 +143,7 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   w.m = take(w.rows);
   w.l = take(w.rows);
   w.keys = take(key_depth<Product>(a) * MAX_COLUMNS);
-  w.values = take(round_up(a.head_dim_v, PANEL) * (MAX_COLUMNS / Product::DEPTH));
+  w.values = take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
   w.scores = take(Product::ROWS * MAX_COLUMNS);
   return w;
 }
@@ -177,7 +190,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
   const float scale = logit_scale(a, s, kv_head);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  constexpr int DEPTH = Product::DEPTH, ROWS = Product::ROWS;
+  constexpr int DEPTH = Product::DEPTH, ROWS = Product::ROWS, PANEL = Product::PANEL;
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // rows whose softmax fits the registers
   const int64_t depth = key_depth<Product>(a);
   float all[ROWS];
@@ -243,15 +256,7 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
     KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
     more = next_block(walk, next);
     if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
-    with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
-      typedef typename decltype(tag)::type T;
-      if constexpr (Product::template accepts<T>) {
-        pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block, a.head_dim,
-                           key_depth<Product>(a), w.keys);
-        pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block, a.head_dim_v,
-                             w.values);
-      }
-    });
+    pack_block<Product>(a, kv_head, block, w.keys, w.values);
     attend_block<Product>(a, s, task, block, next, w);
   }
   for (int64_t r = 0; r < rows; ++r)

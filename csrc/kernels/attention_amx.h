@@ -1,0 +1,289 @@
+// Many query rows on AMX: attention_tile.h's tasks, packing and order, with another inner loop.
+//
+// Multiplying 32 rows by 128 keys keeps the tile unit about as busy as their softmax keeps the
+// vector units, and the two do not share ports. So between the steps of one row tile's softmax
+// stand those of the products of its neighbours: the tile before it with the values, the tile after
+// it with the keys. Sums stay relative to an old maximum until a row outgrows it (FlashAttention-4's
+// lazy rescaling), and so accumulate in place.
+#pragma once
+
+#include "../core/product_amx.h"
+#include "attention_tile.h"
+
+namespace {
+
+// By how much, in powers of two, a row's maximum may exceed what its sums are relative to.
+constexpr float HEADROOM = 8.f;
+
+struct AmxWorkspace {
+  int64_t rows, stride_q, stride_acc;
+  float *q, *acc, *m, *l, *keys, *values, *scores;
+  int64_t floats;
+};
+
+PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, float* memory) {
+  AmxWorkspace w;
+  w.floats = 0;
+  const auto take = [&](int64_t floats) __attribute__((always_inline)) {
+    float* p = memory ? memory + w.floats : nullptr;
+    w.floats += round_up(floats, 16);
+    return p;
+  };
+  w.rows = round_up(rows, AmxProduct::ROWS);
+  w.stride_q = key_depth<AmxProduct>(a);
+  w.stride_acc = round_up(a.head_dim_v, W);
+  w.q = take(w.rows * w.stride_q);
+  w.acc = take(w.rows * w.stride_acc);
+  w.m = take(w.rows);
+  w.l = take(w.rows * W);  // a vector of sums a row
+  w.keys = take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
+  w.values = take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
+  w.scores = take(2 * AmxProduct::ROWS * MAX_COLUMNS);
+  return w;
+}
+
+// Products that run beside something else: first one, then the other.
+struct AmxQueue {
+  AmxWork work[2];
+  int next = 2, pace = 0;
+
+  // What there is to do until the `beats` of what runs beside it are over.
+  PAGED_ATTN_INLINE void spread(int beats) {
+    int left = 0;
+    for (int i = next; i < 2; ++i) left += work[i].left();
+    pace = (left + beats - 1) / beats;
+  }
+  PAGED_ATTN_INLINE void beat() {
+    for (int i = 0; i < pace && next < 2; ++i) step();
+  }
+  PAGED_ATTN_INLINE void finish() {
+    while (next < 2) step();
+    amx_fence();
+  }
+
+ private:
+  PAGED_ATTN_INLINE void step() {
+    work[next].take();
+    next += work[next].panels <= 0;
+  }
+};
+
+// Rows that outgrew what their sums are relative to.
+template <int ROWS>
+PAGED_ATTN_APART void raise_references(const F* top, float scale, float* m, float* l, float* acc,
+                                       int64_t stride_acc) {
+  for (int r = 0; r < ROWS; ++r) {
+    const float m_new = reduce_max(top[r]) * scale;
+    if (m_new <= m[r] + HEADROOM) continue;
+    // sums of a row that has seen no key are 0, or nothing wrote them yet
+    if (m[r] != -INFINITY) {
+      const F rescale = set1(exp2(m[r] - m_new));
+      store(l + r * W, load(l + r * W) * rescale);
+      for (int64_t d = 0; d < stride_acc; d += W) {
+        float* to = acc + r * stride_acc + d;
+        store(to, load(to) * rescale);
+      }
+    }
+    m[r] = m_new;
+  }
+}
+
+// As update_softmax, of logits that are the scores times a positive scale.
+template <class Product, int ROWS>
+PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, float scale,
+                                             float* m, float* l, float* acc, int64_t stride_acc,
+                                             AmxQueue& beside) {
+  constexpr int DEPTH = Product::DEPTH;
+  F top[ROWS], sum[ROWS];
+  float shift[ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) top[r] = set1(-INFINITY);
+  for (int c = begin; c < end; c += W)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * MAX_COLUMNS + c));
+  __mmask16 grown = 0;
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+    grown |= _mm512_cmp_ps_mask((__m512)(top[r] * set1(scale)), (__m512)set1(m[r] + HEADROOM),
+                                _CMP_NLE_UQ);
+  if (grown) raise_references<ROWS>(top, scale, m, l, acc, stride_acc);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+    // a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
+    shift[r] = m[r] == -INFINITY ? 0.f : m[r];
+    sum[r] = load(l + r * W);
+  }
+  for (int c = begin; c < end; c += W * DEPTH) {
+    beside.beat();
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      F p[DEPTH] = {};
+#pragma GCC unroll 2
+      for (int i = 0; i < DEPTH; ++i) {
+        if (i > 0 && c + i * W >= end) continue;
+        const F x = load(scores + r * MAX_COLUMNS + c + i * W);
+        p[i] = Product::exp2_for_operand(fma(x, set1(scale), set1(-shift[r])));
+        sum[r] += p[i];
+      }
+      store(scores + r * MAX_COLUMNS + c / DEPTH, Product::narrow(p));
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) store(l + r * W, sum[r]);
+}
+
+// A row tile and the columns of a block that it sees; without rows there is none.
+struct AmxTile {
+  int64_t first, rows;
+  VisibleColumns columns;
+  float* scores;
+};
+
+// Attention of all rows of a task to one packed block, while the next one is fetched.
+inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
+                                  const paged_attn::Task& task, const KeyBlock& block,
+                                  const KeyBlock& next, const AmxWorkspace& w) {
+  constexpr int ROWS = AmxProduct::ROWS, TOGETHER = 8, STEP = W * AmxProduct::DEPTH;
+  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t depth = w.stride_q;
+  const float scale = logit_scale(a, s, kv_head);
+  // what masks alone change is scaled on the way into the exponential
+  const float late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
+
+  int64_t row = 0;
+  int turn = 0;
+  const auto next_tile = [&]() __attribute__((always_inline)) {
+    for (; row < rows; row += ROWS) {
+      fetch_columns(a, kv_head, next, row * MAX_COLUMNS / w.rows,
+                    (row + ROWS) * MAX_COLUMNS / w.rows);
+      const int64_t count = min64(ROWS, rows - row);
+      const KeyRange range =
+          visible_keys(a, s, task.token_begin + row / a.group_size,
+                       task.token_begin + (row + count - 1) / a.group_size);
+      VisibleColumns columns = visible_columns(block, range);
+      columns.depth += columns.begin % STEP;
+      columns.begin -= columns.begin % STEP;
+      if (columns.begin >= columns.end) continue;
+      const AmxTile tile = {row, count, columns, w.scores + turn * ROWS * MAX_COLUMNS};
+      turn ^= 1;
+      row += ROWS;
+      return tile;
+    }
+    return AmxTile{rows, 0, {}, nullptr};
+  };
+  const auto by_keys = [&](const AmxTile& tile) __attribute__((always_inline)) {
+    const int begin = tile.columns.begin;
+    return AmxWork{w.q + tile.first * w.stride_q, w.stride_q,
+                   w.keys + begin * depth,        2 * W * depth,
+                   tile.scores + begin,           MAX_COLUMNS,
+                   int(depth / W),                (tile.columns.end - begin) / W,
+                   int(tile.rows + W - 1) / W,    false,
+                   0,                             0};
+  };
+  const auto by_values = [&](const AmxTile& tile, bool add) __attribute__((always_inline)) {
+    const int begin = tile.columns.begin;
+    return AmxWork{tile.scores + begin / 2,
+                   MAX_COLUMNS,
+                   w.values + begin / 2 * 2 * W,
+                   MAX_COLUMNS / 2 * 2 * W,
+                   w.acc + tile.first * w.stride_acc,
+                   w.stride_acc,
+                   (tile.columns.depth + STEP - 1) / STEP,
+                   int(w.stride_acc / W),
+                   int(tile.rows + W - 1) / W,
+                   add,
+                   0,
+                   0};
+  };
+
+  AmxQueue queue;
+  AmxTile before = {}, tile = next_tile();
+  if (tile.rows == 0) return;
+  bool add_before = false;
+  queue.work[1] = by_keys(tile);
+  queue.next = 1;
+  queue.finish();
+  while (tile.rows > 0) {
+    const AmxTile after = next_tile();
+    queue.next = 2;
+    if (after.rows > 0) queue.work[--queue.next] = by_keys(after);
+    if (before.rows > 0) queue.work[--queue.next] = by_values(before, add_before);
+
+    const int begin = tile.columns.begin, end = tile.columns.end;
+    const int64_t last_token = task.token_begin + (tile.first + tile.rows - 1) / a.group_size;
+    const bool finished =
+        is_plain(a) && all_visible(a, s, task.token_begin + tile.first / a.group_size, last_token,
+                                   block, begin, end);
+    const int chunks = int(tile.rows + TOGETHER - 1) / TOGETHER;
+    queue.spread(chunks * ((end - begin + STEP - 1) / STEP));
+    // a tile whose rows have all seen nothing has nothing to add to
+    I seen = {};
+    for (int i = 0; i < ROWS; i += W) seen |= (I)(load(w.m + tile.first + i) != set1(-INFINITY));
+    const bool add = _mm512_test_epi32_mask((__m512i)seen, (__m512i)seen);
+    for (int i = 0; i < tile.rows; i += TOGETHER) {
+      const int64_t first = tile.first + i;
+      float* scores = tile.scores + i * MAX_COLUMNS;
+      float *m = w.m + first, *l = w.l + first * W, *acc = w.acc + first * w.stride_acc;
+      const auto row_at = [&](int r) __attribute__((always_inline)) {
+        return score_row(a, s, task.token_begin + (first + r) / a.group_size,
+                         task.group_begin * a.group_size + (first + r) % a.group_size);
+      };
+      const int count = int(min64(TOGETHER, tile.rows - i));
+      for (int r = 0; r < count && late_scale != scale; ++r)
+        for (int c = begin; c < end; c += W)
+          store(scores + r * MAX_COLUMNS + c, load(scores + r * MAX_COLUMNS + c) * set1(scale));
+      for (int r = 0; r < count && !finished; ++r)
+        finish_row(a, row_at(r), block, begin, end, scores + r * MAX_COLUMNS);
+      if (!a.dropout.enabled) {
+        update_softmax_lazily<AmxProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
+                                                    w.stride_acc, queue);
+        continue;
+      }
+      update_softmax_lazily<FloatProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
+                                                    w.stride_acc, queue);
+      for (int r = 0; r < count; ++r) {
+        drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * MAX_COLUMNS);
+        narrow<AmxProduct>(scores + r * MAX_COLUMNS, begin, end);
+      }
+    }
+    queue.finish();
+    before = tile;
+    add_before = add;
+    tile = after;
+  }
+  queue.work[1] = by_values(before, add_before);
+  queue.next = 1;
+  queue.finish();
+}
+
+inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                            float* memory) {
+  const int64_t tokens = task.token_end - task.token_begin, rows = tokens * a.group_size;
+  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  const AmxWorkspace w = amx_workspace(a, rows, memory);
+  load_queries<AmxProduct>(a, s, task, task.group_begin, w.q, w.stride_q);
+  // rows that only fill the last register tile see zeros
+  memset(w.q + rows * w.stride_q, 0, (w.rows - rows) * w.stride_q * sizeof(float));
+  memset(w.l, 0, w.rows * W * sizeof(float));
+  for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY;
+
+  KeyBlock blocks[2];
+  KeyWalk walk = walk_keys(a, s, task, MAX_COLUMNS);
+  bool more = next_block(walk, blocks[0]);
+  for (int i = 0; more; i ^= 1) {
+    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
+    more = next_block(walk, next);
+    if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
+    pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
+    // half a tile of keys that are not there
+    for (int64_t d = 0; d < w.stride_acc && block.num_columns % (2 * W); d += 2 * W)
+      memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0, W * W * sizeof(float));
+    attend_block_by_tiles(a, s, task, block, next, w);
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r],
+           reduce_add(load(w.l + r * W)));
+}
+
+}  // namespace
