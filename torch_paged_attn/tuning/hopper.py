@@ -23,11 +23,11 @@ def choose_hopper_config(
 ) -> HopperConfig:
     """`width` is head_dim as it lies in shared memory: 64, 128 or 256."""
     if width == 256:
-        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=240, TAKE_TURNS=False)
+        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=232, TAKE_TURNS=False)
     stages = 2 if width == 128 else 3
     # a third consumer hides more of the exponentials, but makes tiles that reach further past a
     # causal diagonal, and that are no power of two, as rows of a layout are
     if width == 64 and not has_layout and (not is_causal or mean_length >= 4096):
         return HopperConfig(CONSUMERS=3, REGISTERS=160, STAGES=stages)
-    # reading lists takes the producer registers
+    # reading lists takes registers of the producers
     return HopperConfig(REGISTERS=216 if has_layout else 232, STAGES=stages)

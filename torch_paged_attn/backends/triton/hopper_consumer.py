@@ -34,7 +34,7 @@ from torch_paged_attn.backends.triton.hopper_producer import (
     Q_START,
     STOP,
     STOP_TOKEN,
-    WORDS,
+    get,
 )
 from torch_paged_attn.backends.triton.hopper_scores import (
     LN2,
@@ -56,12 +56,6 @@ SLACK = gl.constexpr(8.0)
 
 # what Triton 3.6 has as a private method
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def _get(notes, slot, word: gl.constexpr):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(notes.index(slot * WORDS + word).load(one), 0)
 
 
 @gluon.jit
@@ -190,13 +184,13 @@ def _logits(
 
 @gluon.jit
 def consume(
-    ME: gl.constexpr, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys, values,
+    out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys, values,
     notes, stride_alibi_batch, stride_alibi_head, batch, total_q, left, right, factor, squash,
     alibi_unit,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, TAKE_TURNS: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """Rows [ME * BLOCK_M, ...) of every tile that the producer announces."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -215,22 +209,22 @@ def consume(
     if TAKE_TURNS and ME == CONSUMERS - 1:
         _pass_turn(ME, CONSUMERS)
     queries.wait_full(0)
-    count = _get(notes, 0, COUNT)
+    count = get(notes, 0, COUNT)
     while count > 0:
         slot = drawn % queries.STAGES
-        first_key = _get(notes, slot, FIRST_KEY)
-        at = _get(notes, slot, STOP) - STEP
-        key_len = _get(notes, slot, KEY_LEN)
-        q_start = _get(notes, slot, Q_START)
-        stop_token = _get(notes, slot, STOP_TOKEN)
-        first_token = _get(notes, slot, FIRST_TOKEN) + ME * TOKENS
-        head = _get(notes, slot, HEAD)
+        first_key = get(notes, slot, FIRST_KEY)
+        at = get(notes, slot, STOP) - STEP
+        key_len = get(notes, slot, KEY_LEN)
+        q_start = get(notes, slot, Q_START)
+        stop_token = get(notes, slot, STOP_TOKEN)
+        first_token = get(notes, slot, FIRST_TOKEN) + ME * TOKENS
+        head = get(notes, slot, HEAD)
         box = queries.tiles.index(slot * CONSUMERS + ME)
         q = box.reshape([BLOCK_M, WIDTH])
-        past = _get(notes, slot, PAST)
+        past = get(notes, slot, PAST)
         position = past + first_token + r // PACK
         # rows past the last sequence have no slope and no sink
-        b = _get(notes, slot, BATCH)
+        b = get(notes, slot, BATCH)
         slope = 0.0
         if alibi_ptr is not None:
             slope_ptr = alibi_ptr + b * stride_alibi_batch + (head + r % PACK) * stride_alibi_head
@@ -247,8 +241,8 @@ def consume(
         own_rows = 0
         list_ptr = entries_ptr
         if Q_BLOCK > 0:
-            listed = _get(notes, slot, LISTED)
-            list_ptr = entries_ptr + _get(notes, slot, FIRST_ENTRY)
+            listed = get(notes, slot, LISTED)
+            list_ptr = entries_ptr + get(notes, slot, FIRST_ENTRY)
             stop = gl.minimum(first_token + TOKENS, stop_token)
             own_rows = rows_between(past + first_token, past + stop, Q_BLOCK, POSITIONS)
 
@@ -359,5 +353,5 @@ def consume(
             queries.release(drawn)
         drawn += 1
         queries.wait_full(drawn)
-        count = _get(notes, drawn % queries.STAGES, COUNT)
+        count = get(notes, drawn % queries.STAGES, COUNT)
     tma.store_wait(0)

@@ -1,17 +1,17 @@
 """Attention forward for Hopper, warp-specialised, in Gluon.
 
-One program stays on each multiprocessor. Its producer draws tiles of queries, longest first
-(`tile_order.py`), and has the tensor memory accelerator fetch queries, keys and values into rings
-in shared memory; two or three consumers, 64 rows each, multiply and write the result from shared
-memory. While one tile of queries ends, the next ones are on their way.
+One program stays on each multiprocessor. Its producers, a warp each, draw tiles of queries, longest
+first (`tile_order.py`), and have the tensor memory accelerator fetch queries, keys and values into
+rings in shared memory; two or three consumers, four warps and 64 rows each, multiply and write the
+result from shared memory. While one tile of queries ends, the next ones are on their way.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from torch_paged_attn.backends.triton.hopper_consumer import consume
-from torch_paged_attn.backends.triton.hopper_producer import WORDS, produce
+from torch_paged_attn.backends.triton.hopper_producer import WORDS, follow, lead
 from torch_paged_attn.backends.triton.ring import new_ring
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
@@ -84,63 +84,90 @@ def _hopper_attention_fwd_kernel(
     REGISTERS: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
 ):
+    # a lane of each warpgroup has 512 between them, dealt out by eights
+    GROUPS: gl.constexpr = CONSUMERS + 1
+    LEFT: gl.constexpr = 512 // GROUPS // 8 * 8 * GROUPS - CONSUMERS * REGISTERS
     dtype: gl.constexpr = q_desc.dtype
     swizzled: gl.constexpr = q_desc.layout
     q_shape: gl.constexpr = [Q_STAGES * CONSUMERS, 1, 1, BLOCK_M // PACK, PACK, WIDTH]
     k_shape: gl.constexpr = [STAGES, 1, 1, BLOCK_N, 1, WIDTH]
     v_shape: gl.constexpr = [STAGES, 1, 1, BLOCK_N, 1, WIDTH_V]
-    queries = new_ring(dtype, q_shape, swizzled, Q_STAGES, CONSUMERS)
-    keys = new_ring(dtype, k_shape, swizzled, STAGES, CONSUMERS)
-    values = new_ring(dtype, v_shape, swizzled, STAGES, CONSUMERS)
+    # many boxes to a tile are loaded by two producers
+    PARTS: gl.constexpr = 2 if PAGE_SIZE > 0 and 4 * k_desc.block_shape[2] <= BLOCK_N else 1
+    queries = new_ring(dtype, q_shape, swizzled, Q_STAGES, CONSUMERS, 1)
+    keys = new_ring(dtype, k_shape, swizzled, STAGES, CONSUMERS, PARTS)
+    values = new_ring(dtype, v_shape, swizzled, STAGES, CONSUMERS, PARTS)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     notes = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], word)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    announced = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(announced.index(i), count=1)
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (produce, (q_desc, k_desc, v_desc, queries, keys, values, notes, order_ptr,
-                           table_ptr, entries_ptr, spans_ptr, stride_table, k_page_rows,
-                           v_page_rows, num_pages, num_heads, left, right, wave, layout_heads,
-                           groups, BLOCK_M, BLOCK_N, CONSUMERS, PACK, GROUP_SIZE, PAGE_SIZE,
-                           HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, LAYOUT_GROUP)),
-                (consume, (0, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
+                (consume, (out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
                            values, notes, stride_alibi_batch, stride_alibi_head, batch, total_q,
                            left, right, factor, squash, alibi_unit, BLOCK_M, BLOCK_N, WIDTH,
                            WIDTH_V, CONSUMERS, PACK, IS_CAUSAL, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK,
-                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS)),
-                (consume, (1, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
+                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS, 0)),
+                (consume, (out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
                            values, notes, stride_alibi_batch, stride_alibi_head, batch, total_q,
                            left, right, factor, squash, alibi_unit, BLOCK_M, BLOCK_N, WIDTH,
                            WIDTH_V, CONSUMERS, PACK, IS_CAUSAL, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK,
-                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS)),
+                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS, 1)),
+                (lead, (q_desc, k_desc, queries, keys, announced, notes, order_ptr, table_ptr,
+                        entries_ptr, spans_ptr, stride_table, k_page_rows, num_pages, num_heads,
+                        left, right, wave, layout_heads, groups, BLOCK_M, BLOCK_N, CONSUMERS, PACK,
+                        GROUP_SIZE, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS,
+                        LAYOUT_GROUP, PARTS)),
+                (follow, (k_desc, queries, keys, announced, notes, table_ptr, entries_ptr,
+                          stride_table, k_page_rows, num_pages, BLOCK_N, GROUP_SIZE, PAGE_SIZE,
+                          HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, 1, PARTS)),
+                (follow, (v_desc, queries, values, announced, notes, table_ptr, entries_ptr,
+                          stride_table, v_page_rows, num_pages, BLOCK_N, GROUP_SIZE, PAGE_SIZE,
+                          HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, 0, PARTS)),
+                (follow, (v_desc, queries, values, announced, notes, table_ptr, entries_ptr,
+                          stride_table, v_page_rows, num_pages, BLOCK_N, GROUP_SIZE, PAGE_SIZE,
+                          HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, 1, PARTS)),
             ],
-            [4, 4],
-            [REGISTERS, REGISTERS],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, LEFT, LEFT, LEFT, LEFT],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (produce, (q_desc, k_desc, v_desc, queries, keys, values, notes, order_ptr,
-                           table_ptr, entries_ptr, spans_ptr, stride_table, k_page_rows,
-                           v_page_rows, num_pages, num_heads, left, right, wave, layout_heads,
-                           groups, BLOCK_M, BLOCK_N, CONSUMERS, PACK, GROUP_SIZE, PAGE_SIZE,
-                           HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, LAYOUT_GROUP)),
-                (consume, (0, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
+                (consume, (out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
                            values, notes, stride_alibi_batch, stride_alibi_head, batch, total_q,
                            left, right, factor, squash, alibi_unit, BLOCK_M, BLOCK_N, WIDTH,
                            WIDTH_V, CONSUMERS, PACK, IS_CAUSAL, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK,
-                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS)),
-                (consume, (1, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
+                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS, 0)),
+                (consume, (out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
                            values, notes, stride_alibi_batch, stride_alibi_head, batch, total_q,
                            left, right, factor, squash, alibi_unit, BLOCK_M, BLOCK_N, WIDTH,
                            WIDTH_V, CONSUMERS, PACK, IS_CAUSAL, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK,
-                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS)),
-                (consume, (2, out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
+                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS, 1)),
+                (consume, (out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys,
                            values, notes, stride_alibi_batch, stride_alibi_head, batch, total_q,
                            left, right, factor, squash, alibi_unit, BLOCK_M, BLOCK_N, WIDTH,
                            WIDTH_V, CONSUMERS, PACK, IS_CAUSAL, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK,
-                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS)),
+                           POSITIONS, HAS_SOFTCAP, TAKE_TURNS, 2)),
+                (lead, (q_desc, k_desc, queries, keys, announced, notes, order_ptr, table_ptr,
+                        entries_ptr, spans_ptr, stride_table, k_page_rows, num_pages, num_heads,
+                        left, right, wave, layout_heads, groups, BLOCK_M, BLOCK_N, CONSUMERS, PACK,
+                        GROUP_SIZE, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS,
+                        LAYOUT_GROUP, PARTS)),
+                (follow, (k_desc, queries, keys, announced, notes, table_ptr, entries_ptr,
+                          stride_table, k_page_rows, num_pages, BLOCK_N, GROUP_SIZE, PAGE_SIZE,
+                          HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, 1, PARTS)),
+                (follow, (v_desc, queries, values, announced, notes, table_ptr, entries_ptr,
+                          stride_table, v_page_rows, num_pages, BLOCK_N, GROUP_SIZE, PAGE_SIZE,
+                          HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, 0, PARTS)),
+                (follow, (v_desc, queries, values, announced, notes, table_ptr, entries_ptr,
+                          stride_table, v_page_rows, num_pages, BLOCK_N, GROUP_SIZE, PAGE_SIZE,
+                          HAS_RIGHT, KEYS, Q_BLOCK, POSITIONS, 1, PARTS)),
             ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS],
+            [4, 4, 1, 1, 1, 1],
+            [REGISTERS, REGISTERS, LEFT, LEFT, LEFT, LEFT],
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The producer of the Hopper kernel: a warp that draws tiles of queries and loads their keys."""
+"""The producers of the Hopper kernel, a warp each: one draws tiles of queries and loads their keys,
+one loads their values. Where pages are small, two more load half of the keys and of the values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,12 +14,13 @@ from torch_paged_attn.backends.triton.hopper_lists import (
 from torch_paged_attn.backends.triton.ragged_rows import load_rows
 from torch_paged_attn.backends.triton.tile_order import ENTRY
 
-# words that tell the consumers of a tile; a count of 0 sends them home. Its keys are numbered, or
-# its entries in a list, which begins at FIRST_ENTRY
+# words that tell the others of a tile; a count of 0 sends them home. Its keys are numbered, or its
+# entries in a list, which begins at FIRST_ENTRY
 WORDS = gl.constexpr(16)
 COUNT, FIRST_KEY, STOP, KEY_LEN = (gl.constexpr(i) for i in range(4))
 Q_START, STOP_TOKEN, FIRST_TOKEN, HEAD = (gl.constexpr(i) for i in range(4, 8))
 PAST, FIRST_ENTRY, LISTED, BATCH = (gl.constexpr(i) for i in range(8, 12))
+K_START = gl.constexpr(12)
 
 ORDER_ENTRY = gl.constexpr(ENTRY)
 
@@ -28,8 +30,15 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 @gluon.jit
 def _put(notes, slot, word: gl.constexpr, value):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     notes.index(slot * WORDS + word).store(gl.full([1], 0, gl.int32, one) + value)
+
+
+@gluon.jit
+def get(notes, slot, word: gl.constexpr):
+    """A word about the tile whose queries lie in a slot."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(notes.index(slot * WORDS + word).load(one), 0)
 
 
 @gluon.jit
@@ -47,12 +56,13 @@ def _draw(order_ptr, number, tiles, wave):
 @gluon.jit
 def _find_pages(
     table_ptr, starts, stops, first_key,
-    RUN: gl.constexpr, ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    RUN: gl.constexpr, ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr, FIRST: gl.constexpr,
+    BOXES: gl.constexpr,
 ):  # fmt: skip
-    """The page of each box of ROWS rows of the runs from these keys on, -1 where there is none to
-    read."""
+    """The page of each of BOXES boxes of ROWS rows of the runs from these keys on, -1 where there
+    is none to read."""
     pages = ()
-    for i in gl.static_range(len(starts) * RUN // ROWS):
+    for i in gl.static_range(FIRST, FIRST + BOXES):
         j = starts[i * ROWS // RUN] + i * ROWS % RUN
         # entries past the keys, or before a window, may hold anything: they are not read
         seen = (j < stops[i * ROWS // RUN]) & (j + ROWS > first_key)
@@ -63,17 +73,41 @@ def _find_pages(
 
 
 @gluon.jit
-def _load_keys(
+def _load_whole_pages(
+    desc, ring, n, table_ptr, at, head, page_rows, num_pages,
+    PAGE_SIZE: gl.constexpr, FIRST: gl.constexpr, BOXES: gl.constexpr,
+):  # fmt: skip
+    """Fill n with keys that are all seen, from `at` on. One box follows the other closely: between
+    two of them the products would wait."""
+    ROWS: gl.constexpr = desc.block_shape[2]
+    entry = table_ptr + at // PAGE_SIZE
+    in_page = 0
+    if PAGE_SIZE > ROWS:
+        in_page = at % PAGE_SIZE
+    starts = ()
+    for i in gl.static_range(FIRST, FIRST + BOXES):
+        # a bad id that nobody checked reads the last page: wrong, but inside the cache
+        page = gl.minimum(gl.load(entry + i).to(gl.uint32), (num_pages - 1).to(gl.uint32))
+        starts = starts + (page.to(gl.int32) * page_rows,)  # type: ignore[assignment]  # noqa: RUF005
+    barrier = ring.filled(n)
+    ring.wait_empty(n)
+    mbarrier.expect(barrier, desc.block_type.nbytes * BOXES)
+    for i in gl.static_range(FIRST, FIRST + BOXES):
+        box = ring.tile(n).slice(i * ROWS, ROWS, dim=2)
+        load_rows(desc, starts[i - FIRST], PAGE_SIZE, in_page, head, barrier, box)
+
+
+@gluon.jit
+def _load_runs(
     desc, ring, n, runs, table_ptr, k_start, key_len, first_key, present, position, head, page_rows,
     num_pages,
     PAGE_SIZE: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, FIRST: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """Fill n: one run of rows from a key on, or a run for each of several entries of a list. Of
     pages, a run is as many boxes as they are cut into."""
     ROWS: gl.constexpr = desc.block_shape[2]
     RUN: gl.constexpr = ring.tiles.shape[3] // len(runs)
-    BOXES: gl.constexpr = ring.tiles.shape[3] // ROWS
     starts = runs
     stops = (key_len,)
     if Q_BLOCK > 0:
@@ -89,12 +123,14 @@ def _load_keys(
             load_rows(desc, k_start, stops[i], starts[i], head, barrier, box)
     else:
         # all of them on their way before anything waits
-        pages = _find_pages(table_ptr, starts, stops, first_key, RUN, ROWS, PAGE_SIZE)
+        pages = _find_pages(
+            table_ptr, starts, stops, first_key, RUN, ROWS, PAGE_SIZE, FIRST, BOXES
+        )  # fmt: skip
         ring.wait_empty(n)
         mbarrier.expect(barrier, desc.block_type.nbytes * BOXES)
-        for i in gl.static_range(BOXES):
+        for i in gl.static_range(FIRST, FIRST + BOXES):
             j = starts[i * ROWS // RUN] + i * ROWS % RUN
-            page = pages[i]
+            page = pages[i - FIRST]
             is_page = (page >= 0) & (page < num_pages)
             left = stops[i * ROWS // RUN] - j // PAGE_SIZE * PAGE_SIZE
             size = gl.where(is_page, gl.minimum(left, PAGE_SIZE), 0)
@@ -104,26 +140,42 @@ def _load_keys(
 
 
 @gluon.jit
-def _runs(list_ptr, at, listed, STEP: gl.constexpr, Q_BLOCK: gl.constexpr):
-    """What `_load_keys` loads: the tile from key `at` on, or of the entries from `at` on."""
+def _load_keys(
+    desc, ring, n, at, list_ptr, listed, table, k_start, key_len, first_key, present, position,
+    head, page_rows, num_pages,
+    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Fill one of the parts of n: the tile from key `at` on, or of the entries of a list from `at`
+    on."""
+    BLOCK_N: gl.constexpr = ring.tiles.shape[3]
+    BOXES: gl.constexpr = BLOCK_N // desc.block_shape[2] // PARTS
+    FIRST: gl.constexpr = PART * BOXES
     runs = (at,)
     if Q_BLOCK > 0:
-        runs = load_entries(list_ptr, at, listed, STEP)
-    return runs
+        runs = load_entries(list_ptr, at, listed, BLOCK_N // KEYS)
+    if PAGE_SIZE > 0 and Q_BLOCK == 0 and (at >= first_key) & (at + BLOCK_N <= key_len):
+        _load_whole_pages(
+            desc, ring, n, table, at, head, page_rows, num_pages, PAGE_SIZE, FIRST, BOXES
+        )  # fmt: skip
+    else:
+        _load_runs(
+            desc, ring, n, runs, table, k_start, key_len, first_key, present, position, head,
+            page_rows, num_pages, PAGE_SIZE, Q_BLOCK, POSITIONS, IS_CAUSAL, FIRST, BOXES,
+        )  # fmt: skip
 
 
 @gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, queries, keys, values, notes, order_ptr, table_ptr, entries_ptr,
-    spans_ptr, stride_table, k_page_rows, v_page_rows, num_pages, num_heads, left, right, wave,
-    layout_heads, groups,
+def lead(
+    q_desc, k_desc, queries, keys, announced, notes, order_ptr, table_ptr, entries_ptr, spans_ptr,
+    stride_table, page_rows, num_pages, num_heads, left, right, wave, layout_heads, groups,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr,
     GROUP_SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    LAYOUT_GROUP: gl.constexpr,
+    LAYOUT_GROUP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Draw units of work until there are none; the keys of each come from right to left, so that
-    tiles that need a mask come first."""
+    """Draw units of work until there are none, tell of each, and load its queries and (the first
+    part of) its keys; they come from right to left, so that tiles that need a mask come first."""
     TOKENS: gl.constexpr = BLOCK_M // PACK
     STEP: gl.constexpr = BLOCK_N // KEYS if Q_BLOCK > 0 else BLOCK_N
     programs = gl.num_programs(0)
@@ -132,10 +184,10 @@ def produce(
     drawn = 0
     n = 0
     number = gl.program_id(0)
-    head, b, first_token, q_start, query_len, k_start, key_len, stop_token = _draw(
-        order_ptr, number, tiles, wave
-    )
     while number < total:
+        head, b, first_token, q_start, query_len, k_start, key_len, stop_token = _draw(
+            order_ptr, number, tiles, wave
+        )
         past = key_len - query_len
         position = past + first_token
         first_key = 0
@@ -148,13 +200,11 @@ def produce(
         first_entry = 0
         listed = 0
         present = 0
-        list_ptr = entries_ptr
         if Q_BLOCK > 0:
             first_entry, listed = find_list(
                 entries_ptr, spans_ptr, b, head * PACK // LAYOUT_GROUP, position, stop,
                 layout_heads, groups, CONSUMERS * TOKENS, KEYS, POSITIONS, HAS_RIGHT,
             )  # fmt: skip
-            list_ptr = entries_ptr + first_entry
             present = rows_between(position, past + stop_token, Q_BLOCK, POSITIONS)
             count = (listed + STEP - 1) // STEP
         else:
@@ -163,6 +213,7 @@ def produce(
         count = gl.maximum(count, 1)
         at = (first_tile + count) * STEP
 
+        # once the consumers are done with what lay there, so are the other producers
         queries.wait_empty(drawn)
         slot = drawn % queries.STAGES
         _put(notes, slot, COUNT, count)
@@ -175,6 +226,7 @@ def produce(
         _put(notes, slot, HEAD, head * PACK)
         _put(notes, slot, PAST, past)
         _put(notes, slot, BATCH, b)
+        _put(notes, slot, K_START, k_start)
         if Q_BLOCK > 0:
             _put(notes, slot, FIRST_ENTRY, first_entry)
             _put(notes, slot, LISTED, listed)
@@ -185,46 +237,81 @@ def produce(
             box = queries.tiles.index(slot * CONSUMERS + i)
             row = first_token + i * TOKENS
             load_rows(q_desc, q_start, stop_token, row, head * PACK, barrier, box)
+        mbarrier.arrive(announced.index(slot), count=1)
+        drawn += 1
 
-        kv_head = head * PACK // GROUP_SIZE
+        list_ptr = entries_ptr
+        if Q_BLOCK > 0:
+            list_ptr = entries_ptr + first_entry
         table = table_ptr
         if PAGE_SIZE > 0:
             table = table_ptr + b.to(gl.int64) * stride_table
-        at -= STEP
-        runs = _runs(list_ptr, at, listed, STEP, Q_BLOCK)
-        _load_keys(
-            k_desc, keys, n, runs, table, k_start, key_len, first_key, present, position, kv_head,
-            k_page_rows, num_pages, PAGE_SIZE, Q_BLOCK, POSITIONS, HAS_RIGHT,
-        )  # fmt: skip
-        # keys run one tile ahead of values, as the products do
-        for _ in range(1, count):
+        for _ in range(count):
             at -= STEP
-            next_runs = _runs(list_ptr, at, listed, STEP, Q_BLOCK)
             _load_keys(
-                k_desc, keys, n + 1, next_runs, table, k_start, key_len, first_key, present,
-                position, kv_head, k_page_rows, num_pages, PAGE_SIZE, Q_BLOCK, POSITIONS, HAS_RIGHT,
+                k_desc, keys, n, at, list_ptr, listed, table, k_start, key_len, first_key, present,
+                position, head * PACK // GROUP_SIZE, page_rows, num_pages, PAGE_SIZE, KEYS, Q_BLOCK,
+                POSITIONS, HAS_RIGHT, 0, PARTS,
             )  # fmt: skip
-            _load_keys(
-                v_desc, values, n, runs, table, k_start, key_len, first_key, present, position,
-                kv_head, v_page_rows, num_pages, PAGE_SIZE, Q_BLOCK, POSITIONS, HAS_RIGHT,
-            )  # fmt: skip
-            runs = next_runs
             n += 1
         # drawn while the consumers are busy, so that the next queries are there in time
         number = gl.atomic_add(order_ptr, 1) + programs
-        (next_head, next_b, next_token, next_q_start, next_query_len, next_k_start, next_key_len,
-         next_stop_token) = _draw(order_ptr, number, tiles, wave)  # fmt: skip
-        _load_keys(
-            v_desc, values, n, runs, table, k_start, key_len, first_key, present, position, kv_head,
-            v_page_rows, num_pages, PAGE_SIZE, Q_BLOCK, POSITIONS, HAS_RIGHT,
-        )  # fmt: skip
-        n += 1
-        drawn += 1
-        head, b, first_token, q_start = next_head, next_b, next_token, next_q_start
-        query_len, k_start, key_len = next_query_len, next_k_start, next_key_len
-        stop_token = next_stop_token
 
     queries.wait_empty(drawn)
-    _put(notes, drawn % queries.STAGES, COUNT, 0)
+    slot = drawn % queries.STAGES
+    _put(notes, slot, COUNT, 0)
     thread_barrier()
+    mbarrier.arrive(announced.index(slot), count=1)
     mbarrier.arrive(queries.filled(drawn), count=1)
+
+
+@gluon.jit
+def follow(
+    desc, queries, ring, announced, notes, table_ptr, entries_ptr, stride_table, page_rows,
+    num_pages,
+    BLOCK_N: gl.constexpr, GROUP_SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
+    PART: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Load a part of the keys or values of every tile that is announced; nothing, if there is no
+    such part."""
+    STEP: gl.constexpr = BLOCK_N // KEYS if Q_BLOCK > 0 else BLOCK_N
+    if PART < PARTS:
+        n = 0
+        drawn = 0
+        mbarrier.wait(announced.index(0), 0)
+        count = get(notes, 0, COUNT)
+        while count > 0:
+            slot = drawn % queries.STAGES
+            first_key = get(notes, slot, FIRST_KEY)
+            at = get(notes, slot, STOP)
+            key_len = get(notes, slot, KEY_LEN)
+            head = get(notes, slot, HEAD) // GROUP_SIZE
+            k_start = 0
+            table = table_ptr
+            if PAGE_SIZE == 0:
+                k_start = get(notes, slot, K_START)
+            else:
+                table = table_ptr + get(notes, slot, BATCH).to(gl.int64) * stride_table
+            listed = 0
+            present = 0
+            position = 0
+            list_ptr = entries_ptr
+            if Q_BLOCK > 0:
+                listed = get(notes, slot, LISTED)
+                list_ptr = entries_ptr + get(notes, slot, FIRST_ENTRY)
+                past = get(notes, slot, PAST)
+                position = past + get(notes, slot, FIRST_TOKEN)
+                stop = past + get(notes, slot, STOP_TOKEN)
+                present = rows_between(position, stop, Q_BLOCK, POSITIONS)
+            for _ in range(count):
+                at -= STEP
+                _load_keys(
+                    desc, ring, n, at, list_ptr, listed, table, k_start, key_len, first_key,
+                    present, position, head, page_rows, num_pages, PAGE_SIZE, KEYS, Q_BLOCK,
+                    POSITIONS, HAS_RIGHT, PART, PARTS,
+                )  # fmt: skip
+                n += 1
+            drawn += 1
+            mbarrier.wait(announced.index(drawn % queries.STAGES), (drawn // queries.STAGES) & 1)
+            count = get(notes, drawn % queries.STAGES, COUNT)

@@ -1,4 +1,4 @@
-"""Tiles in shared memory that travel from one producer to several consumers, in turns."""
+"""Tiles in shared memory that travel from producers to several consumers, in turns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -55,13 +55,14 @@ def new_ring(
     layout: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """A ring whose fills are `shape[0] // STAGES` boxes of `shape[1:]` each."""
+    """A ring whose fills are `shape[0] // STAGES` boxes of `shape[1:]` each, of PARTS producers."""
     tiles = gl.allocate_shared_memory(dtype, shape, layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=PARTS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     return Ring(tiles, full, empty, STAGES)
