@@ -141,8 +141,9 @@ def attend(
     bias, stored_bias = "" if attn_bias is None else "float", attn_bias
     if attn_bias is not None and attn_bias.dtype == torch.bool:
         bias, stored_bias = "bool", attn_bias.view(torch.uint8)
-    # nothing happens to the scores but the scale: it joins the exponential's argument
-    raw = scale > 0 and dtype != tl.float32 and not (softcap or alibi_slopes is not None or bias)
+    # nothing happens to the scores but the scale and masks: it joins the exponential's argument
+    raw = scale > 0 and dtype != tl.float32
+    raw = raw and not (softcap or alibi_slopes is not None or bias == "float")
     is_q_normed = dtype == tl.float16 and q.dtype == torch.bfloat16
     is_raised = is_paired and k.dtype == torch.int8
     raw = raw and not (is_q_normed or is_raised)

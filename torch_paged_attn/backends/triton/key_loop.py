@@ -152,10 +152,12 @@ def attend_keys(
                     columns = j.to(tl.int64) * stride_bias_key
                     bias = tl.load(bias_rows[:, None] + columns[None, :], mask=seen, other=0)
                     if BIAS == "bool":
-                        seen = seen & (bias != 0)
+                        allowed = bias != 0
                     else:
                         bias = bias.to(tl.float32)
-                        seen = seen & (bias != float("-inf"))
+                        allowed = bias != float("-inf")
+                    # at first, rows that do not exist see what they like: they are not written
+                    seen = allowed if phase == 1 and attempt == 0 else seen & allowed
 
                 k_rows = page * stride_k_page + slot * stride_k_slot
                 if IS_PAIRED:
@@ -187,8 +189,9 @@ def attend_keys(
                     s = with_alibi(s, slope, position, j)
                 if BIAS == "float":
                     s = s + bias
-                if phase != 1 or BIAS != "":
-                    # select, never add: a masked key may hold NaN
+                if phase != 1 or attempt == 1 or BIAS == "bool":
+                    # select, never add: a masked key may hold NaN (which the first attempt at a
+                    # bias of -inf finds in what comes out)
                     s = tl.where(seen, s, float("-inf"))
 
                 p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE)
