@@ -56,6 +56,7 @@ KNOWN = {
     ("sm90", "llama3_8b/mixed/f16"): 704,
     ("sm90", "vllm_cache/mixed/bf16"): 832,
     ("sm90", "d128/prefill_wide_pages/bf16"): 128,
+    ("sm90", "d128/prefill_full/bf16"): 128,
     ("sm90", "d128/prefill_bias/bf16"): 768,
     ("sm90", "d256/prefill/bf16"): 256,
     ("sm90", "gemma2/window_softcap/bf16"): 128,
@@ -79,6 +80,7 @@ MORE = {
     p.name: p
     for p in (
         Problem("d128/prefill_wide_pages/bf16", PREFILL, 8, 2, 128, dtype=bf16, page_size=128),
+        Problem("d128/prefill_full/bf16", PREFILL, 8, 2, 128, dtype=bf16, causal=False),
         Problem("d128/prefill_bias/bf16", PREFILL, 8, 2, 128, dtype=bf16, bias="float"),
         Problem("d128/prefill_alibi/bf16", PREFILL, 8, 2, 128, dtype=bf16, alibi="heads"),
         Problem("d128/prefill_dropout/bf16", PREFILL, 8, 2, 128, dtype=bf16, dropout_p=0.1),

@@ -70,6 +70,7 @@ def entries(
     tiles: int,
     keys: int,
     is_plain: bool,
+    is_full: bool,
 ) -> list[str]:
     """The entries of a table that fit a call, the most special first.
 
@@ -77,7 +78,8 @@ def entries(
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
     at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of so
     many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones.
-    `/extra` is for a call that is not plain: with a bias, ALiBi, softcap, dropout or a layout.
+    `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
+    is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
@@ -89,6 +91,8 @@ def entries(
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
         found.insert(0, f"{key}/{size}/{length}")
+    elif is_full and is_plain:
+        found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
 
 
@@ -102,6 +106,7 @@ def find_entry(
     tiles: int,
     keys: int,
     is_plain: bool,
+    is_full: bool,
 ) -> tuple[str | None, int]:
     """The entry of a chip's table for about `tiles` tiles of about `rows` rows and at most `keys`
     keys, and the rows of such a tile. `head_dim` is the larger of the two.
@@ -109,7 +114,7 @@ def find_entry(
     # float32 products run on the plain units: small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, keys, is_plain)
+    call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, keys, is_plain, is_full)
     return next((e for e in entries(*call) if e in _table(arch)), None), block_m
 
 

@@ -108,7 +108,8 @@ def attend(
         has_scores = softcap > 0.0 or attn_bias is not None or alibi_slopes is not None
         is_plain = not has_scores and call.dropout_p == 0.0 and layout is None
         sizes = (max(rows, pack), widest, itemsize, k.itemsize, page_size, tiles, key_bound)
-        config = choose_config(target.arch, *sizes, is_plain)
+        is_full = not (_window(call.window_size_left)[0] or _window(call.window_right)[0])
+        config = choose_config(target.arch, *sizes, is_plain, is_full)
     # a tile of few rows takes the heads of a group in turns
     block_m = config.BLOCK_M
     pack = min(pack, block_m)
