@@ -73,7 +73,7 @@ FUZZ_SECONDS ?= 300
 test-gpu:
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) tools/shards.py tests/triton tests/backends \
 	  --ignore tests/triton/test_cross_compile.py --ignore tests/triton/test_graphs.py -k "not cpu and not compiles_to"
-	$(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
+	PYTHONPATH=. $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
 
 # The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
 # (Nothing is interpreted: 3.9's interpreter broadcasts a boolean to int32 and refuses it as a mask.)
