@@ -151,7 +151,7 @@ with config.patch({"cpp.cxx": (None, sys.argv[1])}):
 
 
 def ends_well(command, seconds=90):
-    """Whether it does, within so long. What it leaves behind may keep a pipe open: there is none."""
+    """Whether it does, within so long. Without pipes, which a process left behind would hold."""
     try:
         done = subprocess.run(
             command, timeout=seconds, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
