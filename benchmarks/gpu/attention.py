@@ -165,6 +165,8 @@ def prefill_calls(p: Prefill, fa3) -> tuple[dict[str, Callable], torch.Tensor | 
         calls["ours"] = lambda **o: ours(
             q, *caches, cu, None, longest, longest, used, table, causal=p.causal, **o
         )[0]
+        packed = torch.randn(2, total, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
+        calls["packed"] = lambda: ours(q, *packed, cu, None, longest, longest, causal=p.causal)[0]
         if fa3:
             calls["FA3"] = lambda: fa3.fwd(
                 q, k, v, cu_q=cu, seqused_k=used, max_q=longest, max_k=longest, page_table=table,

@@ -22,8 +22,8 @@ struct alignas(64) AmxRegisters {
 // GCC's loads of tiles do not say that they read memory.
 PAGED_ATTN_INLINE void amx_fence() { asm volatile("" ::: "memory"); }
 
-// C (16 x rows, 16 x panels) = A (16 x rows, 16 x steps) @ B, or C += that, by squares of 32 x 32. It
-// is taken a step at a time, so that vector instructions can stand between the steps, which run
+// C (16 x rows, 16 x panels) = A (16 x rows, 16 x steps) @ B, or C += that, by squares of 32 x 32.
+// It is taken a step at a time, so that vector instructions can stand between the steps, which run
 // beside them. All rows take two panels while these are in L1.
 struct AmxWork {
   const float* a;

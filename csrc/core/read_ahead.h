@@ -2,7 +2,7 @@
 //
 // Blocks are read chunk by chunk, some columns under every head, first the keys, then the values.
 // The cursor takes the same way through memory, a line for each line that is read: a burst of
-// prefetches would hold up the loads behind it. Lines go to L1 alone, as they are read only once.
+// prefetches would hold up the loads behind it.
 #pragma once
 
 #include "paged_kv.h"
@@ -12,8 +12,9 @@ namespace {
 // Enough to hide the latency of memory, and little enough to be in L1 still when it is read.
 constexpr int64_t AHEAD_BYTES = 8192;
 
-// Into L1 alone, and out of it after one use.
-PAGED_ATTN_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+// Into L1 through the other caches: past them (`prefetchnta`) is 1.02 times as fast on Zen 5, and
+// half as fast on Emerald Rapids.
+PAGED_ATTN_INLINE void prefetch_line(const void* p) { __builtin_prefetch(p); }
 
 // The lines that begin among elements [begin, begin + n) of what starts with a line.
 template <class T>
@@ -22,7 +23,7 @@ PAGED_ATTN_INLINE void prefetch_part(const T* start, int64_t begin, int n) {
   if (n < LINE && begin % LINE >= n) return;
   asm volatile("");  // or the compiler would gather prefetches, and they come in bursts
 #pragma GCC unroll 8
-  for (int i = 0; i < n; i += LINE) prefetch_once(start + begin + i);
+  for (int i = 0; i < n; i += LINE) prefetch_line(start + begin + i);
 }
 
 template <class T>
@@ -103,9 +104,9 @@ class ReadAhead {
     int64_t left = at - end;
     for (next_run(); left > 0 && left >= end - at; next_run()) {
       left -= end - at;
-      for (; at < end; at += CACHE_LINE) prefetch_once(at);
+      for (; at < end; at += CACHE_LINE) prefetch_line(at);
     }
-    for (; left > 0; left -= CACHE_LINE, at += CACHE_LINE) prefetch_once(at);
+    for (; left > 0; left -= CACHE_LINE, at += CACHE_LINE) prefetch_line(at);
   }
   PAGED_ATTN_INLINE void next_run() {
     const bool by_token = heads_adjoin(chunk);

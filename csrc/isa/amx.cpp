@@ -10,12 +10,12 @@ const paged_attn::Kernels& vectors = paged_attn::kernels_avx512bf16;
 // underflows would otherwise be handed to microcode, which takes as long as hundreds of others.
 class DenormalsAreZero {
  public:
-  DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | FLUSH_RESULTS | IGNORE_INPUTS); }
+  DenormalsAreZero() { _mm_setcsr(before_ | FLUSH_RESULTS | IGNORE_INPUTS); }
   ~DenormalsAreZero() { _mm_setcsr(before_); }
 
  private:
   static constexpr unsigned FLUSH_RESULTS = 0x8000, IGNORE_INPUTS = 0x0040;
-  unsigned before_;
+  const unsigned before_ = _mm_getcsr();
 };
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {

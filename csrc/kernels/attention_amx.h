@@ -3,8 +3,8 @@
 // Multiplying 32 rows by 128 keys keeps the tile unit about as busy as their softmax keeps the
 // vector units, and the two do not share ports. So between the steps of one row tile's softmax
 // stand those of the products of its neighbours: the tile before it with the values, the tile after
-// it with the keys. Sums stay relative to an old maximum until a row outgrows it (FlashAttention-4's
-// lazy rescaling), and so accumulate in place.
+// it with the keys. Sums stay relative to an old maximum until a row outgrows it, the lazy rescaling
+// of FlashAttention-4, and so accumulate in place.
 #pragma once
 
 #include "../core/product_amx.h"
@@ -278,7 +278,8 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
     pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
     // half a tile of keys that are not there
     for (int64_t d = 0; d < w.stride_acc && block.num_columns % (2 * W); d += 2 * W)
-      memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0, W * W * sizeof(float));
+      memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0,
+             W * W * sizeof(float));
     attend_block_by_tiles(a, s, task, block, next, w);
   }
   for (int64_t r = 0; r < rows; ++r)
