@@ -30,6 +30,17 @@ ONE_NUMBER_FINER_THAN_ITS_PROBABILITIES = Problem(
     causal=False,
     bias="float",
 )
+FEW_LOGITS_OF_LONG_SUMS = Problem(
+    "few_logits_of_long_sums",
+    ((0, 1), (5, 2)),
+    num_kv_heads=1,
+    head_dim=128,
+    head_dim_v=1,
+    padding_rows=1,
+    causal=False,
+    descale="scalar",
+    seed=2,
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -40,6 +51,7 @@ def same_bits(a, b):
 @given(problems())
 @example(FEW_ROWS_THAT_CANCEL)
 @example(ONE_NUMBER_FINER_THAN_ITS_PROBABILITIES)
+@example(FEW_LOGITS_OF_LONG_SUMS)
 @example(LONG_SUMS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)

@@ -1,6 +1,13 @@
 """What the operators mean, in formulas a person can check: slow, plain, float64-capable."""
 
-from torch_paged_attn.reference.attention import BASELINE, GOLDEN, MAGNITUDE, SPREAD, Precision
+from torch_paged_attn.reference.attention import (
+    BASELINE,
+    GOLDEN,
+    LOGITS,
+    MAGNITUDE,
+    SPREAD,
+    Precision,
+)
 from torch_paged_attn.reference.blocksparse import blocksparse
 from torch_paged_attn.reference.flash_varlen import flash_varlen
 from torch_paged_attn.reference.merge_states import merge_states
@@ -12,6 +19,7 @@ from torch_paged_attn.reference.reshape_and_cache import (
 __all__ = [
     "BASELINE",
     "GOLDEN",
+    "LOGITS",
     "MAGNITUDE",
     "SPREAD",
     "Precision",

@@ -17,13 +17,15 @@ class Precision:
     """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked.
 
     `norm` 1 sums |p v| in place of p v, 2 takes the root of the sum of (p v)^2: what the rounding
-    errors of a sum, and of what is summed, scale with.
+    errors of a sum, and of what is summed, scale with. With `logits` each p is multiplied by the
+    sum of |q k| behind it: what the rounding errors of a probability's logit scale with.
     """
 
     compute: torch.dtype = torch.float32
     round_probabilities: bool = False
     round_out: bool = True
     norm: int = 0
+    logits: bool = False
 
 
 FLOAT32 = Precision()
@@ -31,6 +33,7 @@ GOLDEN = Precision(torch.float64, round_out=False)
 BASELINE = Precision(torch.float32, round_probabilities=True)
 MAGNITUDE = Precision(torch.float64, round_out=False, norm=1)
 SPREAD = Precision(torch.float64, round_out=False, norm=2)
+LOGITS = Precision(torch.float64, round_out=False, norm=2, logits=True)
 
 
 def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,6 +112,8 @@ def attend(
             p = p.masked_fill(~keep, 0.0) / (1.0 - call.dropout_p)
         if precision.round_probabilities:
             p = p.to(call.q.dtype).to(compute)
+        if precision.logits:
+            p = p * (q_real.abs() @ k_real.abs().mT) * abs(call.scale)
         summed = p @ v_real
         if norm := precision.norm:
             summed = (p**norm @ v_real.abs() ** norm) ** (1 / norm)

@@ -8,9 +8,10 @@ precision bugs.
 The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
 roundings of its probabilities and of its sums, and a library's routine for small matrices rounds
 less. So n rows are granted `luck` over sqrt(n): two roundings of float32 of the sums of |p v|,
-which cancellation makes larger than the result, and, where the result is finer than the
-probabilities, two standard deviations of what rounding these does. Their mean is granted one
-rounding of the result over n.
+which cancellation makes larger than the result; where the result is finer than the probabilities,
+two standard deviations of what rounding these does; and for a result in float32 four of what the
+roundings of the logits do, whose sums of q k a routine adds in chains of a hundred or of eight.
+Their mean is granted one rounding of the result over n.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.reference import BASELINE, GOLDEN, MAGNITUDE, SPREAD
+from torch_paged_attn.reference import BASELINE, GOLDEN, LOGITS, MAGNITUDE, SPREAD
 
 LSE_TOLERANCE = 1e-3
 EPS_FLOAT32 = torch.finfo(torch.float32).eps
@@ -51,8 +52,11 @@ class Truth:
         baseline, _ = reference(*args, **kwargs, precision=BASELINE)
         luck = 2.0 * EPS_FLOAT32 * reference(*args, **kwargs, precision=MAGNITUDE)[0]
         eps = torch.finfo([*args, *kwargs.values()][0].dtype).eps
-        if eps > torch.finfo(baseline.dtype).eps:
+        finest = torch.finfo(baseline.dtype).eps
+        if eps > finest:
             luck += 2.0 * DEVIATION * eps * reference(*args, **kwargs, precision=SPREAD)[0]
+        if finest <= EPS_FLOAT32:
+            luck += 4.0 * DEVIATION * EPS_FLOAT32 * reference(*args, **kwargs, precision=LOGITS)[0]
         return cls(out, lse, baseline.double(), luck)
 
 
