@@ -189,6 +189,7 @@ def attend(
         *crow_strides,
         *col_strides,
         *_strides(stored_bias, num_heads, -1, -1),
+        0 if attn_bias is None else attn_bias.shape[2],
         *_strides(alibi_slopes, batch, num_heads),
         *_strides(call.q_descale, batch, num_kv_heads),
         *_strides(call.k_descale, batch, num_kv_heads),

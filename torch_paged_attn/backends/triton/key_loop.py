@@ -48,6 +48,7 @@ def attend_keys(
     stride_v_slot,
     stride_col,
     stride_bias_key,
+    bias_width,
     left,
     right,
     scale,
@@ -146,18 +147,6 @@ def attend_keys(
                     seen = visible(position, j, in_range, left, right, HAS_LEFT, HAS_RIGHT)
                     if BIAS != "":
                         seen = seen & exists[:, None]
-                if BIAS != "":
-                    # Where every key is visible neighbours have one mask, so loads are wide. They
-                    # come before the product, or Triton computes the softmax in their layout too.
-                    columns = j.to(tl.int64) * stride_bias_key
-                    bias = tl.load(bias_rows[:, None] + columns[None, :], mask=seen, other=0)
-                    if BIAS == "bool":
-                        allowed = bias != 0
-                    else:
-                        bias = bias.to(tl.float32)
-                        allowed = bias != float("-inf")
-                    # at first, rows that do not exist see what they like: they are not written
-                    seen = allowed if phase == 1 and attempt == 0 else seen & allowed
 
                 k_rows = page * stride_k_page + slot * stride_k_slot
                 if IS_PAIRED:
@@ -178,6 +167,22 @@ def attend_keys(
                         k_ptr, k_rows, None, K_LOW, K_HIGH, HEAD_DIM, False, K_FORMAT, DTYPE
                     )
                     s += scores(q_high, k_high, CHAIN)
+
+                if BIAS != "":
+                    # After the product, which would wait for it. Loads are wide: nothing of them
+                    # is masked but what the tensor does not have.
+                    columns = j.to(tl.int64) * stride_bias_key
+                    has_bias = exists[:, None]
+                    if phase != 1:
+                        has_bias = has_bias & (j < bias_width)[None, :]
+                    bias = tl.load(bias_rows[:, None] + columns[None, :], mask=has_bias, other=0)
+                    if BIAS == "bool":
+                        allowed = bias != 0
+                    else:
+                        bias = bias.to(tl.float32)
+                        allowed = bias != float("-inf")
+                    # at first, rows that do not exist see what they like: they are not written
+                    seen = allowed if phase == 1 and attempt == 0 else seen & allowed
 
                 if IS_PAIRED and K_FORMAT == "INT8":
                     s = s * scale[:, None] - raised[:, None]
