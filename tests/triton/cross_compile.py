@@ -74,6 +74,8 @@ bf16, f32 = torch.bfloat16, torch.float32
 PREFILL = ((200, 72), (130, 0))
 DECODE = ((1, 500), (1, 90))
 SOME, MANY = ((1, 2500), *[(1, 9)] * 19), [(1, 5)] * 520
+# several queries a sequence, as for tokens that were guessed: more than 16 rows for a KV head
+GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 19), [(8, 5)] * 520
 
 # what the named problems leave out of the sizes and options that choose a kernel's tiles
 MORE = {
@@ -100,6 +102,20 @@ MORE = {
         Problem("d128/decode_some_narrow/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/decode_some_wide/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=64),
         Problem("d128/decode_many/bf16", tuple(MANY), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/guessed_narrow/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/guessed_wide/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=64),
+        Problem("d128/guessed_many/bf16", tuple(MANY_GUESSED), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem(
+            "d128/guessed/kv_int8",
+            GUESSED,
+            8,
+            2,
+            128,
+            dtype=bf16,
+            page_size=16,
+            kv_dtype=torch.int8,
+            descale="heads",
+        ),
         Problem(
             "mla/prefill/bf16",
             PREFILL,
@@ -114,7 +130,7 @@ MORE = {
         *(
             Problem(
                 f"d128/decode/kv_{name}",
-                DECODE,
+                SOME,
                 8,
                 2,
                 128,

@@ -3,6 +3,7 @@
 import pytest
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.planning.splits import plan_splits
 from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
 from torch_paged_attn.tuning import Config
 
@@ -32,3 +33,12 @@ def test_tiles_of_few_rows_and_heads_in_chains(name, config, kernels, device):
     call = build(PROBLEMS[name])
     arguments = AttentionCall.flash_varlen(**call.to(device).args)
     assert_accurate(*attend(arguments, config=config), call.truth())
+
+
+@pytest.mark.parametrize(
+    "sequences, programs",
+    [(1, 66), (8, 64), (32, 64), (60, 66), (64, 64), (66, 66), (67, 66), (100, 66), (256, 64)],
+)
+def test_programs_that_share_tiles_evenly(sequences, programs):
+    """A few less than there is room for, so that a tile is whole or cut into equal parts."""
+    assert plan_splits(sequences + 1, 8, sequences, 4096, 4 * 132, True).programs == programs

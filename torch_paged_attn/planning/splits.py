@@ -10,6 +10,9 @@ import dataclasses
 # fewer keys than this in a piece cost more in merging than they gain
 MIN_KEYS = 64
 
+# of so many programs one may be left out to have the others end together: memory, not they, is busy
+LEAST_BUSY = 16
+
 # keys in a piece when results must not depend on the batch
 FIXED_KEYS = 2048
 
@@ -41,7 +44,18 @@ def plan_splits(
     """
     if key_bound <= MIN_KEYS or not (is_decode or 2 * busy * heads <= slots):
         return SplitPlan()
-    return SplitPlan(min(max(slots // heads, 1), tiles * -(-key_bound // MIN_KEYS)))
+    programs = _evenly(max(slots // heads, 1), max(busy, 1))
+    return SplitPlan(min(programs, tiles * -(-key_bound // MIN_KEYS)))
+
+
+def _evenly(programs: int, tiles: int) -> int:
+    """A few programs less, if then tiles of one length are whole in a program, or cut in parts of
+    one length: what is whole is not merged, and all programs end together.
+    """
+    tiles_of_program = -(-tiles // programs)
+    parts_of_tile = max(programs // tiles, 1)
+    even = -(-tiles // tiles_of_program) * parts_of_tile
+    return even if even * LEAST_BUSY >= programs * (LEAST_BUSY - 1) else programs
 
 
 def plan_fixed_splits(tiles: int, key_bound: int) -> SplitPlan:

@@ -78,19 +78,21 @@ def entries(
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
     at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of so
     many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones.
+    `/thin`, also for 8-bit keys, is for tiles of at most 16 rows, unless they are few.
     `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
     is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
     found = [key]
+    size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
+    is_thin = block_m <= 16 and size != "few"
     if kv_itemsize < itemsize:
-        found = [f"{key}/kv1", key]
+        found = [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
     elif page_size:
-        size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
-        found.insert(0, f"{key}/{size}/{length}")
+        found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
