@@ -14,6 +14,11 @@ from torch import Tensor
 # what is answered where nothing is known
 UNKNOWN = object()
 
+# asked at every call: looked up once
+_function_modes: Any = torch._C._len_torch_function_stack
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_profiler_enabled: Any = torch.autograd._profiler_enabled
+
 Play = Callable[[str, tuple[Tensor | None, ...], dict[str, Any]], Any]
 _play: Play | None = None
 
@@ -28,11 +33,6 @@ def ask_first(play: Play) -> None:
 
 def again(op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     """The results of a call like one before, or UNKNOWN. Whoever watches calls go by sees all."""
-    if (
-        _play is None
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.autograd._profiler_enabled()
-    ):
+    if _play is None or _function_modes() or _dispatch_modes() or _profiler_enabled():
         return UNKNOWN
     return _play(op, tensors, options)

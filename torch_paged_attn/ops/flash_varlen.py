@@ -63,6 +63,10 @@ def default_max_seqlens(
     return max_seqlen_q, max_seqlen_k
 
 
+# of softmax_scale, the two windows, softcap, dropout_p and out_dtype
+DEFAULT_SCALARS = None, -1, -1, 0.0, 0.0, None
+
+
 def given_scalars(
     softmax_scale: float | None,
     causal: bool | None,
@@ -74,10 +78,13 @@ def given_scalars(
 ) -> dict[str, Any]:
     """Those that are not the schema's defaults: each one would cost a call 0.2 microseconds."""
     given: dict[str, Any] = {}
-    if softmax_scale is not None:
-        given["softmax_scale"] = softmax_scale
     if causal is not None:
         given["causal"] = causal
+    scalars = softmax_scale, window_size_left, window_size_right, softcap, dropout_p, out_dtype
+    if scalars == DEFAULT_SCALARS:
+        return given
+    if softmax_scale is not None:
+        given["softmax_scale"] = softmax_scale
     if window_size_left != -1:
         given["window_size_left"] = window_size_left
     if window_size_right != -1:

@@ -60,9 +60,11 @@ def _product_type(q: Tensor, is_paired: bool, target: Target) -> tl.dtype:
     return tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16
 
 
-def _strides(x: Tensor | None, *shape: int) -> tuple[int, ...]:
-    """Strides of a tensor broadcast to `shape`; zeros without one."""
-    return (0,) * len(shape) if x is None else x.expand(shape).stride()
+def _strides(x: Tensor | None, *shape: int) -> tuple[int | None, ...]:
+    """Strides of a tensor broadcast to `shape`. Without one, None: what a kernel is not given costs
+    a launch nothing.
+    """
+    return (None,) * len(shape) if x is None else x.expand(shape).stride()
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:
@@ -168,8 +170,8 @@ def attend(
         parts = allocate((part_rows * (head_dim_v + 1),), torch.float32, q.device)
         counters = zeroed_counters(q.device, programs)
     crow, col = (None, None) if layout is None else (layout.crow_indices, layout.col_indices)
-    crow_strides = (0, 0, 0) if crow is None else (0, *crow.stride())[-3:]
-    col_strides = (0, 0, 0) if col is None else (0, *col.stride())[-3:]
+    crow_strides = (None,) * 3 if crow is None else (0, *crow.stride())[-3:]
+    col_strides = (None,) * 3 if col is None else (0, *col.stride())[-3:]
     smallest = target.smallest_chunk(block_m)
     if is_paired:
         k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
@@ -185,11 +187,11 @@ def attend(
         *q.stride()[:2],
         *_row_strides(k_stored),
         *_row_strides(v_stored),
-        0 if block_table is None else block_table.stride(0),
+        None if block_table is None else block_table.stride(0),
         *crow_strides,
         *col_strides,
         *_strides(stored_bias, num_heads, -1, -1),
-        0 if attn_bias is None else attn_bias.shape[2],
+        None if attn_bias is None else attn_bias.shape[2],
         *_strides(alibi_slopes, batch, num_heads),
         *_strides(call.q_descale, batch, num_kv_heads),
         *_strides(call.k_descale, batch, num_kv_heads),
@@ -199,15 +201,15 @@ def attend(
         k.shape[0],
         batch,
         num_heads,
-        crow.shape[-1] - 1 if crow is not None else 0,
-        col.shape[-1] if col is not None else 0,
-        left,
-        right,
+        crow.shape[-1] - 1 if crow is not None else None,
+        col.shape[-1] if col is not None else None,
+        left if has_left else None,
+        right if has_right else None,
         scale,
         (scale if raw else 1.0) * LOG2E.value,
-        softcap,
-        int(call.dropout_p * 2.0**32),
-        1.0 / (1.0 - call.dropout_p),
+        softcap or None,
+        int(call.dropout_p * 2.0**32) or None,
+        1.0 / (1.0 - call.dropout_p) if call.dropout_p else None,
         -(-splits.min_keys // block_n),
     )
     looked_at = batch if is_split else 0

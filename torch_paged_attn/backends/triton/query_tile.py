@@ -195,8 +195,10 @@ def attend_tile(
         )  # fmt: skip
     # Inductor hands over numbers in float64
     factor = tl.cast(factor, tl.float32)
-    softcap = tl.cast(softcap, tl.float32)
-    dropout_scale = tl.cast(dropout_scale, tl.float32)
+    if HAS_SOFTCAP:
+        softcap = tl.cast(softcap, tl.float32)
+    if rng_ptr is not None:
+        dropout_scale = tl.cast(dropout_scale, tl.float32)
     scale = tl.full([BLOCK_M], 1.0, tl.float32) * tl.cast(scale, tl.float32)
     if IS_Q_NORMED:
         largest = tl.max(tl.abs(q_low), 1)

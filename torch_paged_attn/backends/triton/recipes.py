@@ -27,7 +27,7 @@ MOST_ALIKE = 32
 
 Recipe = Callable[..., Any]
 
-# by operator, options and the shapes of the first two tensors; those used last come first. There
+# by operator, options and the shape of the first tensor; those used last come first. There
 # are none yet where there was one call only: a size that never comes again is not worth it
 _recipes: dict[Any, list[Recipe]] = {}
 _count = 0
@@ -80,4 +80,4 @@ def make(
 
 
 def _key(op: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return op, tensors[0].shape, tensors[1].shape, *options.items()
+    return op, tensors[0].shape, *options.items()
