@@ -318,6 +318,14 @@ def first_answer(call: Callable) -> tuple[torch.Tensor, str]:
     return out, said[0].partition(": the ")[2] if said else "as a call before"
 
 
+def show(name: str, unit: str, row: dict[str, float | str]) -> None:
+    """Print a row of results, whose `error`, if any, is that of ours."""
+    shown = "  ".join(f"{k} {v}" if isinstance(v, str) else f"{k} {v:.4g}" for k, v in row.items())
+    error = row.get("error")
+    is_wrong = isinstance(error, float) and not error < 0.01
+    print(f"{name:48} {unit:8} {shown}{'  WRONG' * is_wrong}", flush=True)
+
+
 def load_fa3(path: str | None):
     if path is None:
         return None
@@ -349,6 +357,8 @@ def main() -> None:
             row["error"] = relative_error(out[:, 0] if is_prefill else out, want)
         elif "FA3" in calls:
             row["error"] = relative_error(out, calls["FA3"]())
+        else:
+            row["error"] = "not compared"
         if is_prefill:
             for name, ms in take_turns(calls).items():
                 row[name] = problem.flops / ms * 1e-9
@@ -359,12 +369,7 @@ def main() -> None:
                 row[name] = do_bench_cudagraph(call, rep=10, return_mode="median") * 1e3
         if not is_prefill:
             row["TB/s"] = problem.bytes / row["ours"] * 1e-6
-        unit = "TFLOP/s" if is_prefill else "us"
-        shown = "  ".join(
-            f"{k} {v}" if isinstance(v, str) else f"{k} {v:.4g}" for k, v in row.items()
-        )
-        flag = "  not compared" if "error" not in row else "  WRONG" * (row["error"] >= 0.01)
-        print(f"{problem!s:42} {unit:8} {shown}{flag}", flush=True)
+        show(str(problem), "TFLOP/s" if is_prefill else "us", row)
         results[str(problem)] = row
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

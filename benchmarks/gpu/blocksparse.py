@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import DEVICE, Prefill, relative_error, take_turns
+from attention import DEVICE, Prefill, relative_error, show, take_turns
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import torch_paged_attn
@@ -150,9 +150,7 @@ def main() -> None:
     for problem in BLOCKSPARSE:
         if options.only in str(problem):
             results[str(problem)] = row = measure(problem, options.vllm)
-            flag = "  WRONG" * (row["error"] >= 0.01)
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
-            print(f"{problem!s:32} TFLOP/s {shown}{flag}", flush=True)
+            show(str(problem), "TFLOP/s", row)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

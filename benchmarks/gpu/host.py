@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import DEVICE, Decode, Prefill, decode_calls, load_fa3, paged, prefill_calls
+from attention import DEVICE, Decode, Prefill, decode_calls, load_fa3, paged, prefill_calls, show
 
 import torch_paged_attn
 from torch_paged_attn.backends.triton import recipes
@@ -125,8 +125,7 @@ def main() -> None:
         row = {kind: host_time(function) for kind, function in functions.items()}
         row["first"] = host_time(functions["call"], recipes.forget)
         results[f"host time, us: {name}"] = row
-        shown = "  ".join(f"{kind} {us:.1f}" for kind, us in row.items())
-        print(f"{name:44} {shown}", flush=True)
+        show(name, "us", row)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention import DEVICE
+from attention import DEVICE, show
 from triton.testing import do_bench_cudagraph
 
 import torch_paged_attn
@@ -54,8 +54,7 @@ def main() -> None:
     results = {}
     for name, measure in rows.items():
         results[name] = row = measure()
-        flag = "  WRONG" * (row.get("error", 0.0) >= 0.01)
-        print(f"{name:56}", "  ".join(f"{k} {v:.4g}" for k, v in row.items()) + flag, flush=True)
+        show(name, "us", row)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import DEVICE, PREFILL, Prefill, cumulative, relative_error, take_turns
+from attention import DEVICE, PREFILL, Prefill, cumulative, relative_error, show, take_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -158,8 +158,7 @@ def main() -> None:
     for case in CASES:
         if arguments.only in str(case):
             results[str(case)] = row = measure(case)
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
-            print(f"{case!s:48} TFLOP/s {shown}", flush=True)
+            show(str(case), "TFLOP/s", row)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 
