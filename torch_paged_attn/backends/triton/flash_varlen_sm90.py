@@ -5,6 +5,7 @@ is no power of two lie in shared memory beside zeros that the accelerator fills 
 as they are.
 """
 
+import functools
 import importlib.util
 
 import torch
@@ -103,6 +104,14 @@ def _key_bound(call: AttentionCall) -> int:
     return call.block_table.shape[1] * call.page_size
 
 
+def _has_atoms(call: AttentionCall) -> bool:
+    """Whether pages are so small that their boxes are better loaded whole: see `rows_in_atoms`."""
+    is_small = 0 < call.page_size < 32 and call.layout is None
+    return is_small and all(
+        x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
+    )
+
+
 def _sharing_heads(call: AttentionCall) -> int:
     """Query heads that read the same keys."""
     if call.layout is None:
@@ -137,7 +146,7 @@ def too_small(call: AttentionCall) -> str | None:
 def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
     """Launch the kernel on a call for which `unsupported` has no reason."""
     from torch_paged_attn.backends.triton.hopper_kernel import _hopper_attention_fwd_kernel
-    from torch_paged_attn.backends.triton.ragged_rows import ragged_rows
+    from torch_paged_attn.backends.triton.ragged_rows import ragged_rows, rows_in_atoms
 
     q, k, v, block_table, slopes = call.q, call.k, call.v, call.block_table, call.alibi_slopes
     total_q, num_heads, group_size = call.total_q, call.num_heads, call.group_size
@@ -178,6 +187,7 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
     )
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k_rows, v_rows = (x if page_size == 0 else x[0].transpose(0, 1) for x in (k, v))
+    key_boxes = rows_in_atoms if _has_atoms(call) else functools.partial(ragged_rows, heads=1)
     grid = min(
         most_tiles(total_q, call.batch, tokens, layout is not None) * (num_heads // pack),
         target_of(q.device).multiprocessors,
@@ -188,8 +198,8 @@ def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tup
         lse,
         order,
         ragged_rows(q, BLOCK_M // pack, pack, width),
-        ragged_rows(k_rows, key_rows, 1, width),
-        ragged_rows(v_rows, key_rows, 1, width_v),
+        key_boxes(k_rows, rows=key_rows, width=width),
+        key_boxes(v_rows, rows=key_rows, width=width_v),
         ragged_rows(out, BLOCK_M // pack, pack, width_v),
         block_table,
         lists and lists.entries,

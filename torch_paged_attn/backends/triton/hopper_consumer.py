@@ -45,7 +45,7 @@ from torch_paged_attn.backends.triton.hopper_scores import (
     with_alibi,
     with_sink,
 )
-from torch_paged_attn.backends.triton.ragged_rows import store_rows
+from torch_paged_attn.backends.triton.ragged_rows import as_matrix, in_atoms, store_rows
 
 # named barriers: Triton uses the first few for its own
 TURNS = gl.constexpr(8)
@@ -166,6 +166,33 @@ def _clear_unseen(v, n0, first_key):
 
 
 @gluon.jit
+def _seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory in another shape."""
+    if HAS_REINTERPRET:
+        return smem.reinterpret(smem.dtype, shape, layout)
+    else:
+        return smem._reinterpret(smem.dtype, shape, layout)
+
+
+@gluon.jit
+def _clear_from(tile, first):
+    """Zero a tile of atoms from a row on, for the same reason."""
+    ATOMS: gl.constexpr = tile.shape[1]
+    ACROSS: gl.constexpr = tile.shape[2]
+    ROWS: gl.constexpr = tile.shape[3]
+    WIDTH: gl.constexpr = tile.shape[4]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    apart: gl.constexpr = [ATOMS, 1, 1, ACROSS, ROWS, WIDTH]
+    swizzled: gl.constexpr = tile.layout
+    r = gl.arange(0, ACROSS * ROWS, gl.SliceLayout(1, layout))
+    for i in range(first // ROWS, ATOMS):
+        rows = _seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
+        is_seen = gl.expand_dims(i * ROWS + r % ROWS < first, 1)
+        rows.store(gl.where(is_seen, rows.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
 def _logits(
     s, runs, position, slope, squash,
     KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, IS_CAUSAL: gl.constexpr,
@@ -250,10 +277,13 @@ def consume(
         l_i = _partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
         keys.wait_full(n)
-        k = keys.tile(n).reshape([BLOCK_N, WIDTH]).permute((1, 0))
+        k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         keys.release(n)
+        if in_atoms(values.tiles.shape) and at + BLOCK_N > key_len:
+            values.wait_full(n)
+            _clear_from(values.tile(n), key_len - at)
         if queries.STAGES > 1 and drawn > 0:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
@@ -285,10 +315,10 @@ def consume(
             keys.wait_full(n + 1)
             if TAKE_TURNS:
                 _take_turn(ME)
-            k = keys.tile(n + 1).reshape([BLOCK_N, WIDTH]).permute((1, 0))
+            k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
             s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
             values.wait_full(n)
-            v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
+            v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             acc = _rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
@@ -317,7 +347,7 @@ def consume(
             n += 1
 
         values.wait_full(n)
-        v = values.tile(n).reshape([BLOCK_N, WIDTH_V])
+        v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if HAS_LEFT and at < first_key:
             _clear_unseen(v, at, first_key)
         # no branch: one here would have the assembler schedule the loop worse
@@ -340,10 +370,9 @@ def consume(
         # the result leaves from where the queries lay
         out = box
         if WIDTH_V < WIDTH:
-            if HAS_REINTERPRET:
-                out = box.reinterpret(dtype, out_desc.block_shape, out_desc.layout)
-            else:
-                out = box._reinterpret(dtype, out_desc.block_shape, out_desc.layout)
+            box_shape: gl.constexpr = out_desc.block_shape
+            box_layout: gl.constexpr = out_desc.layout
+            out = _seen_as(box, box_shape, box_layout)
         acc = acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)
         out.reshape([BLOCK_M, WIDTH_V]).store(acc.to(dtype))
         fence_async_shared()

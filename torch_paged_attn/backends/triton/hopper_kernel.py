@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_paged_attn.backends.triton.hopper_consumer import consume
 from torch_paged_attn.backends.triton.hopper_producer import WORDS, follow, lead
+from torch_paged_attn.backends.triton.ragged_rows import ring_of_boxes, rows_of_box
 from torch_paged_attn.backends.triton.ring import new_ring
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
@@ -90,10 +91,11 @@ def _hopper_attention_fwd_kernel(
     dtype: gl.constexpr = q_desc.dtype
     swizzled: gl.constexpr = q_desc.layout
     q_shape: gl.constexpr = [Q_STAGES * CONSUMERS, 1, 1, BLOCK_M // PACK, PACK, WIDTH]
-    k_shape: gl.constexpr = [STAGES, 1, 1, BLOCK_N, 1, WIDTH]
-    v_shape: gl.constexpr = [STAGES, 1, 1, BLOCK_N, 1, WIDTH_V]
+    k_shape: gl.constexpr = ring_of_boxes(STAGES, k_desc.block_shape, BLOCK_N)
+    v_shape: gl.constexpr = ring_of_boxes(STAGES, v_desc.block_shape, BLOCK_N)
     # many boxes to a tile are loaded by two producers
-    PARTS: gl.constexpr = 2 if PAGE_SIZE > 0 and 4 * k_desc.block_shape[2] <= BLOCK_N else 1
+    BOXES: gl.constexpr = BLOCK_N // rows_of_box(k_desc.block_shape)
+    PARTS: gl.constexpr = 2 if PAGE_SIZE > 0 and BOXES >= 4 else 1
     queries = new_ring(dtype, q_shape, swizzled, Q_STAGES, CONSUMERS, 1)
     keys = new_ring(dtype, k_shape, swizzled, STAGES, CONSUMERS, PARTS)
     values = new_ring(dtype, v_shape, swizzled, STAGES, CONSUMERS, PARTS)

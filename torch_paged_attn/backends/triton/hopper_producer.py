@@ -11,7 +11,13 @@ from torch_paged_attn.backends.triton.hopper_lists import (
     rows_between,
     runs_of,
 )
-from torch_paged_attn.backends.triton.ragged_rows import load_rows
+from torch_paged_attn.backends.triton.ragged_rows import (
+    in_atoms,
+    load_page,
+    load_rows,
+    rows_of_box,
+    start_of_page,
+)
 from torch_paged_attn.backends.triton.tile_order import ENTRY
 
 # words that tell the others of a tile; a count of 0 sends them home. Its keys are numbered, or its
@@ -73,41 +79,50 @@ def _find_pages(
 
 
 @gluon.jit
-def _load_whole_pages(
-    desc, ring, n, table_ptr, at, head, page_rows, num_pages,
-    PAGE_SIZE: gl.constexpr, FIRST: gl.constexpr, BOXES: gl.constexpr,
+def _load_pages(
+    desc, ring, n, table_ptr, at, first_key, key_len, head, page_rows, num_pages,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, IS_SEEN: gl.constexpr, FIRST: gl.constexpr,
+    BOXES: gl.constexpr,
 ):  # fmt: skip
-    """Fill n with keys that are all seen, from `at` on. One box follows the other closely: between
-    two of them the products would wait."""
-    ROWS: gl.constexpr = desc.block_shape[2]
-    entry = table_ptr + at // PAGE_SIZE
+    """Fill n with keys from `at` on in whole boxes; unless IS_SEEN, some of them nobody may see.
+    One box follows the other closely: between two of them the products would wait."""
+    ROWS: gl.constexpr = rows_of_box(desc.block_shape)
+    pages = ()
+    if IS_SEEN:
+        entry = table_ptr + at // PAGE_SIZE
+        for i in gl.static_range(FIRST, FIRST + BOXES):
+            pages = pages + (gl.load(entry + i),)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        pages = _find_pages(
+            table_ptr, (at,), (key_len,), first_key, BLOCK_N, ROWS, PAGE_SIZE, FIRST, BOXES
+        )  # fmt: skip
     in_page = 0
     if PAGE_SIZE > ROWS:
         in_page = at % PAGE_SIZE
     starts = ()
-    for i in gl.static_range(FIRST, FIRST + BOXES):
+    for i in gl.static_range(BOXES):
         # a bad id that nobody checked reads the last page: wrong, but inside the cache
-        page = gl.minimum(gl.load(entry + i).to(gl.uint32), (num_pages - 1).to(gl.uint32))
-        starts = starts + (page.to(gl.int32) * page_rows,)  # type: ignore[assignment]  # noqa: RUF005
+        page = gl.minimum(pages[i].to(gl.uint32), (num_pages - 1).to(gl.uint32)).to(gl.int32)
+        start = start_of_page(desc, page, page_rows, in_page)
+        starts = starts + (start,)  # type: ignore[assignment]  # noqa: RUF005
     barrier = ring.filled(n)
     ring.wait_empty(n)
     mbarrier.expect(barrier, desc.block_type.nbytes * BOXES)
-    for i in gl.static_range(FIRST, FIRST + BOXES):
-        box = ring.tile(n).slice(i * ROWS, ROWS, dim=2)
-        load_rows(desc, starts[i - FIRST], PAGE_SIZE, in_page, head, barrier, box)
+    for i in gl.static_range(BOXES):
+        load_page(desc, FIRST + i, starts[i], head, barrier, ring.tile(n))
 
 
 @gluon.jit
 def _load_runs(
     desc, ring, n, runs, table_ptr, k_start, key_len, first_key, present, position, head, page_rows,
     num_pages,
-    PAGE_SIZE: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, FIRST: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """Fill n: one run of rows from a key on, or a run for each of several entries of a list. Of
     pages, a run is as many boxes as they are cut into."""
     ROWS: gl.constexpr = desc.block_shape[2]
-    RUN: gl.constexpr = ring.tiles.shape[3] // len(runs)
+    RUN: gl.constexpr = BLOCK_N // len(runs)
     starts = runs
     stops = (key_len,)
     if Q_BLOCK > 0:
@@ -143,25 +158,30 @@ def _load_runs(
 def _load_keys(
     desc, ring, n, at, list_ptr, listed, table, k_start, key_len, first_key, present, position,
     head, page_rows, num_pages,
-    PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr,
+    POSITIONS: gl.constexpr, IS_CAUSAL: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Fill one of the parts of n: the tile from key `at` on, or of the entries of a list from `at`
     on."""
-    BLOCK_N: gl.constexpr = ring.tiles.shape[3]
-    BOXES: gl.constexpr = BLOCK_N // desc.block_shape[2] // PARTS
+    BOXES: gl.constexpr = BLOCK_N // rows_of_box(desc.block_shape) // PARTS
     FIRST: gl.constexpr = PART * BOXES
     runs = (at,)
     if Q_BLOCK > 0:
         runs = load_entries(list_ptr, at, listed, BLOCK_N // KEYS)
     if PAGE_SIZE > 0 and Q_BLOCK == 0 and (at >= first_key) & (at + BLOCK_N <= key_len):
-        _load_whole_pages(
-            desc, ring, n, table, at, head, page_rows, num_pages, PAGE_SIZE, FIRST, BOXES
+        _load_pages(
+            desc, ring, n, table, at, first_key, key_len, head, page_rows, num_pages, BLOCK_N,
+            PAGE_SIZE, True, FIRST, BOXES,
+        )  # fmt: skip
+    elif in_atoms(desc.block_shape):
+        _load_pages(
+            desc, ring, n, table, at, first_key, key_len, head, page_rows, num_pages, BLOCK_N,
+            PAGE_SIZE, False, FIRST, BOXES,
         )  # fmt: skip
     else:
         _load_runs(
             desc, ring, n, runs, table, k_start, key_len, first_key, present, position, head,
-            page_rows, num_pages, PAGE_SIZE, Q_BLOCK, POSITIONS, IS_CAUSAL, FIRST, BOXES,
+            page_rows, num_pages, BLOCK_N, PAGE_SIZE, Q_BLOCK, POSITIONS, IS_CAUSAL, FIRST, BOXES,
         )  # fmt: skip
 
 
@@ -250,8 +270,8 @@ def lead(
             at -= STEP
             _load_keys(
                 k_desc, keys, n, at, list_ptr, listed, table, k_start, key_len, first_key, present,
-                position, head * PACK // GROUP_SIZE, page_rows, num_pages, PAGE_SIZE, KEYS, Q_BLOCK,
-                POSITIONS, HAS_RIGHT, 0, PARTS,
+                position, head * PACK // GROUP_SIZE, page_rows, num_pages, BLOCK_N, PAGE_SIZE, KEYS,
+                Q_BLOCK, POSITIONS, HAS_RIGHT, 0, PARTS,
             )  # fmt: skip
             n += 1
         # drawn while the consumers are busy, so that the next queries are there in time
@@ -308,8 +328,8 @@ def follow(
                 at -= STEP
                 _load_keys(
                     desc, ring, n, at, list_ptr, listed, table, k_start, key_len, first_key,
-                    present, position, head, page_rows, num_pages, PAGE_SIZE, KEYS, Q_BLOCK,
-                    POSITIONS, HAS_RIGHT, PART, PARTS,
+                    present, position, head, page_rows, num_pages, BLOCK_N, PAGE_SIZE, KEYS,
+                    Q_BLOCK, POSITIONS, HAS_RIGHT, PART, PARTS,
                 )  # fmt: skip
                 n += 1
             drawn += 1

@@ -21,6 +21,10 @@ BOUND = 2**30
 ENDLESS = 2**31 - 2**16
 FAR = gl.constexpr(BOUND)
 
+# a square that the accelerator swizzles: 8 rows of 128 bytes
+ATOM_ROWS = gl.constexpr(8)
+ATOM_WIDTH = gl.constexpr(64)
+
 # what a tensor map asks of addresses and strides, in bytes
 ALIGNMENT = 16
 
@@ -42,25 +46,72 @@ class _Address:
 
 @functools.lru_cache(maxsize=1024)
 def _tensor_map(
-    pointer: int, dtype: torch.dtype, row: int, head: int, heads: int, dim: int,
-    box: tuple[int, int, int],
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
+    box: tuple[int, ...],
 ) -> TensorDescriptor:  # fmt: skip
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-    shape = [ENDLESS, ENDLESS, BOUND, heads, dim]
-    strides = [2**34 - row, row, row, head, 1]
-    return TensorDescriptor(_Address(pointer, dtype), shape, strides, [1, 1, *box], layout)
+    return TensorDescriptor(_Address(pointer, dtype), [*shape], [*strides], [*box], layout)
 
 
 def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescriptor:
     """Boxes of (1, 1, rows, heads, width) of x, (rows, heads, dim), of any strides."""
     row, head, _ = x.stride()
-    box = (rows, heads, width)
-    return _tensor_map(x.data_ptr(), x.dtype, row, head, x.shape[1], x.shape[2], box)
+    shape = ENDLESS, ENDLESS, BOUND, x.shape[1], x.shape[2]
+    strides = 2**34 - row, row, row, head, 1
+    return _tensor_map(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, heads, width))
+
+
+def rows_in_atoms(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Boxes of so many rows of one head of x, (rows, heads, dim), for rows that are not cut off.
+
+    One box for each multiple of 8 rows, whatever their width: as (1, rows / 8, width / 64, 8, 64),
+    it lies in shared memory in the order of the accelerator's own squares. A box of whole rows is
+    loaded in pieces of 64 columns, which lie far apart where it is a part of a tile.
+    """
+    row, head, _ = x.stride()
+    tall, wide = ATOM_ROWS.value, ATOM_WIDTH.value
+    shape = x.shape[1], BOUND, x.shape[2] // wide, tall, wide
+    strides = head, tall * row, wide, row, 1
+    return _tensor_map(
+        x.data_ptr(), x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide)
+    )  # fmt: skip
 
 
 # their names after Triton 3.6, and until then
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.constexpr_function
+def in_atoms(shape):
+    """Whether boxes, or tiles of them, are those of `rows_in_atoms`."""
+    return shape[-2] == ATOM_ROWS.value
+
+
+@gluon.constexpr_function
+def rows_of_box(box):
+    """Rows of keys in a box."""
+    return box[1] * box[3] if in_atoms(box) else box[2]
+
+
+@gluon.constexpr_function
+def ring_of_boxes(stages, box, rows):
+    """The shape of so many tiles of so many rows that are made of boxes."""
+    tile = [*box]
+    if in_atoms(box):
+        tile[1] = rows // ATOM_ROWS.value
+    else:
+        tile[2] = rows
+    return [stages, *tile]
+
+
+@gluon.jit
+def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A tile of boxes as (ROWS, WIDTH)."""
+    if in_atoms(tile.shape):
+        atoms = tile.reshape([ROWS // ATOM_ROWS, WIDTH // ATOM_WIDTH, ATOM_ROWS, ATOM_WIDTH])
+        tile = atoms.permute((0, 2, 1, 3))
+    return tile.reshape([ROWS, WIDTH])
 
 
 @gluon.jit
@@ -73,3 +124,22 @@ def load_rows(desc, start, size, row, head, barrier, smem):
 def store_rows(desc, start, size, row, head, smem):
     """The rows of a box that lie within the `size` rows from `start` on."""
     async_store(desc, [FAR, start + size, FAR - size + row, head, 0], smem)
+
+
+@gluon.jit
+def start_of_page(desc, page, page_rows, in_page):
+    """Where a slot of a page lies, as `load_page` wants it; pages are `page_rows` rows apart."""
+    UNIT: gl.constexpr = ATOM_ROWS if in_atoms(desc.block_shape) else 1
+    return page * (page_rows // UNIT) + in_page // UNIT
+
+
+@gluon.jit
+def load_page(desc, i, start, head, barrier, tile):
+    """Box i of a tile, from a slot of a page on, all of whose rows are loaded."""
+    if in_atoms(desc.block_shape):
+        ATOMS: gl.constexpr = desc.block_shape[1]
+        box = tile.slice(i * ATOMS, ATOMS, dim=1)
+        async_load(desc, [head, start, 0, 0, 0], barrier, box)
+    else:
+        ROWS: gl.constexpr = desc.block_shape[2]
+        load_rows(desc, start, ROWS, 0, head, barrier, tile.slice(i * ROWS, ROWS, dim=2))
