@@ -22,8 +22,8 @@ PREFILL = [
     if not (m == 128 and n == 128 and w == 4)
 ]
 DECODE = [
-    *(Config(16, 32, w, s) for w, s in itertools.product((2, 4), (3, 5))),
-    *(Config(16, 64, w, s) for w, s in itertools.product((2, 4), (3, 5))),
+    *(Config(16, 32, w, s) for w, s in itertools.product((1, 2, 4), (3, 5))),
+    *(Config(16, 64, w, s) for w, s in itertools.product((1, 2, 4), (3, 5))),
     *(Config(16, 128, w, s) for w, s in itertools.product((4, 8), (2, 3))),
 ]
 
