@@ -126,7 +126,7 @@ def pooled(truths: list[Truth]) -> Truth:
     return Truth(
         torch.cat([t.out for t in truths]),
         torch.cat([t.softmax_lse for t in truths], 1),
-        torch.cat([t.baseline for t in truths]),
+        torch.cat([t.allowed for t in truths]),
         torch.cat([t.luck for t in truths]),
     )
 

@@ -41,6 +41,18 @@ FEW_LOGITS_OF_LONG_SUMS = Problem(
     descale="scalar",
     seed=2,
 )
+DROPOUT_THAT_MAGNIFIES = Problem(
+    "dropout_that_magnifies",
+    ((0, 162), (5, 3)),
+    num_heads=8,
+    num_kv_heads=1,
+    head_dim=128,
+    head_dim_v=1,
+    padding_rows=2,
+    causal=False,
+    dropout_p=0.9,
+    seed=32,
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -52,6 +64,7 @@ def same_bits(a, b):
 @example(FEW_ROWS_THAT_CANCEL)
 @example(ONE_NUMBER_FINER_THAN_ITS_PROBABILITIES)
 @example(FEW_LOGITS_OF_LONG_SUMS)
+@example(DROPOUT_THAT_MAGNIFIES)
 @example(LONG_SUMS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
