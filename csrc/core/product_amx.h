@@ -6,17 +6,124 @@
 
 namespace {
 
+// The bfloat16 of 0 to 127, in bytes.
+struct IntegerTable {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr IntegerTable() : low(), high() {
+    for (int i = 1, exponent = 0; i < 128; ++i) {
+      exponent += i >> (exponent + 1);
+      const int bits = (exponent + 127) << 7 | (i << (7 - exponent) & 0x7f);
+      low[i] = uint8_t(bits), high[i] = uint8_t(bits >> 8);
+    }
+  }
+};
+constexpr IntegerTable INTEGERS;
+
 struct AmxProduct : PairProduct {
   static constexpr int GRAIN = 16;
   static constexpr int ROWS = 32;
   static constexpr int PANEL = 32;  // the columns of a step adjoin in memory
+
+  // The operands of a cache line's numbers, or of the first n of them and zeros. 8-bit ones, which
+  // make two vectors, are looked up 64 at a time: on Intel that saves a third of the shuffles.
+  static PAGED_ATTN_INLINE void load_line(const bfloat16* p, int n, F* x) {
+    x[0] = n == 32 ? load_operands(p) : load_operands(p, n);
+  }
+  static PAGED_ATTN_INLINE void load_line(const float8_e4m3fn* p, int n, F* x) {
+    const __m512i raw = load_bytes(p, n);
+    look_up_line(raw, raw, 0, E4M3, x);
+  }
+  static PAGED_ATTN_INLINE void load_line(const float8_e5m2* p, int n, F* x) {
+    const __m512i raw = load_bytes(p, n);
+    look_up_line(raw, raw, 0, E5M2, x);
+  }
+  static PAGED_ATTN_INLINE void load_line(const int8_t* p, int n, F* x) {
+    const __m512i raw = load_bytes(p, n);
+    const __m512i magnitude = _mm512_abs_epi8(raw);
+    look_up_line(magnitude, raw, _mm512_movepi8_mask(magnitude), INTEGERS, x);
+  }
+
+ private:
+  // in the order from which bytes unpack to their own order
+  static PAGED_ATTN_INLINE __m512i load_bytes(const void* p, int n) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __mmask64 some = ~uint64_t(0) >> (64 - n);
+    return _mm512_permutexvar_epi64(
+        order, n == 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(some, p));
+  }
+  // codes of 7 bits; the eighth says in `is_128` only that the magnitude is 128
+  template <class Table>
+  static PAGED_ATTN_INLINE void look_up_line(__m512i code, __m512i sign, __mmask64 is_128,
+                                             const Table& table, F* x) {
+    const auto half = [&](const uint8_t* bytes) __attribute__((always_inline)) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), code,
+                                      _mm512_load_si512(bytes + 64));
+    };
+    const __m512i low = half(table.low);
+    __m512i high = _mm512_mask_mov_epi8(half(table.high), is_128, _mm512_set1_epi8(0x43));
+    high = _mm512_ternarylogic_epi32(high, sign, _mm512_set1_epi8(-128), 0xf8);
+    x[0] = (F)_mm512_unpacklo_epi8(low, high);
+    x[1] = (F)_mm512_unpackhi_epi8(low, high);
+  }
 };
+
+// Probabilities of single keys: bfloat16 in the lower half of an operand, zero in the upper one.
+struct AmxHalves : PairProduct {
+  static constexpr int DEPTH = 1;
+  static PAGED_ATTN_INLINE F narrow(const F* x) {
+    return (F)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x[0]));
+  }
+};
+
+// N vectors, read as (N, W), become (W, N); N is a power of two. One perfect shuffle each time.
+template <int N>
+PAGED_ATTN_INLINE void interleave(F* x) {
+  constexpr I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
+#pragma GCC unroll 4
+  for (int done = 1; done < N; done *= 2) {
+    F y[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; ++i) {
+      y[2 * i] = __builtin_shuffle(x[i], x[i + N / 2], LOW);
+      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + N / 2], HIGH);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) x[i] = y[i];
+  }
+}
+
+// The reverse: (W, N) become (N, W).
+template <int N>
+PAGED_ATTN_INLINE void uninterleave(F* x) {
+  constexpr I EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, ODD = EVEN + 1;
+#pragma GCC unroll 4
+  for (int done = 1; done < N; done *= 2) {
+    F y[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; ++i) {
+      y[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], EVEN);
+      y[i + N / 2] = __builtin_shuffle(x[2 * i], x[2 * i + 1], ODD);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) x[i] = y[i];
+  }
+}
 
 // Registers 0 to 3 hold sums, 4 and 5 operands of rows, 6 and 7 of columns.
 struct alignas(64) AmxRegisters {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// For attention_rows_amx.h with that many rows: keys or values; queries and scores, (16, ROWS);
+// probabilities and sums, the rows twice or as many of these as fit.
+template <int ROWS>
+struct AmxRowsRegisters : AmxRegisters {
+  constexpr AmxRowsRegisters() {
+    for (int i = 1; i < 3; ++i) row_bytes[i] = ROWS * 4;
+    for (int i = 3; i < 8; ++i) rows[i] = ROWS < 8 ? 2 * ROWS : 16;
+  }
 };
 
 // GCC's loads of tiles do not say that they read memory.

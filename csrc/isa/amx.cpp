@@ -1,6 +1,7 @@
-// AMX-BF16 has tiles of many rows to multiply; all else is AVX-512-BF16's.
+// AMX-BF16 multiplies pairs of bfloat16 by tiles; all else is AVX-512-BF16's.
 #include "../kernels.h"
 #include "../kernels/attention_amx.h"
+#include "../kernels/attention_rows_amx.h"
 
 namespace {
 
@@ -20,14 +21,48 @@ class DenormalsAreZero {
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   const int64_t floats = vectors.workspace_floats(a, few_rows, groups, tile_rows);
-  if (tile_rows == 0 || !AmxProduct::suits(a.q_dtype, a.kv_dtype)) return floats;
-  return max64(floats, amx_workspace(a, tile_rows, nullptr).floats);
+  if (!AmxProduct::suits(a.q_dtype, a.kv_dtype)) return floats;
+  const int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
+  const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats : 0;
+  return max64(floats, max64(few, tile));
+}
+
+// One or two rows want less of a key than its way into a tile costs; 8-bit keys go another way
+// anyhow.
+bool suits_tiles(const Attention& a, int64_t rows) { return rows > 2 || bytes_of(a.kv_dtype) == 1; }
+
+template <int ROWS>
+bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, float* workspace) {
+  static constexpr AmxRowsRegisters<ROWS> registers;
+  _tile_loadconfig(&registers);
+  const bool finite = attend_rows_by_tiles<ROWS>(a, sequence_at(a, task.sequence), task, workspace);
+  _tile_release();
+  return finite;
+}
+
+void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* workspace) {
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  if (!suits_tiles(a, rows)) return vectors.attend(a, task, workspace);
+  const int64_t wanted = register_rows(rows);
+  const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
+                    : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)
+                                  : attend_rows_if_finite<16>(a, task, workspace);
+  if (done) return;
+  if (task.group_end - task.group_begin == 1) return vectors.attend(a, task, workspace);
+  // each group for itself: no result may depend on what else is in a task
+  paged_attn::Task piece = task;
+  for (int32_t group = task.group_begin; group < task.group_end; ++group) {
+    piece.group_begin = group;
+    piece.group_end = group + 1;
+    attend_few_rows(a, piece, workspace);
+    if (task.partial >= 0) piece.partial += rows * partial_row_floats(a);
+  }
 }
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
   if (!AmxProduct::suits(a.q_dtype, a.kv_dtype)) return vectors.attend(a, task, workspace);
   const DenormalsAreZero mode;
-  if (task.few_rows) return vectors.attend(a, task, workspace);
+  if (task.few_rows) return attend_few_rows(a, task, workspace);
   static const AmxRegisters registers;
   _tile_loadconfig(&registers);
   attend_by_tiles(a, sequence_at(a, task.sequence), task, workspace);

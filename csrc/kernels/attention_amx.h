@@ -23,22 +23,18 @@ struct AmxWorkspace {
 
 PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, float* memory) {
   AmxWorkspace w;
-  w.floats = 0;
-  const auto take = [&](int64_t floats) __attribute__((always_inline)) {
-    float* p = memory ? memory + w.floats : nullptr;
-    w.floats += round_up(floats, 16);
-    return p;
-  };
+  Workspace space(memory);
   w.rows = round_up(rows, AmxProduct::ROWS);
   w.stride_q = key_depth<AmxProduct>(a);
   w.stride_acc = round_up(a.head_dim_v, W);
-  w.q = take(w.rows * w.stride_q);
-  w.acc = take(w.rows * w.stride_acc);
-  w.m = take(w.rows);
-  w.l = take(w.rows * W);  // a vector of sums a row
-  w.keys = take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
-  w.values = take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
-  w.scores = take(2 * AmxProduct::ROWS * MAX_COLUMNS);
+  w.q = space.take(w.rows * w.stride_q);
+  w.acc = space.take(w.rows * w.stride_acc);
+  w.m = space.take(w.rows);
+  w.l = space.take(w.rows * W);  // a vector of sums a row
+  w.keys = space.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
+  w.values = space.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
+  w.scores = space.take(2 * AmxProduct::ROWS * MAX_COLUMNS);
+  w.floats = space.floats();
   return w;
 }
 

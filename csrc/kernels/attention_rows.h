@@ -7,6 +7,7 @@
 
 #include "../core/query_rows.h"
 #include "../core/read_ahead.h"
+#include "../core/workspace.h"
 
 namespace {
 
@@ -43,7 +44,7 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
-          if (r == 0) prefetch_part(later, d * KEYS + j * n, n);
+          if (r == 0) ahead.ask(later, d * KEYS + j * n, n);
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
@@ -97,7 +98,7 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       constexpr int SHARE = DEPTH * VECS * W / ROWS;
-      if (first) prefetch_part(later, c * n + r * SHARE, SHARE);
+      if (first) ahead.ask(later, c * n + r * SHARE, SHARE);
       const F weight = set1(p[r * ROW_COLUMNS]);
 #pragma GCC unroll 4
       for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);
@@ -156,21 +157,17 @@ template <class Product>
 PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows, int64_t groups,
                                                float* memory) {
   RowsWorkspace w;
-  w.floats = 0;
-  const auto take = [&](int64_t floats) __attribute__((always_inline)) {
-    float* p = memory ? memory + w.floats : nullptr;
-    w.floats += round_up(floats, 16);
-    return p;
-  };
+  Workspace space(memory);
   w.rows = rows <= 2 ? rows : round_up(rows, 4);
   w.stride_q = padded<Product>(a.head_dim) / Product::DEPTH;
   w.stride_acc = padded<Product>(a.head_dim_v);
-  w.q = take(groups * w.rows * w.stride_q);
-  w.acc = take(groups * w.rows * w.stride_acc);
-  w.m = take(groups * w.rows);
-  w.l = take(groups * w.rows);
-  w.scores = take(groups * w.rows * ROW_COLUMNS);
-  w.scale = take(groups);
+  w.q = space.take(groups * w.rows * w.stride_q);
+  w.acc = space.take(groups * w.rows * w.stride_acc);
+  w.m = space.take(groups * w.rows);
+  w.l = space.take(groups * w.rows);
+  w.scores = space.take(groups * w.rows * ROW_COLUMNS);
+  w.scale = space.take(groups);
+  w.floats = space.floats();
   return w;
 }
 

@@ -8,6 +8,7 @@
 
 #include "../core/product.h"
 #include "../core/query_rows.h"
+#include "../core/workspace.h"
 
 namespace {
 
@@ -129,22 +130,18 @@ struct TileWorkspace {
 template <class Product>
 PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows, float* memory) {
   TileWorkspace w;
-  w.floats = 0;
-  const auto take = [&](int64_t floats) __attribute__((always_inline)) {
-    float* p = memory ? memory + w.floats : nullptr;
-    w.floats += round_up(floats, 16);
-    return p;
-  };
+  Workspace space(memory);
   w.rows = round_up(rows, Product::ROWS);
   w.stride_q = round_up(key_depth<Product>(a), W);
   w.stride_acc = round_up(a.head_dim_v, W);
-  w.q = take(w.rows * w.stride_q);
-  w.acc = take(w.rows * w.stride_acc);
-  w.m = take(w.rows);
-  w.l = take(w.rows);
-  w.keys = take(key_depth<Product>(a) * MAX_COLUMNS);
-  w.values = take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
-  w.scores = take(Product::ROWS * MAX_COLUMNS);
+  w.q = space.take(w.rows * w.stride_q);
+  w.acc = space.take(w.rows * w.stride_acc);
+  w.m = space.take(w.rows);
+  w.l = space.take(w.rows);
+  w.keys = space.take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.values = space.take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
+  w.scores = space.take(Product::ROWS * MAX_COLUMNS);
+  w.floats = space.floats();
   return w;
 }
 

@@ -1,5 +1,6 @@
 """What only the CPU backend promises."""
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -45,6 +46,31 @@ def test_threads_change_no_bit():
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_an_infinity_stays_in_its_dim_and_head(kv_dtype):
+    call = build(dataclasses.replace(PROBLEMS["llama3_8b/decode_b5/bf16"], kv_dtype=kv_dtype))
+    expected, lse = call.run()
+    block_table = call.args["block_table"]
+    call.args["v"][block_table[2, 3], 1, 5, 6] = float("inf")  # a key of the third sequence
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            out, lse_now = call.run()
+            assert torch.equal(lse, lse_now)
+            changed = (out != expected).nonzero()
+            if n == 1:
+                first = out
+            assert torch.equal(out, first)
+            # four query heads look at the second key head; another dim is rounded in another way
+            finite = out.isfinite()
+            assert (~finite).nonzero().tolist() == [[2, head, 6] for head in range(4, 8)]
+            assert set(map(tuple, changed[:, :2].tolist())) <= {(2, h) for h in range(4, 8)}
+            torch.testing.assert_close(out[finite], expected[finite])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_workspace_does_not_grow_with_queries_times_keys():
