@@ -175,11 +175,11 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
   }
 }
 
-// Where a token's heads adjoin, a chunk is asked for token by token and read head by head: all of
-// it has to be there when its first head is read.
+// Half of what vectors want to be ahead: tiles take a chunk at once. Where a token's heads adjoin, a
+// chunk is asked for token by token and read head by head: all of it has to be there before.
 template <class T>
 PAGED_ATTN_INLINE int64_t ahead_bytes(const Attention& a, int groups) {
-  if (a.k.stride_head >= a.k.stride_token) return AHEAD_BYTES;
+  if (a.k.stride_head >= a.k.stride_token) return AHEAD_BYTES / 2;
   return AHEAD_BYTES + TILE_KEYS * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
 }
 
