@@ -3,18 +3,23 @@
 Every test that compiles a kernel waits for a compiler, so that one process takes minutes where
 several take one. Needs pytest only. The tests are collected once and dealt out; at the end it says
 what passed, what was skipped and why, and what failed, and fails if anything did, or if a test that
-was collected has no result.
+was collected has no result. A test that hangs costs the tests that its process had left, and shows
+where each of its threads stands.
 """
 
 import argparse
 import collections
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from xml.etree import ElementTree
+
+# seconds; pytest then prints where the threads of a test are, and lets it go on
+HANGS_AFTER = 150
 
 
 def collect(arguments: list[str]) -> list[str]:
@@ -28,10 +33,14 @@ def collect(arguments: list[str]) -> list[str]:
     return [line for line in lines if "::" in line]
 
 
-def results(report: Path) -> dict[str, list[str]]:
-    """How the tests of one process ended: passed, skipped or failed, and the messages."""
+def results(report: Path, log: str) -> dict[str, list[str]]:
+    """How the tests of one process ended: passed, skipped or failed, and the messages. A process
+    that was stopped has left no report, but a line for each test that had ended.
+    """
     ended = collections.defaultdict(list)
     if not report.exists():
+        for name, outcome in re.findall(r"^(\S+::.+) (PASSED|SKIPPED|FAILED|ERROR)", log, re.M):
+            ended["failed" if outcome == "ERROR" else outcome.lower()].append(name)
         return ended
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
@@ -60,7 +69,8 @@ def main() -> None:
         for i in range(processes):
             log, report = Path(folder, f"{i}.log"), Path(folder, f"{i}.xml")
             command = [sys.executable, "-u", "-m", "pytest", "--verbose", f"--junitxml={report}"]
-            command += ["-p", "no:cacheprovider", "--disable-warnings", *tests[i::processes]]
+            command += ["-o", f"faulthandler_timeout={HANGS_AFTER}", "-p", "no:cacheprovider"]
+            command += ["--disable-warnings", *tests[i::processes]]
             with log.open("w") as output:
                 process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             running.append((process, log, report))
@@ -70,11 +80,12 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = process.wait()
-            for outcome, names in results(report).items():
+            said = log.read_text()
+            for outcome, names in results(report, said).items():
                 ended[outcome] += names
             if status != 0:
-                # without a report, the last line names the test that had not ended
-                print(log.read_text()[-20000:], flush=True)
+                # without a report, the last test that it names had not ended
+                print(said[-20000:], flush=True)
     for reason, count in collections.Counter(ended["skipped"]).most_common():
         print(f"skipped {count}: {reason}")
     for failure in ended["failed"]:
