@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_paged_attn.testing import assert_accurate, build
-from torch_paged_attn.testing.problems import Problem
+from torch_paged_attn.testing.problems import Layout, Problem
 from torch_paged_attn.testing.strategies import layouts, problems
 
 FEW_ROWS_THAT_CANCEL = Problem(
@@ -53,6 +53,19 @@ DROPOUT_THAT_MAGNIFIES = Problem(
     dropout_p=0.9,
     seed=32,
 )
+ALIBI_FAR_AWAY = Problem(
+    "alibi_far_away",
+    ((1, 11), (34, 95)),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=16,
+    head_dim_v=1,
+    kv_dtype=torch.float8_e4m3fn,
+    causal=False,
+    softmax_scale=0.0,
+    alibi="heads",
+    layout=Layout(16, 16, heads="one", batched=True, density=0.3),
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -72,6 +85,7 @@ def test_flash_varlen_agrees_with_the_reference(problem):
 
 
 @given(problems(layouts))
+@example(ALIBI_FAR_AWAY)
 def test_blocksparse_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())

@@ -18,7 +18,7 @@ class Precision:
 
     `norm` 1 sums |p v| in place of p v, 2 takes the root of the sum of (p v)^2: what the rounding
     errors of a sum, and of what is summed, scale with. With `logits` each p is multiplied by the
-    sum of |q k| behind it: what the rounding errors of a probability's logit scale with.
+    magnitudes that its logit adds up, |q k|, ALiBi and bias: what that one's errors scale with.
     """
 
     compute: torch.dtype = torch.float32
@@ -87,11 +87,13 @@ def attend(
         s = (q_real @ k_real.mT) * call.scale
         if call.softcap > 0.0:
             s = call.softcap * torch.tanh(s / call.softcap)
+        terms = []
         if call.alibi_slopes is not None:
             slopes = call.alibi_slopes[b] if call.alibi_slopes.dim() == 2 else call.alibi_slopes
-            s = s - slopes.to(compute)[:, None, None] * distance.abs()
+            terms.append(-slopes.to(compute)[:, None, None] * distance.abs())
         if bias is not None and bias.dtype != torch.bool:
-            s = s + bias.to(compute)
+            terms.append(bias.to(compute))
+        s = sum(terms, s)
         s = s.masked_fill(~visible, float("-inf"))
 
         logits = s
@@ -113,7 +115,9 @@ def attend(
         if precision.round_probabilities:
             p = p.to(call.q.dtype).to(compute)
         if precision.logits:
-            p = p * (q_real.abs() @ k_real.abs().mT) * abs(call.scale)
+            products = (q_real.abs() @ k_real.abs().mT) * abs(call.scale)
+            magnitude = sum((term.abs() for term in terms), products)
+            p = p * magnitude.masked_fill(~visible, 0.0)
         summed = p @ v_real
         if norm := precision.norm:
             summed = (p**norm @ v_real.abs() ** norm) ** (1 / norm)

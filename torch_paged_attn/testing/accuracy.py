@@ -12,8 +12,8 @@ than the result, and, where the result is finer than the probabilities, two stan
 what rounding these does. The mean is granted one rounding of the result over n as well.
 
 Nor is it luck alone that a library's routine for small matrices adds eight products where others
-add a hundred: in float32 no baseline counts as closer than logits whose sums of q k are rounded
-make it, by two standard deviations.
+add a hundred, or that ALiBi is exact before it is multiplied by log2(e): in float32 no baseline
+counts as closer than two standard deviations of what rounding the logits does.
 """
 
 import dataclasses
