@@ -66,6 +66,20 @@ ALIBI_FAR_AWAY = Problem(
     alibi="heads",
     layout=Layout(16, 16, heads="one", batched=True, density=0.3),
 )
+ALIBI_ALONE = Problem(
+    "alibi_alone",
+    ((12, 1), (33, 193)),
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    head_dim_v=1,
+    page_size=1,
+    causal=False,
+    softmax_scale=0.0,
+    alibi="heads",
+    descale="scalar",
+    layout=Layout(256, 16, heads="one", batched=True, density=0.3),
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -86,6 +100,7 @@ def test_flash_varlen_agrees_with_the_reference(problem):
 
 @given(problems(layouts))
 @example(ALIBI_FAR_AWAY)
+@example(ALIBI_ALONE)
 def test_blocksparse_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())
