@@ -31,17 +31,21 @@ run: install
 	$(PYTHON) examples/embed.py
 	$(PYTHON) examples/serve.py
 
+# the processes of a suite, which take tests from each other: one for each core
+PROCESSES ?= logical
+PYTEST := $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal
+
 # The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
-# tests/triton turns Triton's interpreter on, so it has a process of its own.
+# tests/triton turns Triton's interpreter on, so it has processes of its own.
 test: install lint
 	$(PYTHON) -m torch_paged_attn
-	$(PYTHON) -m pytest tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
-	$(PYTHON) -m pytest tests/triton
-	PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTHON) -m pytest \
+	$(PYTEST) tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
+	$(PYTEST) tests/triton
+	PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTEST) \
 	  tests/contract/test_errors.py tests/backends tests/properties/test_attention.py \
 	  tests/properties/test_wild_metadata.py --ignore tests/backends/test_cpu.py
 	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
-	  PAGED_ATTN_CPU_ISA=$$isa $(PYTHON) -m pytest tests/backends tests/properties; done
+	  PAGED_ATTN_CPU_ISA=$$isa $(PYTEST) tests/backends tests/properties; done
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
 test-neon: install
@@ -71,9 +75,9 @@ test-tpu: install
 # What needs no GPU (the CPU's kernels, compiling for other chips) is `make test`'s.
 FUZZ_SECONDS ?= 300
 test-gpu:
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) tools/shards.py tests/triton tests/backends \
-	  --ignore tests/triton/test_cross_compile.py --ignore tests/triton/test_graphs.py -k "not cpu and not compiles_to"
-	PYTHONPATH=. $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
+	  tests/triton tests/backends --ignore tests/triton/test_cross_compile.py --ignore tests/triton/test_graphs.py -k "not cpu and not compiles_to"
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
 
 # The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
 # (Nothing is interpreted: 3.9's interpreter broadcasts a boolean to int32 and refuses it as a mask.)

@@ -1,4 +1,4 @@
-"""Fuzz the GPU kernels on all cores: `python tests/triton/fuzz.py --seconds 300 --processes 14`.
+"""Fuzz the GPU kernels on all cores: `python tests/triton/fuzz.py --seconds 300`.
 
 Every plan compiles a kernel, so that one process would see few of them. A worker prints what failed
 right away; one whose GPU context is lost, or that hangs, is replaced by another.
@@ -7,6 +7,7 @@ right away; one whose GPU context is lost, or that hangs, is replaced by another
 import argparse
 import dataclasses
 import multiprocessing
+import os
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch_paged_attn.testing.strategies import layouts, problems
 
 ANY = problems(st.one_of(st.none(), layouts))
 HUNG_AFTER = 90  # seconds for one plan
+LOST = 3  # how a worker ends that has told of a lost context
 
 
 def run(problem: Problem) -> None:
@@ -79,7 +81,7 @@ def work(seed: int, results: Any, current: Any) -> None:
             lost = "CUDA" in str(error)
             results.put((seed, str(problem), f"{type(error).__name__}: {str(error)[:400]}"))
             if lost:
-                raise SystemExit(1) from error
+                raise SystemExit(LOST) from error
 
     check()
 
@@ -87,7 +89,7 @@ def work(seed: int, results: Any, current: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -110,16 +112,18 @@ def main() -> None:
                 print(f"seed {number}: {why}\n    {plan}", flush=True)
         for number, worker in list(workers.items()):
             since, plan = doing.get(number, (time.monotonic(), ""))
-            if not worker.is_alive() or time.monotonic() - since > HUNG_AFTER:
-                if worker.is_alive():
+            has_hung = worker.is_alive() and time.monotonic() - since > HUNG_AFTER
+            if has_hung or not worker.is_alive():
+                if has_hung or worker.exitcode != LOST:
                     failed += 1
-                    print(f"seed {number}: hung\n    {plan}", flush=True)
+                    why = "hung" if has_hung else f"ended with {worker.exitcode}"
+                    print(f"seed {number}: {why}\n    {plan}", flush=True)
                 worker.kill()
                 del workers[number]
     for worker in workers.values():
         worker.kill()
     print(f"{passed} plans passed, {failed} failed")
-    raise SystemExit(failed > 0)
+    raise SystemExit(failed > 0 or passed == 0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Every chip compiles a third of the calls and every call is compiled for a third 
 the `thorough` profile, all of them. `cross_compile.py` prints what other chips make of them.
 """
 
-import collections
 import contextlib
 import functools
 import os
@@ -24,28 +23,21 @@ JOBS = [
 
 
 @pytest.fixture(scope="session")
-def compiled(request):
-    """By chip, what its tests will ask for: by call, compiled by all cores."""
-    wanted = collections.defaultdict(list)
-    for item in request.session.items:
-        if item.function is test_compiles_to_what_the_chip_has_room_for:
-            wanted[item.callspec.params["arch"]].append(item.callspec.params["name"])
+def compiler():
+    """The process that compiles for a chip; another one for the next chip."""
     with contextlib.ExitStack() as processes:
 
-        @functools.cache
+        @functools.lru_cache(maxsize=1)
         def of_chip(arch):
             processes.close()
-            pool = cross_compile.workers(os.cpu_count())
-            processes.callback(pool.shutdown, cancel_futures=True)
-            compile_call = functools.partial(cross_compile.compile_call, arch)
-            return {name: pool.submit(compile_call, name) for name in wanted[arch]}
+            return processes.enter_context(cross_compile.workers(1))
 
         yield of_chip
 
 
 @pytest.mark.parametrize("arch, name", JOBS)
-def test_compiles_to_what_the_chip_has_room_for(arch, name, compiled):
-    kernels = compiled(arch)[name].result()
+def test_compiles_to_what_the_chip_has_room_for(arch, name, compiler):
+    kernels = compiler(arch).submit(cross_compile.compile_call, arch, name).result()
     assert kernels
     for kernel in kernels:
         assert not kernel.faults(arch, name), kernel
