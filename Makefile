@@ -105,5 +105,11 @@ bench: install
 	PYTHON=$(PYTHON) benchmarks/get_peers.sh
 	$(PYTHON) benchmarks/run.py --backend cpu
 
+# On a machine with a GPU, as test-gpu: make bench-gpu PYTHON=python3
+.PHONY: bench-gpu
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu/run.py --json benchmarks/results/cuda/gpu.json
+	$(PYTHON) benchmarks/gpu/report.py benchmarks/results/cuda/gpu.json
+
 clean:
 	rm -rf $(VENV) .venv-xla .triton-* build *.egg-info torch_paged_attn/*.so

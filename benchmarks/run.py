@@ -4,6 +4,7 @@
     python benchmarks/run.py --problems '*/decode_*' --threads 1
     python benchmarks/run.py --base main~3                       this checkout beside another commit
     python benchmarks/run.py --isa avx2                          and beside a slower instruction set
+    python benchmarks/run.py --backend cuda --help               another backend's own script
 
 A problem whose result is not accurate is not timed. With one thread the figures are the smallest
 CPU time of interleaved samples; with more, the median wall time, marked ~ if the machine was busy.
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import fnmatch
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from problems import BENCHMARKS
 from rich.console import Console
 from workloads import AttentionWorkload, Workload, make
 from worktree import ROOT, built, remote_sampler
+
+# a backend whose figures are of another kind has a script of its own
+SCRIPTS = {"cuda": "gpu/run.py", "tpu": "tpu/run.py", "neuron": "neuron/cost.py"}
 
 console = Console()
 if not console.is_terminal:
@@ -106,11 +111,18 @@ def measure(name: str, options: argparse.Namespace, base: Path | None) -> list[d
 
 
 def arguments() -> argparse.Namespace:
+    backend = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    backend.add_argument("--backend", choices=["cpu", *SCRIPTS], default="cpu")
+    chosen, rest = backend.parse_known_args()
+    if chosen.backend in SCRIPTS:
+        script = str(Path(__file__).parent / SCRIPTS[chosen.backend])
+        os.execv(sys.executable, [sys.executable, script, *rest])
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        parents=[backend],
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     all_threads = sorted({1, torch.get_num_threads()})
-    parser.add_argument("--backend", choices=["cpu"], default="cpu")
     parser.add_argument("--problems", metavar="GLOB", default="*", help="names to run")
     parser.add_argument("--base", metavar="REF", help="time this commit too")
     parser.add_argument(

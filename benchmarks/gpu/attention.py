@@ -1,21 +1,16 @@
-"""Prefill, decode, cache writes and block-sparse attention on one GPU, beside the peers found
-there.
+"""Prefill and decode beside FlashAttention-3 and SDPA's kernels, and the chip's ceilings.
 
-    python benchmarks/gpu/attention.py [--fa3 LIBRARY] [--only SUBSTRING] [--json OUT]
-
-Every result is checked against a float32 formula (or, where that would not fit, against FA3) before
-it is timed. Medians of CUDA-graph replays, beside the chip's ceilings; those of prefill take turns,
-because the chip slows down when it is hot. Each row says which of our kernels answered.
+Every result is checked against a float32 formula before it is timed. Medians of CUDA-graph replays;
+those of prefill take turns, because the chip slows down when it is hot. Each row of prefill says
+which of our kernels answered.
 """
 
-import argparse
 import dataclasses
-import json
+import functools
 import logging
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -153,70 +148,76 @@ def relative_error(out: torch.Tensor, want: torch.Tensor) -> float:
     return ((out.float() - want.float()).norm() / want.float().norm()).item()
 
 
-def prefill_calls(p: Prefill, fa3) -> tuple[dict[str, Callable], torch.Tensor | None]:
+def check(errors: dict[str, float]) -> None:
+    """Raise if a result is wrong, so that it is not timed."""
+    wrong = {name: error for name, error in errors.items() if not error < 0.01}
+    assert not wrong, f"relative errors {wrong}"
+
+
+def without_pages(cache: torch.Tensor, table: torch.Tensor, lengths: tuple[int, ...]):
+    """Each sequence's keys or values."""
+    return [
+        cache[row[: -(-n // cache.shape[1])].long()].flatten(0, 1)[:n]
+        for row, n in zip(table, lengths, strict=True)
+    ]
+
+
+def prefill_calls(p: Prefill, fa3) -> tuple[dict[str, Callable], torch.Tensor]:
     total, longest = sum(p.lengths), max(p.lengths)
     cu = cumulative(p.lengths)
+    lengths = cu, None, longest, longest
     shape = (total, p.num_heads, p.head_dim)
     q = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
     calls: dict[str, Callable] = {}
     if p.page_size:
-        k, v, table, used = paged(p.lengths, p.page_size, p.num_kv_heads, p.head_dim, q.dtype)
-        caches = k.transpose(1, 2), v.transpose(1, 2)
-        calls["ours"] = lambda **o: ours(
-            q, *caches, cu, None, longest, longest, used, table, causal=p.causal, **o
-        )[0]
-        packed = torch.randn(2, total, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
-        calls["packed"] = lambda: ours(q, *packed, cu, None, longest, longest, causal=p.causal)[0]
+        *pages, table, used = paged(p.lengths, p.page_size, p.num_kv_heads, p.head_dim, q.dtype)
+        k, v = (torch.cat(without_pages(cache, table, p.lengths)) for cache in pages)
+        caches = [cache.transpose(1, 2) for cache in pages]
+        calls["ours"] = lambda **o: ours(q, *caches, *lengths, used, table, causal=p.causal, **o)[0]
+        calls["packed"] = lambda: ours(q, k, v, *lengths, causal=p.causal)[0]
         if fa3:
             calls["FA3"] = lambda: fa3.fwd(
-                q, k, v, cu_q=cu, seqused_k=used, max_q=longest, max_k=longest, page_table=table,
+                q, *pages, cu_q=cu, seqused_k=used, max_q=longest, max_k=longest, page_table=table,
                 causal=p.causal,
             )[0]  # fmt: skip
-        return calls, None
-    k, v = (
-        torch.randn(total, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
-        for _ in range(2)
-    )
-    calls["ours"] = lambda **o: ours(q, k, v, cu, None, longest, longest, causal=p.causal, **o)[0]
-    if fa3:
-        calls["FA3"] = lambda: fa3.fwd(
-            q, k, v, cu_q=cu, cu_k=cu, max_q=longest, max_k=longest, causal=p.causal
-        )[0]
-    if len(set(p.lengths)) == 1:
-        dense = [
-            t.view(len(p.lengths), longest, -1, p.head_dim).transpose(1, 2).contiguous()
-            for t in (q, k, v)
-        ]
+    else:
+        k, v = (
+            torch.randn(total, p.num_kv_heads, p.head_dim, device=DEVICE, dtype=q.dtype)
+            for _ in range(2)
+        )
+        calls["ours"] = lambda **o: ours(q, k, v, *lengths, causal=p.causal, **o)[0]
+        if fa3:
+            calls["FA3"] = lambda: fa3.fwd(
+                q, k, v, cu_q=cu, cu_k=cu, max_q=longest, max_k=longest, causal=p.causal
+            )[0]
+        if len(set(p.lengths)) == 1:
+            dense = [
+                t.view(len(p.lengths), longest, -1, p.head_dim).transpose(1, 2).contiguous()
+                for t in (q, k, v)
+            ]
 
-        def sdpa(backend: SDPBackend) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                gqa = p.num_heads != p.num_kv_heads
-                return scaled_dot_product_attention(*dense, is_causal=p.causal, enable_gqa=gqa)
+            def sdpa(backend: SDPBackend) -> torch.Tensor:
+                with sdpa_kernel(backend):
+                    gqa = p.num_heads != p.num_kv_heads
+                    return scaled_dot_product_attention(*dense, is_causal=p.causal, enable_gqa=gqa)
 
-        calls["cuDNN"] = lambda: sdpa(SDPBackend.CUDNN_ATTENTION)
-        calls["FA2"] = lambda: sdpa(SDPBackend.FLASH_ATTENTION)
-    pieces = [t.split(p.lengths) for t in (q, k, v)]
-    want = torch.cat(
-        [
-            scaled_dot_product_attention(
-                *(t[:, h].float()[None, None] for t, h in zip(piece, (0, 0, 0), strict=True)),
-                is_causal=p.causal,
-            )[0, 0]
-            for piece in zip(*pieces, strict=True)
-        ]
-    )
-    return calls, want  # the first head of every row
+            calls["cuDNN"] = lambda: sdpa(SDPBackend.CUDNN_ATTENTION)
+            calls["FA2"] = lambda: sdpa(SDPBackend.FLASH_ATTENTION)
+    first_heads = (t[:, 0].float().split(p.lengths) for t in (q, k, v))
+    want = [
+        scaled_dot_product_attention(*(t[None, None] for t in qkv), is_causal=p.causal)[0, 0]
+        for qkv in zip(*first_heads, strict=True)
+    ]
+    return calls, torch.cat(want)  # the first head of every row
 
 
 def decode_formula(d: Decode, q, k, v, table) -> torch.Tensor:
     """The result in float32, sequence by sequence."""
     rows = []
-    for b, context in enumerate(d.contexts):
-        pages = table[b, : -(-context // d.page_size)].long()
-        keys, values = (
-            x[pages].flatten(0, 1)[:context].float().transpose(0, 1)[None] for x in (k, v)
-        )
-        query = q[b].float()[None, :, None]
+    caches = (without_pages(cache, table, d.contexts) for cache in (k, v))
+    for query, *kv in zip(q, *caches, strict=True):
+        keys, values = (x.float().transpose(0, 1)[None] for x in kv)
+        query = query.float()[None, :, None]
         rows.append(scaled_dot_product_attention(query, keys, values, enable_gqa=True)[0, :, 0])
     return torch.stack(rows)
 
@@ -318,62 +319,27 @@ def first_answer(call: Callable) -> tuple[torch.Tensor, str]:
     return out, said[0].partition(": the ")[2] if said else "as a call before"
 
 
-def show(name: str, unit: str, row: dict[str, float | str]) -> None:
-    """Print a row of results, whose `error`, if any, is that of ours."""
-    shown = "  ".join(f"{k} {v}" if isinstance(v, str) else f"{k} {v:.4g}" for k, v in row.items())
-    error = row.get("error")
-    is_wrong = isinstance(error, float) and not error < 0.01
-    print(f"{name:48} {unit:8} {shown}{'  WRONG' * is_wrong}", flush=True)
+def measure_prefill(p: Prefill, fa3) -> dict[str, Any]:
+    calls, want = prefill_calls(p, fa3)
+    out, kernel = first_answer(calls["ours"])
+    error = relative_error(out[:, 0], want)
+    check({"ours": error})
+    rates = {name: p.flops / ms * 1e-9 for name, ms in take_turns(calls).items()}
+    return {"unit": "TFLOP/s", "figures": rates, "error": error, "kernel": kernel}
 
 
-def load_fa3(path: str | None):
-    if path is None:
-        return None
-    sys.path.insert(0, str(Path(path).parent))
-    import fa3_peer
-
-    fa3_peer.load(path)
-    return fa3_peer
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fa3", metavar="SO", help="FA3's library, fa3_peer.py beside it")
-    parser.add_argument("--only", default="", help="problems whose name contains this")
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    options = parser.parse_args()
-    fa3 = load_fa3(options.fa3)
-    torch.manual_seed(0)
-    results = {"ceilings": ceilings()}
-    print(results["ceilings"], flush=True)
-    for problem in (*PREFILL, *DECODE):
-        if options.only not in str(problem):
-            continue
-        is_prefill = isinstance(problem, Prefill)
-        calls, want = (prefill_calls if is_prefill else decode_calls)(problem, fa3)
-        out, kernel = first_answer(calls["ours"])
-        row = {}
-        if want is not None:
-            row["error"] = relative_error(out[:, 0] if is_prefill else out, want)
-        elif "FA3" in calls:
-            row["error"] = relative_error(out, calls["FA3"]())
-        else:
-            row["error"] = "not compared"
-        if is_prefill:
-            for name, ms in take_turns(calls).items():
-                row[name] = problem.flops / ms * 1e-9
-            row["kernel"] = kernel
-        else:
-            for name, call in calls.items():
-                # a graph of so many calls as there are counters set aside for
-                row[name] = do_bench_cudagraph(call, rep=10, return_mode="median") * 1e3
-        if not is_prefill:
-            row["TB/s"] = problem.bytes / row["ours"] * 1e-6
-        show(str(problem), "TFLOP/s" if is_prefill else "us", row)
-        results[str(problem)] = row
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+def measure_decode(d: Decode, fa3) -> dict[str, Any]:
+    calls, want = decode_calls(d, fa3)
+    error = relative_error(calls["ours"](), want)
+    check({"ours": error})
+    # a graph of so many calls as there are counters set aside for
+    timed = functools.partial(do_bench_cudagraph, rep=10, return_mode="median")
+    times = {name: timed(call) * 1e3 for name, call in calls.items()}
+    rate = d.bytes / times["ours"] * 1e-6
+    return {"unit": "us", "figures": times, "error": error, "TB/s": rate}
 
 
-if __name__ == "__main__":
-    main()
+def problems(peers: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    fa3 = peers.get("FA3")
+    rows = {str(p): functools.partial(measure_prefill, p, fa3) for p in PREFILL}
+    return rows | {str(d): functools.partial(measure_decode, d, fa3) for d in DECODE}

@@ -1,6 +1,4 @@
-"""Block-sparse attention on one GPU, beside dense attention and the peers found there.
-
-    python benchmarks/gpu/blocksparse.py [--vllm FILE] [--only SUBSTRING] [--json OUT]
+"""Block-sparse attention beside dense attention and the peers found there.
 
 Peers work on the same lists of blocks: FlexAttention and, given its
 blocksparse_attention_kernel.py, the kernel that vLLM had, without what its wrapper does on the
@@ -8,15 +6,13 @@ host. Every result is compared with a float32 formula before it is timed. Median
 replays that take turns.
 """
 
-import argparse
 import dataclasses
-import importlib.util
-import json
+import functools
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
-from attention import DEVICE, Prefill, relative_error, show, take_turns
+from attention import DEVICE, Prefill, check, relative_error, take_turns
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import torch_paged_attn
@@ -75,12 +71,8 @@ def flex(p: BlockSparse, layout: BlockSparseLayout, q, k, v) -> Callable:
     return lambda: compiled(*heads_first, block_mask=mask, **options)[0].transpose(0, 1)
 
 
-def vllm(file: Path, p: BlockSparse, layout: BlockSparseLayout, q, k, v, cu) -> Callable:
+def vllm(module: Any, p: BlockSparse, layout: BlockSparseLayout, q, k, v, cu) -> Callable:
     """vLLM's kernel, launched as its wrapper launches it."""
-    spec = importlib.util.spec_from_file_location("blocksparse_attention_kernel", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     tiles = p.length // p.block_size
     sequence = torch.zeros(tiles, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(tiles, dtype=torch.int32, device=DEVICE) * p.block_size
@@ -102,7 +94,7 @@ def vllm(file: Path, p: BlockSparse, layout: BlockSparseLayout, q, k, v, cu) -> 
 
 
 @torch.inference_mode()
-def measure(p: BlockSparse, vllm_kernel: Path | None) -> dict[str, float]:
+def measure(p: BlockSparse, vllm_kernel: Any) -> dict[str, Any]:
     """TFLOP/s of the blocks that are listed, beside those of dense causal attention."""
     layout = local_strided(p.num_heads, p.length, p.block_size, p.local, p.stride, device=DEVICE)
     shape = (p.length, p.num_heads, p.head_dim)
@@ -127,33 +119,17 @@ def measure(p: BlockSparse, vllm_kernel: Path | None) -> dict[str, float]:
     scores = q[some].float().transpose(0, 1) @ keys.transpose(1, 2) * p.head_dim**-0.5
     want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values
     errors = {n: relative_error(call()[some].transpose(0, 1), want) for n, call in calls.items()}
-    wrong = [name for name, error in errors.items() if name != "ours" and error >= 0.01]
-    assert not wrong, f"{wrong} answer otherwise than the formula"
+    check(errors)
 
     calls["dense"] = lambda: torch_paged_attn.flash_varlen(q, k, v, cu_seqlens_q=cu, causal=True)[0]
     flops = Prefill((p.length,), p.num_heads, p.num_kv_heads, p.head_dim).flops
     density = layout.density()
-    row = {"error": errors["ours"], "of causal": density}
-    for name, ms in take_turns(calls).items():
-        row[name] = (1.0 if name == "dense" else density) * flops / ms * 1e-9
-    return row
+    rates = {
+        name: (1.0 if name == "dense" else density) * flops / ms * 1e-9
+        for name, ms in take_turns(calls).items()
+    }
+    return {"unit": "TFLOP/s", "figures": rates, "error": errors["ours"], "of causal": density}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm", type=Path, metavar="FILE", help="vLLM's block-sparse kernel")
-    parser.add_argument("--only", default="", help="problems whose name contains this")
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    results = {}
-    for problem in BLOCKSPARSE:
-        if options.only in str(problem):
-            results[str(problem)] = row = measure(problem, options.vllm)
-            show(str(problem), "TFLOP/s", row)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def problems(peers: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    return {str(p): functools.partial(measure, p, peers.get("vLLM")) for p in BLOCKSPARSE}

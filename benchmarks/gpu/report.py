@@ -1,0 +1,192 @@
+"""What run.py measured on a GPU, as the README's tables and as a plot; needs no GPU.
+
+python benchmarks/gpu/report.py benchmarks/results/cuda/h200.json --plot OUT.png
+python benchmarks/gpu/report.py benchmarks/results/cuda/h200.json --markdown
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+# how a number is written, and where it is from; None if a row does not have it
+Column = tuple[str, Callable[[Row], float | None]]
+
+
+def speedup(row: Row, peer: str, ours: str = "ours") -> float | None:
+    """How many times as fast as a peer; None if that took no part."""
+    figures = row["figures"]
+    if peer not in figures:
+        return None
+    ratio = figures[ours] / figures[peer]
+    return ratio if row["unit"] == "TFLOP/s" else 1 / ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The rows of a part whose names begin with `prefix`."""
+
+    title: str
+    part: str
+    prefix: str
+    columns: dict[str, Column]
+    peers: tuple[str, ...] = ()  # in the plot
+    ours: str = "ours"
+
+    def rows(self, document: dict[str, Any]) -> dict[str, Row]:
+        """By what is left of their names; what was refused is left out."""
+        return {
+            row["problem"].removeprefix(self.prefix): row
+            for row in document["parts"].get(self.part, ())
+            if row["problem"].startswith(self.prefix) and "figures" in row
+        }
+
+
+def tables(read_ceiling: float) -> list[Table]:
+    def figure(name: str, form: str = "{:.0f}") -> Column:
+        return form, lambda row: row["figures"].get(name)
+
+    def over(peer: str, form: str = "{:.2f}x") -> Column:
+        return form, lambda row: speedup(row, peer)
+
+    def over_best(row: Row) -> float | None:
+        peers = (speedup(row, peer) for peer in ("FA3", "cuDNN", "FA2"))
+        return min((ratio for ratio in peers if ratio is not None), default=None)
+
+    us = "{:.1f}"
+    return [
+        Table(
+            "prefill, TFLOP/s, causal counted as half",
+            "attention",
+            "prefill ",
+            {
+                "ours": figure("ours"),
+                "FA3": figure("FA3"),
+                "cuDNN": figure("cuDNN"),
+                "ours / best": ("{:.2f}", over_best),
+                "of packed": over("packed", "{:.0%}"),
+            },
+            peers=("FA3", "cuDNN", "FA2", "packed"),
+        ),
+        Table(
+            "decode, µs: batch, context, query/KV heads, page size",
+            "attention",
+            "decode ",
+            {
+                "ours": figure("ours", us),
+                "FA3": figure("FA3", us),
+                "ours is": over("FA3", "{:.2f}x as fast"),
+                f"read, of {read_ceiling:.2f} TB/s": (
+                    "{:.0%}",
+                    lambda row: row["TB/s"] / read_ceiling,
+                ),
+            },
+            peers=("FA3",),
+        ),
+        Table(
+            "prefill by the portable kernel, TFLOP/s",
+            "portable",
+            "prefill ",
+            {"ours": figure("portable"), "FlexAttention": figure("flex"), "FA2": figure("FA2")},
+            peers=("flex", "FA2"),
+            ours="portable",
+        ),
+        Table(
+            "block-sparse, causal local + strided, heads of 128",
+            "blocksparse",
+            "",
+            {
+                "of causal": ("{:.1%}", lambda row: row["of causal"]),
+                "useful TFLOP/s": figure("ours"),
+                "of dense": over("dense", "{:.0%}"),
+                "FlexAttention": over("flex"),
+                "vLLM's kernel": over("vLLM"),
+            },
+            peers=("flex", "vLLM"),
+        ),
+        Table(
+            "cache write, µs: tokens x KV heads x head_dim",
+            "cache_write",
+            "",
+            {
+                "ours": figure("ours", "{:.3g}"),
+                "index_put": figure("index_put", "{:.3g}"),
+                "copy": figure("copy", "{:.3g}"),
+                "of copy": over("copy", "{:.0%}"),
+            },
+        ),
+        Table(
+            "host time of a call, µs",
+            "host",
+            "",
+            {
+                "ours": figure("call", us),
+                "through torch.ops": figure("operator", us),
+                "FA3": figure("FA3", us),
+                "a new description": figure("first"),
+            },
+        ),
+    ]
+
+
+def describe(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']},"
+        f" {machine['date']}, commit {machine['commit']}"
+    )
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The tables as they stand in the README."""
+    lines = [describe(document["machine"])]
+    for table in tables(document["ceilings"]["read TB/s"]):
+        if not (rows := table.rows(document)):
+            continue
+        lines += ["", "| " + " | ".join([table.title, *table.columns]) + " |"]
+        lines += ["|---" + "|---:" * len(table.columns) + "|"]
+        for name, row in rows.items():
+            numbers = ((form, number(row)) for form, number in table.columns.values())
+            texts = ["" if number is None else form.format(number) for form, number in numbers]
+            lines.append("| " + " | ".join([name, *texts]) + " |")
+    return "\n".join(lines)
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """How many times as fast as each peer, in a panel for each table that names some."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import panels
+
+    drawn = []
+    for table in tables(document["ceilings"]["read TB/s"]):
+        rows = {
+            name: {peer: ratio for peer in table.peers if (ratio := speedup(row, peer, table.ours))}
+            for name, row in table.rows(document).items()
+        }
+        rows = {name: ratios for name, ratios in rows.items() if ratios}
+        if rows:
+            title = table.title.split(", ")[0].capitalize()
+            drawn.append(panels.Panel(title, "times as fast as the peer", rows))
+    panels.draw(drawn, describe(document["machine"]), path, ticks="{x:g}x", start=0.8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="what run.py wrote")
+    parser.add_argument("--plot", metavar="OUT", type=Path, help="draw them")
+    parser.add_argument("--markdown", action="store_true", help="print the README's tables")
+    options = parser.parse_args()
+    document = json.loads(options.results.read_text())
+    if options.plot:
+        draw(document, options.plot)
+    if options.markdown or not options.plot:
+        print(markdown(document))
+
+
+if __name__ == "__main__":
+    main()
