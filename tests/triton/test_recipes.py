@@ -18,6 +18,7 @@ COUNTERS, ROOM = torch.zeros(16), torch.zeros(128)
 
 @pytest.fixture(autouse=True)
 def cpu_for_gpu(monkeypatch):
+    recipes.forget()
     driver = types.SimpleNamespace(
         active=types.SimpleNamespace(get_current_stream=lambda _: STREAM)
     )
@@ -40,7 +41,7 @@ class Kernel:
         self.launches.append(args)
 
 
-def call(tensors, kernel, part=None, launches=1):
+def call(tensors, kernel, part=None, launches=1, options=None):
     """Write a recipe for an op that reads a, b and the second half of b."""
     a, b = tensors[:2]
     out, work = torch.empty(3, 4), torch.empty(5)
@@ -49,7 +50,7 @@ def call(tensors, kernel, part=None, launches=1):
     tape = Tape([Launch(kernel, kernel, (2, 3), args, {"BLOCK": 64})] * launches, [work], COUNTERS)
     recipe = playback.write_out(tape, tensors, (out,))
     if recipe is not None:
-        key = recipes._key("op", tensors, {})
+        key = recipes._key("op", tensors, options or {})
         recipes._recipes.setdefault(key, []).insert(0, recipe)
     return recipe
 
@@ -100,6 +101,23 @@ def test_a_call_of_another_description_is_unknown(change):
     assert play("other", inputs(), {}) is UNKNOWN
     assert not kernel.launches
     assert play("op", inputs(), {}) is not UNKNOWN
+
+
+def test_calls_that_take_turns_get_their_own_launches():
+    kinds = [
+        (inputs(), {}),
+        (inputs(), {"causal": True}),
+        ((torch.zeros(4, 4), *inputs()[1:]), {}),
+        ((inputs()[0].double(), *inputs()[1:]), {}),
+    ]
+    kernels = [Kernel() for _ in kinds]
+    for (tensors, options), kernel in zip(kinds, kernels, strict=True):
+        call(tensors, kernel, options=options)
+    for round in range(3):
+        for (tensors, options), kernel in zip(kinds, kernels, strict=True):
+            assert play("op", tensors, dict(options)) is not UNKNOWN
+            assert play("op", tensors, dict(options)) is not UNKNOWN
+            assert len(kernel.launches) == 2 * round + 2
 
 
 def test_tensors_that_were_one_must_be_one_and_others_not():

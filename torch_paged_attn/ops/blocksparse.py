@@ -164,7 +164,7 @@ def blocksparse(
     )  # fmt: skip
     first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
     hints = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    if not torch.compiler.is_dynamo_compiling() and min(hints) >= 0:
+    if not torch.compiler.is_dynamo_compiling() and hints[0] >= 0 <= hints[1]:
         results = again("blocksparse", (*first, *rest), options)
         if results is not UNKNOWN:
             return results
