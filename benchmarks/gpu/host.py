@@ -1,8 +1,9 @@
 """What a call costs on the host, beside FlashAttention-3's: microseconds in inference mode.
 
-Medians over runs of calls that the GPU is given time to finish in between. `call` is the public
-function for a call like one before, `operator` the way through the dispatcher, `first` one of a
-description never seen whose kernels are compiled.
+Medians over runs of calls that the GPU is given time to finish in between; those of a row take
+turns, because a host is not equally fast all the time. `call` is the public function for a call
+like one before, `operator` the way through the dispatcher, `first` one of a description never seen
+whose kernels are compiled.
 """
 
 import functools
@@ -25,24 +26,17 @@ WARMUP_SECONDS = 0.2
 
 
 def host_time(call: Callable, before: Callable | None = None) -> float:
-    """Microseconds until a call returns."""
+    """Microseconds until a call returns, the mean of some."""
     number = CALLS if before is None else 10
-
-    def sample() -> float:
-        torch.cuda.synchronize()
-        spent = 0.0
-        for _ in range(number):
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            call()
-            spent += time.perf_counter() - start
-        return spent / number * 1e6
-
-    end = time.perf_counter() + WARMUP_SECONDS
-    while time.perf_counter() < end:
-        sample()
-    return statistics.median(sample() for _ in range(RUNS))
+    torch.cuda.synchronize()
+    spent = 0.0
+    for _ in range(number):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        call()
+        spent += time.perf_counter() - start
+    return spent / number * 1e6
 
 
 def ways(op: str, *args, **options) -> dict[str, Callable]:
@@ -89,9 +83,17 @@ def blocksparse_ways(length: int) -> dict[str, Callable]:
 
 @torch.inference_mode()
 def measure(calls: dict[str, Callable]) -> dict[str, Any]:
-    figures = {name: host_time(call) for name, call in calls.items()}
-    figures["first"] = host_time(calls["call"], recipes.forget)
-    return {"unit": "us", "figures": figures}
+    samples = {name: functools.partial(host_time, call) for name, call in calls.items()}
+    samples["first"] = functools.partial(host_time, calls["call"], recipes.forget)
+    end = time.perf_counter() + WARMUP_SECONDS
+    while time.perf_counter() < end:
+        samples["call"]()
+    times: dict[str, list[float]] = {name: [] for name in samples}
+    for _ in range(RUNS):
+        for name, sample in samples.items():
+            sample()  # the call before was another one
+            times[name].append(sample())
+    return {"unit": "us", "figures": {name: statistics.median(t) for name, t in times.items()}}
 
 
 @torch.inference_mode()
