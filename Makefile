@@ -1,6 +1,7 @@
 # make run    real text through the ops: embed and serve          make test   everything CI checks
-# make bench  the CPU ops beside their peers                     make thorough   fuzz for an hour
-# make test-gpu   the GPU's kernels, on a GPU                    make test-triton   compile them with another Triton
+# make bench  the CPU ops beside their peers                     make thorough   fuzz for hours
+# make test-gpu   the GPU's kernels, on a GPU                    make bench-gpu   the GPU ops beside their peers
+# make test-triton   compile them with another Triton
 # make sanitize   the fuzz suite under AddressSanitizer and UndefinedBehaviorSanitizer
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench clean
+.PHONY: install run test test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -83,7 +84,7 @@ test-gpu:
 # (Nothing is interpreted: 3.9's interpreter broadcasts a boolean to int32 and refuses it as a mask.)
 TRITON ?= 3.9.0
 test-triton: install .triton-$(TRITON)
-	PYTHONPATH=.triton-$(TRITON) HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest \
+	PYTHONPATH=.triton-$(TRITON) HYPOTHESIS_PROFILE=thorough $(PYTEST) \
 	  tests/triton/test_cross_compile.py tests/triton/test_hopper.py -k compile
 
 .triton-$(TRITON):
@@ -95,8 +96,9 @@ lint: install
 	$(PYTHON) -m mypy
 
 thorough: install
-	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest tests/properties
-	HYPOTHESIS_PROFILE=thorough $(PYTHON) -m pytest tests/triton/test_cross_compile.py
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/properties
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/triton/test_cross_compile.py
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/neuron tests/tpu -k fuzz
 
 sanitize: install
 	PYTHON=$(PYTHON) tools/sanitize.sh
@@ -106,7 +108,6 @@ bench: install
 	$(PYTHON) benchmarks/run.py --backend cpu
 
 # On a machine with a GPU, as test-gpu: make bench-gpu PYTHON=python3
-.PHONY: bench-gpu
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu/run.py --json benchmarks/results/cuda/gpu.json
 	$(PYTHON) benchmarks/gpu/report.py benchmarks/results/cuda/gpu.json
