@@ -32,9 +32,10 @@ run: install
 	$(PYTHON) examples/embed.py
 	$(PYTHON) examples/serve.py
 
-# the processes of a suite, which take tests from each other: one for each core
+# the processes of a suite, which take tests from each other: one for each core, so that a thread of
+# OpenMP's that spins while it waits would take the core of another process: three times as long
 PROCESSES ?= logical
-PYTEST := $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal
+PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
 # The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
 # tests/triton turns Triton's interpreter on, so it has processes of its own.
