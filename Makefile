@@ -32,8 +32,8 @@ run: install
 	$(PYTHON) examples/embed.py
 	$(PYTHON) examples/serve.py
 
-# the processes of a suite, which take tests from each other: one for each core, so that a thread of
-# OpenMP's that spins while it waits would take the core of another process: three times as long
+# The processes of a suite, which take tests from each other: one for each core. OpenMP's threads must
+# not spin while they wait, or they take the cores of other processes: three times as long.
 PROCESSES ?= logical
 PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
