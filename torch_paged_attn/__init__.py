@@ -14,7 +14,7 @@ from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshap
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
-    from torch_paged_attn.ahead import warmup
+    from torch_paged_attn._warmup import warmup
     from torch_paged_attn.integrations.flash_attn import (
         flash_attn_func,
         flash_attn_varlen_func,

@@ -16,7 +16,7 @@ import torch
 from attention import DEVICE, Decode, Prefill, decode_calls, paged, prefill_calls
 
 import torch_paged_attn
-from torch_paged_attn.backends.triton import recipes
+from torch_paged_attn.backends.triton.runtime import recipes
 from torch_paged_attn.layouts import local_strided
 
 CALLS = 200

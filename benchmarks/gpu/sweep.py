@@ -13,8 +13,8 @@ import attention
 import torch
 from triton.testing import do_bench, do_bench_cudagraph
 
-from torch_paged_attn.planning.splits import SplitPlan
-from torch_paged_attn.tuning import Config
+from torch_paged_attn.backends.triton.portable.splits import SplitPlan
+from torch_paged_attn.backends.triton.tuning import Config
 
 PREFILL = [
     Config(m, n, w, s)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.planning.work_list import Batch, build_work_lists
+from torch_paged_attn.backends.neuron.work_list import Batch, build_work_lists
 
 TILE_Q, TILE_K, GRAIN = 8, 16, 4
 

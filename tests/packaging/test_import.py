@@ -90,16 +90,24 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
     assert "z80" in done.stderr and torch.ops.paged_attn.cpu_isas() in done.stderr
 
 
+# what the portable kernels and Hopper's both use
+SHARED_BY_KERNELS = ("dequant", "seqlen_info", "softmax")
+
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
     "ops": ("ops", "backends.cpu"),
     "reference": ("reference",),
-    "backends/cpu": ("backends.cpu", "ops", "planning", "tuning"),
-    "backends/tpu": ("backends.tpu", "ops", "planning", "tuning"),
-    "backends/neuron": ("backends.neuron", "ops", "planning", "tuning", "testing.nki_emulator"),
-    "backends/triton": ("backends.triton", "ops", "planning", "tuning"),
-    "planning": ("planning",),
-    "tuning": ("tuning",),
+    "backends/cpu": ("backends.cpu", "ops"),
+    "backends/tpu": ("backends.tpu", "ops"),
+    "backends/neuron": ("backends.neuron", "ops", "testing.nki_emulator"),
+    "backends/triton": ("backends.triton", "ops"),
+    "backends/triton/portable": (
+        *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
+    ),
+    "backends/triton/hopper": (
+        *("backends.triton." + m for m in ("hopper", "runtime", "tuning", *SHARED_BY_KERNELS)),
+    ),
+    "backends/triton/runtime": ("backends.triton.runtime", "ops"),
 }
 
 

@@ -48,7 +48,7 @@ def run(kernels):
 @pytest.fixture(autouse=True)
 def forget_calls(kernels):
     """Every call of a test is planned: the environment may have changed."""
-    from torch_paged_attn.backends.triton import recipes
+    from torch_paged_attn.backends.triton.runtime import recipes
 
     recipes.forget()
 

@@ -258,7 +258,7 @@ def elsewhere(arch: str) -> Iterator[None]:
     from triton.backends.driver import GPUDriver
     from triton.runtime.driver import driver
 
-    from torch_paged_attn.backends.triton.target import Target, assume
+    from torch_paged_attn.backends.triton.runtime.target import Target, assume
 
     class Elsewhere(GPUDriver):
         def __init__(self):

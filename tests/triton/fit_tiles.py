@@ -33,8 +33,8 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     """The calls that take each entry of a chip's table, and all its entries."""
     from triton.runtime.jit import JITFunction
 
-    from torch_paged_attn.backends.triton import attention
-    from torch_paged_attn.tuning import attention as tuning
+    from torch_paged_attn.backends.triton.portable import attention
+    from torch_paged_attn.backends.triton.tuning import attention as tuning
 
     taken: dict[str, list[str]] = {}
     for name, call in cross_compile.CALLS.items():
@@ -55,7 +55,7 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
 
 def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
     """What is wrong with the kernels of a call if an entry holds this tile."""
-    from torch_paged_attn.tuning import attention as tuning
+    from torch_paged_attn.backends.triton.tuning import attention as tuning
 
     with mock.patch.dict(tuning._table(arch), {entry: tile}):
         tuning.choose_config.cache_clear()

@@ -28,7 +28,7 @@ def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
     from torch_paged_attn.attention_call import AttentionCall
     from torch_paged_attn.backends import triton as backend
-    from torch_paged_attn.backends.triton import flash_varlen_sm90
+    from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 
     call = build(problem)
     args, options = dispatched(call.op, call.to("cuda").args)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.block_lists import SPAN, build_block_lists
+from torch_paged_attn.backends.triton.hopper.block_lists import SPAN, build_block_lists
 from torch_paged_attn.testing import PROBLEMS, Layout, build
 
 KEYS = 900

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 # after conftest.py has decided whether kernels are interpreted
-from torch_paged_attn.backends.triton.formats import decode, encode  # noqa: E402
+from torch_paged_attn.backends.triton.dequant import decode, encode  # noqa: E402
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 

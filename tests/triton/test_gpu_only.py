@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from torch_paged_attn.backends.triton import recipes
+from torch_paged_attn.backends.triton.runtime import recipes
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

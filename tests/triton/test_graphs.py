@@ -50,7 +50,7 @@ def nodes(arch: str, name: str) -> list[tuple[str, list[str]]]:
 
 def names_in_source() -> list[str]:
     """The functions that Inductor prints for the kernel, into one module."""
-    from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
+    from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
 
     text = printed(_attention_fwd_kernel)
     # between quotes of three, where a line's end in a string would be lost

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import flash_varlen_sm90
-from torch_paged_attn.backends.triton.target import Target, assume
+from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

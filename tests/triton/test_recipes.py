@@ -7,10 +7,10 @@ import torch
 from torch._C._dynamo import guards
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_paged_attn.backends.triton import launch as launch_module
-from torch_paged_attn.backends.triton import playback, recipes
-from torch_paged_attn.backends.triton.launch import Launch, Tape
-from torch_paged_attn.backends.triton.recipes import UNKNOWN, play
+from torch_paged_attn.backends.triton.runtime import launch as launch_module
+from torch_paged_attn.backends.triton.runtime import playback, recipes
+from torch_paged_attn.backends.triton.runtime.launch import Launch, Tape
+from torch_paged_attn.backends.triton.runtime.recipes import UNKNOWN, play
 
 STREAM = 7
 COUNTERS, ROOM = torch.zeros(16), torch.zeros(128)

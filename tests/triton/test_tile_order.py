@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_paged_attn.backends.triton.tile_order import order_tiles
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import order_tiles
 from torch_paged_attn.testing.inputs import cumulative
 
 BATCHES = {

@@ -3,14 +3,14 @@
 import pytest
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.planning.splits import plan_splits
+from torch_paged_attn.backends.triton.portable.splits import plan_splits
+from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
-from torch_paged_attn.tuning import Config
 
 
 def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
     """It takes the heads in turns: 40 of them here, 16 at a time."""
-    from torch_paged_attn.backends.triton.attention import attend
+    from torch_paged_attn.backends.triton.portable.attention import attend
 
     problem = Problem("wide_group", ((1, 40), (3, 20), (0, 5)), 80, 2, 32, page_size=16)
     call = build(problem)
@@ -28,7 +28,7 @@ def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
 )
 def test_tiles_of_few_rows_and_heads_in_chains(name, config, kernels, device):
     """What AMD's wide heads take."""
-    from torch_paged_attn.backends.triton.attention import attend
+    from torch_paged_attn.backends.triton.portable.attention import attend
 
     call = build(PROBLEMS[name])
     arguments = AttentionCall.flash_varlen(**call.to(device).args)

@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from torch_paged_attn.backends.neuron.columns import count_up
 from torch_paged_attn.backends.neuron.tables import Heads, Tables
-from torch_paged_attn.planning.columns import count_up
-from torch_paged_attn.planning.work_list import WorkList
+from torch_paged_attn.backends.neuron.work_list import WorkList
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch_paged_attn.backends.neuron.stored_rows import StoredRows
 from torch_paged_attn.backends.neuron.tables import Tables, lay_out
 from torch_paged_attn.backends.neuron.tile_kernel import P
 from torch_paged_attn.backends.neuron.tiles import Tiles
-from torch_paged_attn.planning.work_list import Batch, WorkList, build_work_lists
+from torch_paged_attn.backends.neuron.work_list import Batch, WorkList, build_work_lists
 
 _on_host = HostCopies()
 _recent_plans: Recent[list[Tables]] = Recent(16)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_paged_attn.backends.neuron.stored_rows import StoredRows
 from torch_paged_attn.backends.neuron.tile_kernel import P
-from torch_paged_attn.planning.work_list import WorkList
+from torch_paged_attn.backends.neuron.work_list import WorkList
 
 # float32 counts exactly to here
 EXACT = 2**24

@@ -7,13 +7,13 @@ from typing import Any
 if importlib.util.find_spec("triton") is not None:
     from torch_paged_attn.backends.triton.blocksparse import blocksparse
     from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
-    from torch_paged_attn.backends.triton.launch import traced
     from torch_paged_attn.backends.triton.merge_states import merge_states
-    from torch_paged_attn.backends.triton.recipes import play
     from torch_paged_attn.backends.triton.reshape_and_cache import (
         reshape_and_cache,
         reshape_and_cache_split,
     )
+    from torch_paged_attn.backends.triton.runtime.launch import traced
+    from torch_paged_attn.backends.triton.runtime.recipes import play
 
     __all__ = [
         "blocksparse",
@@ -37,7 +37,7 @@ def load() -> str | None:
 
 def notes() -> list[str]:
     """Which kernels there are on this machine, for `python -m torch_paged_attn`."""
-    from torch_paged_attn.backends.triton import flash_varlen_sm90
+    from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 
     if (reason := flash_varlen_sm90.unavailable()) is not None:
         attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import flash_varlen_sm90, recipes
-from torch_paged_attn.backends.triton.attention import attend, batch_invariant
-from torch_paged_attn.backends.triton.launch import is_traced
+from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+from torch_paged_attn.backends.triton.portable.attention import attend, batch_invariant
+from torch_paged_attn.backends.triton.runtime import recipes
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.flash_varlen import check
 

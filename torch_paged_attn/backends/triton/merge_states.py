@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton import recipes
-from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
-from torch_paged_attn.backends.triton.launch import launch
+from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode
+from torch_paged_attn.backends.triton.runtime import recipes
+from torch_paged_attn.backends.triton.runtime.launch import launch
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
-from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.merge_states import check
 

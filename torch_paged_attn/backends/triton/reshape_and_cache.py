@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton import recipes
-from torch_paged_attn.backends.triton.formats import as_stored, decode, encode
-from torch_paged_attn.backends.triton.launch import allocate, follow, following, launch
-from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode
+from torch_paged_attn.backends.triton.runtime import recipes
+from torch_paged_attn.backends.triton.runtime.launch import allocate, follow, following, launch
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 

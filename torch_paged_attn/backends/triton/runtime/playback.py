@@ -30,8 +30,8 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from torch_paged_attn.backends.triton.launch import Launch, Tape
-from torch_paged_attn.backends.triton.shared import shared_memory
+from torch_paged_attn.backends.triton.runtime.launch import Launch, Tape
+from torch_paged_attn.backends.triton.runtime.workspace import shared_memory
 from torch_paged_attn.ops._again import UNKNOWN
 
 # what torch.compile's own code checks its inputs and allocates its outputs with, at a fraction of

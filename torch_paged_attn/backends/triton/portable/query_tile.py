@@ -8,11 +8,11 @@ every key is loaded once for all of them.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.combine import part_lse
-from torch_paged_attn.backends.triton.formats import float16_range
-from torch_paged_attn.backends.triton.key_loop import attend_keys
-from torch_paged_attn.backends.triton.mask import full_range, key_range
-from torch_paged_attn.backends.triton.rows import load_rows, store_rows
+from torch_paged_attn.backends.triton.dequant import float16_range
+from torch_paged_attn.backends.triton.portable.combine import part_lse
+from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
+from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
+from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 

@@ -12,16 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.attention_kernel import _attention_fwd_kernel
-from torch_paged_attn.backends.triton.formats import PAIRED, as_stored, holds_pairs
-from torch_paged_attn.backends.triton.launch import allocate, following, launch, only_read
-from torch_paged_attn.backends.triton.rows import chunks
-from torch_paged_attn.backends.triton.shared import zeroed_counters
+from torch_paged_attn.backends.triton.dequant import PAIRED, as_stored, holds_pairs
+from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
+from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.splits import (
+    SplitPlan,
+    plan_fixed_splits,
+    plan_splits,
+)
+from torch_paged_attn.backends.triton.runtime.launch import allocate, following, launch, only_read
+from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import zeroed_counters
+from torch_paged_attn.backends.triton.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.softmax import LOG2E
-from torch_paged_attn.backends.triton.target import Target, next_power_of_2, target_of
-from torch_paged_attn.backends.triton.tile import num_tiles
-from torch_paged_attn.planning.splits import SplitPlan, plan_fixed_splits, plan_splits
-from torch_paged_attn.tuning import Config, choose_config
+from torch_paged_attn.backends.triton.tuning import Config, choose_config
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30

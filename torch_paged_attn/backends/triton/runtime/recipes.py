@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.launch import is_traced, taped
-from torch_paged_attn.backends.triton.playback import write_out
+from torch_paged_attn.backends.triton.runtime.launch import is_traced, taped
+from torch_paged_attn.backends.triton.runtime.playback import write_out
 from torch_paged_attn.ops._again import UNKNOWN
 
 # recipes in all; compiled kernels are shared by recipes, and do not multiply with them

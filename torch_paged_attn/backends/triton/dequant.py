@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.target import Target
+from torch_paged_attn.backends.triton.runtime.target import Target
 
 FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 PAIRED = FLOAT8 | {torch.int8: "INT8"}

@@ -3,9 +3,9 @@ mixes.
 
 FlashAttention-2's loop (arXiv 2307.08691) over one tile of queries at a time, see `query_tile.py`.
 The keys come in tiles of BLOCK_N; those that every row sees need no mask and go first through the
-middle phase. With IS_SPLIT the keys of all tiles are dealt out evenly, see `work.py`, and programs
-that share a tile merge what each has found, see `combine.py`. With a layout, a tile's keys are the
-listed blocks of its row.
+middle phase. With IS_SPLIT the keys of all tiles are dealt out evenly, see `work_info.py`, and
+programs that share a tile merge what each has found, see `combine.py`. With a layout, a tile's keys
+are the listed blocks of its row.
 
 Scores and sums are float32; probabilities are rounded to DTYPE, the type of the products.
 """
@@ -13,11 +13,11 @@ Scores and sums are float32; probabilities are rounded to DTYPE, the type of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.combine import is_last_arrival, merge_parts, part_of
-from torch_paged_attn.backends.triton.launch import follow
-from torch_paged_attn.backends.triton.query_tile import attend_tile, first_query
-from torch_paged_attn.backends.triton.tile import find_tile, key_span, query_span
-from torch_paged_attn.backends.triton.work import find_work, sequence_of
+from torch_paged_attn.backends.triton.portable.combine import is_last_arrival, merge_parts, part_of
+from torch_paged_attn.backends.triton.portable.query_tile import attend_tile, first_query
+from torch_paged_attn.backends.triton.portable.work_info import find_work, sequence_of
+from torch_paged_attn.backends.triton.runtime.launch import follow
+from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
 VARYING = (

@@ -3,12 +3,16 @@
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.dropout import dropout_keep
-from torch_paged_attn.backends.triton.formats import decode_pairs, decode_raised_pairs
-from torch_paged_attn.backends.triton.logits import softcapped, with_alibi
-from torch_paged_attn.backends.triton.mask import visible
-from torch_paged_attn.backends.triton.products import fold_values, scores
-from torch_paged_attn.backends.triton.rows import find_pages, load_rows, zero_unless
+from torch_paged_attn.backends.triton.dequant import decode_pairs, decode_raised_pairs
+from torch_paged_attn.backends.triton.portable.dropout import dropout_keep
+from torch_paged_attn.backends.triton.portable.gather_scatter import (
+    find_pages,
+    load_rows,
+    zero_unless,
+)
+from torch_paged_attn.backends.triton.portable.logits import softcapped, with_alibi
+from torch_paged_attn.backends.triton.portable.mask import visible
+from torch_paged_attn.backends.triton.portable.products import fold_values, scores
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
 

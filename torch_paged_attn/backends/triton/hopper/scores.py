@@ -7,7 +7,7 @@ is a constant of the instruction, and no registers hold columns throughout the l
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_paged_attn.backends.triton.block_lists import ROW_BITS
+from torch_paged_attn.backends.triton.hopper.block_lists import ROW_BITS
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.launch import allocate, launch
+from torch_paged_attn.backends.triton.runtime.launch import allocate, launch
 
 # an entry: the number of a piece of keys, and below it a bit for each row of the group
 ROW_BITS = tl.constexpr(8)

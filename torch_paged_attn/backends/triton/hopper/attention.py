@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.block_lists import build_block_lists, number_of_entries
-from torch_paged_attn.backends.triton.launch import is_traced, launch
+from torch_paged_attn.backends.triton.hopper.block_lists import build_block_lists, number_of_entries
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import most_tiles, order_tiles
+from torch_paged_attn.backends.triton.runtime.launch import is_traced, launch
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.softmax import LOG2E
-from torch_paged_attn.backends.triton.target import next_power_of_2, target_of
-from torch_paged_attn.backends.triton.tile_order import most_tiles, order_tiles
-from torch_paged_attn.tuning import HopperConfig, choose_hopper_config
+from torch_paged_attn.backends.triton.tuning import HopperConfig, choose_hopper_config
 
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
@@ -145,8 +145,10 @@ def too_small(call: AttentionCall) -> str | None:
 
 def flash_varlen(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
     """Launch the kernel on a call for which `unsupported` has no reason."""
-    from torch_paged_attn.backends.triton.hopper_kernel import _hopper_attention_fwd_kernel
-    from torch_paged_attn.backends.triton.ragged_rows import ragged_rows, rows_in_atoms
+    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
+        _hopper_attention_fwd_kernel,
+    )
+    from torch_paged_attn.backends.triton.hopper.tma import ragged_rows, rows_in_atoms
 
     q, k, v, block_table, slopes = call.q, call.k, call.v, call.block_table, call.alibi_slopes
     total_q, num_heads, group_size = call.total_q, call.num_heads, call.group_size

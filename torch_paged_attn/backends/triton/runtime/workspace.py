@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from torch_paged_attn.backends.triton.launch import current_tape, is_traced
+from torch_paged_attn.backends.triton.runtime.launch import current_tape, is_traced
 
 # counters for captured launches, of which half are there whenever a capture begins after a call
 # like those in it, and the least that a stream gets

@@ -7,7 +7,7 @@ more than it must.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.formats import decode, encode
+from torch_paged_attn.backends.triton.dequant import decode, encode
 
 
 def chunks(dim: int, smallest: int) -> tuple[int, int]:

@@ -15,13 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper_lists import (
+from torch_paged_attn.backends.triton.hopper.block_runs import (
     first_keys,
     is_seen_whole,
     load_entries,
     rows_between,
 )
-from torch_paged_attn.backends.triton.hopper_producer import (
+from torch_paged_attn.backends.triton.hopper.producer import (
     BATCH,
     COUNT,
     FIRST_ENTRY,
@@ -36,7 +36,7 @@ from torch_paged_attn.backends.triton.hopper_producer import (
     STOP_TOKEN,
     get,
 )
-from torch_paged_attn.backends.triton.hopper_scores import (
+from torch_paged_attn.backends.triton.hopper.scores import (
     LN2,
     LOG2E,
     masked,
@@ -45,7 +45,7 @@ from torch_paged_attn.backends.triton.hopper_scores import (
     with_alibi,
     with_sink,
 )
-from torch_paged_attn.backends.triton.ragged_rows import as_matrix, in_atoms, store_rows
+from torch_paged_attn.backends.triton.hopper.tma import as_matrix, in_atoms, store_rows
 
 # named barriers: Triton uses the first few for its own
 TURNS = gl.constexpr(8)

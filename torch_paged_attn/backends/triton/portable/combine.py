@@ -9,7 +9,7 @@ back to zero for the next launch.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.formats import encode
+from torch_paged_attn.backends.triton.dequant import encode
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero, with_sink
 
 

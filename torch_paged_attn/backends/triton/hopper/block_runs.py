@@ -7,7 +7,7 @@ end of a list is 0, which no row sees.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_paged_attn.backends.triton.block_lists import ROW_BITS, SPAN
+from torch_paged_attn.backends.triton.hopper.block_lists import ROW_BITS, SPAN
 
 
 @gluon.jit

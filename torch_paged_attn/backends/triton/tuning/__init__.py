@@ -1,6 +1,6 @@
 """How a call is tiled on a chip: explicit choice, then the chip's table, then a rule of thumb."""
 
-from torch_paged_attn.tuning.attention import Config, choose_config
-from torch_paged_attn.tuning.hopper import HopperConfig, choose_hopper_config
+from torch_paged_attn.backends.triton.tuning.hopper import HopperConfig, choose_hopper_config
+from torch_paged_attn.backends.triton.tuning.portable import Config, choose_config
 
 __all__ = ["Config", "HopperConfig", "choose_config", "choose_hopper_config"]

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.launch import allocate, launch
-from torch_paged_attn.backends.triton.tile import key_span, num_tiles, query_span
+from torch_paged_attn.backends.triton.runtime.launch import allocate, launch
+from torch_paged_attn.backends.triton.seqlen_info import key_span, num_tiles, query_span
 
 # int32 words of an entry, and of the header before the entries: tickets drawn, number of tiles
 ENTRY = 8
@@ -67,7 +67,7 @@ def _tile_order_kernel(
     PLACED: tl.constexpr,
     LOOKED_AT: tl.constexpr,
 ):
-    """Tiles are numbered with gaps, as in `tile.py`; a program places PLACED of them."""
+    """Tiles are numbered with gaps, as in `seqlen_info.py`; a program places PLACED of them."""
     SLACK: tl.constexpr = 2 if IS_ALIGNED else 1
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)

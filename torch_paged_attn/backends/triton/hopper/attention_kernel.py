@@ -1,19 +1,19 @@
 """Attention forward for Hopper, warp-specialised, in Gluon.
 
 One program stays on each multiprocessor. Its producers, a warp each, draw tiles of queries, longest
-first (`tile_order.py`), and have the tensor memory accelerator fetch queries, keys and values into
-rings in shared memory; two or three consumers, four warps and 64 rows each, multiply and write the
-result from shared memory. While one tile of queries ends, the next ones are on their way.
+first (`tile_scheduler.py`), and have the tensor memory accelerator fetch queries, keys and values
+into rings in shared memory; two or three consumers, four warps and 64 rows each, multiply and
+write the result from shared memory. While one tile of queries ends, the next ones are on their way.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from torch_paged_attn.backends.triton.hopper_consumer import consume
-from torch_paged_attn.backends.triton.hopper_producer import WORDS, follow, lead
-from torch_paged_attn.backends.triton.ragged_rows import ring_of_boxes, rows_of_box
-from torch_paged_attn.backends.triton.ring import new_ring
+from torch_paged_attn.backends.triton.hopper.consumer import consume
+from torch_paged_attn.backends.triton.hopper.pipeline import new_ring
+from torch_paged_attn.backends.triton.hopper.producer import WORDS, follow, lead
+from torch_paged_attn.backends.triton.hopper.tma import ring_of_boxes, rows_of_box
 
 # sizes that differ from call to call: a kernel is not compiled anew for each of their divisors
 VARYING = (

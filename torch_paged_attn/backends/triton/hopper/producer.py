@@ -5,20 +5,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper_lists import (
+from torch_paged_attn.backends.triton.hopper.block_runs import (
     find_list,
     load_entries,
     rows_between,
     runs_of,
 )
-from torch_paged_attn.backends.triton.ragged_rows import (
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
+from torch_paged_attn.backends.triton.hopper.tma import (
     in_atoms,
     load_page,
     load_rows,
     rows_of_box,
     start_of_page,
 )
-from torch_paged_attn.backends.triton.tile_order import ENTRY
 
 # words that tell the others of a tile; a count of 0 sends them home. Its keys are numbered, or its
 # entries in a list, which begins at FIRST_ENTRY

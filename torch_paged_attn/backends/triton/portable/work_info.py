@@ -8,7 +8,7 @@ through, tile after tile; a program takes the next `piece` of them, whichever ti
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.tile import key_span, query_span
+from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 
 @triton.jit

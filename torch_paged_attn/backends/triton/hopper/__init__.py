@@ -1,0 +1,1 @@
+"""The kernels for Hopper, in Gluon: warp-specialised, fed by the tensor memory accelerator."""
