@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from torch_paged_attn import environment
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 
@@ -55,7 +56,9 @@ def test_order_of_pages_changes_no_bit(problem, device):
 
 @over(lambda p: p.dropout_p == 0.0)  # a dropout mask depends on the place in the batch
 def test_sequence_alone_equals_itself_in_the_batch(problem, device, monkeypatch):
-    monkeypatch.setenv("PAGED_ATTN_BATCH_INVARIANT", "1")  # always so on the CPU, asked for on GPUs
+    monkeypatch.setattr(
+        environment, "BATCH_INVARIANT", True
+    )  # always so on the CPU, asked for on GPUs
     call = build(problem)
     out, lse = call.to(device).run()
     bounds = call.args["cu_seqlens_q"].tolist()

@@ -10,10 +10,8 @@ if importlib.util.find_spec("ml_dtypes") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     # CPU tensors stay with the CPU kernels here: only the backend sees the switch
-    importlib.import_module("torch_paged_attn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGED_ATTN_NEURON_EMULATE", "1")
-        importlib.import_module("torch_paged_attn.backends.neuron")
+    environment = importlib.import_module("torch_paged_attn.environment")
+    environment.NEURON_EMULATE = True
 
 
 @pytest.fixture

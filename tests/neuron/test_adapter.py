@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_paged_attn
+from torch_paged_attn import environment
 from torch_paged_attn.backends import neuron
 from torch_paged_attn.backends.neuron import adapter
 from torch_paged_attn.testing.nki_emulator.front_ends import RECORDED, fake, parameters
@@ -25,7 +26,7 @@ def front_end(monkeypatch):
     log = []
 
     def install(*modules, **answers):
-        monkeypatch.setattr(adapter, "EMULATED", False)
+        monkeypatch.setattr(environment, "NEURON_EMULATE", False)
         adapter._compiled.cache_clear()
         adapter._wrap_nki.cache_clear()
         adapter._installed_platform.cache_clear()

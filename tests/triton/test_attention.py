@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from torch_paged_attn import environment
 from torch_paged_attn.ops.checks import QUANTISED
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 from torch_paged_attn.testing.strategies import layouts, problems
@@ -89,7 +90,7 @@ def test_order_of_pages_changes_no_bit(problem, run, device):
     [n for n in NAMES if not PROBLEMS[n].dropout_p] if HAS_GPU else ("gpt_oss/sinks_window/bf16",)
 )
 def test_batch_invariant_sequence_alone_equals_itself(problem, run, device, monkeypatch):
-    monkeypatch.setenv("PAGED_ATTN_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(environment, "BATCH_INVARIANT", True)
     call = build(problem)
     out, lse = run(call.to(device))
     assert_accurate(out, lse, call.truth())

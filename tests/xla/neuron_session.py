@@ -18,7 +18,7 @@ import torch
 import torch_xla
 from torch.utils._pytree import tree_map_only
 
-from torch_paged_attn import reference
+from torch_paged_attn import environment, reference
 from torch_paged_attn.testing import PROBLEMS, build
 from torch_paged_attn.testing.nki_emulator import front_ends
 
@@ -30,7 +30,7 @@ from torch_paged_attn.backends import neuron  # noqa: E402
 from torch_paged_attn.backends.neuron import adapter  # noqa: E402
 from torch_paged_attn.ops._library import choose_backend  # noqa: E402
 
-adapter.EMULATED = False
+environment.NEURON_EMULATE = False
 ops = torch.ops.paged_attn
 
 
@@ -65,9 +65,9 @@ for name in (
 ):
     call = build(PROBLEMS[name])
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
-    adapter.EMULATED = True
+    environment.NEURON_EMULATE = True
     expected = getattr(neuron, call.op)(**args)
-    adapter.EMULATED = False
+    environment.NEURON_EMULATE = False
     results = getattr(ops, call.op)(**on_xla(args))
     found[name] = all(
         x.device.type == "xla" and torch.equal(x.cpu().float(), y.float())

@@ -3,13 +3,13 @@
 import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_paged_attn import environment
 from torch_paged_attn.ops._again import ask_first
 from torch_paged_attn.ops._inlining import inline
 
@@ -24,7 +24,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "XLA": ("tpu", "neuron"),
     "PrivateUse1": ("tpu", "neuron"),
 }
-if os.environ.get("PAGED_ATTN_NEURON_EMULATE") == "1":
+if environment.NEURON_EMULATE:
     BACKENDS["CPU"] = ("neuron",)
 
 # Backends whose compiled library registers its own kernels, so that a call meets no Python.
@@ -119,13 +119,6 @@ def _serving(key: str) -> Any:
     return _backend(folder) if folder is not None else None
 
 
-def values_are_checked() -> bool:
-    """Whether Python backends check what tensors hold, which waits for the device: for debugging.
-    `PAGED_ATTN_CHECK=1` turns it on, before the first call.
-    """
-    return os.environ.get("PAGED_ATTN_CHECK", "0") == "1"
-
-
 def _lazy(key: str, name: str) -> Callable[..., Any]:
     kernel: Callable[..., Any] | None = None
 
@@ -148,7 +141,7 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     check, check_values = OPS[name]
     # a backend that knows calls again checks their metadata once
     checks = [] if getattr(backend, "CHECKS_METADATA", False) else [check]
-    if values_are_checked():
+    if environment.CHECK:
         checks = [check, check_values]
     if not checks:
         if hasattr(backend, "play"):

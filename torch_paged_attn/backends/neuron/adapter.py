@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.neuron.toolchain import EMULATED, nl
+from torch_paged_attn import environment
+from torch_paged_attn.backends.neuron.toolchain import nl
 
 OLDEST = (0, 3)  # dst-first instructions, `accumulate=`, buffers as objects
 NKI_HOPS = ("torch_neuronx.nki_hop", "libtorch_neuronx_lite.nki.nki_hop")
@@ -46,7 +47,7 @@ def _version(module: Any) -> tuple[int, ...]:
 
 def missing() -> str | None:
     """Why the kernels cannot run here, or None."""
-    return None if EMULATED else missing_compiler() or missing_device()
+    return None if environment.NEURON_EMULATE else missing_compiler() or missing_device()
 
 
 def missing_compiler() -> str | None:
@@ -100,7 +101,7 @@ def num_programs() -> int:
     configured = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
     if configured:
         return int(configured)
-    return 1 if EMULATED or platform() in ONE_CORE else 2
+    return 1 if environment.NEURON_EMULATE or platform() in ONE_CORE else 2
 
 
 def platform() -> str:
@@ -129,13 +130,13 @@ def traced() -> Iterator[None]:
 
 def can_trace() -> bool:
     """Whether there is a node for a launch in a graph."""
-    return not EMULATED and _wrap_nki() is not None
+    return not environment.NEURON_EMULATE and _wrap_nki() is not None
 
 
 def launch(kernel: Callable, *args: Any) -> Any:
     """Run `kernel` on tensors and plain values. What it writes it returns; see `write_back`."""
     args = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args)
-    if EMULATED:
+    if environment.NEURON_EMULATE:
         return _emulate(kernel, args)
     wrap_nki = _wrap_nki()
     if getattr(_local, "is_traced", False) and wrap_nki is not None:

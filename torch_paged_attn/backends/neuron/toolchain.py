@@ -1,14 +1,12 @@
 """Which NKI the kernels are written in: the `nki` package, or the emulator where the user asks.
 
-`PAGED_ATTN_NEURON_EMULATE=1`, read when this module is imported, runs the kernels on NumPy
+`PAGED_ATTN_NEURON_EMULATE=1` runs the kernels on NumPy
 (`testing/nki_emulator`), for trying things without a chip.
 """
 
-import os
+from torch_paged_attn import environment
 
-EMULATED = os.environ.get("PAGED_ATTN_NEURON_EMULATE", "0") == "1"
-
-if EMULATED:
+if environment.NEURON_EMULATE:
     from torch_paged_attn.testing.nki_emulator import nisa, nl
 else:
     try:

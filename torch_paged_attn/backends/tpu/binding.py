@@ -6,13 +6,13 @@ what they compile by the identity of the function.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_paged_attn import environment
 from torch_paged_attn.backends.tpu.blocksparse import blocksparse as blocksparse_jax
 from torch_paged_attn.backends.tpu.buckets import bucket, pad_attention, pad_tokens
 from torch_paged_attn.backends.tpu.config import Config
@@ -37,7 +37,7 @@ _OPTIONAL = (
 
 def interpreting() -> bool:
     """Run the kernels in Pallas' interpreter, which needs no TPU: for tests."""
-    return os.environ.get("PAGED_ATTN_TPU_INTERPRET") == "1"
+    return environment.TPU_INTERPRET
 
 
 def _interpreter_options(**options: Any) -> dict[str, Any]:

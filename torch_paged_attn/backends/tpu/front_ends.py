@@ -8,13 +8,14 @@ import functools
 import importlib.util
 import inspect
 import itertools
-import os
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_paged_attn import environment
 
 # (JAX function of positional arrays, its tensors, number of results) -> the result or a tuple
 Run = Callable[[Callable[..., Any], list[Tensor], int], Any]
@@ -36,7 +37,7 @@ def missing() -> str | None:
     import torch_xla.runtime
 
     device = torch_xla.runtime.device_type()
-    if device == "TPU" or (device == "CPU" and os.environ.get("PAGED_ATTN_TPU_INTERPRET") == "1"):
+    if device == "TPU" or (device == "CPU" and environment.TPU_INTERPRET):
         return None
     return f"torch_xla's device is a {device}, not a TPU"
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.portable.attention import attend, batch_invariant
+from torch_paged_attn.backends.triton.portable.attention import attend
 from torch_paged_attn.backends.triton.runtime import recipes
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.ops._again import UNKNOWN
@@ -24,7 +25,7 @@ OPTIONAL_TENSORS = 10
 def why_portable(call: AttentionCall) -> str | None:
     """Why a call takes the portable kernel; None if it takes Hopper's."""
     reason = flash_varlen_sm90.unsupported(call)
-    if reason is None and batch_invariant():
+    if reason is None and environment.BATCH_INVARIANT:
         return "results must not depend on the batch"
     return reason or flash_varlen_sm90.too_small(call)
 

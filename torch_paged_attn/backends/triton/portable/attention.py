@@ -4,13 +4,13 @@ Nothing here reads a tensor: grids, splits and workspaces follow from shapes.
 """
 
 import math
-import os
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import PAIRED, as_stored, holds_pairs
 from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
@@ -48,11 +48,6 @@ SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
 # rows of a tile, and tiles, when results must not depend on the batch
 INVARIANT_ROWS = 64
 INVARIANT_TILES = 256
-
-
-def batch_invariant() -> bool:
-    """Whether tiles and splits may follow only from a sequence's own lengths."""
-    return os.environ.get("PAGED_ATTN_BATCH_INVARIANT", "0") == "1"
 
 
 def _product_type(q: Tensor, is_paired: bool, target: Target) -> tl.dtype:
@@ -107,7 +102,7 @@ def attend(
     if config is None:
         rows = -(-total_q // max(batch, 1)) * pack
         tiles = min(batch, total_q) * num_kv_heads * -(-group_size // pack)
-        if batch_invariant():
+        if environment.BATCH_INVARIANT:
             rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
         itemsize = dtype.primitive_bitwidth // 8
         widest = max(head_dim, head_dim_v)
@@ -124,7 +119,7 @@ def attend(
     is_paired = may_pair and block_m <= 32
     dtype = _product_type(q, is_paired, target)
     tokens = block_m // pack
-    if layout is None and total_q % max(batch, 1) == 0 and not batch_invariant():
+    if layout is None and total_q % max(batch, 1) == 0 and not environment.BATCH_INVARIANT:
         # probably all sequences have so many queries: rows without one are work to merge
         tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
     if layout is not None:
@@ -134,7 +129,7 @@ def attend(
     grid_tiles = num_tiles(total_q, batch, tokens, slack)
 
     units = -(-key_bound // block_n)
-    if splits is None and batch_invariant():
+    if splits is None and environment.BATCH_INVARIANT:
         splits = plan_fixed_splits(grid_tiles, key_bound)
     elif splits is None:
         busy = max(min(batch, total_q), total_q // tokens)

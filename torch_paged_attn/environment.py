@@ -1,0 +1,27 @@
+"""What the environment says, read once, when the package is imported. README lists the variables.
+
+Readers look the names up here at every use, so that a test can replace one. `PAGED_ATTN_CPU_ISA` is
+read by the compiled CPU kernels, when their library is loaded.
+"""
+
+import os
+from pathlib import Path
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} is {value!r}; allowed: 0 or 1")
+    return value == "1"
+
+
+# a query's bits on a GPU depend on its sequence alone, not on the batch
+BATCH_INVARIANT = _flag("PAGED_ATTN_BATCH_INVARIANT")
+# backends in Python check what tensors hold, too, which waits for the device
+CHECK = _flag("PAGED_ATTN_CHECK")
+# the Neuron kernels run on their emulator, for tensors on the CPU
+NEURON_EMULATE = _flag("PAGED_ATTN_NEURON_EMULATE")
+# the TPU kernels run in Pallas' interpreter, where torch_xla's device is a CPU
+TPU_INTERPRET = _flag("PAGED_ATTN_TPU_INTERPRET")
+# another library of CPU kernels than the one beside this file
+LIBRARY = Path(os.environ.get("PAGED_ATTN_LIBRARY") or Path(__file__).parent / "_C.abi3.so")
