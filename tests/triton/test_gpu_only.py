@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from torch_paged_attn.backends.triton.runtime import recipes
+from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -57,9 +57,9 @@ def test_values_within_keys_or_elsewhere():
     doubled = torch.empty_like(call.args["k"])[..., : part.shape[-1]].copy_(2 * part)
     planned = {}
     for v in (part, copied, doubled):
-        recipes.forget()
+        launch_cache.clear()
         planned[id(v)] = call.run(v=v)
-    recipes.forget()
+    launch_cache.clear()
     for v in (part, copied, doubled, part, doubled, copied):
         got, want = call.run(v=v), planned[id(v)]
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
