@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops._again import ask_first
 from torch_paged_attn.ops._inlining import inline
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -144,8 +143,6 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     if environment.CHECK:
         checks = [check, check_values]
     if not checks:
-        if hasattr(backend, "play"):
-            ask_first(backend.play)
         return function
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -13,13 +13,11 @@ if importlib.util.find_spec("triton") is not None:
         reshape_and_cache_split,
     )
     from torch_paged_attn.backends.triton.runtime.launch import traced
-    from torch_paged_attn.backends.triton.runtime.recipes import play
 
     __all__ = [
         "blocksparse",
         "flash_varlen",
         "merge_states",
-        "play",
         "reshape_and_cache",
         "reshape_and_cache_split",
     ]

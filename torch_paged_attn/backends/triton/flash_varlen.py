@@ -11,9 +11,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.portable.attention import attend
-from torch_paged_attn.backends.triton.runtime import recipes
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.flash_varlen import check
 
 logger = logging.getLogger(__name__)
@@ -45,35 +43,19 @@ def why_opaque(call: AttentionCall) -> str | None:
     return None
 
 
-def answer(
-    call_of: Callable[..., AttentionCall],
-    check: Callable[..., None],
-    hints: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """The results of an operator called with these arguments: from a recipe, or checked, planned
-    and launched. Number `hints` and the next, which change nothing, are no part of a recipe.
-    """
-    op, rest = call_of.__name__, args[hints + 2 :]
-    tensors = *args[:hints], *rest, *(None,) * (OPTIONAL_TENSORS - len(rest))
-
-    def plan() -> tuple[Tensor, Tensor]:
-        check(*args, **kwargs)
-        call = call_of(*args, **kwargs)
-        if is_traced():
-            return attend(call) if why_opaque(call) is None else NotImplemented
-        reason = why_portable(call)
-        if reason is None:
-            logger.debug("%s: the Hopper kernel", op)
-            return flash_varlen_sm90.flash_varlen(call)
-        logger.debug("%s: the portable kernel, because %s", op, reason)
-        return attend(call)
-
-    results: Any = UNKNOWN
-    if min(args[hints : hints + 2], default=0) >= 0:
-        results = recipes.play(op, tensors, kwargs)
-    return recipes.make(plan, op, tensors, kwargs) if results is UNKNOWN else results
+def answer(call_of, check, hints, args, kwargs):
+    """TEMPORARY"""
+    op = call_of.__name__
+    check(*args, **kwargs)
+    call = call_of(*args, **kwargs)
+    if is_traced():
+        return attend(call) if why_opaque(call) is None else NotImplemented
+    reason = why_portable(call)
+    if reason is None:
+        logger.debug("%s: the Hopper kernel", op)
+        return flash_varlen_sm90.flash_varlen(call)
+    logger.debug("%s: the portable kernel, because %s", op, reason)
+    return attend(call)
 
 
 def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -112,9 +112,7 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
         BLOCK_R=block_r,
     )
 
-    def run(
-        out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def run(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
         if lse.numel() == 0:
             return out, lse

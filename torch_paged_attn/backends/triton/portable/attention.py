@@ -167,7 +167,7 @@ def attend(
         programs = math.prod(grid)
         part_rows = 2 * programs * rows
         parts = allocate((part_rows * (head_dim_v + 1),), torch.float32, q.device)
-        counters = zeroed_counters(q.device, programs)
+        counters = zeroed_counters(programs, q.device)
     crow, col = (None, None) if layout is None else (layout.crow_indices, layout.col_indices)
     crow_strides = (None,) * 3 if crow is None else (0, *crow.stride())[-3:]
     col_strides = (None,) * 3 if col is None else (0, *col.stride())[-3:]

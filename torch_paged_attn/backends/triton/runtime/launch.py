@@ -40,8 +40,8 @@ def only_read(*tensors: Tensor | None) -> list[Tensor | None]:
 def add_node(
     kernel: Any, grid: tuple[int, ...], pointers: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Put `kernel[grid](*pointers, **options)` into the graph. The graph has a place for options of the
-    compiler only in the configurations of a tuned kernel, so the kernel gets one configuration.
+    """Put `kernel[grid](*pointers, **options)` into the graph. A graph has a place for options of
+    the compiler only in the configurations of a tuned kernel, so the kernel gets one configuration.
     """
     from torch.library import wrap_triton
 
@@ -61,10 +61,33 @@ def gdc_wait(IS_DEPENDENT: tl.constexpr):
 
 
 def dependent_launch(is_dependent: bool) -> dict[str, Any]:
-    """Options of a kernel that begins with `gdc_wait`: the chip starts it before the kernel ahead of
-    it has ended. Not in a graph: torch.compile assumes that PTX writes every tensor, and a graph
+    """Options of a kernel that begins with `gdc_wait`: the chip starts it before the kernel ahead
+    of it has ended. Not in a graph: torch.compile assumes that PTX writes every tensor, and a graph
     has no such launches.
     """
     is_dependent = is_dependent and not is_traced()
     options: dict[str, Any] = {"IS_DEPENDENT": is_dependent}
     return options | {"launch_pdl": True} if is_dependent else options
+
+
+# TEMPORARY until portable and hopper are merged
+import torch  # noqa
+
+
+def launch(kernel, grid, *args, **options):
+    from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+
+    names = kernel.arg_names
+    n = next((i for i, x in enumerate(args) if isinstance(x, int | float)), len(args))
+    while n and args[n - 1] is None and "stride" in names[n - 1]:
+        n -= 1
+    options = dict(zip(names[n:], args[n:])) | options
+    Launch(kernel, grid, **options)(*args[:n])
+
+
+def allocate(shape, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+follow = gdc_wait
+following = dependent_launch

@@ -27,7 +27,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
-from torch_paged_attn.backends.triton.runtime.target import INTERPRETED
+from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 
 MOST_PLANS = 1024
@@ -84,7 +84,7 @@ def _call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
-    key = op, environment.BATCH_INVARIANT, described(tensors), *options.items()
+    key = op, environment.BATCH_INVARIANT, assumed(), described(tensors), *options.items()
     plan = _plans.get(key)
     if plan is None:
         plan = make_plan(*tensors, **options)
@@ -104,7 +104,9 @@ def described(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     )
 
 
-def compiled_for(kernel: Any, pointers: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def compiled_for(
+    kernel: Any, pointers: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, ...]:
     """What a kernel is compiled for. Triton looks at types, at which addresses are multiples of 16
     bytes, and at numbers: at how many bits they need, and whether they are 1 or multiples of 16
     unless the kernel says `do_not_specialize`.
@@ -154,7 +156,7 @@ class Launch:
             self._kernel(self.grid, pointers, self._constants)
         elif is_traced():
             add_node(self.kernel, self.grid, pointers, self.options)
-        elif IS_KNOWN and torch.cuda.is_available():
+        elif IS_KNOWN and assumed() is None:
             self._make_ready(pointers)
         else:
             self._through_triton(pointers)

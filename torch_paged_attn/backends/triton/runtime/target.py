@@ -73,6 +73,11 @@ def assume(target: Target) -> Iterator[None]:
         _assumed = before
 
 
+def assumed() -> Target | None:
+    """The target that kernels are compiled for though it is elsewhere, if any."""
+    return _assumed
+
+
 def target_of(device: torch.device) -> Target:
     """The target of a tensor's device."""
     if _assumed is not None:

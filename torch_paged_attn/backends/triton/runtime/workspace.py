@@ -49,7 +49,8 @@ class Allocation:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         steps = (max(size, 1) for size in reversed(self.shape[1:]))
-        self.strides = tuple(itertools.accumulate(steps, operator.mul, initial=1))[::-1]
+        strides = itertools.accumulate(steps, operator.mul, initial=1) if shape else ()
+        self.strides = tuple(strides)[::-1]
         self._is_quick = _empty_on_current_device is not None and device.type == "cuda"
 
     def __call__(self) -> Tensor:
