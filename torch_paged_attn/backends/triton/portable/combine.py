@@ -20,10 +20,10 @@ def part_of(program, is_first, heads, head_program):
 
 
 @triton.jit
-def part_lse(parts_ptr, ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr):
-    """Where the lse of parts are, behind the values of all of them: ROWS numbers for each."""
+def part_lse(parts_ptr, OPTIONS: tl.constexpr):
+    """Where the lse of parts are, behind the values of all of them: PART_ROWS numbers for each."""
     programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
-    return parts_ptr + programs * (2 * ROWS * HEAD_DIM_V)
+    return parts_ptr + programs * (2 * OPTIONS.PART_ROWS * OPTIONS.HEAD_DIM_V)
 
 
 @triton.jit
@@ -38,44 +38,29 @@ def is_last_arrival(counter, parts):
 
 @triton.jit
 def merge_parts(
-    parts_ptr,
-    first_program,
-    parts,
-    heads,
-    head_program,
-    b,
-    first_token,
-    q_start,
-    query_len,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    out_scale_ptr,
-    total_q,
-    batch,
-    num_heads,
-    HEAD_DIM_V: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PACK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUT_FORMAT: tl.constexpr,
-    BLOCK_MERGED: tl.constexpr,
+    tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr
 ):
     """Write the rows of one tile from its parts, BLOCK_MERGED elements of them at a time."""
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE
+    PACK: tl.constexpr = OPTIONS.PACK
+    ROWS: tl.constexpr = OPTIONS.PART_ROWS
+    BLOCK_MERGED: tl.constexpr = OPTIONS.BLOCK_MERGED
+    OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
     WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     BLOCK_D: tl.constexpr = min(WIDTH, max(BLOCK_MERGED // ROWS, 16))
     BLOCK_S: tl.constexpr = max(BLOCK_MERGED // (ROWS * BLOCK_D), 1)
+    head_program = tile.head_program
     r = tl.arange(0, ROWS)
-    token = first_token + r // PACK
+    token = tile.first_token + r // PACK
     in_group = head_program % HEAD_TILES * PACK + r % PACK
     head = head_program // HEAD_TILES * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1)
-    row = q_start + token
-    exists = (r < TOKENS * PACK) & (token >= 0) & (token < query_len) & (in_group < GROUP_SIZE)
-    exists = exists & (row >= 0) & (row < total_q)
+    row = tile.q_start + token
+    exists = (r < OPTIONS.TOKENS * PACK) & (token >= 0) & (token < tile.query_len)
+    exists = exists & (in_group < GROUP_SIZE) & (row >= 0) & (row < sizes.total_q)
     row = row.to(tl.int64)
-    lse_parts_ptr = part_lse(parts_ptr, ROWS, HEAD_DIM_V)
+    lse_parts_ptr = part_lse(pointers.parts, OPTIONS)
 
     for d0 in tl.static_range(0, WIDTH, BLOCK_D):
         dims = d0 + tl.arange(0, BLOCK_D)
@@ -92,7 +77,7 @@ def merge_parts(
                 lse_parts_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
             )
             values = tl.load(
-                parts_ptr + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
+                pointers.parts + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
                 mask=is_part[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
                 other=0.0,
                 cache_modifier=".cg",
@@ -107,19 +92,21 @@ def merge_parts(
             total = total * shrink + tl.sum(weight, 1)
             m = m_new
 
-        if sinks_ptr is not None:
+        if pointers.sinks is not None:
             # padding rows belong to no sequence and have no sink
-            sink = tl.load(sinks_ptr + head, mask=exists & (b < batch), other=float("-inf"))
+            sink = tl.load(
+                pointers.sinks + head, mask=exists & (tile.b < sizes.batch), other=float("-inf")
+            )
             m, total, shrink = with_sink(m, total, sink)
             acc = acc * shrink[:, None]
         divisor = tl.where(total == 0.0, 1.0, total)
         if d0 == 0:
             lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-            tl.store(lse_ptr + head.to(tl.int64) * total_q + row, lse, mask=exists)
-        if out_scale_ptr is not None:
-            divisor = divisor * tl.load(out_scale_ptr)
+            tl.store(pointers.lse + head.to(tl.int64) * sizes.total_q + row, lse, mask=exists)
+        if pointers.out_scale is not None:
+            divisor = divisor * tl.load(pointers.out_scale)
         tl.store(
-            out_ptr + ((row * num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
-            encode(acc / divisor[:, None], out_ptr.dtype.element_ty, OUT_FORMAT),
+            pointers.out + ((row * scalars.num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
+            encode(acc / divisor[:, None], pointers.out.dtype.element_ty, OUT_FORMAT),
             mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
         )
