@@ -86,8 +86,8 @@ def merge_states(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
     check(out_a, lse_a, out_b, lse_b)
     total_q, num_heads, head_dim_v = out_a.shape
-    new_out = Allocation(out_a.shape, out_a.dtype, out_a.device)
-    new_lse = Allocation(lse_a.shape, lse_a.dtype, lse_a.device)
+    new_out = Allocation.like(out_a)
+    new_lse = Allocation.like(lse_a)
     target = target_of(out_a.device)
     width = next_power_of_2(max(head_dim_v, 1))
     block_r = max(1, 2048 // width)

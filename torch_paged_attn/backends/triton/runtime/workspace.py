@@ -53,6 +53,11 @@ class Allocation:
         self.strides = tuple(strides)[::-1]
         self._is_quick = _empty_on_current_device is not None and device.type == "cuda"
 
+    @classmethod
+    def like(cls, x: Tensor) -> "Allocation":
+        """Of the shape, dtype and device of `x`."""
+        return cls(x.shape, x.dtype, x.device)
+
     def __call__(self) -> Tensor:
         # torch.empty fills what it returns where algorithms have to be deterministic
         if self._is_quick and not torch.are_deterministic_algorithms_enabled():
