@@ -18,9 +18,7 @@ from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
 @triton.jit
-def tile_at(
-    place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr
-):
+def tile_at(place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr):
     """Tile number `place` of sequence b, for one program of heads. Its `first_token` is counted
     from the sequence's own first.
     """
@@ -188,7 +186,9 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 
 
 @triton.jit
-def _store_values(values_at, state, exists, gain, total, scale_ptr, OPTIONS: tl.constexpr, FORMAT: tl.constexpr):
+def _store_values(
+    values_at, state, exists, gain, total, scale_ptr, OPTIONS: tl.constexpr, FORMAT: tl.constexpr
+):
     """Write the weighted values of a tile's rows, divided by their totals."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     IS_PRECISE: tl.constexpr = OPTIONS.DTYPE == tl.float32
