@@ -51,12 +51,19 @@ def _attend_piece(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     heads = tl.num_programs(0)
     program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     programs = tl.num_programs(1) * tl.num_programs(2)
-    piece, at, stop, b, first = find_work(program, programs, pointers, sizes, scalars, OPTIONS)
+    # torch.compile takes every pointer for written to that a function has, if what it returns is
+    # part of an address that is written to
+    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k")(
+        cu_seqlens_q=pointers.cu_seqlens_q,
+        cu_seqlens_k=pointers.cu_seqlens_k,
+        seqused_k=pointers.seqused_k,
+    )
+    piece, at, stop, b, first = find_work(program, programs, lengths, sizes, scalars, OPTIONS)
     # a loop that surely begins needs no branch before it: addresses are computed while the
     # lengths are on their way
     goes_on = tl.full([], 1, tl.int1)
     while goes_on:
-        sequence = sequence_info(b, pointers, sizes, scalars.left, OPTIONS)
+        sequence = sequence_info(b, lengths, sizes, scalars.left, OPTIONS)
         units = sequence.units
         if at >= first + sequence.tiles * units:
             first += sequence.tiles * units

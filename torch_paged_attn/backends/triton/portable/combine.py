@@ -37,9 +37,7 @@ def is_last_arrival(counter, parts):
 
 
 @triton.jit
-def merge_parts(
-    tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr
-):
+def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     """Write the rows of one tile from its parts, BLOCK_MERGED elements of them at a time."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE

@@ -18,7 +18,7 @@ def has_nan(x):
 
 
 @triton.jit
-def _first_key(i, keys, strides, OPTIONS: tl.constexpr):
+def _first_key(i, keys, memory, strides, OPTIONS: tl.constexpr):
     """The first key of tile i; with a layout, of the part of a block that is tile i."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     if not OPTIONS.HAS_LAYOUT:
@@ -26,7 +26,7 @@ def _first_key(i, keys, strides, OPTIONS: tl.constexpr):
     else:
         K_BLOCK: tl.constexpr = OPTIONS.K_BLOCK
         PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
-        col = tl.load(keys.col + (i // PER_BLOCK) * strides.col)
+        col = tl.load(memory.col + (i // PER_BLOCK) * strides.col)
         # blocks past the last key are ignored, and so are bad ones
         past_end = tl.cdiv(keys.key_len, K_BLOCK)
         col = tl.where((col < 0) | (col > past_end), past_end, col)
@@ -94,7 +94,7 @@ def attend_keys(
                 i_first = i_tail
                 i_last = i_stop
             for i in tl.range(i_first, i_last):
-                n0 = _first_key(i, keys, strides, OPTIONS)
+                n0 = _first_key(i, keys, memory, strides, OPTIONS)
                 j = n0 + tl.arange(0, BLOCK_N)
                 page, slot = find_pages(
                     memory.block_table, n0, keys.start, keys.stop, sizes.num_pages, BLOCK_N,

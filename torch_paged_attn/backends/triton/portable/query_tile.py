@@ -18,9 +18,7 @@ from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
 @triton.jit
-def tile_at(
-    place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr
-):
+def tile_at(place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr):
     """Tile number `place` of sequence b, for one program of heads. Its `first_token` is counted
     from the sequence's own first.
     """
@@ -71,23 +69,22 @@ def _rows_of(tile, sizes, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _listed_blocks(rows, first_position, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """Which entries of the layout list the tile's blocks, and the pointer to entry 0."""
+    """Which entries of the layout list the tile's blocks, and where in `col` entry 0 is."""
     layout_head = rows.first_head // OPTIONS.LAYOUT_GROUP
     layout_row = first_position // OPTIONS.Q_BLOCK
     is_listed = (first_position >= 0) & (layout_row < sizes.layout_rows) & (rows.b < sizes.batch)
     b = tl.cast(rows.b, tl.int64)
     crow_ptr = pointers.crow + (b * sizes.stride_crow_batch + layout_head * sizes.stride_crow_head)
-    col_ptr = pointers.col + (b * sizes.stride_col_batch + layout_head * sizes.stride_col_head)
     crow_ptr += layout_row * strides.crow
     first = tl.maximum(tl.load(crow_ptr, mask=is_listed, other=0), 0)
     stop = tl.minimum(tl.load(crow_ptr + strides.crow, mask=is_listed, other=0), sizes.nnz)
-    return first, stop, col_ptr
+    return first, stop, b * sizes.stride_col_batch + layout_head * sizes.stride_col_head
 
 
 @triton.jit
 def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The keys of a program's share of a tile, in tiles of BLOCK_N from `i_start` to `i_stop` (with
-    a layout: listed blocks, from `col` on), and the ranges that some row and that every row sees.
+    a layout: of blocks listed from `col_start` on), and the ranges that some row and that every row sees.
     """
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
@@ -102,10 +99,10 @@ def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl
     full_start, full_stop = full_range(
         first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
-    col_ptr = pointers.col
+    col_start = 0
     if OPTIONS.HAS_LAYOUT:
         PER_BLOCK: tl.constexpr = OPTIONS.K_BLOCK // BLOCK_N
-        first_col, last_col, col_ptr = _listed_blocks(
+        first_col, last_col, col_start = _listed_blocks(
             rows, first_position, pointers, strides, sizes, OPTIONS
         )
         i_start = first_col * PER_BLOCK
@@ -122,7 +119,7 @@ def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl
             unit = (visits.to(tl.int64) * unit // share.units).to(tl.int32)
         i_stop = i_start + unit_stop
         i_start += unit
-    return named("i_start i_stop start stop full_start full_stop key_len col")(
+    return named("i_start i_stop start stop full_start full_stop key_len col_start")(
         i_start=i_start,
         i_stop=i_stop,
         start=start,
@@ -130,7 +127,7 @@ def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl
         full_start=full_start,
         full_stop=full_stop,
         key_len=key_len,
-        col=col_ptr,
+        col_start=col_start,
     )
 
 
@@ -189,31 +186,9 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 
 
 @triton.jit
-def _memory_of(tile, rows, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """Where a tile finds what its loop over keys reads: the sequence's row of the table, the KV
-    head's keys and values, the rows of the bias.
-    """
-    kv_head = tl.cast(rows.kv_head, tl.int64)
-    table_ptr = pointers.block_table
-    bias_rows = pointers.bias
-    if OPTIONS.BIAS != "":
-        bias_rows = pointers.bias + rows.row * strides.bias_token
-        bias_rows += rows.head.to(tl.int64) * strides.bias_head
-    if OPTIONS.IS_PAGED:
-        table_ptr += tl.cast(tile.b, tl.int64) * sizes.stride_table
-        k_ptr = pointers.k + kv_head * strides.k_head
-        v_ptr = pointers.v + kv_head * strides.v_head
-    else:
-        k_start = tl.cast(tile.k_start, tl.int64)
-        k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
-        v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
-    return named("block_table k v bias_rows")(
-        block_table=table_ptr, k=k_ptr, v=v_ptr, bias_rows=bias_rows
-    )
-
-
-@triton.jit
-def _store_values(values_at, state, exists, gain, total, scale_ptr, OPTIONS: tl.constexpr, FORMAT: tl.constexpr):
+def _store_values(
+    values_at, state, exists, gain, total, scale_ptr, OPTIONS: tl.constexpr, FORMAT: tl.constexpr
+):
     """Write the weighted values of a tile's rows, divided by their totals."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     IS_PRECISE: tl.constexpr = OPTIONS.DTYPE == tl.float32
@@ -273,7 +248,24 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     rows = _rows_of(tile, sizes, OPTIONS)
     keys = _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS)
     queries = _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
-    memory = _memory_of(tile, rows, pointers, strides, sizes, OPTIONS)
+    # what the loop over keys reads: the sequence's row of the table, the KV head's keys and values
+    kv_head = tl.cast(rows.kv_head, tl.int64)
+    table_ptr, col_ptr, bias_rows = pointers.block_table, pointers.col, pointers.bias
+    if OPTIONS.HAS_LAYOUT:
+        col_ptr += keys.col_start
+    if OPTIONS.BIAS != "":
+        bias_rows += rows.row * strides.bias_token + rows.head.to(tl.int64) * strides.bias_head
+    if OPTIONS.IS_PAGED:
+        table_ptr += tl.cast(tile.b, tl.int64) * sizes.stride_table
+        k_ptr = pointers.k + kv_head * strides.k_head
+        v_ptr = pointers.v + kv_head * strides.v_head
+    else:
+        k_start = tl.cast(tile.k_start, tl.int64)
+        k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
+        v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
+    memory = named("block_table col k v bias_rows")(
+        block_table=table_ptr, col=col_ptr, k=k_ptr, v=v_ptr, bias_rows=bias_rows
+    )
     m_i, l_i, acc_low, acc_high = attend_keys(
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS
     )

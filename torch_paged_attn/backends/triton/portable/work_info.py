@@ -13,16 +13,16 @@ from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 
 @triton.jit
-def sequence_info(b, pointers, sizes, left, OPTIONS: tl.constexpr):
+def sequence_info(b, lengths, sizes, left, OPTIONS: tl.constexpr):
     """Of sequences b: first row and number of queries, first row and number of keys; tiles of
     queries, and units of each: at least one, and with FIXED_UNITS whole pieces.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
-    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    q_start, q_stop = query_span(b, lengths.cu_seqlens_q, sizes.batch, sizes.total_q)
     k_start, key_len = key_span(
-        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        b, lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, sizes.batch,
         sizes.max_keys, OPTIONS.IS_PAGED,
     )  # fmt: skip
     query_len = tl.maximum(q_stop - q_start, 0)
@@ -43,14 +43,14 @@ def sequence_info(b, pointers, sizes, left, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _units_of(b, pointers, sizes, left, OPTIONS: tl.constexpr):
+def _units_of(b, lengths, sizes, left, OPTIONS: tl.constexpr):
     """Units of all tiles of sequences b: 0 past the last."""
-    sequence = sequence_info(b, pointers, sizes, left, OPTIONS)
+    sequence = sequence_info(b, lengths, sizes, left, OPTIONS)
     return tl.where(b < sizes.batch, sequence.tiles * sequence.units, 0)
 
 
 @triton.jit
-def find_work(program, programs, pointers, sizes, scalars, OPTIONS: tl.constexpr):
+def find_work(program, programs, lengths, sizes, scalars, OPTIONS: tl.constexpr):
     """Units in a piece, the first and last but one of this program's, the sequence it begins in,
     and the first unit of that. SEARCH_WIDTH sequences are looked at at a time, and rows of padding,
     which come last, on their own.
@@ -60,12 +60,12 @@ def find_work(program, programs, pointers, sizes, scalars, OPTIONS: tl.constexpr
     FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
     left, batch = scalars.left, sizes.batch
     b = tl.arange(0, WIDTH)
-    work = _units_of(b, pointers, sizes, left, OPTIONS)
-    padding = sequence_info(batch, pointers, sizes, left, OPTIONS)
+    work = _units_of(b, lengths, sizes, left, OPTIONS)
+    padding = sequence_info(batch, lengths, sizes, left, OPTIONS)
     total = tl.sum(work, 0) + padding.tiles * padding.units
     if not IS_ONE_LOOK:
         for b0 in tl.range(WIDTH, batch, WIDTH):
-            total += tl.sum(_units_of(b0 + b, pointers, sizes, left, OPTIONS), 0)
+            total += tl.sum(_units_of(b0 + b, lengths, sizes, left, OPTIONS), 0)
 
     piece = tl.full([], FIXED_UNITS, tl.int32)
     if FIXED_UNITS == 0:
@@ -78,7 +78,7 @@ def find_work(program, programs, pointers, sizes, scalars, OPTIONS: tl.constexpr
     if not IS_ONE_LOOK:
         before = tl.sum(work, 0)
         for b0 in tl.range(WIDTH, batch, WIDTH):
-            more = _units_of(b0 + b, pointers, sizes, left, OPTIONS)
+            more = _units_of(b0 + b, lengths, sizes, left, OPTIONS)
             ended = before + tl.cumsum(more, 0) <= begin
             found += tl.sum(ended.to(tl.int32), 0)
             first += tl.sum(tl.where(ended, more, 0), 0)
