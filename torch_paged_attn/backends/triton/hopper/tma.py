@@ -61,7 +61,7 @@ def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescripto
     return _tensor_map(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, heads, width))
 
 
-def rows_in_atoms(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def atoms_of_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """Boxes of so many rows of one head of x, (rows, heads, dim), for rows that are not cut off.
 
     One box for each multiple of 8 rows, whatever their width: as (1, rows / 8, width / 64, 8, 64),
@@ -83,22 +83,22 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 @gluon.constexpr_function
-def in_atoms(shape):
-    """Whether boxes, or tiles of them, are those of `rows_in_atoms`."""
+def is_in_atoms(shape):
+    """Whether boxes, or tiles of them, are those of `atoms_of_rows`."""
     return shape[-2] == ATOM_ROWS.value
 
 
 @gluon.constexpr_function
 def rows_of_box(box):
     """Rows of keys in a box."""
-    return box[1] * box[3] if in_atoms(box) else box[2]
+    return box[1] * box[3] if is_in_atoms(box) else box[2]
 
 
 @gluon.constexpr_function
-def ring_of_boxes(stages, box, rows):
+def shape_of_tiles(stages, box, rows):
     """The shape of so many tiles of so many rows that are made of boxes."""
     tile = [*box]
-    if in_atoms(box):
+    if is_in_atoms(box):
         tile[1] = rows // ATOM_ROWS.value
     else:
         tile[2] = rows
@@ -108,7 +108,7 @@ def ring_of_boxes(stages, box, rows):
 @gluon.jit
 def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A tile of boxes as (ROWS, WIDTH)."""
-    if in_atoms(tile.shape):
+    if is_in_atoms(tile.shape):
         atoms = tile.reshape([ROWS // ATOM_ROWS, WIDTH // ATOM_WIDTH, ATOM_ROWS, ATOM_WIDTH])
         tile = atoms.permute((0, 2, 1, 3))
     return tile.reshape([ROWS, WIDTH])
@@ -129,14 +129,14 @@ def store_rows(desc, start, size, row, head, smem):
 @gluon.jit
 def start_of_page(desc, page, page_rows, in_page):
     """Where a slot of a page lies, as `load_page` wants it; pages are `page_rows` rows apart."""
-    UNIT: gl.constexpr = ATOM_ROWS if in_atoms(desc.block_shape) else 1
+    UNIT: gl.constexpr = ATOM_ROWS if is_in_atoms(desc.block_shape) else 1
     return page * (page_rows // UNIT) + in_page // UNIT
 
 
 @gluon.jit
 def load_page(desc, i, start, head, barrier, tile):
     """Box i of a tile, from a slot of a page on, all of whose rows are loaded."""
-    if in_atoms(desc.block_shape):
+    if is_in_atoms(desc.block_shape):
         ATOMS: gl.constexpr = desc.block_shape[1]
         box = tile.slice(i * ATOMS, ATOMS, dim=1)
         async_load(desc, [head, start, 0, 0, 0], barrier, box)
