@@ -135,7 +135,7 @@ def test_the_log_says_how_many_launches_a_cache_write_takes(kernels, device, cap
 def compile_for_hopper(problem):
     """The kernels of a launch, compiled in another process."""
     call = hopper_call(problem)
-    cross_compile.CALLS["hopper"] = lambda: lambda: flash_varlen_sm90.flash_varlen(call)
+    cross_compile.CALLS["hopper"] = lambda: lambda: flash_varlen_sm90.attend(call)
     return cross_compile.compile_call("sm90", "hopper")
 
 
@@ -160,9 +160,9 @@ def test_agrees_with_the_reference(problem):
     call = hopper_call(problem, "cuda")
     if flash_varlen_sm90.unsupported(call) is not None:
         pytest.skip("left to the portable kernel")
-    first = flash_varlen_sm90.flash_varlen(call)
+    first = flash_varlen_sm90.attend(call)
     assert_accurate(*first, build(problem).truth())
-    second = flash_varlen_sm90.flash_varlen(call)
+    second = flash_varlen_sm90.attend(call)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -175,6 +175,4 @@ def test_rows_whose_maxima_grow_are_rescaled(head_dim):
     k = call.args["k"]
     k.mul_(torch.linspace(9.0, 0.05, len(k), dtype=k.dtype)[:, None, None])
     args = call.to("cuda").args
-    assert_accurate(
-        *flash_varlen_sm90.flash_varlen(AttentionCall.flash_varlen(**args)), call.truth()
-    )
+    assert_accurate(*flash_varlen_sm90.attend(AttentionCall.flash_varlen(**args)), call.truth())

@@ -24,7 +24,7 @@ def why_portable(call: AttentionCall) -> str | None:
     reason = flash_varlen_sm90.unsupported(call)
     if reason is None and environment.BATCH_INVARIANT:
         return "results must not depend on the batch"
-    return reason or flash_varlen_sm90.too_small(call)
+    return reason or flash_varlen_sm90.unprofitable(call)
 
 
 def why_opaque(call: AttentionCall) -> str | None:

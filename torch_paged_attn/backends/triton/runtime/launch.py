@@ -68,26 +68,3 @@ def dependent_launch(is_dependent: bool) -> dict[str, Any]:
     is_dependent = is_dependent and not is_traced()
     options: dict[str, Any] = {"IS_DEPENDENT": is_dependent}
     return options | {"launch_pdl": True} if is_dependent else options
-
-
-# TEMPORARY until portable and hopper are merged
-import torch  # noqa
-
-
-def launch(kernel, grid, *args, **options):
-    from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
-
-    names = kernel.arg_names
-    n = next((i for i, x in enumerate(args) if isinstance(x, int | float)), len(args))
-    while n and args[n - 1] is None and "stride" in names[n - 1]:
-        n -= 1
-    options = dict(zip(names[n:], args[n:])) | options
-    Launch(kernel, grid, **options)(*args[:n])
-
-
-def allocate(shape, dtype, device):
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-follow = gdc_wait
-following = dependent_launch
