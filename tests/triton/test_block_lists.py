@@ -63,8 +63,8 @@ def test_lists_what_the_rows_of_a_tile_list(name, tokens, block_n, causal, devic
     assert keys == min(layout.k_block_size, block_n)
     assert positions == max(layout.q_block_size, tokens)
 
-    build = plan_block_lists(moved, positions, keys, KEYS, causal)
-    entries, spans = (x.cpu() for x in build(moved.crow_indices, moved.col_indices))
+    build_lists = plan_block_lists(moved, positions, keys, KEYS, causal)
+    entries, spans = (x.cpu() for x in build_lists(moved.crow_indices, moved.col_indices))
     assert spans.shape[2:] == (-(-KEYS // positions), SPAN.value)
     outer = layout.crow_indices.shape[:-1]
     for b in range(spans.shape[0]):

@@ -1,5 +1,6 @@
 """Which calls share a plan, which launches share a kernel, and what a ready kernel is handed."""
 
+import functools
 import threading
 import types
 import weakref
@@ -13,7 +14,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
 from torch_paged_attn.backends.triton.runtime.lru import LRU
-from torch_paged_attn.testing import PROBLEMS
+from torch_paged_attn.testing import Problem
 
 STREAM = 7
 
@@ -301,37 +302,47 @@ def test_an_allocation_is_contiguous(shape):
     assert made.isnan().all()  # filled: algorithms are deterministic in these tests
 
 
-def keys(arch):
-    """Of every launch of every problem: our key and Triton's."""
+def launches(problems):
+    """Of every launch on sm90 that is compiled ahead in tests, and of those of `problems`: our key
+    and Triton's.
+    """
     from triton.runtime.jit import JITFunction, compute_cache_key
 
     found = []
     run = JITFunction.run
 
     def note(kernel, *args, grid, warmup, **kwargs):
-        *_, cache, _, _, bind = kernel.device_caches[arch]
+        *_, cache, _, _, bind = kernel.device_caches["sm90"]
         _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
-        own = launch_cache.compiled_for(kernel, args, kwargs)
-        found.append(
-            ((kernel.__name__, *own[1:]), compute_cache_key(cache, specialization, options))
-        )
+        own = launch_cache.compiled_for(kernel, args, kwargs)[1:]
+        theirs = compute_cache_key(cache, specialization, options)
+        found.append(((kernel.__name__, *own), theirs))
 
     JITFunction.run = note
     launch_cache._current_device = lambda: 0
     try:
-        with cross_compile.elsewhere(arch):
-            for name in cross_compile.CALLS:
-                cross_compile.CALLS[name]()()
+        with cross_compile.elsewhere("sm90"):
+            calls = [call() for call in cross_compile.CALLS.values()]
+            for call in (*calls, *map(cross_compile._attention, problems)):
+                call()
     finally:
         JITFunction.run = run
     return found
 
 
-def test_launches_that_share_a_kernel_share_it_in_triton():
+def test_launches_that_share_a_kernel_share_it_in_triton_and_sizes_share_one():
+    """Lengths, pages and spare pages differ; decode is the portable kernel, prefill Hopper's."""
+    model = functools.partial(Problem, "model", num_heads=8, num_kv_heads=2, head_dim=64)
+    model = functools.partial(model, dtype=torch.bfloat16, page_size=16)
+    decode = [
+        model(((1, n), (1, n // 3), (1, 2)), spare_pages=spare)
+        for n, spare in ((300, 0), (301, 1), (16 * 29, 16), (16 * 30 - 1, 1))
+    ]
+    prefill = [model(((n, 60), (n, 0))) for n in (700, 701, 16 * 44)]
     with cross_compile.workers(1) as pool:
-        found = pool.submit(keys, "sm90").result()
-    assert len(found) > len(PROBLEMS)
+        found = pool.submit(launches, [*decode, *prefill]).result()
     theirs = {}
     for own, other in found:
         assert theirs.setdefault(own, other) == other, own[0]
-    assert len(theirs) < len(found)
+    of_model = found[-len(decode) - 2 * len(prefill) :]
+    assert len({own for own, _ in of_model}) == 3

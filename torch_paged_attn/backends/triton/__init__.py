@@ -53,7 +53,11 @@ def traceable(name: str) -> Callable[..., Any] | None:
     Cache writes do: a graph copies what a kernel writes through two views of one tensor. Attention
     answers NotImplemented where it does (`flash_varlen.why_opaque`).
     """
-    ops = {"blocksparse": blocksparse, "flash_varlen": flash_varlen, "merge_states": merge_states}
+    ops: dict[str, Callable[..., Any]] = {
+        "blocksparse": blocksparse,
+        "flash_varlen": flash_varlen,
+        "merge_states": merge_states,
+    }
     if name not in ops:
         return None
 

@@ -116,10 +116,11 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
         out, lse = new_out(), new_lse()
         if lse.numel() == 0:
             return out, lse
-        stored = out_a, out_b, out
-        if not launch.is_ready:
-            stored = [as_stored(x, target)[0] for x in stored]
-        launch(stored[0], lse_a, stored[1], lse_b, stored[2], lse)
+        if launch.is_ready:
+            launch(out_a, lse_a, out_b, lse_b, out, lse)
+        else:
+            a, b, stored = (as_stored(x, target)[0] for x in (out_a, out_b, out))
+            launch(a, lse_a, b, lse_b, stored, lse)
         return out, lse
 
     return run

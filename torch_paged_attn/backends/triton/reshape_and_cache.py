@@ -196,7 +196,7 @@ def _plan(
     write = _Write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
     v_offset = kv_cache.stride(0) * kv_cache.itemsize
 
-    def run(key: Tensor, value: Tensor, kv_cache: Tensor, *rest: Tensor | None) -> None:
+    def run(key: Tensor, value: Tensor, kv_cache: Tensor, *rest: Any) -> None:
         if write.is_ready:
             # half of a tensor costs more than the rest of this function
             write(key, value, kv_cache, kv_cache.data_ptr() + v_offset, *rest)
@@ -301,7 +301,7 @@ class _Write:
         if self._claim is not None:
             claims = self._new_claims()
             self._claim(slot_mapping, claims)
-        copied = key, value, k_cache, v_cache
+        rows: Any = key, value, k_cache, v_cache
         if not self._copy.is_ready:
-            copied = tuple([as_stored(x, self._target)[0] for x in copied])
-        self._copy(*copied, slot_mapping, k_scale, v_scale, claims)
+            rows = [as_stored(x, self._target)[0] for x in rows]
+        self._copy(*rows, slot_mapping, k_scale, v_scale, claims)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 
 # streams whose counters are kept, and the fewest that each of them has
@@ -51,7 +52,8 @@ class Allocation:
         steps = (max(size, 1) for size in reversed(self.shape[1:]))
         strides = itertools.accumulate(steps, operator.mul, initial=1) if shape else ()
         self.strides = tuple(strides)[::-1]
-        self._is_quick = _empty_on_current_device is not None and device.type == "cuda"
+        is_real = device.type == "cuda" and not is_traced()
+        self._is_quick = _empty_on_current_device is not None and is_real
 
     @classmethod
     def like(cls, x: Tensor) -> "Allocation":
@@ -74,7 +76,7 @@ def current_stream(device: int) -> int:
 
 def zeroed_counters(count: int, device: torch.device) -> Tensor:
     """At least `count` int32 zeros for the next launch on the current stream."""
-    if device.type != "cuda":
+    if device.type != "cuda" or is_traced():
         return torch.zeros(count, dtype=torch.int32, device=device)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
