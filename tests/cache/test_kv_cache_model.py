@@ -100,6 +100,32 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.next_unknown += len(tokens)
         return list(range(self.next_unknown - len(tokens), self.next_unknown))
 
+    @rule(seq=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def append_where_copies_fail(self, seq, tokens):
+        """The copy of a shared page raises: all stays as it was, evicted pages aside."""
+        if seq not in self.tokens:
+            return
+        cache, copies = self.cache, []
+
+        class Uncopyable(torch.Tensor):
+            def copy_(self, *_):
+                copies.append(1)
+                raise OSError
+
+        tensor, before, free = cache.kv_cache, self.sequences_of_host(), cache.num_free_pages
+        cache.kv_cache = tensor.as_subclass(Uncopyable)
+        try:
+            self.append_and_write(seq, tokens, True)
+        except OSError:
+            assert (self.sequences_of_host(), cache.num_free_pages) == (before, free)
+        else:
+            assert not copies
+        finally:
+            cache.kv_cache = tensor
+
+    def sequences_of_host(self):
+        return copy.deepcopy((self.cache._sequences, self.cache._ref_counts))
+
     @rule(target=sequences, parent=sequences)
     def fork(self, parent):
         child = self.new_name()
