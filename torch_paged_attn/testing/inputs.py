@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torch_paged_attn
 from torch_paged_attn import reference
+from torch_paged_attn.attention_call import option_names, per_sequence_tensors
 from torch_paged_attn.reference.attention import to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.problems import Problem
@@ -52,17 +53,8 @@ class Call:
             args["k"], args["v"] = args["k"][start:stop], args["v"][start:stop]
         if k_bounds is not None:
             args["cu_seqlens_k"] = cumulative([int(k_bounds[b + 1] - k_bounds[b])])
-        for name, per_sequence in (
-            ("seqused_k", 1),
-            ("block_table", 2),
-            ("alibi_slopes", 2),
-            ("q_descale", 2),
-            ("k_descale", 2),
-            ("v_descale", 2),
-            ("crow_indices", 3),
-            ("col_indices", 3),
-        ):
-            if args.get(name) is not None and args[name].dim() == per_sequence:
+        for name, dims in per_sequence_tensors().items():
+            if args.get(name) is not None and args[name].dim() == dims:
                 args[name] = args[name][b : b + 1]
         return dataclasses.replace(self, args=args)
 
@@ -230,15 +222,7 @@ def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
 
 def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, Any]:
     batch, heads, kv_heads = len(problem.seqs), problem.num_heads, problem.num_kv_heads
-    args: dict[str, Any] = {
-        "causal": problem.causal,
-        "window_size_left": problem.window_size_left,
-        "window_size_right": problem.window_size_right,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "dropout_p": problem.dropout_p,
-        "out_dtype": problem.out_dtype,
-    }
+    args: dict[str, Any] = {name: getattr(problem, name) for name in option_names("flash_varlen")}
     if problem.alibi:
         slopes = (batch, heads) if problem.alibi == "batch" else (heads,)
         args["alibi_slopes"] = torch.rand(slopes, generator=g)
