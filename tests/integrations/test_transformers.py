@@ -181,6 +181,26 @@ def test_encoder(mask_dim):
     torch.testing.assert_close(hidden[paged.NAME], hidden["sdpa"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sliding_window", [0, -1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_without_keys(sliding_window, padded):
+    """Transformers' masks hide every key: SDPA answers 0, and so do we."""
+    hidden = {}
+    keep = torch.ones(2, 20, dtype=torch.long)
+    keep[0, :5] = 0 if padded else 1
+    tokens = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(2))
+    for name in ("sdpa", paged.NAME):
+        config = transformers.MistralConfig(**SIZES, sliding_window=sliding_window)
+        torch.manual_seed(0)
+        model_class = transformers.MistralForCausalLM
+        model = model_class._from_config(config, attn_implementation=name).eval()
+        with torch.inference_mode():
+            # with a cache Transformers' own attention fails: its sliding layers keep a key or more
+            states = model.model(tokens, attention_mask=keep, use_cache=False)
+        hidden[name] = states.last_hidden_state[keep.bool()]
+    assert torch.equal(hidden[paged.NAME], hidden["sdpa"])
+
+
 def test_refusals():
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(NotImplementedError, match="dropout must be 0"):
