@@ -123,3 +123,8 @@ def test_imports_run_one_way(folder):
 
 def test_types_are_shipped():
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_every_public_name_is_found():
+    for name in torch_paged_attn.__all__:
+        assert getattr(torch_paged_attn, name) is not None
