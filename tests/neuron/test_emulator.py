@@ -3,8 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-
-from torch_paged_attn.testing.nki_emulator import nisa, nl, simulate
+from nki_emulator import nisa, nl, simulate
 
 pytestmark = pytest.mark.usefixtures("machine")
 RNG = np.random.default_rng(0)

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
+import nki_emulator
 import numpy as np
 import pytest
-
-from torch_paged_attn.testing import nki_emulator
-from torch_paged_attn.testing.nki_emulator import emulated
-from torch_paged_attn.testing.nki_emulator.signatures import ISA
+from nki_emulator import emulated
+from nki_emulator.signatures import ISA
 
 RNG = np.random.default_rng(0)
 P = 128

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
-from torch_paged_attn.backends.neuron.recent import HostCopies, Recent
-from torch_paged_attn.backends.neuron.stored_rows import StoredRows
-from torch_paged_attn.backends.neuron.tables import Tables, lay_out
-from torch_paged_attn.backends.neuron.tile_kernel import P
-from torch_paged_attn.backends.neuron.tiles import Tiles
+from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV
+from torch_paged_attn.backends.neuron.plan_cache import HostCopies, Recent
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
+from torch_paged_attn.backends.neuron.work_info import WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import Batch, WorkList, build_work_lists
 
 _on_host = HostCopies()
-_recent_plans: Recent[list[Tables]] = Recent(16)
+_recent_plans: Recent[list[WorkInfo]] = Recent(16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Options:
     has_dropout: bool
     num_pages: int
     page_size: int
-    tiles: Tiles
+    tiles: TileSizes
 
 
-def plan(call: AttentionCall, tiles: Tiles, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
-    """Tables of each work list, on the call's device; the same for every layer of a step."""
+def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
+    """WorkInfo of each work list, on the call's device; the same for every layer of a step."""
     host, device = Metadata.of(call).on_host(), call.q.device
     options = Options(
         total_q=call.total_q,
@@ -80,13 +80,13 @@ def plan(call: AttentionCall, tiles: Tiles, rows: tuple[StoredRows, StoredRows])
         blocks = layout.q_block_size, layout.k_block_size
     places = tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
 
-    def make() -> list[Tables]:
+    def make() -> list[WorkInfo]:
         return [tables.to(device) for tables in _make(host, options, rows)]
 
     return _recent_plans(tensors, (options, places, blocks, device), make)
 
 
-def _make(host: Metadata, options: Options, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
+def _make(host: Metadata, options: Options, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     cu_seqlens_q = host.cu_seqlens_q.long()
     key_lens = key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long()
     batch = Batch(

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.attention_kernel import NUM_SCALARS
-from torch_paged_attn.backends.neuron.tables import Heads
-from torch_paged_attn.backends.neuron.tile_kernel import MASKED
+from torch_paged_attn.backends.neuron.kernels.attention import NUM_SCALARS
+from torch_paged_attn.backends.neuron.kernels.query_tile import MASKED
+from torch_paged_attn.backends.neuron.work_info import Heads
 
 
 def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
