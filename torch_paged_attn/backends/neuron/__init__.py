@@ -11,6 +11,7 @@ from torch_paged_attn.backends.neuron.blocksparse import blocksparse
 from torch_paged_attn.backends.neuron.flash_varlen import flash_varlen
 from torch_paged_attn.backends.neuron.merge_states import merge_states
 from torch_paged_attn.backends.neuron.paged_kv import is_dense
+from torch_paged_attn.backends.neuron.plan_cache import keep_plans
 from torch_paged_attn.backends.neuron.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
@@ -20,6 +21,7 @@ from torch_paged_attn.backends.neuron.runtime import can_trace, traced, unsuppor
 __all__ = [
     "blocksparse",
     "flash_varlen",
+    "keep_plans",
     "load",
     "merge_states",
     "reshape_and_cache",

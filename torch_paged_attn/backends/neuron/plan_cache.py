@@ -1,8 +1,15 @@
-"""What is worked out once for the layers of a step: the same metadata comes again and again."""
+"""Plans of the last few steps: the layers of a step come with equal metadata, and share one plan.
+
+A plan is found by the values of the metadata, which every call reads on the host. On a device that
+is a wait; `keep_plans` is for callers who would rather promise not to change values behind PyTorch.
+"""
 
 import collections
+import contextlib
+import contextvars
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -11,20 +18,17 @@ T = TypeVar("T")
 
 
 class HostCopies:
-    """Host copies of device tensors, each read once as long as it lives unchanged: reading is a
-    wait. Only a tensor's version counter tells a change; inference tensors have none, and are read
-    every time.
+    """Host copies of tensors, each read once for as long as its tensor lives in one version.
+
+    A write through `tensor.data` or a raw pointer leaves the version as it is and is not seen.
+    Inference tensors have no version: they are read every time.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """`tensor` itself on the host, else a copy."""
-        return tensor if tensor.device.type == "cpu" else self.copy_of(tensor)
-
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """A copy that may be older than this call, but not than the tensor's last change."""
+        """A copy as old as the tensor's version, or younger."""
         if tensor.is_inference():
             return tensor.cpu()
         place, version = id(tensor), tensor._version
@@ -35,28 +39,61 @@ class HostCopies:
         return known[2]
 
 
-class Recent(Generic[T]):
-    """The last few results of a function of host tensors, found again by what these hold."""
+_kept: contextvars.ContextVar[HostCopies | None] = contextvars.ContextVar("_kept", default=None)
+
+
+@contextlib.contextmanager
+def keep_plans() -> Iterator[None]:
+    """While it is open, a metadata tensor that was read is trusted until its version changes.
+
+    The layers of a step then wait for the device once. Whoever opens it promises that lengths,
+    block tables and layouts change by PyTorch's in-place operations only: a write through
+    `tensor.data` or a raw pointer is not seen, and gives the attention of the old values.
+    """
+    token = _kept.set(_kept.get() or HostCopies())
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def read(tensor: Tensor) -> Tensor:
+    """The values of a metadata tensor, on the host."""
+    kept = _kept.get()
+    return tensor.cpu() if kept is None else kept(tensor)
+
+
+class PlanCache(Generic[T]):
+    """The last `size` results of a function of host tensors and options, found by their values."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._results: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
+        self._plans: collections.OrderedDict[Hashable, T] = collections.OrderedDict()
+        self._lock = threading.Lock()
 
     def __call__(
         self, tensors: Sequence[Tensor | None], options: Hashable, make: Callable[[], T]
     ) -> T:
-        """`make()`, unless it was made for equal tensors and options lately."""
-        key = (tuple(_content(t) for t in tensors), options)
-        if key in self._results:
-            self._results.move_to_end(key)
-            return self._results[key]
-        result = self._results[key] = make()
-        if len(self._results) > self._size:
-            self._results.popitem(last=False)
-        return result
+        """The plan that was made for equal tensors and options, else `make()`."""
+        key = (tuple(_values(t) for t in tensors), options)
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key]
+        plan = make()
+        with self._lock:
+            self._plans[key] = plan
+            if len(self._plans) > self._size:
+                self._plans.popitem(last=False)
+        return plan
+
+    def clear(self) -> None:
+        """Forget every plan."""
+        with self._lock:
+            self._plans.clear()
 
 
-def _content(tensor: Tensor | None) -> Hashable:
+def _values(tensor: Tensor | None) -> Hashable:
     if tensor is None:
         return None
-    return tuple(tensor.shape), tensor.contiguous().numpy().tobytes()
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().numpy().tobytes()
