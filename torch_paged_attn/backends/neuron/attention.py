@@ -11,9 +11,10 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
-from torch_paged_attn.backends.neuron.kernels.attention import FLOOR, P, attention_kernel
+from torch_paged_attn.backends.neuron.kernels.attention import attention_kernel
 from torch_paged_attn.backends.neuron.kernels.groups import Options, RowLayout
 from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
+from torch_paged_attn.backends.neuron.kernels.query_tile import FLOOR, LOWEST, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
 from torch_paged_attn.backends.neuron.philox import philox_words
 from torch_paged_attn.backends.neuron.plan import plan
@@ -156,7 +157,9 @@ def _readable(storage: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _results(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The op's layout, from rows of (token, member of the group) and columns of KV heads."""
-    lse = lse.masked_fill(lse < FLOOR / 2, float("-inf"))
+    lse = lse.masked_fill(lse <= FLOOR, float("-inf"))
+    if call.attn_bias is not None or call.sinks is not None:
+        lse = lse.masked_fill(lse == LOWEST, torch.finfo(torch.float32).min)
     if call.result_dtype in FLOAT8:
         limit = torch.finfo(call.result_dtype).max
         out = (out if call.out_scale is None else out / call.out_scale).clamp(-limit, limit)

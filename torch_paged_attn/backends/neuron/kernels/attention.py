@@ -338,7 +338,7 @@ def attention_kernel(
     loop differently. words (1, NUM_WORDS) int32: Philox's keys, offset, threshold. row_scalars
     (num_rows, num_kv_heads * NUM_SCALARS) float32. bias (rows, tile_k) float32.
 
-    A row that sees no key has an lse below FLOOR / 2.
+    A row that sees no key has an lse of FLOOR.
     """
     program = start_program(q.dtype, indices.shape[0], words, options)
     stack = new_stack(q.dtype, program)

@@ -8,12 +8,12 @@ from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_ro
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
-# the score of a masked key, and the first value of a maximum: exp(MASKED - FLOOR) is 0
-MASKED = -3.0e38
-FLOOR = -1.0e30
-
-# the lowest float32: what is less is -inf
-LOWEST = -3.4028234663852886e38
+# The three lowest float32: the score of a masked key, as `range_select` writes it; the first value
+# of a maximum; and the lowest score of a key that a row sees. They are 2e31 apart, so that
+# exp(MASKED - FLOOR), exp(FLOOR - LOWEST) and exp(MASKED - LOWEST) are 0.
+MASKED = -3.4028234663852886e38
+FLOOR = MASKED + 2.0**104
+LOWEST = FLOOR + 2.0**104
 
 
 def spread(tile, column, width):
@@ -122,14 +122,16 @@ def add_alibi(scores, key_position, position, slope):
 
 
 def add_bias(scores, bias, index, offset):
-    """scores (P, tile_k) plus rows of bias (rows, tile_k); -inf masks, and is never added."""
+    """scores (P, tile_k) plus rows of bias (rows, tile_k), LOWEST at least; -inf masks instead."""
     tile_k = scores.shape[1]
     tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
     row = RowLayout(0, 0, offset, tile_k)
     gather_rows(tile, bias, index, row, 1, 1, nisa.oob_mode.error)
     hidden = nl.ndarray((P, tile_k), dtype=nl.uint8, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=hidden, data=tile, op0=nl.less, operand0=LOWEST)
-    nisa.tensor_tensor(dst=scores, data1=scores, data2=tile, op=nl.add)
+    nisa.tensor_scalar(dst=hidden, data=tile, op0=nl.less, operand0=MASKED)
+    nisa.scalar_tensor_tensor(
+        dst=scores, data=tile, op0=nl.maximum, operand0=LOWEST, op1=nl.add, operand1=scores
+    )
     nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=hidden)
 
 
