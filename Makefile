@@ -48,7 +48,7 @@ test: install lint
 	$(PYTHON) -m torch_paged_attn
 	$(PYTEST) tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	$(PYTEST) tests/triton
-	PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTEST) \
+	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTEST) \
 	  tests/contract/test_errors.py tests/backends tests/properties/test_attention.py \
 	  tests/properties/test_wild_metadata.py --ignore tests/backends/test_cpu.py
 	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \

@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "reference": ("reference",),
     "backends/cpu": ("backends.cpu", "ops"),
     "backends/tpu": ("backends.tpu", "ops"),
-    "backends/neuron": ("backends.neuron", "ops", "testing.nki_emulator"),
+    "backends/neuron": ("backends.neuron", "ops"),
     "backends/triton": ("backends.triton", "ops"),
     "backends/triton/portable": (
         *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
