@@ -291,12 +291,17 @@ def tensor_names(op: str) -> tuple[str, ...]:
     return tuple(x.name for x in arguments(op) if x.is_tensor)
 
 
+def defaults(op: str) -> dict[str, Any]:
+    """What stands for each argument that a call does not give."""
+    return {x.name: x.default for x in arguments(op)}
+
+
 def option_names(op: str) -> tuple[str, ...]:
     """The arguments that are passed by name only."""
     return tuple(x.name for x in arguments(op) if x.keyword_only)
 
 
-def per_sequence() -> dict[str, int]:
+def per_sequence_tensors() -> dict[str, int]:
     """Tensors with an entry per sequence, in their first dimension if they have that many."""
     return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
 

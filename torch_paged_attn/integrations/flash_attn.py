@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import defaults
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
     check_room,
@@ -34,6 +35,7 @@ from torch_paged_attn.integrations._kvcache import (
 from torch_paged_attn.ops import flash_varlen
 
 Window: TypeAlias = tuple[int | None, int | None]
+DEFAULTS = defaults("flash_varlen")
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 
@@ -359,6 +361,15 @@ def _attend(
         rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
     left, right = (-1 if size is None else size for size in window_size)
     eight_bit = torch.bfloat16 if q.dtype.itemsize == 1 else None
+    arguments |= {
+        # engines keep sinks in the dtype of the model
+        "sinks": None if s_aux is None else s_aux.float(),
+        "rng_state": rng_state,
+        "window_size_left": left,
+        "window_size_right": right,
+        "dropout_p": dropout_p,
+        "out_dtype": eight_bit if out is None else out.dtype,
+    }
     return flash_varlen(
         q,
         k,
@@ -366,14 +377,8 @@ def _attend(
         # a tensor would have to be read: the op derives its own bounds from shapes
         max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
         max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
-        # engines keep sinks in the dtype of the model
-        sinks=None if s_aux is None else s_aux.float(),
-        rng_state=rng_state,
-        window_size_left=left,
-        window_size_right=right,
-        dropout_p=dropout_p,
-        out_dtype=eight_bit if out is None else out.dtype,
-        **arguments,
+        # each argument by name costs a call 0.2 microseconds
+        **{name: value for name, value in arguments.items() if value is not DEFAULTS[name]},
     )
 
 

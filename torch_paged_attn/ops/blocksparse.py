@@ -98,6 +98,8 @@ def blocksparse(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     *tensors: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -118,5 +120,5 @@ def blocksparse(
     Sources: BigBird (arXiv 2007.14062), Phi-3 (arXiv 2404.14219), section 2.
     """
     first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
-    hints = fill_hints(q, k, max_seqlen_q, max_seqlen_k, tensors, options)
-    return _blocksparse(*first, *hints, *tensors, **options)
+    hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    return _blocksparse(*first, *hints, seqused_k, block_table, *tensors, **options)

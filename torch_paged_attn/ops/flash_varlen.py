@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.signature import described, schema
@@ -27,30 +27,23 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 _flash_varlen = define(schema("flash_varlen"), check=check, check_values=check_values, fake=fake)
 
-# among the tensors that come behind the five that the functions take by name
-_BLOCK_TABLE = tensor_names("flash_varlen").index("block_table") - 5
-
 
 def fill_hints(
     q: Tensor,
     k: Tensor,
+    block_table: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    tensors: tuple[Tensor | None, ...],
-    options: dict[str, Any],
 ) -> tuple[int, int]:
     """Scheduling hints from shapes alone: nothing is read from the device.
 
-    `tensors` and `options` are what a call gave behind the hints. 0 stands for what no shape says:
-    the operator then refuses the tensor.
+    0 stands for what no shape says: the operator then refuses the tensor.
     """
     try:
         if max_seqlen_q is None:
             max_seqlen_q = q.shape[0]
         if max_seqlen_k is None:
-            is_positional = len(tensors) > _BLOCK_TABLE
-            table = tensors[_BLOCK_TABLE] if is_positional else options.get("block_table")
-            max_seqlen_k = k.shape[0] if table is None else table.shape[-1] * k.shape[2]
+            max_seqlen_k = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[2]
     except (AttributeError, IndexError):
         return 0, 0
     return max_seqlen_q, max_seqlen_k
@@ -65,6 +58,8 @@ def flash_varlen(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     *tensors: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -105,5 +100,7 @@ def flash_varlen(
     Sources: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180), ALiBi
     (arXiv 2108.12409), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    hints = fill_hints(q, k, max_seqlen_q, max_seqlen_k, tensors, options)
-    return _flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *hints, *tensors, **options)
+    hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    return _flash_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *hints, seqused_k, block_table, *tensors, **options
+    )
