@@ -175,7 +175,7 @@ def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
     is_raised = formats.is_paired and call.k.dtype == torch.int8
     is_scaled = call.q_descale is not None or call.k_descale is not None
     is_scaled = is_scaled or formats.is_q_normed or is_raised
-    return call.scale > 0 and formats.DTYPE != tl.float32 and not (is_changed or is_scaled)
+    return call.scale > 0 and tl.float32 != formats.DTYPE and not (is_changed or is_scaled)
 
 
 def pointers(
@@ -326,7 +326,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HAS_SOFTCAP=call.softcap > 0.0,
         BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
         RAW_SCORES=_has_raw_scores(call, formats),
-        CHAIN=FLOAT32_CHAIN if formats.DTYPE == tl.float32 else config.chain,
+        CHAIN=FLOAT32_CHAIN if tl.float32 == formats.DTYPE else config.chain,
         FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
         IS_SPLIT=tiles.is_split,
         PART_ROWS=tiles.part_rows,

@@ -191,7 +191,7 @@ def _store_values(
 ):
     """Write the weighted values of a tile's rows, divided by their totals."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    IS_PRECISE: tl.constexpr = OPTIONS.DTYPE == tl.float32
+    IS_PRECISE: tl.constexpr = tl.float32 == OPTIONS.DTYPE
     # both halves of pairs are in the first chunk by now
     LOW: tl.constexpr = 2 * OPTIONS.V_LOW if OPTIONS.IS_PAIRED else OPTIONS.V_LOW
     HIGH: tl.constexpr = 0 if OPTIONS.IS_PAIRED else OPTIONS.V_HIGH
@@ -222,14 +222,14 @@ def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     """Write the rows of `out` and `softmax_lse`."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
-    m, l, gain = state.m, state.l, state.gain
+    m_i, l_i, gain = state.m, state.l, state.gain
     if pointers.sinks is not None:
         is_sequence = rows.exists & (rows.b < sizes.batch)
         sink = tl.load(pointers.sinks + rows.head, mask=is_sequence, other=float("-inf"))
-        m, l, shrink = with_sink(m, l, sink)
+        m_i, l_i, shrink = with_sink(m_i, l_i, sink)
         gain = gain * shrink
-    total = tl.where(l == 0.0, 1.0, l)
-    lse = tl.where(l == 0.0, float("-inf"), m + tl.log(total))
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
     at = rows.head.to(tl.int64) * sizes.total_q + rows.row
     tl.store(pointers.lse + at, lse, mask=rows.exists)
     out_rows = pointers.out + (rows.row * scalars.num_heads + rows.head) * HEAD_DIM_V
