@@ -39,7 +39,7 @@ class Pointers(NamedTuple):
     v: Any
     out: Any
     lse: Any
-    parts: Any  # partial results, and behind them their lse
+    parts: Any  # partial results: values, row maxima, row sums
     counters: Any  # of programs that have left their part of a tile
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -123,6 +123,8 @@ class Options(NamedTuple):
     HEAD_DIM_V: int
     V_LOW: int
     V_HIGH: int
+    OUT_LOW: int  # chunks of a row of results
+    OUT_HIGH: int
     GROUP_SIZE: int
     PACK: int  # heads in a tile
     TOKENS: int  # queries in a tile
@@ -153,7 +155,8 @@ class Options(NamedTuple):
     IS_PAIRED: bool
     HAS_PTX: bool
     IS_Q_NORMED: bool
-    DTYPE: tl.dtype
+    DTYPE: tl.dtype  # of the products
+    IS_PRECISE: bool  # float32: sums are short, and no function is approximate
     BLOCK_M: int
     BLOCK_N: int
 
@@ -175,7 +178,7 @@ def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
     is_raised = formats.is_paired and call.k.dtype == torch.int8
     is_scaled = call.q_descale is not None or call.k_descale is not None
     is_scaled = is_scaled or formats.is_q_normed or is_raised
-    return call.scale > 0 and formats.DTYPE != tl.float32 and not (is_changed or is_scaled)
+    return call.scale > 0 and not formats.is_precise and not (is_changed or is_scaled)
 
 
 def pointers(
@@ -311,6 +314,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HEAD_DIM_V=head_dim_v,
         V_LOW=v_low,
         V_HIGH=v_high,
+        OUT_LOW=head_dim_v if formats.is_paired else v_low,
+        OUT_HIGH=0 if formats.is_paired else v_high,
         GROUP_SIZE=call.group_size,
         PACK=tiles.pack,
         TOKENS=tiles.tokens,
@@ -326,7 +331,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HAS_SOFTCAP=call.softcap > 0.0,
         BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
         RAW_SCORES=_has_raw_scores(call, formats),
-        CHAIN=FLOAT32_CHAIN if formats.DTYPE == tl.float32 else config.chain,
+        CHAIN=FLOAT32_CHAIN if formats.is_precise else config.chain,
         FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
         IS_SPLIT=tiles.is_split,
         PART_ROWS=tiles.part_rows,
@@ -341,7 +346,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         IS_PAIRED=formats.is_paired,
         HAS_PTX=target.converts_float8,
         IS_Q_NORMED=formats.is_q_normed,
-        DTYPE=formats.DTYPE,
+        DTYPE=formats.product,
+        IS_PRECISE=formats.is_precise,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
     )

@@ -37,10 +37,16 @@ def _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
     query_len = q_stop - q_start
     tile = tile_at(place, b, tl.program_id(1), q_start, query_len, k_start, key_len, OPTIONS)
     if tile.first_token < query_len:
-        share = named("unit taken units is_part part")(
-            unit=0, taken=1, units=1, is_part=False, part=0
+        # not by way of a name: numbers in a tuple that has one are no constants any more
+        attend_tile(
+            tile,
+            named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
+            pointers,
+            strides,
+            sizes,
+            scalars,
+            OPTIONS,
         )
-        attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS)
 
 
 @triton.jit

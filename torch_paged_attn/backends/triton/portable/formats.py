@@ -23,19 +23,24 @@ def product_type(q_dtype: torch.dtype, is_paired: bool, target: Target) -> tl.dt
 class Formats:
     """The formats of `dequant.py` for the tensors of a call, and the type of its products."""
 
-    DTYPE: tl.dtype
+    product: tl.dtype
     q: str
     kv: str
     out: str
     is_paired: bool
     is_q_normed: bool  # q is brought into float16's range
 
+    @property
+    def is_precise(self) -> bool:
+        """Whether products are in float32."""
+        return self.product == tl.float32
+
 
 def formats_of(call: AttentionCall, target: Target, is_paired: bool) -> Formats:
     """The formats of a call, whose keys and values are taken apart by pairs or not."""
     dtype = product_type(call.q.dtype, is_paired, target)
     return Formats(
-        DTYPE=dtype,
+        product=dtype,
         q=stored_format(call.q.dtype, target),
         kv=PAIRED[call.k.dtype] if is_paired else stored_format(call.k.dtype, target),
         out=stored_format(call.result_dtype, target),

@@ -51,7 +51,7 @@ def attend_keys(
     V_HIGH: tl.constexpr = OPTIONS.V_HIGH
     BIAS: tl.constexpr = OPTIONS.BIAS
     FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
-    IS_PRECISE: tl.constexpr = DTYPE == tl.float32
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     # `start` and `stop` say what a single query sees
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT and OPTIONS.TOKENS > 1
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1

@@ -51,7 +51,7 @@ def fold_value_tile(
     HIGH: tl.constexpr = OPTIONS.V_HIGH
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     DTYPE: tl.constexpr = OPTIONS.DTYPE
-    IS_PRECISE: tl.constexpr = DTYPE == tl.float32
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     acc_low, acc_high = acc
     if OPTIONS.IS_PAIRED:
         pairs = load_rows(v_ptr, offsets, None, 0, LOW, LOW, False, "RAW", DTYPE)

@@ -57,7 +57,7 @@ def load_bias(rows, memory, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: tl.con
 @triton.jit
 def logits(s, bias, queries, rows, j, pointers, scalars, OPTIONS: tl.constexpr):
     """Products of queries and keys as what the softmax is of, up to `scalars.factor`."""
-    IS_PRECISE: tl.constexpr = OPTIONS.DTYPE == tl.float32
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
         s = s * queries.scale[:, None] - queries.raised[:, None]
     elif not OPTIONS.RAW_SCORES:

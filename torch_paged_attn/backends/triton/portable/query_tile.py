@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import float16_range
-from torch_paged_attn.backends.triton.portable.combine import part_lse
+from torch_paged_attn.backends.triton.portable.combine import part_sums
 from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
@@ -84,7 +84,8 @@ def _listed_blocks(rows, first_position, pointers, strides, sizes, OPTIONS: tl.c
 @triton.jit
 def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The keys of a program's share of a tile, in tiles of BLOCK_N from `i_start` to `i_stop` (with
-    a layout: of blocks listed from `col_start` on), and the ranges that some row and that every row sees.
+    a layout: of the blocks listed from `col_start` on), and the ranges of keys that some row and
+    that every row sees.
     """
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
@@ -186,63 +187,55 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 
 
 @triton.jit
-def _store_values(
-    values_at, state, exists, gain, total, scale_ptr, OPTIONS: tl.constexpr, FORMAT: tl.constexpr
-):
-    """Write the weighted values of a tile's rows, divided by their totals."""
-    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    IS_PRECISE: tl.constexpr = OPTIONS.DTYPE == tl.float32
-    # both halves of pairs are in the first chunk by now
-    LOW: tl.constexpr = 2 * OPTIONS.V_LOW if OPTIONS.IS_PAIRED else OPTIONS.V_LOW
-    HIGH: tl.constexpr = 0 if OPTIONS.IS_PAIRED else OPTIONS.V_HIGH
-    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
-    store_rows(values_at, out, exists, 0, LOW, HEAD_DIM_V, scale_ptr, FORMAT)
-    if HIGH > 0:
-        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
-        store_rows(values_at, out, exists, LOW, HIGH, HEAD_DIM_V, scale_ptr, FORMAT)
-
-
-@triton.jit
 def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
     """Write partial result number `part`."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     row = part * OPTIONS.PART_ROWS + tl.arange(0, OPTIONS.BLOCK_M)
-    total = tl.where(state.l == 0.0, 1.0, state.l)
-    lse = tl.where(state.l == 0.0, float("-inf"), state.m + tl.log(total))
-    tl.store(part_lse(pointers.parts, OPTIONS) + row, lse, mask=rows.exists)
-    # a run without keys leaves no values: its lse says so
+    maxima_ptr, sums_ptr = part_sums(pointers.parts, OPTIONS)
+    tl.store(maxima_ptr + row, state.m, mask=rows.exists)
+    tl.store(sums_ptr + row, state.l, mask=rows.exists)
+    # a run without keys leaves no values: its maxima say so
     exists = rows.exists & (keys.i_start < keys.i_stop)
-    _store_values(
-        pointers.parts + row * HEAD_DIM_V, state, exists, state.gain, total, None, OPTIONS, "NATIVE"
-    )
+    values = pointers.parts + row * HEAD_DIM_V
+    LOW: tl.constexpr = OPTIONS.OUT_LOW
+    HIGH: tl.constexpr = OPTIONS.OUT_HIGH
+    gain = state.gain[:, None]
+    store_rows(values, state.low * gain, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
+    if HIGH > 0:
+        store_rows(values, state.high * gain, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
 
 
 @triton.jit
 def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     """Write the rows of `out` and `softmax_lse`."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
-    m, l, gain = state.m, state.l, state.gain
+    LOW: tl.constexpr = OPTIONS.OUT_LOW
+    HIGH: tl.constexpr = OPTIONS.OUT_HIGH
+    FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
     if pointers.sinks is not None:
-        is_sequence = rows.exists & (rows.b < sizes.batch)
+        is_sequence = exists & (rows.b < sizes.batch)
         sink = tl.load(pointers.sinks + rows.head, mask=is_sequence, other=float("-inf"))
-        m, l, shrink = with_sink(m, l, sink)
+        m_i, l_i, shrink = with_sink(m_i, l_i, sink)
         gain = gain * shrink
-    total = tl.where(l == 0.0, 1.0, l)
-    lse = tl.where(l == 0.0, float("-inf"), m + tl.log(total))
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
     at = rows.head.to(tl.int64) * sizes.total_q + rows.row
-    tl.store(pointers.lse + at, lse, mask=rows.exists)
+    tl.store(pointers.lse + at, lse, mask=exists)
     out_rows = pointers.out + (rows.row * scalars.num_heads + rows.head) * HEAD_DIM_V
-    _store_values(
-        out_rows, state, rows.exists, gain, total, pointers.out_scale, OPTIONS, OUT_FORMAT
-    )
+    scale_ptr = pointers.out_scale
+    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
+    store_rows(out_rows, out, exists, 0, LOW, HEAD_DIM_V, scale_ptr, FORMAT)
+    if HIGH > 0:
+        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
+        store_rows(out_rows, out, exists, LOW, HIGH, HEAD_DIM_V, scale_ptr, FORMAT)
 
 
 @triton.jit
 def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """Attend to units `unit` to `unit + taken` of the tile's `units`, and write the result, or with
-    `is_part` partial result number `part`, in float32: PART_ROWS rows of values, their lse
-    elsewhere.
+    `is_part` partial result number `part`, in float32.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     rows = _rows_of(tile, sizes, OPTIONS)

@@ -129,8 +129,10 @@ class Tiles:
         return math.prod(self.grid)
 
     def part_elements(self, head_dim_v: int) -> int:
-        """Elements of the workspace for partial results and their lse: two parts a program."""
-        return 2 * self.num_programs * self.part_rows * (head_dim_v + 1) if self.is_split else 0
+        """Elements of the workspace for partial results: two a program. Beside its values a row
+        has a maximum and a sum.
+        """
+        return 2 * self.num_programs * self.part_rows * (head_dim_v + 2) if self.is_split else 0
 
 
 @functools.lru_cache(maxsize=4096)
