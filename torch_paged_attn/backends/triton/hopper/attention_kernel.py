@@ -74,13 +74,8 @@ def _hopper_attention_fwd_kernel(
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = q_desc.layout
     q_shape: gl.constexpr = [
-        Q_STAGES * CONSUMERS,
-        1,
-        1,
-        OPTIONS.TOKENS,
-        OPTIONS.PACKED_HEADS,
-        OPTIONS.WIDTH,
-    ]
+        Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.PACKED_HEADS, OPTIONS.WIDTH,
+    ]  # fmt: skip
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
     queries = new_pipeline(dtype, q_shape, layout, Q_STAGES, CONSUMERS, 1)

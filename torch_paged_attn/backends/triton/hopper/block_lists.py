@@ -1,9 +1,9 @@
 """Which blocks of keys a tile of queries visits: the union of the lists of its layout rows.
 
-A tile of the Hopper kernel may hold several rows of a layout, whose lists have most blocks in
-common. A group of ROWS neighbouring rows becomes one list, sorted, that says of each block which of
-the rows see it. Lists follow from the layout alone, wherever a batch's sequences lie; a group's
-list goes where `col_indices` keeps the blocks of its rows, so that nothing is counted first.
+A tile of the Hopper kernel may hold several rows of a layout, which have most blocks in common. A
+list stands for ROWS neighbouring rows: its entries are sorted, and each says which of the rows see
+a block, or a piece of one. Lists follow from the layout alone, wherever a batch's sequences lie. A
+list is written where `col_indices` keeps the blocks of its rows, so that nothing is counted first.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from torch_paged_attn.attention_call import BlockLayout
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
-# an entry: the number of a piece of keys, and below it a bit for each row of the group
+# an entry: the number of a piece of keys, and below it a bit for each row of the list
 ROW_BITS = tl.constexpr(8)
 
-# int32 words of a group's span: its first entry, how many there are
+# int32 words of a list's span: its first entry, how many there are
 SPAN = tl.constexpr(2)
 
 # pieces times rows that a program sorts at a time, blocks that it looks at at a time
@@ -75,8 +75,8 @@ def _block_lists_kernel(
     layout_rows, nnz, num_pieces,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for a group of rows of a head of a batch entry. A block is PIECES pieces of
-    KEYS_PER_ENTRY keys, and a piece that a row of the group sees is an entry.
+    """One program for a list of a head of a batch entry. A block is PIECES pieces of
+    KEYS_PER_ENTRY keys, and a piece that a row of the list sees is an entry.
     """
     ROWS: tl.constexpr = OPTIONS.ROWS
     Q_BLOCK: tl.constexpr = OPTIONS.Q_BLOCK_SIZE
@@ -84,13 +84,13 @@ def _block_lists_kernel(
     PIECES: tl.constexpr = OPTIONS.PIECES
     IS_CAUSAL: tl.constexpr = OPTIONS.IS_CAUSAL
     SORTED: tl.constexpr = OPTIONS.SORTED
-    group, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    number, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     crow_ptr = pointers.crow + b.to(tl.int64) * stride_crow_batch
     crow_ptr += head.to(tl.int64) * stride_crow_head
     col_ptr = pointers.col + b.to(tl.int64) * stride_col_batch
     col_ptr += head.to(tl.int64) * stride_col_head
     layout_head = b * tl.num_programs(1) + head
-    first_row = group * ROWS
+    first_row = number * ROWS
     stop_row = tl.minimum(first_row + ROWS, layout_rows)
     # rows nobody checked must not lead outside the entries
     begin = tl.minimum(tl.maximum(tl.load(crow_ptr + first_row * strides.crow), 0), nnz)
@@ -125,7 +125,7 @@ def _block_lists_kernel(
         entry = pointers.entries + first_entry + place
         tl.store(entry, (piece << ROW_BITS) | rows, mask=(listed > 0) & (place < room))
         count += tl.sum(listed, 0)
-    span = pointers.spans + (layout_head * tl.num_programs(0) + group) * SPAN
+    span = pointers.spans + (layout_head * tl.num_programs(0) + number) * SPAN
     tl.store(span, first_entry)
     tl.store(span + 1, tl.maximum(tl.minimum(count, room), 0))
 

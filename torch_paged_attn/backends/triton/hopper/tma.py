@@ -18,12 +18,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 
-# the bound of the rows' axis, and of the two that have none; coordinates are 32 bits
-BOUND = 2**30
-ENDLESS = 2**31 - 2**16
-FAR = gl.constexpr(BOUND)
+# the sizes that a tensor map is told: of the rows' axis, and of the two axes without a bound;
+# coordinates are 32 bits
+ROW_BOUND = gl.constexpr(2**30)
+NO_BOUND = 2**31 - 2**16
 
-# a square that the accelerator swizzles: 8 rows of 128 bytes
+# a swizzle atom, the square in which the accelerator permutes 16-byte pieces: 8 rows of 128 bytes
 ATOM_ROWS = gl.constexpr(8)
 ATOM_WIDTH = gl.constexpr(64)
 
@@ -73,22 +73,22 @@ _boxes = functools.lru_cache(maxsize=256)(Boxes)
 def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
     """Boxes of (1, 1, rows, heads, width) of tensors like x, (rows, heads, dim), of any strides."""
     row, head, _ = x.stride()
-    shape = ENDLESS, ENDLESS, BOUND, x.shape[1], x.shape[2]
+    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, x.shape[1], x.shape[2]
     strides = 2**34 - row, row, row, head, 1
     return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width))
 
 
 def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
-    """Boxes of so many rows of one head of tensors like x, (rows, heads, dim), for rows that are
-    not cut off.
+    """Boxes of `rows` rows of one head of tensors like x, (rows, heads, dim), none of which is cut
+    off.
 
-    One box for each multiple of 8 rows, whatever their width: as (1, rows / 8, width / 64, 8, 64),
-    it lies in shared memory in the order of the accelerator's own squares. A box of whole rows is
-    loaded in pieces of 64 columns, which lie far apart where it is a part of a tile.
+    A box has the shape (1, rows / 8, width / 64, 8, 64) and lies in shared memory atom by atom. A
+    box of whole rows would be loaded in pieces of 64 columns, which lie far apart where the box is
+    a part of a tile.
     """
     row, head, _ = x.stride()
     tall, wide = ATOM_ROWS.value, ATOM_WIDTH.value
-    shape = x.shape[1], BOUND, x.shape[2] // wide, tall, wide
+    shape = x.shape[1], ROW_BOUND.value, x.shape[2] // wide, tall, wide
     strides = head, tall * row, wide, row, 1
     return _boxes(x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide))
 
@@ -100,7 +100,7 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 @gluon.constexpr_function
 def is_in_atoms(shape):
-    """Whether boxes, or tiles of them, are those of `atoms_of_rows`."""
+    """Whether a box, or a tile of boxes, is one of `atoms_of_rows`."""
     return shape[-2] == ATOM_ROWS.value
 
 
@@ -112,7 +112,7 @@ def rows_of_box(box):
 
 @gluon.constexpr_function
 def shape_of_tiles(stages, box, rows):
-    """The shape of so many tiles of so many rows that are made of boxes."""
+    """The shape of `stages` tiles of `rows` rows, each made of boxes."""
     tile = [*box]
     if is_in_atoms(box):
         tile[1] = rows // ATOM_ROWS.value
@@ -132,26 +132,27 @@ def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def load_rows(desc, start, size, row, head, barrier, smem):
-    """Rows [row, ...) of the `size` rows from `start` on; the barrier expects a whole box."""
-    async_load(desc, [FAR, start + size, FAR - size + row, head, 0], barrier, smem)
+    """Load a box: rows [row, ...) of the `size` rows from `start` on, then zeros, which count among
+    the bytes that the barrier expects."""
+    async_load(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], barrier, smem)
 
 
 @gluon.jit
 def store_rows(desc, start, size, row, head, smem):
-    """The rows of a box that lie within the `size` rows from `start` on."""
-    async_store(desc, [FAR, start + size, FAR - size + row, head, 0], smem)
+    """Store a box as rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
+    async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], smem)
 
 
 @gluon.jit
 def start_of_page(desc, page, page_rows, in_page):
-    """Where a slot of a page lies, as `load_page` wants it; pages are `page_rows` rows apart."""
+    """The coordinate of a slot of a page, for `load_page`; pages are `page_rows` rows apart."""
     UNIT: gl.constexpr = ATOM_ROWS if is_in_atoms(desc.block_shape) else 1
     return page * (page_rows // UNIT) + in_page // UNIT
 
 
 @gluon.jit
 def load_page(desc, i, start, head, barrier, tile):
-    """Box i of a tile, from a slot of a page on, all of whose rows are loaded."""
+    """Load box i of a tile, all of its rows, from a slot of a page on."""
     if is_in_atoms(desc.block_shape):
         ATOMS: gl.constexpr = desc.block_shape[1]
         box = tile.slice(i * ATOMS, ATOMS, dim=1)
