@@ -1,6 +1,6 @@
 """What a call costs on the host, in microseconds, beside FlashAttention-3.
 
-    python benchmarks/gpu/host.py [--fa3 _vllm_fa3_C.abi3.so] [--json OUT]
+    python benchmarks/gpu/host.py [--fa3 _vllm_fa3_C.abi3.so [--wrapper fa3_peer.py]] [--json OUT]
 
 Medians over runs of calls; the GPU ends its work in between. The contenders of a row take turns,
 because a host is not equally fast all the time. Every row is timed in each of MODES, and no tensor
@@ -15,7 +15,9 @@ import functools
 import itertools
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,27 +327,44 @@ def problems(peers: dict[str, Any]) -> dict[str, Callable[[], Row]]:
     return measured
 
 
+def show(name: str, figures: dict[str, float]) -> None:
+    print(name)
+    for contender in dict.fromkeys(key.rpartition(" (")[0] for key in figures):
+        times = "".join(f"{figures[f'{contender} ({mode})']:12.1f}" for mode in MODES)
+        print(f"    {contender:20}{times}", flush=True)
+
+
 def main() -> None:
-    from run import describe_machine, find_peers, git_commit
+    from run import describe_machine, git_commit, load
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fa3", type=Path, metavar="SO", help="its library, fa3_peer.py beside it")
+    parser.add_argument("--fa3", type=Path, metavar="SO", help="its library")
+    parser.add_argument("--wrapper", type=Path, metavar="PY", help="else fa3_peer.py beside it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
     options = parser.parse_args()
     torch.manual_seed(0)
-    document: dict[str, Any] = {"machine": describe_machine(git_commit()), "rows": {}}
-    for name, measure in problems(find_peers(options.fa3, None)).items():
-        figures = document["rows"][name] = measure()["figures"]
-        print(name)
-        contenders = dict.fromkeys(key.rpartition(" (")[0] for key in figures)
-        for contender in contenders:
-            times = "".join(f"{figures[f'{contender} ({mode})']:12.1f}" for mode in MODES)
-            print(f"    {contender:20}{times}", flush=True)
+    peers = {}
+    if options.fa3:
+        peers["FA3"] = load(options.wrapper or options.fa3.with_name("fa3_peer.py"))
+        peers["FA3"].load(str(options.fa3))
+    rows: dict[str, Any] = {}
+    document = {"machine": describe_machine(git_commit()), "rows": rows}
+    print(document["machine"], " " * 24 + "".join(f"{mode:>12}" for mode in MODES), sep="\n")
+    failed = False
+    for name, measure in problems(peers).items():
+        try:
+            rows[name] = measure()["figures"]
+        except Exception as error:  # the other rows have their figures all the same
+            traceback.print_exc()
+            rows[name], failed = {"refused": f"{type(error).__name__}: {error}"}, True
+        else:
+            show(name, rows[name])
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(document, indent=1) + "\n")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

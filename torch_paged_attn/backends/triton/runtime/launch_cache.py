@@ -65,15 +65,15 @@ def call(
     options: dict[str, Any],
 ) -> Any:
     """The results of an op: of the plan for calls like this one, if there is one, else of
-    `make_plan(*tensors, **options)`. The first tensor is not None.
+    `make_plan(*tensors, **options)`.
     """
     if is_traced():
         plan = make_plan(*tensors, **options)
         return plan if plan is NotImplemented else plan(*tensors)
     with _no_torch_functions():
-        device = tensors[0].device  # type: ignore[union-attr]
-        if device.type == "cuda" and device.index != _current_device():
-            with torch.cuda.device(device):
+        first = tensors[0]
+        if first is not None and first.is_cuda and first.get_device() != _current_device():
+            with torch.cuda.device(first.device):
                 return _call(op, make_plan, tensors, options)
         return _call(op, make_plan, tensors, options)
 
