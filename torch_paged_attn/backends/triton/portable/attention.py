@@ -99,7 +99,9 @@ def plan_attention(
             launch(pointers)
             return out, lse
         typed = zip(pointers, stored, strict=True)
-        pointers = arguments.Pointers(*(x if t is None else x.view(t) for x, t in typed))
+        pointers = arguments.Pointers(
+            *(x if t is None or t == x.dtype else x.view(t) for x, t in typed)
+        )
         if is_traced():
             launch_in_graph(pointers)
         else:

@@ -112,30 +112,33 @@ def compiled_for(
     unless the kernel says `do_not_specialize`.
     """
     varying = {param.name for param in kernel.params if param.do_not_specialize}
-    numbers = [(n, _bits(x) if n in varying else _kind(x)) for n, x in options.items()]
-    return kernel, _current_device(), _kind(pointers), *numbers
+    numbers = [(n, _bits(x) if n in varying else _exactly(x)) for n, x in options.items()]
+    return kernel, _current_device(), tuple([_kind(x) for x in pointers]), *numbers
 
 
 def _kind(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple([_kind(y) for y in x])
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    if hasattr(x, "block_shape"):
-        return x.base.dtype, tuple(x.block_shape), repr(x.layout)
-    return type(x), x
+    if isinstance(x, tuple):
+        return tuple([_kind(y) for y in x])
+    return x if x is None else (x.base.dtype, tuple(x.block_shape), repr(x.layout))
+
+
+def _exactly(x: Any) -> Any:
+    """A number, or a tuple of numbers: 1, 1.0 and True, which are equal, are of other types."""
+    return x, tuple(map(type, x)) if isinstance(x, tuple) else type(x)
 
 
 def _bits(x: Any) -> Any:
     if type(x) is not int:
-        return _kind(x)
+        return _exactly(x)
     return 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else "unsigned"
 
 
 class Launch:
     """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
-    tensors, None, tensor maps, and tuples of those. Once it `is_ready`, addresses may stand for
-    tensors.
+    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, addresses may stand
+    for tensors.
     """
 
     __slots__ = ("_constants", "_kernel", "grid", "kernel", "options")
@@ -199,7 +202,9 @@ class ReadyKernel:
         addresses: list[Any] = []
         maps = 0
         for x in pointers:
-            if hasattr(x, "block_shape"):
+            if isinstance(x, tuple):
+                addresses.append(tuple([_address(y) for y in x]))
+            elif hasattr(x, "block_shape"):
                 addresses += self._map_arguments(x, maps)
                 maps += 1
             else:
@@ -218,8 +223,6 @@ class ReadyKernel:
 
 
 def _address(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple([_address(y) for y in x])
     return x if x is None or x.__class__ is int else x.data_ptr()
 
 
