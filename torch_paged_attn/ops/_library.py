@@ -174,7 +174,8 @@ def _bump_versions(
 ) -> Any:
     # kernels write through raw pointers, which autograd's version counters do not see
     for i in mutated:
-        torch.autograd.graph.increment_version(args[i])
+        if args[i] is not None:  # which the kernel refuses
+            torch.autograd.graph.increment_version(args[i])
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
 
