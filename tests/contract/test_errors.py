@@ -137,6 +137,20 @@ def test_a_name_that_no_argument_has():
         torch_paged_attn.flash_varlen(**BASES["packed"][1](), k_bias_scale=None)
 
 
+@pytest.mark.parametrize("base", ["packed", "sparse"])
+def test_a_tensor_given_twice(base):
+    op, make = BASES[base]
+    args = make()
+    names = [a.name for a in overload(op)._schema.arguments if not a.kwarg_only]
+    names = names[: names.index("sinks") + 1]
+    sizes = {name: size for name, size in args.items() if name not in names}
+    given = [args.get(name) for name in names]
+    function = getattr(torch_paged_attn, op)
+    function(*given, out_dtype=torch.float16, **sizes)
+    with pytest.raises(TypeError, match=f"{op}: attn_bias came twice; allowed: once"):
+        function(*given, attn_bias=None, **sizes)
+
+
 @pytest.mark.parametrize(
     "scales",
     [
