@@ -70,13 +70,19 @@ def warmup(
             say. Tensors among them must not depend on the batch.
 
     Raises:
-        ValueError: a device that compiles for each shape, as TPUs do.
+        ValueError: a device that compiles for each shape, as TPUs do, or a GPU where there is none.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return
     if device.type != "cuda":
         raise ValueError(f"warmup: device is {device}; allowed: a GPU, or a CPU")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= gpus:
+        raise ValueError(
+            f"warmup: device is {device}, and torch {torch.__version__} finds {gpus} GPUs here; "
+            "allowed: one of these, or a CPU"
+        )
     dims = head_dim, head_dim if head_dim_v is None else head_dim_v
     kv_dtype = dtype if kv_dtype is None else kv_dtype
 

@@ -16,11 +16,13 @@ nobody uses any more stay findable until they are needed, the least recently use
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,9 +33,13 @@ class CacheFull(RuntimeError):
     """Too few pages are left. The call that raised it has changed nothing."""
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"the KV cache is full: {needed} pages needed, {available} available")
+        # copies and pickles are made by calling the class with `args` again
+        super().__init__(needed, available)
         self.needed = needed
         self.available = available
+
+    def __str__(self) -> str:
+        return f"the KV cache is full: {self.needed} pages needed, {self.available} available"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +109,7 @@ class PagedKVCache:
         sizes = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
         for name, size in zip(names, sizes, strict=True):
             if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+                raise ValueError(f"PagedKVCache: {name} must be at least 1, got {size}")
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
         self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
         self.num_pages = num_pages
@@ -149,9 +155,7 @@ class PagedKVCache:
 
         Raises CacheFull and changes nothing if too few pages are left.
         """
-        count, ids = (tokens, None) if isinstance(tokens, int) else (len(tokens), list(tokens))
-        if count < 0:
-            raise ValueError(f"tokens must not be negative, got {count}")
+        count, ids = _count_tokens(tokens)
         state = self._sequences.get(seq) or _Sequence()
         page_size = self.page_size
         filled = state.length % page_size
@@ -195,7 +199,9 @@ class PagedKVCache:
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """A new sequence with the tokens of another; every page is shared until written to."""
         if child in self._sequences:
-            raise ValueError(f"child must be a new sequence, got {child!r}, which exists")
+            raise ValueError(
+                f"PagedKVCache.fork: child must be a new sequence, got {child!r}, which exists"
+            )
         state = self._sequence(parent)
         for page in state.pages:
             self._share(page)
@@ -206,7 +212,9 @@ class PagedKVCache:
         """Forget a sequence's tokens from position length on, such as rejected drafts."""
         state = self._sequence(seq)
         if not 0 <= length <= state.length:
-            raise ValueError(f"length must be between 0 and {state.length}, got {length}")
+            raise ValueError(
+                f"PagedKVCache.truncate: length must be between 0 and {state.length}, got {length}"
+            )
         kept = -(-length // self.page_size)
         self._release(state.pages[kept:])
         del state.pages[kept:]
@@ -223,6 +231,11 @@ class PagedKVCache:
         """
         state = self._sequence(seq)
         if written is not None:
+            if not 0 <= written <= state.length:
+                raise ValueError(
+                    f"PagedKVCache.free: written must be between 0 and {state.length}, "
+                    f"got {written}"
+                )
             for page in state.pages[written // self.page_size :]:
                 self._forget(page)
         self._release(state.pages)
@@ -238,29 +251,33 @@ class PagedKVCache:
         """
         if len(seqs) != len(query_lens):
             raise ValueError(
-                f"query_lens must have one entry per sequence, got {len(query_lens)} "
-                f"for {len(seqs)} sequences"
+                "PagedKVCache.batch: query_lens must have one entry per sequence, "
+                f"got {len(query_lens)} for {len(seqs)} sequences"
             )
         states = [self._sequence(seq) for seq in seqs]
         for seq, state, query_len in zip(seqs, states, query_lens, strict=True):
             if not 0 <= query_len <= state.length:
                 raise ValueError(
-                    f"query_lens of {seq!r} must be between 0 and {state.length}, got {query_len}"
+                    f"PagedKVCache.batch: query_lens of {seq!r} must be between 0 and "
+                    f"{state.length}, got {query_len}"
                 )
         longest = max((len(state.pages) for state in states), default=0)
         width = longest if max_pages is None else max_pages
         if width < longest:
-            raise ValueError(f"max_pages must be at least {longest}, got {max_pages}")
+            raise ValueError(
+                f"PagedKVCache.batch: max_pages must be at least {longest}, got {max_pages}"
+            )
 
-        block_table = torch.full((len(states), width), -1, dtype=torch.int32)
+        # made on the CPU, whatever torch's default device is, and copied to the cache's at the end
+        block_table = torch.full((len(states), width), -1, dtype=torch.int32, device="cpu")
         for row, state in zip(block_table, states, strict=True):
             if state.pages:
                 row[: len(state.pages)] = torch.frombuffer(state.pages, dtype=torch.int32)
-        lengths = torch.tensor([state.length for state in states], dtype=torch.int32)
-        cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+        lengths = torch.tensor([state.length for state in states], dtype=torch.int32, device="cpu")
+        cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device="cpu")
         # the last query row of a sequence stands at its last position
-        seq = torch.arange(len(states)).repeat_interleave(cu_seqlens_q.diff())
-        position = torch.arange(seq.numel()) + (lengths - cu_seqlens_q[1:])[seq]
+        seq = torch.arange(len(states), device="cpu").repeat_interleave(cu_seqlens_q.diff())
+        position = torch.arange(seq.numel(), device="cpu") + (lengths - cu_seqlens_q[1:])[seq]
         slots = block_table[seq, position // self.page_size].long() * self.page_size
         slots += position % self.page_size
         wide = self.num_pages * self.page_size > torch.iinfo(torch.int32).max
@@ -305,7 +322,7 @@ class PagedKVCache:
         self._evictable.pop(page, None)
         self._ref_counts[page] += 1
 
-    def _release(self, pages: array[int]) -> None:
+    def _release(self, pages: Sequence[int]) -> None:
         # the end of a prefix is of no use without its start: it must be evicted first
         for page in reversed(pages):
             self._ref_counts[page] -= 1
@@ -322,8 +339,12 @@ class PagedKVCache:
 
     def _copy_last_page(self, state: _Sequence) -> None:
         shared, own = state.pages[-1], self._take()
-        # plain integers index the tensor: a device copy in stream order, nothing read on the host
-        self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+        try:
+            # integers index the tensor: the copy runs on the device, in stream order
+            self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+        except BaseException:
+            self._release([own])
+            raise
         self._ref_counts[shared] -= 1
         state.pages[-1] = own
 
@@ -332,3 +353,24 @@ class PagedKVCache:
         # from pinned memory the copy overlaps: no wait for the stream
         tensor = tensor.pin_memory() if device.type == "cuda" else tensor
         return tensor.to(device, non_blocking=True)
+
+
+def _count_tokens(tokens: int | Sequence[int]) -> tuple[int, list[int] | None]:
+    """How many tokens an append brings, and their ids, None if it gives only a number."""
+    if isinstance(tokens, int | Integral):
+        count = int(tokens)
+        if count < 0:
+            raise ValueError(f"PagedKVCache.append: tokens must not be negative, got {count}")
+        return count, None
+    # an array would take the letters of bytes for ids
+    if not isinstance(tokens, bytes | bytearray):
+        try:
+            ids = array("q", tokens).tolist()
+        except (TypeError, OverflowError):
+            pass
+        else:
+            return len(ids), ids
+    raise TypeError(
+        "PagedKVCache.append: tokens must be a number of tokens, or a sequence of ids that fit "
+        f"in 64 bits, got {reprlib.repr(tokens)}"
+    )

@@ -4,8 +4,7 @@ import re
 
 import numpy as np
 import pytest
-
-from torch_paged_attn.testing.nki_emulator import Violation, emulated, nisa, nl, simulate
+from nki_emulator import Violation, emulated, nisa, nl, simulate
 
 pytestmark = pytest.mark.usefixtures("machine")
 gen2, gen4 = (

@@ -106,6 +106,11 @@ def attention_forward(
     if position_bias is not None:
         raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
 
+    if sliding_window is not None and sliding_window < 1:
+        # Transformers' masks show such a layer no key, and its SDPA answers 0; the op's -1 would
+        # show it all keys
+        batch, heads, length, _ = query.shape
+        return query.new_zeros(batch, length, heads, value.shape[3]), None
     window = -1 if sliding_window is None else sliding_window - 1
     options = {
         "sinks": None if s_aux is None else s_aux.float(),

@@ -73,7 +73,8 @@ def _move(value: Any, device: torch.device | str) -> Any:
 
 def cumulative(lengths: list[int]) -> Tensor:
     """`[2, 3]` as int32 `[0, 2, 5]`."""
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
+    return bounds.cumsum(0, dtype=torch.int32)
 
 
 def _randn(generator: torch.Generator, *shape: int) -> Tensor:
@@ -88,7 +89,12 @@ def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def build(problem: Problem) -> Call:
-    """The tensors of one call, on the CPU."""
+    """The tensors of one call, on the CPU, whatever torch's default device is."""
+    with torch.device("cpu"):
+        return _build(problem)
+
+
+def _build(problem: Problem) -> Call:
     g = torch.Generator().manual_seed(problem.seed)
     head_dim_v = problem.head_dim_v or problem.head_dim
     total_q = sum(problem.query_lens) + problem.padding_rows

@@ -72,7 +72,7 @@ class WorkList:
 
     @property
     def depth(self) -> int:
-        """Tiles in a stack."""
+        """TileSizes in a stack."""
         return self.token.shape[1]
 
     @property
