@@ -332,7 +332,7 @@ def attention_kernel(
 
     q: (num_rows, num_kv_heads * head_dim). k, v: their storage as (rows, row size), each row as
     `options.k_row` and `v_row` say, in q's dtype or in bytes. indices (num_items, P, columns)
-    int32 and bounds (num_items, P, columns) float32: see `Columns`; an index of -1 is skipped.
+    int32 and bounds (num_items, P, columns) float32: see `TableColumns`; an index of -1 is skipped.
     positions (num_items, tile_k) int32, of the columns. count (1, 1) int32: how many of its items
     each program runs, the same number for both, since NKI leaves it undefined when cores do that
     loop differently. words (1, NUM_WORDS) int32: Philox's keys, offset, threshold. row_scalars
