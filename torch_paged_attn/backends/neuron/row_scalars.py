@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.kernels.attention import NUM_SCALARS
+from torch_paged_attn.backends.neuron.kernels.load_item import NUM_SCALARS
 from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED
 from torch_paged_attn.backends.neuron.work_info import Heads
 
