@@ -9,6 +9,7 @@ import pytest
 import torch
 from sequences import DECODE, DIM, DIM_V, HEADS, KV_HEADS, MIXED, NAN, Batch, cumulative
 
+from torch_paged_attn.integrations._kvcache import slots
 from torch_paged_attn.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -218,20 +219,10 @@ def test_slices_of_a_fused_projection():
 
 
 def test_slots_are_64_bit():
-    cache = torch.empty(2**22, 2**10, 1, 1, device="meta")
-    seen = []
-
-    def store(key, value, caches, slot_mapping, *scales):
-        seen.append(slot_mapping)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_paged_attn.integrations._kvcache.reshape_and_cache", store)
-        from torch_paged_attn.integrations._kvcache import store as store_new
-
-        table = torch.tensor([[2**22 - 1]], dtype=torch.int32)
-        position = torch.tensor([5])
-        store_new(cache, cache, cache, cache, table, torch.tensor([0]), position, None, None)
-    assert seen[0].tolist() == [(2**22 - 1) * 2**10 + 5]
+    table = torch.tensor([[2**22 - 1]], dtype=torch.int32)
+    for position, sequence in ((torch.tensor([[5]]), None), (torch.tensor([5]), torch.tensor([0]))):
+        slot = slots(position, sequence, table, 2**10)
+        assert slot.flatten().tolist() == [(2**22 - 1) * 2**10 + 5]
 
 
 # 8, 9. out=, softmax_lse and the tuples
@@ -322,7 +313,7 @@ def test_errors_name_what_is_wrong():
         flash_attn_func(q, cache[:1], cache)
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin must come together"):
         flash_attn_with_kvcache(q, cache, cache, rotary_cos=torch.ones(4, 2))
-    with pytest.raises(ValueError, match=r"rotary_cos must have a row .* 4 positions, got 3"):
+    with pytest.raises(ValueError, match=r"rotary_cos has 3 rows; allowed: a row .* 4 positions"):
         one = torch.ones(3, 2)
         flash_attn_with_kvcache(
             q, cache, cache, new, new, rotary_cos=one, rotary_sin=one, cache_seqlens=0

@@ -18,22 +18,24 @@ and values raise what the ops raise.
 
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
+from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations import _kvcache_checks as checks
+from torch_paged_attn.integrations._arguments import Window, flash_varlen_arguments, refuse
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
-    check_room,
     end_to_end,
-    multiples,
+    first_positions,
+    lengths_of,
+    new_tokens,
+    pages_of,
     positions,
     rotate,
-    rows_as_pages,
-    store,
+    slots,
 )
-from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
-Window: TypeAlias = tuple[int | None, int | None]
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 
@@ -68,7 +70,7 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q); with return_attn_probs (out, softmax_lse, None).
     """
-    _refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
             raise ValueError(
@@ -77,16 +79,17 @@ def flash_attn_func(
             )
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
-    cu_seqlens_q = multiples(seqlen_q, batch, q.device)
-    cu_seqlens_k = multiples(seqlen_k, batch, q.device)
+    _check_out("flash_attn_func", out, (*q.shape[:-1], v.shape[-1]))
+    cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
+    cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
     if (end_to_end(k) and end_to_end(v)) or k.requires_grad or v.requires_grad:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         # each sequence is a page: heads-first keys, as model caches keep them, are not copied
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        block_table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
-    result, lse = _attend(
+        block_table = _constants.row_numbers(batch, q)
+    arguments = flash_varlen_arguments(
         "flash_attn_func",
         q.flatten(0, 1),
         k,
@@ -109,8 +112,11 @@ def flash_attn_func(
         causal=causal,
         softcap=softcap,
     )
-    result, lse = _per_sequence(result, lse, batch, seqlen_q)
-    return _returned("flash_attn_func", result, lse, out, return_attn_probs, return_softmax_lse)
+    result, lse = flash_varlen(**arguments)
+    result = result.reshape(batch, seqlen_q, *result.shape[1:])
+    if return_attn_probs or return_softmax_lse:
+        lse = _per_sequence(lse, batch, seqlen_q)
+    return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_varlen_func(
@@ -154,10 +160,11 @@ def flash_attn_varlen_func(
     Returns out (total_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
-    _refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    result, lse = _attend(
+    _check_out("flash_attn_varlen_func", out, (*q.shape[:-1], v.shape[-1]))
+    arguments = flash_varlen_arguments(
         "flash_attn_varlen_func",
         q,
         k,
@@ -181,9 +188,8 @@ def flash_attn_varlen_func(
         causal=causal,
         softcap=softcap,
     )
-    return _returned(
-        "flash_attn_varlen_func", result, lse, out, return_attn_probs, return_softmax_lse
-    )
+    result, lse = flash_varlen(**arguments)
+    return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_with_kvcache(
@@ -245,8 +251,8 @@ def flash_attn_with_kvcache(
     Returns out of q's shape, but v's head_dim; with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
     """
-    name = "flash_attn_with_kvcache"
-    _refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
+    name = checks.OP
+    refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
     if page_table is not None and block_table is not None:
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
@@ -259,55 +265,64 @@ def flash_attn_with_kvcache(
             f"{name}: q must be (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, "
             f"head_dim) with cu_seqlens_q, got shape {tuple(q.shape)}"
         )
+    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
+    shape = q.shape
+    _check_out(name, out, (*shape[:-1], v_cache.shape[-1]))
 
-    ragged = cu_seqlens_q is not None
-    shape, device = q.shape, q.device
+    seqlen_q = None
     if cu_seqlens_q is None:
-        cu_seqlens_q, max_seqlen_q = multiples(shape[1], shape[0], device), shape[1]
+        seqlen_q = max_seqlen_q = shape[1]
+        cu_seqlens_q = _constants.multiples(seqlen_q, shape[0], q)
         q = q.flatten(0, 1)
-    batch = cu_seqlens_q.shape[0] - 1
-    if table is not None and cache_batch_idx is not None:
-        raise NotImplementedError(f"{name}: cache_batch_idx is not offered with a block_table")
-    if table is None:
-        table = rows_as_pages(k_cache, cache_batch_idx, batch)
+    else:
+        checks.check_cu_seqlens_q(cu_seqlens_q)
+    batch, may_read = cu_seqlens_q.shape[0] - 1, checks.readable(q)
+    table = pages_of(k_cache, table, cache_batch_idx, batch, may_read)
     capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
         if k is not None:
             raise ValueError(f"{name}: cache_seqlens must be given with k and v")
         cache_seqlens = capacity
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    seqused_k = cache_seqlens = lengths_of(cache_seqlens, batch, q)
+    if cache_leftpad is not None:
+        checks.check_per_sequence("cache_leftpad", cache_leftpad, batch, "(batch,)")
+        if may_read:
+            checks.check_leftpad(cache_leftpad, cache_seqlens)
 
-    seqused_k = cache_seqlens
+    to_store: tuple[Any, ...] | None = None
     if k is not None and v is not None:
-        if cu_seqlens_k_new is None:
-            if k.dim() != 4 or k.shape[0] != batch or v.shape[:2] != k.shape[:2]:
-                raise ValueError(
-                    f"{name}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
-                    f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
-                )
-            cu_seqlens_k_new = multiples(k.shape[1], batch, device)
-            k, v = k.flatten(0, 1), v.flatten(0, 1)
-        seqused_k = cache_seqlens + cu_seqlens_k_new.diff()
-        check_room(seqused_k, capacity)
-        sequence, position = positions(cu_seqlens_k_new, cache_seqlens, k.shape[0])
+        new = new_tokens(k, v, cu_seqlens_k_new, batch, may_read)
+        if may_read:
+            checks.check_room(cache_seqlens, new.lengths, capacity)
+        starts = first_positions(cache_seqlens, new.lengths)
+        seqused_k = starts + new.lengths
+        position, sequence = positions(starts, new.lengths, new.cu_seqlens, new.k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
-            if rotary_cos.shape[0] < capacity:
-                raise ValueError(
-                    f"{name}: rotary_cos must have a row for each of the cache's {capacity} "
-                    f"positions, got {rotary_cos.shape[0]}"
-                )
-            k = rotate(k, position, rotary_cos, rotary_sin, rotary_interleaved)
-            owner, q_position = positions(cu_seqlens_q, cache_seqlens, q.shape[0])
+            rotary = rotary_cos, rotary_sin, rotary_interleaved
+            checks.check_rotary(rotary_cos, rotary_sin, capacity, shape[-1])
+            new = new._replace(k=rotate(new.k, position, *rotary))
+            q_position, owner = positions(starts, seqlen_q, cu_seqlens_q, q.shape[0])
             if not causal and tuple(window_size) in ((-1, -1), (None, None)):
-                q_position = cache_seqlens[owner]
-            q = rotate(q, q_position, rotary_cos, rotary_sin, rotary_interleaved)
-        store(k, v, k_cache, v_cache, table, sequence, position, k_descale, v_descale)
+                first = starts[:, None] if owner is None else starts[owner]
+                q_position = first.expand_as(q_position)
+            q = rotate(q, q_position, *rotary)
+        scales: tuple[Tensor | None, ...] = ()
+        if k_cache.dtype.itemsize == 1:
+            scales = k_descale, v_descale
+            checks.check_descale("k_descale", k_descale)
+            checks.check_descale("v_descale", v_descale)
+        if batch and capacity and new.k.shape[0]:
+            slot_mapping = slots(position, sequence, table, k_cache.shape[1]).flatten()
+            pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+            to_store = new.k, new.v, pages, slot_mapping, *scales
 
     if cache_leftpad is not None:
         k_cache, v_cache, table = behind_leftpad(k_cache, v_cache, table, cache_leftpad)
         seqused_k = seqused_k - cache_leftpad
-    result, lse = _attend(
+        if k is not None:
+            seqused_k = seqused_k.clamp(min=0)  # of a row of padding, which has no keys
+    arguments = flash_varlen_arguments(
         name,
         q,
         k_cache.transpose(1, 2),
@@ -328,57 +343,24 @@ def flash_attn_with_kvcache(
         causal=causal,
         softcap=softcap,
     )
-    if not ragged:
-        result, lse = _per_sequence(result, lse, *shape[:2])
-    return _returned(name, result, lse, out, False, return_softmax_lse)
+    if to_store is not None:
+        checks.check_gradients(arguments)
+        if may_read:
+            checks.check_attention(arguments)
+        reshape_and_cache(*to_store)
+    result, lse = flash_varlen(**arguments)
+    if seqlen_q is not None:
+        result = result.reshape(*shape[:2], *result.shape[1:])
+        lse = _per_sequence(lse, shape[0], seqlen_q) if return_softmax_lse else lse
+    return _returned(result, lse, out, False, return_softmax_lse)
 
 
-def _attend(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    out: Tensor | None,
-    window_size: Window,
-    s_aux: Tensor | None,
-    max_seqlen_q: int | Tensor | None,
-    max_seqlen_k: int | Tensor | None,
-    dropout_p: float = 0.0,
-    return_attn_probs: bool = False,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    """The op behind all three: rows in, rows out."""
-    rng_state = None
-    if dropout_p > 0:
-        if return_attn_probs:
-            raise NotImplementedError(
-                f"{name}: return_attn_probs is not offered with dropout_p > 0"
-            )
-        # seed and offset from the default generator of q's device: nothing is read on the host
-        rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-    left, right = (-1 if size is None else size for size in window_size)
-    eight_bit = torch.bfloat16 if q.dtype.itemsize == 1 else None
-    return flash_varlen(
-        q,
-        k,
-        v,
-        # a tensor would have to be read: the op derives its own bounds from shapes
-        max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
-        max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
-        # engines keep sinks in the dtype of the model
-        sinks=None if s_aux is None else s_aux.float(),
-        rng_state=rng_state,
-        window_size_left=left,
-        window_size_right=right,
-        dropout_p=dropout_p,
-        out_dtype=eight_bit if out is None else out.dtype,
-        **arguments,
-    )
+def _check_out(name: str, out: Tensor | None, shape: tuple[int, ...]) -> None:
+    if out is not None and out.shape != shape:
+        raise ValueError(f"{name}: out must have shape {tuple(shape)}, got {tuple(out.shape)}")
 
 
 def _returned(
-    name: str,
     result: Tensor,
     lse: Tensor,
     out: Tensor | None,
@@ -386,23 +368,12 @@ def _returned(
     return_softmax_lse: bool,
 ) -> Result:
     if out is not None:
-        if out.shape != result.shape:
-            raise ValueError(
-                f"{name}: out must have shape {tuple(result.shape)}, got {tuple(out.shape)}"
-            )
         result = out.copy_(result)
     if return_attn_probs:
         return result, lse, None
     return (result, lse) if return_softmax_lse else result
 
 
-def _per_sequence(result: Tensor, lse: Tensor, batch: int, seqlen: int) -> tuple[Tensor, Tensor]:
-    """Rows laid end to end as (batch, seqlen, ...), and lse as (batch, num_heads, seqlen)."""
-    lse = lse.reshape(lse.shape[0], batch, seqlen).transpose(0, 1).contiguous()
-    return result.reshape(batch, seqlen, *result.shape[1:]), lse
-
-
-def _refuse(name: str, **arguments: Any) -> None:
-    for argument, value in arguments.items():
-        if isinstance(value, Tensor) or value:
-            raise NotImplementedError(f"{name}: {argument} is not offered")
+def _per_sequence(lse: Tensor, batch: int, seqlen: int) -> Tensor:
+    """lse as (batch, num_heads, seqlen)."""
+    return lse.reshape(lse.shape[0], batch, seqlen).transpose(0, 1).contiguous()
