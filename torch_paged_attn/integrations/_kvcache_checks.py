@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
+from torch_paged_attn.integrations import _constants
 from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.flash_varlen import check, check_values
 
 OP = "flash_attn_with_kvcache"
 INT32 = (torch.int32,)
+# how shapes are spelled
+DIMS = {
+    "(batch,)": 1,
+    "(batch + 1,)": 1,
+    "(batch, max_pages)": 2,
+    "(positions, rotary_dim / 2)": 2,
+    "(total_new, num_kv_heads, head_dim)": 3,
+    "(pages, page_size, num_kv_heads, head_dim)": 4,
+}
 
 
 def fail(argument: str, came: str, allowed: str, error: type[Exception] = ValueError) -> NoReturn:
@@ -23,10 +33,10 @@ def fail(argument: str, came: str, allowed: str, error: type[Exception] = ValueE
 
 
 def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
-    """`shape` spells the dimensions, as in `(batch, max_pages)`."""
+    """Raise unless x is a tensor of a shape in DIMS and of one of `dtypes`, if there are any."""
     if not isinstance(x, Tensor):
         fail(name, f"is a {type(x).__name__}", f"a tensor {shape}", TypeError)
-    if x.dim() != shape.count(",") + (not shape.endswith(",)")):
+    if x.dim() != DIMS[shape]:
         fail(name, f"has shape {tuple(x.shape)}", shape)
     if dtypes and x.dtype not in dtypes:
         fail(name, f"has dtype {names((x.dtype,))}", names(dtypes))
@@ -137,11 +147,11 @@ def check_attention(arguments: dict[str, Any]) -> None:
     call = {name: x for name, x in arguments.items() if not name.startswith("max_seqlen")}
     check(**call)
     k, table = call["k"], call["block_table"]
-    column = torch.arange(table.shape[1], device=table.device)
-    listed = column * k.shape[2] < call["seqused_k"][:, None]
-    outside = (table < 0) | (table >= k.shape[0])
+    first_keys = _constants.multiples(k.shape[2], table.shape[1], table)[:-1]
+    used = first_keys < call["seqused_k"][:, None]
+    outside = table.clamp(0, k.shape[0] - 1) != table
     bounds = call["cu_seqlens_q"].tolist()
     rising = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= call["q"].shape[0]
     # rules for each value are slow in Python: they are for what looks wrong, to find the words
-    if not rising or bool((outside & listed).any()):
+    if not rising or bool((used & outside).any()):
         check_values(**call)

@@ -252,7 +252,8 @@ def flash_attn_with_kvcache(
     (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
     """
     name = checks.OP
-    refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
+    if qv is not None or rotary_seqlens is not None or attention_chunk:
+        refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
     if page_table is not None and block_table is not None:
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
