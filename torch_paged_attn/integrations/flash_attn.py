@@ -1,19 +1,18 @@
-"""flash-attn's functions on every device: the names, order and meaning of flash-attn 2.8.
+"""flash-attn's functions on every device, with the arguments of flash-attn 2.8.
 
 >>> from torch_paged_attn.integrations.flash_attn import flash_attn_varlen_func
 
-What comes on top is keyword-only and carries the names of FlashAttention-3, vLLM and SGLang:
+Further arguments are keyword-only and have the names of FlashAttention-3, vLLM and SGLang:
 seqused_k, s_aux (attention sinks), descales of 8-bit caches, out, page_table, ragged queries.
 
-As in flash-attn: causal masks and windows are aligned to the bottom right, rows that see no key
-are 0, softmax_lse is a natural logarithm in float32. Unlike flash-attn: any page size and head
-size, window and causal together (causal clamps the right side to 0), and tensors of any strides
-whose last one is 1. float8 queries answer in bfloat16 unless `out` says otherwise.
+As in flash-attn, causal masks and windows are aligned to the bottom right, a row that sees no key
+is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, pages and heads have
+any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
+any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
 
-Accepted, without effect on any result: `max_seqlen_*` (hints; 0-d tensors are not read),
-`deterministic` (every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`,
-`ver`. What is not offered raises NotImplementedError that names the argument. Wrong shapes, dtypes
-and values raise what the ops raise.
+These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read), `deterministic`
+(every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument
+that is not offered raises NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
 """
 
 from typing import Any, TypeAlias
@@ -231,22 +230,26 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     ver: int = 3,
 ) -> Result:
-    """Attention over a cache, to which new keys and values may be appended first, in place.
+    """Attention over a cache, after new keys and values, if given, are appended to it in place.
 
     q: (batch, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (batch + 1,) int32 ragged,
         (total_q, num_heads, head_dim)
     k_cache, v_cache: (cache_batch, seqlen_cache, num_kv_heads, head_dim), or with block_table (or
         page_table) pages (num_pages, page_size, num_kv_heads, head_dim); neither is ever copied
-    k, v: new (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new ragged; they
-        go behind the cache_seqlens tokens of each sequence. 8-bit caches divide by the descales
+    k, v: new (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new ragged. They are
+        stored behind the cache_seqlens tokens of each sequence; 8-bit caches divide by the descales
     cache_seqlens: (batch,) int32 or an int, tokens in the cache BEFORE k; without k None means a
-        full cache. A negative length marks a padding row: nothing of it is written
-    cache_batch_idx: (batch,) int32, which cache row a sequence owns; not with a block table
-    cache_leftpad: (batch,) int32, slots in front of each sequence's first key, counted by
-        cache_seqlens; for caches whose rows lie end to end, which are read slot by slot
+        full cache. With k a negative length marks a row of padding: none of its tokens is stored,
+        and its result is 0
+    cache_batch_idx: (batch,) int32, the cache row of each sequence; not with a block table
+    cache_leftpad: (batch,) int32, slots in front of each sequence's first key, which cache_seqlens
+        counts; only for caches whose rows lie end to end
     rotary_cos, rotary_sin: (>= cache length, rotary_dim / 2), only with k. k is rotated to the
-        positions it is stored at, and q to the same ones, or, neither causal nor local, all of it
-        to the first
+        positions at which it is stored, and q to the same positions. Without causal and window all
+        of q is rotated to the position of the first new key
+
+    On a CPU, and elsewhere under PAGED_ATTN_CHECK=1, nothing is written to the cache before all
+    arguments and their values are checked. In a compiled graph each op checks its own.
 
     Returns out of q's shape, but v's head_dim; with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
