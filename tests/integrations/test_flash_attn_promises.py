@@ -320,6 +320,21 @@ def test_errors_name_what_is_wrong():
         )
 
 
+@pytest.mark.parametrize("value", [None, [1.0]])
+def test_what_is_no_tensor_is_named(value):
+    x = torch.randn(2, 1, HEADS, DIM)
+    cu = cumulative([1, 1])
+    calls = {
+        "flash_attn_func: k": lambda: flash_attn_func(x, value, x),
+        "flash_attn_varlen_func: v": lambda: flash_attn_varlen_func(x[0], x[0], value, cu),
+        "flash_attn_with_kvcache: q": lambda: flash_attn_with_kvcache(value, x, x),
+        "flash_attn_with_kvcache: v_cache": lambda: flash_attn_with_kvcache(x, x, value),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} is .*; allowed: a tensor"):
+            call()
+
+
 def test_what_is_not_offered_is_refused_by_name():
     q, cache = torch.randn(2, 1, HEADS, DIM), torch.randn(2, 4, KV_HEADS, DIM)
     idx = torch.zeros(2, dtype=torch.int32)

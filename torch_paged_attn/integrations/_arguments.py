@@ -15,6 +15,13 @@ def refuse(name: str, **arguments: Any) -> None:
             raise NotImplementedError(f"{name}: {argument} is not offered")
 
 
+def check_tensors(name: str, **arguments: Any) -> None:
+    """Raise for an argument that is no tensor."""
+    for argument, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
+
+
 def flash_varlen_arguments(
     name: str,
     q: Tensor,

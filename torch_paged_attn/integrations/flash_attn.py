@@ -21,7 +21,12 @@ from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
-from torch_paged_attn.integrations._arguments import Window, flash_varlen_arguments, refuse
+from torch_paged_attn.integrations._arguments import (
+    Window,
+    check_tensors,
+    flash_varlen_arguments,
+    refuse,
+)
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
     end_to_end,
@@ -70,6 +75,7 @@ def flash_attn_func(
     (batch, num_heads, seqlen_q); with return_attn_probs (out, softmax_lse, None).
     """
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    check_tensors("flash_attn_func", q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
             raise ValueError(
@@ -78,7 +84,7 @@ def flash_attn_func(
             )
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
-    _check_out("flash_attn_func", out, (*q.shape[:-1], v.shape[-1]))
+    _check_out("flash_attn_func", out, q, v)
     cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
     cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
@@ -160,9 +166,10 @@ def flash_attn_varlen_func(
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
     refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    _check_out("flash_attn_varlen_func", out, (*q.shape[:-1], v.shape[-1]))
+    _check_out("flash_attn_varlen_func", out, q, v)
     arguments = flash_varlen_arguments(
         "flash_attn_varlen_func",
         q,
@@ -264,6 +271,7 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{name}: k and v must come together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
         raise ValueError(f"{name}: rotary_cos and rotary_sin must come together, and with k and v")
+    check_tensors(name, q=q)
     if q.dim() != (4 if cu_seqlens_q is None else 3):
         raise ValueError(
             f"{name}: q must be (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, "
@@ -272,7 +280,7 @@ def flash_attn_with_kvcache(
     for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
     shape = q.shape
-    _check_out(name, out, (*shape[:-1], v_cache.shape[-1]))
+    _check_out(name, out, q, v_cache)
 
     seqlen_q = None
     if cu_seqlens_q is None:
@@ -359,9 +367,9 @@ def flash_attn_with_kvcache(
     return _returned(result, lse, out, False, return_softmax_lse)
 
 
-def _check_out(name: str, out: Tensor | None, shape: tuple[int, ...]) -> None:
-    if out is not None and out.shape != shape:
-        raise ValueError(f"{name}: out must have shape {tuple(shape)}, got {tuple(out.shape)}")
+def _check_out(name: str, out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if out is not None and out.shape != (shape := (*q.shape[:-1], v.shape[-1])):
+        raise ValueError(f"{name}: out must have shape {shape}, got {tuple(out.shape)}")
 
 
 def _returned(
