@@ -39,7 +39,7 @@ def notes() -> list[str]:
     """Which kernels there are on this machine, for `python -m torch_paged_attn`."""
     from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 
-    if (reason := flash_varlen_sm90.unavailable()) is not None:
+    if (reason := flash_varlen_sm90.unsupported_device()) is not None:
         attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
     else:
         attention = (

@@ -27,7 +27,7 @@ def why_portable(call: AttentionCall) -> str | None:
     reason = flash_varlen_sm90.unsupported(call)
     if reason is None and environment.BATCH_INVARIANT:
         return "results must not depend on the batch"
-    return reason or flash_varlen_sm90.too_small(call)
+    return reason or flash_varlen_sm90.unprofitable(call)
 
 
 def why_opaque(call: AttentionCall) -> str | None:
@@ -66,7 +66,7 @@ def answer(
         reason = why_portable(call)
         if reason is None:
             logger.debug("%s: the Hopper kernel", op)
-            return flash_varlen_sm90.flash_varlen(call)
+            return flash_varlen_sm90.attend(call)
         logger.debug("%s: the portable kernel, because %s", op, reason)
         return attend(call)
 

@@ -126,6 +126,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             tape.launches.append(Launch(kernel, compiled, grid, args, options))
 
 
+def launch_groups(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any
+) -> None:
+    """Start a kernel whose arguments come in groups (tuples), by name. It is on no tape."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](**arguments)
+    else:
+        kernel[grid](**arguments)
+
+
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that a call needs besides its results, for as long as it lasts."""
     memory = torch.empty(shape, dtype=dtype, device=device)
