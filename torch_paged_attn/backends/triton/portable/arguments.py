@@ -39,7 +39,7 @@ class Pointers(NamedTuple):
     v: Any
     out: Any
     lse: Any
-    parts: Any  # partial results: values, row maxima, row sums
+    parts: Any  # partial results, see `combine.py`
     counters: Any  # of programs that have left their part of a tile
     cu_seqlens_q: Any
     cu_seqlens_k: Any

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import float16_range
-from torch_paged_attn.backends.triton.portable.combine import part_sums
+from torch_paged_attn.backends.triton.portable.combine import part_weights
 from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
@@ -191,18 +191,26 @@ def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
     """Write partial result number `part`."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     row = part * OPTIONS.PART_ROWS + tl.arange(0, OPTIONS.BLOCK_M)
-    maxima_ptr, sums_ptr = part_sums(pointers.parts, OPTIONS)
-    tl.store(maxima_ptr + row, state.m, mask=rows.exists)
-    tl.store(sums_ptr + row, state.l, mask=rows.exists)
-    # a run without keys leaves no values: its maxima say so
-    exists = rows.exists & (keys.i_start < keys.i_stop)
-    values = pointers.parts + row * HEAD_DIM_V
     LOW: tl.constexpr = OPTIONS.OUT_LOW
     HIGH: tl.constexpr = OPTIONS.OUT_HIGH
-    gain = state.gain[:, None]
-    store_rows(values, state.low * gain, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
+    maxima_ptr, sums_ptr = part_weights(pointers.parts, OPTIONS)
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    if OPTIONS.BIAS == "float":
+        tl.store(maxima_ptr + row, m_i, mask=exists)
+        tl.store(sums_ptr + row, l_i, mask=exists)
+    else:
+        lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
+        tl.store(maxima_ptr + row, lse, mask=exists)
+    # a run without keys leaves no values: its lse says so
+    exists = exists & (keys.i_start < keys.i_stop)
+    values = pointers.parts + row * HEAD_DIM_V
+    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
+    store_rows(values, out, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
     if HIGH > 0:
-        store_rows(values, state.high * gain, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
+        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
+        store_rows(values, out, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
 
 
 @triton.jit
