@@ -117,8 +117,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """`kernel[grid](*args, **options)`."""
     if is_traced():
         _node(kernel, options)[grid](*args, **options)
-    elif not args[0].is_cuda:
+        return
+    first = args[0][0] if isinstance(args[0], tuple) else args[0]
+    if not first.is_cuda:
         kernel[grid](*args, **options)
+    elif first is not args[0]:
+        with torch.cuda.device(first.device):
+            kernel[grid](*args, **options)
     else:
         with torch.cuda.device(args[0].device):
             compiled = kernel[grid](*args, **options)
