@@ -114,6 +114,20 @@ def test_unsupported_pages_and_chips():
         assert "Hopper" in hopper.unsupported(hopper_call(SHAPES[0]))
 
 
+@pytest.mark.parametrize("options", [dict(page_size=16), dict(layout=Layout(heads="all"))], ids=str)
+def test_sizes_are_no_part_of_the_description(options):
+    """A launch cache keeps kernel and scalars for calls that differ in sizes and memory only."""
+    described, sizes = set(), set()
+    for seqs in (((300, 0),), ((513, 90), (290, 0)), ((280, 16),) * 16):
+        call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
+        config, packed_heads = hopper.choose_tiles(call)
+        scalars = hopper.scalars_of(call, packed_heads)
+        described.add((hopper.options_of(call, config, packed_heads), scalars))
+        sizes.add(hopper.sizes_of(call, lists_per_head=3))
+    assert len(described) == 1
+    assert len(sizes) == 3
+
+
 @pytest.mark.parametrize("name", ["llama3_8b/decode_b5/bf16", "blocksparse/wide_blocks/f16"])
 def test_log_names_the_kernel(name, run, device, caplog):
     # a call that no other test makes: what was decided once is not said again

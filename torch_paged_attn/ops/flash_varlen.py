@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.signature import described, schema
@@ -27,6 +27,9 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 _flash_varlen = define(schema("flash_varlen"), check=check, check_values=check_values, fake=fake)
 
+_TENSORS = tensor_names("flash_varlen")
+BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
+
 
 def fill_hints(
     q: Tensor,
@@ -47,6 +50,13 @@ def fill_hints(
     except (AttributeError, IndexError):
         return 0, 0
     return max_seqlen_q, max_seqlen_k
+
+
+def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+    """Raise for a tensor given both by position and by name: torch's own error names neither."""
+    for name in BEHIND_BLOCK_TABLE[: len(tensors)]:
+        if name in options:
+            raise TypeError(f"paged_attn::{op}: {name} came twice; allowed: once")
 
 
 @described
@@ -100,6 +110,8 @@ def flash_varlen(
     Sources: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180), ALiBi
     (arXiv 2108.12409), sinks as in gpt-oss (arXiv 2508.10925).
     """
+    if tensors and options:
+        refuse_twice("flash_varlen", tensors, options)
     hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
     return _flash_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *hints, seqused_k, block_table, *tensors, **options

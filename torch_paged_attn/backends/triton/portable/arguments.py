@@ -39,7 +39,7 @@ class Pointers(NamedTuple):
     v: Any
     out: Any
     lse: Any
-    parts: Any  # partial results: values, row maxima, row sums
+    parts: Any  # partial results, see `combine.py`
     counters: Any  # of programs that have left their part of a tile
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -87,29 +87,29 @@ class Strides(NamedTuple):
 class Scalars(NamedTuple):
     """Numbers that follow from the options of a call."""
 
+    num_heads: Any
+    left: Any
+    right: Any
     scale: Any  # of a product
     factor: Any  # a score times this is the exponent of two
     softcap: Any
-    left: Any
-    right: Any
     dropout_threshold: Any
     dropout_scale: Any
-    num_heads: Any
     min_units: Any  # the fewest units of work in a program
 
 
 class Sizes(NamedTuple):
     """What differs from call to call."""
 
-    total_q: Any
-    batch: Any
-    max_keys: Any
-    num_pages: Any
     stride_table: Any
     stride_crow_batch: Any
     stride_crow_head: Any
     stride_col_batch: Any
     stride_col_head: Any
+    total_q: Any
+    max_keys: Any
+    num_pages: Any
+    batch: Any
     layout_rows: Any
     nnz: Any
 

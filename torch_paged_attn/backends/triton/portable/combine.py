@@ -1,10 +1,10 @@
 """Partial results of shared tiles, and their merging by whichever program comes last.
 
 A program leaves at most two parts: of a tile that an earlier program began, and of one that it
-leaves unfinished itself. A part is what the loop over keys found: sums of weighted values, row
-maxima and row sums. (As one number, an lse, a large maximum would swallow the sum.) Programs that
-share a tile count their arrivals; the last one merges the parts in the order of the keys, so that
-the bits do not depend on who that is, and sets the counter back to zero for the next launch.
+leaves unfinished itself. A part is rows of values and their lse; where a bias may be so large that
+the lse would swallow the row's sum, maximum and sum instead. Programs that share a tile count their
+arrivals; the last one merges the parts in the order of the keys, so that the bits do not depend on
+who that is, and sets the counter back to zero for the next launch.
 """
 
 import triton
@@ -21,12 +21,13 @@ def part_of(program, is_first, heads, head_program):
 
 
 @triton.jit
-def part_sums(parts_ptr, OPTIONS: tl.constexpr):
-    """Where the row maxima of all parts are, behind their values, and the row sums behind those."""
+def part_weights(parts_ptr, OPTIONS: tl.constexpr):
+    """Where the lse or the maxima of all parts are, behind their values: PART_ROWS numbers for
+    each. The sums are behind those.
+    """
     programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
-    rows = programs * (2 * OPTIONS.PART_ROWS)
-    maxima_ptr = parts_ptr + rows * OPTIONS.HEAD_DIM_V
-    return maxima_ptr, maxima_ptr + rows
+    maxima_ptr = parts_ptr + programs * (2 * OPTIONS.PART_ROWS * OPTIONS.HEAD_DIM_V)
+    return maxima_ptr, maxima_ptr + programs * (2 * OPTIONS.PART_ROWS)
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
     exists = (r < OPTIONS.TOKENS * PACK) & (token >= 0) & (token < tile.query_len)
     exists = exists & (in_group < GROUP_SIZE) & (row >= 0) & (row < sizes.total_q)
     row = row.to(tl.int64)
-    maxima_ptr, sums_ptr = part_sums(pointers.parts, OPTIONS)
+    maxima_ptr, sums_ptr = part_weights(pointers.parts, OPTIONS)
 
     for d0 in tl.static_range(0, WIDTH, BLOCK_D):
         dims = d0 + tl.arange(0, BLOCK_D)
@@ -77,7 +78,6 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
             part_m = tl.load(
                 maxima_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
             )
-            part_l = tl.load(sums_ptr + part_row, mask=is_part, other=0.0, cache_modifier=".cg")
             values = tl.load(
                 pointers.parts + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
                 mask=is_part[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
@@ -89,9 +89,13 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
             m_new = tl.maximum(m, tl.max(part_m, 1))
             shift = finite_or_zero(m_new)
             weight = tl.exp2((part_m - shift[:, None]) * LOG2E)
+            if OPTIONS.BIAS == "float":
+                weight *= tl.load(
+                    sums_ptr + part_row, mask=is_part, other=0.0, cache_modifier=".cg"
+                )
             shrink = tl.exp2((m - shift) * LOG2E)
             acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
-            total = total * shrink + tl.sum(part_l * weight, 1)
+            total = total * shrink + tl.sum(weight, 1)
             m = m_new
 
         if pointers.sinks is not None:

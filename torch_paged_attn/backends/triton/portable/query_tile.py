@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import float16_range
-from torch_paged_attn.backends.triton.portable.combine import part_sums
+from torch_paged_attn.backends.triton.portable.combine import part_weights
 from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
@@ -49,6 +49,7 @@ def _rows_of(tile, sizes, OPTIONS: tl.constexpr):
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
     kv_head = tile.head_program // HEAD_TILES
     head_tile = tile.head_program % HEAD_TILES
+    past = tile.key_len - tile.query_len
     r = tl.arange(0, OPTIONS.BLOCK_M)
     token = tile.first_token + r // PACK
     in_group = head_tile * PACK + r % PACK
@@ -61,7 +62,7 @@ def _rows_of(tile, sizes, OPTIONS: tl.constexpr):
         first_head=head_tile * PACK + kv_head * GROUP_SIZE,
         head=kv_head * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1),
         token=token,
-        position=tile.key_len - tile.query_len + token,
+        position=past + token,
         row=row.to(tl.int64),
         exists=exists,
     )
@@ -147,7 +148,6 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
     STEP: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
     HIGH_START: tl.constexpr = 1 if OPTIONS.IS_PAIRED else K_LOW
     b, exists = rows.b, rows.exists
-    is_sequence = b < sizes.batch
     offsets = rows.row * strides.q_token + rows.head.to(tl.int64) * strides.q_head
     q_ptr = pointers.q
     low = load_rows(q_ptr, offsets, exists, 0, K_LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)
@@ -168,10 +168,10 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
     if not OPTIONS.RAW_SCORES:
         if pointers.q_descale is not None:
             at = b * strides.q_descale_batch + rows.kv_head * strides.q_descale_head
-            scale = scale * tl.load(pointers.q_descale + at, mask=is_sequence, other=0.0)
+            scale = scale * tl.load(pointers.q_descale + at, mask=b < sizes.batch, other=0.0)
         if pointers.k_descale is not None:
             at = b * strides.k_descale_batch + rows.kv_head * strides.k_descale_head
-            scale = scale * tl.load(pointers.k_descale + at, mask=is_sequence, other=0.0)
+            scale = scale * tl.load(pointers.k_descale + at, mask=b < sizes.batch, other=0.0)
     raised = 0.0
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
         # what 128 more in every element of a key adds to a score
@@ -179,8 +179,9 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
         scale = scale * 16777216.0
     slope = 0.0
     if pointers.alibi is not None:
-        at = pointers.alibi + b * strides.alibi_batch + rows.head * strides.alibi_head
-        slope = tl.load(at, mask=exists & is_sequence, other=0.0)
+        alibi_ptr = pointers.alibi + b * strides.alibi_batch
+        has_slope = exists & (b < sizes.batch)
+        slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
     return named("low high scale raised slope")(
         low=low, high=high, scale=scale, raised=raised, slope=slope
     )
@@ -191,18 +192,25 @@ def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
     """Write partial result number `part`."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     row = part * OPTIONS.PART_ROWS + tl.arange(0, OPTIONS.BLOCK_M)
-    maxima_ptr, sums_ptr = part_sums(pointers.parts, OPTIONS)
-    tl.store(maxima_ptr + row, state.m, mask=rows.exists)
-    tl.store(sums_ptr + row, state.l, mask=rows.exists)
-    # a run without keys leaves no values: its maxima say so
-    exists = rows.exists & (keys.i_start < keys.i_stop)
-    values = pointers.parts + row * HEAD_DIM_V
     LOW: tl.constexpr = OPTIONS.OUT_LOW
     HIGH: tl.constexpr = OPTIONS.OUT_HIGH
-    gain = state.gain[:, None]
-    store_rows(values, state.low * gain, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    if OPTIONS.BIAS != "float":
+        m_i = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
+    maxima_ptr, sums_ptr = part_weights(pointers.parts, OPTIONS)
+    tl.store(maxima_ptr + row, m_i, mask=exists)
+    if OPTIONS.BIAS == "float":
+        tl.store(sums_ptr + row, l_i, mask=exists)
+    # a run without keys leaves no values: its lse says so
+    exists = exists & (keys.i_start < keys.i_stop)
+    values = pointers.parts + row * HEAD_DIM_V
+    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
+    store_rows(values, out, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
     if HIGH > 0:
-        store_rows(values, state.high * gain, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
+        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
+        store_rows(values, out, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
 
 
 @triton.jit
@@ -221,8 +229,8 @@ def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
         gain = gain * shrink
     total = tl.where(l_i == 0.0, 1.0, l_i)
     lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
-    at = rows.head.to(tl.int64) * sizes.total_q + rows.row
-    tl.store(pointers.lse + at, lse, mask=exists)
+    lse_at = pointers.lse + rows.head.to(tl.int64) * sizes.total_q + rows.row
+    tl.store(lse_at, lse, mask=exists)
     out_rows = pointers.out + (rows.row * scalars.num_heads + rows.head) * HEAD_DIM_V
     scale_ptr = pointers.out_scale
     out = quotient(state.low * gain[:, None], total, IS_PRECISE)

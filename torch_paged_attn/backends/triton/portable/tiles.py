@@ -130,7 +130,7 @@ class Tiles:
 
     def part_elements(self, head_dim_v: int) -> int:
         """Elements of the workspace for partial results: two a program. Beside its values a row
-        has a maximum and a sum.
+        has two numbers.
         """
         return 2 * self.num_programs * self.part_rows * (head_dim_v + 2) if self.is_split else 0
 
