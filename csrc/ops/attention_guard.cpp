@@ -9,6 +9,7 @@
 namespace paged_attn {
 namespace {
 
+constexpr double LARGEST_SCALE = 0x1p126;  // kernels hold it times 2 log2(e) in float32
 constexpr int64_t FAR = int64_t(1) << 40;  // wider than any window that can matter
 
 bool is_query_type(DType d) { return d <= DType::float8_e5m2; }
@@ -78,9 +79,12 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
   if (x.out_scale && !(x.out_scale.is(DType::float32) && is_float8(a.out_dtype) &&
                        (x.out_scale.dim == 0 || x.out_scale.has_shape({1}))))
     return false;
-  if (x.softmax_scale && !std::isfinite(*x.softmax_scale)) return false;
+  const double scale = std::abs(x.softmax_scale.value_or(1));
+  if (!(scale <= LARGEST_SCALE)) return false;
+  if (x.softcap != 0 && !(x.softcap >= 1 / LARGEST_SCALE && x.softcap <= LARGEST_SCALE &&
+                          scale <= x.softcap * LARGEST_SCALE))
+    return false;
   if (x.window_size_left < -1 || x.window_size_right < -1) return false;
-  if (!(x.softcap >= 0 && std::isfinite(x.softcap))) return false;
   if (!(x.dropout_p >= 0 && x.dropout_p < 1)) return false;
   if (x.dropout_p > 0 && !x.rng_state) return false;
   return !x.rng_state || (x.rng_state.is(DType::int64) && x.rng_state.has_shape({2}));

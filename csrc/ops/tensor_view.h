@@ -25,6 +25,12 @@ struct TensorView {
   explicit TensorView(AtenTensorHandle tensor) : handle(tensor) {
     int64_t *size_data, *stride_data;
     int32_t code, device;
+    bool is_defined;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(handle, &is_defined));
+    if (!is_defined) {  // None for a tensor that the schema requires
+      dim = -1;
+      return;
+    }
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_data));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_data));

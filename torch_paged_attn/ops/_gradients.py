@@ -88,7 +88,7 @@ class Gate:
     def bump_versions(self, args: tuple[Any, ...]) -> None:
         """Tell autograd what a kernel writes through raw pointers."""
         for i in self.written:
-            if not args[i].is_inference():
+            if args[i] is not None and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
