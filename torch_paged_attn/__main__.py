@@ -54,7 +54,7 @@ def answer(key: str) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """Everything this command knows."""
+    """The contents of the report."""
     devices = {device: answer(key) for device, key in DEVICES.items()}
     cpu = devices["cpu"]
     if cpu["backend"] == "cpu":

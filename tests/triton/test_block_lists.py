@@ -5,7 +5,11 @@ import dataclasses
 import pytest
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.hopper.block_lists import SPAN, build_block_lists
+from torch_paged_attn.backends.triton.hopper.block_lists import (
+    SPAN,
+    plan_block_lists,
+    shape_of_lists,
+)
 from torch_paged_attn.testing import PROBLEMS, Layout, build
 
 KEYS = 900
@@ -55,12 +59,13 @@ def test_lists_what_the_rows_of_a_tile_list(name, tokens, block_n, causal, devic
         layout.q_block_size,
         layout.k_block_size,
     )
-    lists = build_block_lists(moved, KEYS, is_causal=causal, tokens=tokens, block_n=block_n)
+    positions, keys = shape_of_lists(layout.q_block_size, layout.k_block_size, tokens, block_n)
+    assert keys == min(layout.k_block_size, block_n)
+    assert positions == max(layout.q_block_size, tokens)
 
-    assert lists.keys == min(layout.k_block_size, block_n)
-    assert lists.positions == max(layout.q_block_size, tokens)
-    entries, spans = lists.entries.cpu(), lists.spans.cpu()
-    assert spans.shape[2:] == (-(-KEYS // lists.positions), SPAN.value)
+    build_lists = plan_block_lists(moved, positions, keys, KEYS, causal)
+    entries, spans = (x.cpu() for x in build_lists(moved.crow_indices, moved.col_indices))
+    assert spans.shape[2:] == (-(-KEYS // positions), SPAN.value)
     outer = layout.crow_indices.shape[:-1]
     for b in range(spans.shape[0]):
         for head in range(spans.shape[1]):
@@ -68,6 +73,4 @@ def test_lists_what_the_rows_of_a_tile_list(name, tokens, block_n, causal, devic
                 start, count = spans[b, head, group].tolist()
                 got = [(e >> 8, e & 255) for e in entries[start : start + count].tolist()]
                 where = (b, head)[-len(outer) :]
-                assert got == expected_lists(
-                    layout, where, group, lists.positions, lists.keys, causal
-                )
+                assert got == expected_lists(layout, where, group, positions, keys, causal)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
 
@@ -76,11 +76,11 @@ def hopper_call(problem, device="cpu", **changes):
 
 def unsupported(problem, **changes):
     with assume(HOPPER):
-        return flash_varlen_sm90.unsupported(hopper_call(problem, **changes))
+        return hopper.unsupported(hopper_call(problem, **changes))
 
 
 @over_shapes
-def test_carries(problem):
+def test_supported(problem):
     assert unsupported(problem) is None
 
 
@@ -99,23 +99,37 @@ def test_carries(problem):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_says_what_it_leaves_to_the_portable_kernel(changes, word):
+def test_unsupported(changes, word):
     assert word in unsupported(SHAPES[0], **changes)
 
 
 @pytest.mark.parametrize("window", [dict(window_size_left=9), dict(window_size_right=9)], ids=str)
-def test_leaves_windows_beside_a_layout_to_the_portable_kernel(window):
+def test_unsupported_windows_beside_a_layout(window):
     assert "window" in unsupported(SHAPES[-1], causal=False, **window)
 
 
-def test_leaves_odd_pages_and_other_chips_to_the_portable_kernel():
+def test_unsupported_pages_and_chips():
     assert "page_size" in unsupported(dataclasses.replace(SHAPES[0], page_size=24))
     with assume(Target.of_arch("sm100", 148)):
-        assert "Hopper" in flash_varlen_sm90.unsupported(hopper_call(SHAPES[0]))
+        assert "Hopper" in hopper.unsupported(hopper_call(SHAPES[0]))
+
+
+@pytest.mark.parametrize("options", [dict(page_size=16), dict(layout=Layout(heads="all"))], ids=str)
+def test_sizes_are_no_part_of_the_description(options):
+    """A launch cache keeps kernel and scalars for calls that differ in sizes and memory only."""
+    described, sizes = set(), set()
+    for seqs in (((300, 0),), ((513, 90), (290, 0)), ((280, 16),) * 16):
+        call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
+        config, packed_heads = hopper.choose_tiles(call)
+        scalars = hopper.scalars_of(call, packed_heads)
+        described.add((hopper.options_of(call, config, packed_heads), scalars))
+        sizes.add(hopper.sizes_of(call, lists_per_head=3))
+    assert len(described) == 1
+    assert len(sizes) == 3
 
 
 @pytest.mark.parametrize("name", ["llama3_8b/decode_b5/bf16", "blocksparse/wide_blocks/f16"])
-def test_the_log_says_which_kernel_a_call_takes(name, run, device, caplog):
+def test_log_names_the_kernel(name, run, device, caplog):
     # a call that no other test makes: what was decided once is not said again
     call = build(dataclasses.replace(PROBLEMS[name], num_heads=6, num_kv_heads=3)).to(device)
     with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton"):
@@ -123,7 +137,7 @@ def test_the_log_says_which_kernel_a_call_takes(name, run, device, caplog):
     assert f"{call.op}: the portable kernel, because " in caplog.text
 
 
-def test_the_log_says_how_many_launches_a_cache_write_takes(kernels, device, caplog):
+def test_log_counts_the_launches_of_a_cache_write(kernels, device, caplog):
     for tokens, launches in ((2, "one launch"), (1100, "two launches")):
         new, cache = torch.zeros(2, tokens, 1, 8), torch.zeros(2, 70, 1, 16, 8)
         with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton"):
@@ -135,7 +149,7 @@ def test_the_log_says_how_many_launches_a_cache_write_takes(kernels, device, cap
 def compile_for_hopper(problem):
     """The kernels of a launch, compiled in another process."""
     call = hopper_call(problem)
-    cross_compile.CALLS["hopper"] = lambda: lambda: flash_varlen_sm90.flash_varlen(call)
+    cross_compile.CALLS["hopper"] = lambda: lambda: hopper.attend(call)
     return cross_compile.compile_call("sm90", "hopper")
 
 
@@ -146,7 +160,7 @@ def compiler():
 
 
 @over_shapes
-def test_compiles_to_warpgroup_products_without_spills(problem, compiler):
+def test_compiles_to_products(problem, compiler):
     kernels = compiler.submit(compile_for_hopper, problem).result()
     kernel = next(k for k in kernels if "hopper" in k.name)
     assert kernel.faults("sm90", problem.name) == []
@@ -158,11 +172,11 @@ def test_compiles_to_warpgroup_products_without_spills(problem, compiler):
 @pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS.values()], ids=lambda p: p.name)
 def test_agrees_with_the_reference(problem):
     call = hopper_call(problem, "cuda")
-    if flash_varlen_sm90.unsupported(call) is not None:
+    if hopper.unsupported(call) is not None:
         pytest.skip("left to the portable kernel")
-    first = flash_varlen_sm90.flash_varlen(call)
+    first = hopper.attend(call)
     assert_accurate(*first, build(problem).truth())
-    second = flash_varlen_sm90.flash_varlen(call)
+    second = hopper.attend(call)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -175,6 +189,4 @@ def test_rows_whose_maxima_grow_are_rescaled(head_dim):
     k = call.args["k"]
     k.mul_(torch.linspace(9.0, 0.05, len(k), dtype=k.dtype)[:, None, None])
     args = call.to("cuda").args
-    assert_accurate(
-        *flash_varlen_sm90.flash_varlen(AttentionCall.flash_varlen(**args)), call.truth()
-    )
+    assert_accurate(*hopper.attend(AttentionCall.flash_varlen(**args)), call.truth())

@@ -31,6 +31,8 @@ def test_lengths_tables_and_caches_take_no_kernel_of_their_own():
     ]
     assert specialisations(problems) == {"_attention_fwd_kernel": 1}
     ragged = [model([(n, 0), (n + 7, 90), (1, n)], page_size=None) for n in range(700, 705)]
+    # sizes of 1 and of multiples of 16, of which Triton would compile kernels of their own
+    ragged += [model([(n, 0)] * b, page_size=None) for n, b in ((1024, 1), (1031, 1), (256, 16))]
     found = specialisations([*ragged, *(model([(n, 60), (n, 0)]) for n in range(700, 705))])
     # packed and paged
     assert found == {"_hopper_attention_fwd_kernel": 2, "_tile_order_kernel": 2}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops._again import ask_first
 from torch_paged_attn.ops._gradients import Gate
 from torch_paged_attn.ops._inlining import inline
 
@@ -141,8 +140,6 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     if environment.CHECK:
         checks = [check, check_values]
     if not checks:
-        if hasattr(backend, "play"):
-            ask_first(backend.play)
         return GATES[name].guarded(function)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

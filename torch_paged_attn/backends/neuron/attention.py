@@ -119,7 +119,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _with_bias(
     call: AttentionCall, info: WorkInfo, tiles: TileSizes
 ) -> tuple[WorkInfo, Tensor, int]:
-    """The tables with the columns that a bias needs, its rows, and their stride by KV head."""
+    """The tables with a bias's columns, its rows, and their stride from KV head to KV head."""
     if call.attn_bias is None:
         return info, torch.zeros(1, tiles.tile_k, device=call.q.device), 0
     bias = lay_out_bias(call.attn_bias, info, tiles.heads, tiles.run)

@@ -1,4 +1,4 @@
-"""`attn_bias` as rows that the kernel gathers: for each item and token one row of `tile_k` keys."""
+"""`attn_bias` as rows that the kernel gathers: one row of `tile_k` keys per item and token."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ class BiasRows:
 
 
 def lay_out_bias(attn_bias: Tensor, info: WorkInfo, heads: Heads, run: int) -> BiasRows:
-    """Rows are (bias head, item, token of its stack)."""
+    """The bias in rows of (bias head, item, token of the item's stack)."""
     work, device = info.work, attn_bias.device
     is_shared = attn_bias.shape[0] == 1
     first, last = work.token[:, 0, 0], work.token[:, -1, -1]

@@ -30,14 +30,15 @@ class PagedKV:
         return self.slot_stride, self.head_stride, self.offset, self.dim
 
     def row_of(self, page: Tensor, head: Tensor | int, slot: Tensor) -> Tensor:
-        """Where the keys of these pages, heads and slots start."""
+        """The rows in which the keys of these pages, heads and slots start."""
         row = page * self.page_rows + head * self.head_rows + slot * self.slot_rows
         return self.first_row + row
 
 
 def as_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -> PagedKV | None:
-    """`cache` (num_pages, num_kv_heads, page_size, dim) of any strides; None if only a copy could
-    be read as rows, and none is allowed. `by_head` makes rows of one head each.
+    """A cache (num_pages, num_kv_heads, page_size, dim) of any strides as rows.
+
+    None if only a copy has rows and no copy is allowed. `by_head` makes rows of one head each.
     """
     page_size, dim = cache.shape[2:]
     page_stride, head_stride, slot_stride, _ = _strides(cache)
@@ -61,12 +62,12 @@ def as_rows(cache: Tensor, allow_copy: bool = True, by_head: bool = False) -> Pa
 
 
 def _strides(cache: Tensor) -> list[int]:
-    """Those of dimensions of one element say nothing, and are 0."""
+    """The strides, but 0 for a dimension of one element, where a stride means nothing."""
     return [0 if n == 1 else s for n, s in zip(cache.shape, cache.stride(), strict=True)]
 
 
 def is_dense(cache: Tensor) -> bool:
-    """Whether a cache's elements fill a stretch of memory, in whatever order of its dimensions."""
+    """Whether a cache's elements fill a stretch of memory, in any order of its dimensions."""
     return cache.permute(_outermost_first(cache)).is_contiguous()
 
 

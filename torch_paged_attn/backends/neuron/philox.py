@@ -1,4 +1,4 @@
-"""What dropout's random bits depend on besides places: keys of the rounds, offset, threshold."""
+"""The words that dropout shares among all positions: keys of the rounds, offset, threshold."""
 
 import torch
 from torch import Tensor

@@ -17,6 +17,10 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
+
+
 class HostCopies:
     """Host copies of tensors, each read once for as long as its tensor lives in one version.
 
@@ -30,12 +34,12 @@ class HostCopies:
     def __call__(self, tensor: Tensor) -> Tensor:
         """A copy as old as the tensor's version, or younger."""
         if tensor.is_inference():
-            return tensor.cpu()
+            return _copy(tensor)
         place, version = id(tensor), tensor._version
         known = self._copies.get(place)
         if known is None or known[0]() is not tensor or known[1] != version:
             forget = weakref.ref(tensor, lambda _: self._copies.pop(place, None))
-            known = self._copies[place] = (forget, version, tensor.to("cpu", copy=True))
+            known = self._copies[place] = (forget, version, _copy(tensor))
         return known[2]
 
 
@@ -58,9 +62,8 @@ def keep_plans() -> Iterator[None]:
 
 
 def read(tensor: Tensor) -> Tensor:
-    """The values of a metadata tensor, on the host."""
-    kept = _kept.get()
-    return tensor.cpu() if kept is None else kept(tensor)
+    """A host copy of a metadata tensor: a plan and the key it is kept by see the same values."""
+    return (_kept.get() or _copy)(tensor)
 
 
 class PlanCache(Generic[T]):

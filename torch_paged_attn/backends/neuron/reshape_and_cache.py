@@ -77,7 +77,7 @@ def _write(
 
 
 def _stored(new: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows of tokens as the cache holds them: the graph compiler fuses this arithmetic."""
+    """Tokens in the cache's dtype, one a row; the graph compiler fuses this arithmetic."""
     if dtype == new.dtype:
         return new.flatten(1)
     real = new.float() if scale is None else new.float() / scale.view(-1, 1)
@@ -94,7 +94,7 @@ def _bytes(stored: Tensor) -> Tensor:
 
 
 def _last_of_each(slots: Tensor, num_slots: int) -> Tensor:
-    """-1 for slots outside the cache, and for all but the last token of a slot: scatters race."""
+    """The slots, but -1 outside the cache and for all but a slot's last token: scatters race."""
     slots = slots.where((slots >= 0) & (slots < num_slots), -1)
     ordered, token = slots.sort(stable=True)
     is_last = F.pad(ordered[1:] != ordered[:-1], (0, 1), value=True)

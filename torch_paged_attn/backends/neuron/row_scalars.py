@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.kernels.attention import NUM_SCALARS
+from torch_paged_attn.backends.neuron.kernels.load_item import NUM_SCALARS
 from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED
 from torch_paged_attn.backends.neuron.work_info import Heads
 
@@ -23,7 +23,7 @@ def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
         """`(total_q, group_size, num_kv_heads)` of values per head, KV head, or sequence too."""
         if values is None or values.numel() == 0:  # no sequence: padding tokens only
             values = torch.full((), default, device=device)
-        if values.dim() == 2:  # padding tokens take anybody's
+        if values.dim() == 2:  # padding tokens take the last sequence's
             values = values[sequence.clamp(max=len(values) - 1)]
         if values.dim() and values.shape[-1] == heads.num_heads:
             by_head = values.unflatten(-1, (num_kv_heads, group_size)).transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""How a call is cut up: what an item loads and what a stack keeps, as far as SBUF has room."""
+"""The sizes of a call's items and stacks: as large as SBUF has room for."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ class TileSizes:
 
 
 def heads_of(call: AttentionCall) -> Heads:
-    """One by one where a layout tells them apart, or where a tile of them all has no room."""
+    """All KV heads together, unless a layout tells them apart or a tile of all has no room."""
     planes = 1 if call.layout is None else call.layout.crow_indices.shape[-2]
     if planes == 1 and call.num_kv_heads * _key_bytes(call) > KEY_BYTES:
         planes = call.num_kv_heads

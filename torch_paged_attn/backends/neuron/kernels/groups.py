@@ -47,8 +47,8 @@ class Options(nl.NKIObject):
 
 
 @dataclass
-class Columns(nl.NKIObject):
-    """Where the columns of an item's two tables begin; `depth` each if nothing else is said."""
+class TableColumns(nl.NKIObject):
+    """Where the columns of an item's two tables begin: `depth` of each, or as many as it says."""
 
     # `indices`, int32: rows to load and to store
     load: int
@@ -75,7 +75,7 @@ def table_columns(options):
     bias = token
     if options.has_dropout:
         bias = token + 2 * depth
-    return Columns(
+    return TableColumns(
         load=0,
         store=depth,
         k=2 * depth,
@@ -114,7 +114,7 @@ class Program(nl.NKIObject):
     """The share of one physical core of a logical one, and its tiles that never change."""
 
     options: Options
-    columns: Columns
+    columns: TableColumns
     first_item: int
     num_items: int
     first_head: int

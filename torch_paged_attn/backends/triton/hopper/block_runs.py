@@ -1,7 +1,7 @@
 """How the Hopper kernel reads lists of blocks (`block_lists.py`).
 
-A tile of BLOCK_N keys is a few runs of keys, one for each of as many entries; an entry past the
-end of a list is 0, which no row sees.
+A tile of BLOCK_N keys is a few runs of consecutive keys, one for each of as many entries. An entry
+past the end of a list is 0, which no row sees.
 """
 
 from triton.experimental import gluon
@@ -11,82 +11,89 @@ from torch_paged_attn.backends.triton.hopper.block_lists import ROW_BITS, SPAN
 
 
 @gluon.jit
-def find_list(
-    entries_ptr, spans_ptr, b, head, position, stop, layout_heads, groups,
-    TOKENS: gl.constexpr, KEYS: gl.constexpr, POSITIONS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """First entry of the list of the rows at `position`, and how many begin before key `stop`."""
-    group = position // POSITIONS
-    exists = (position >= 0) & (group < groups) & (stop > 0)
-    span = spans_ptr + ((b * layout_heads + head) * groups + group) * SPAN
+def find_list(pointers, sizes, layout_head, position, stop, OPTIONS: gl.constexpr):
+    """First entry of the list of the rows at `position`, and how many entries begin before key
+    `stop`."""
+    KEYS: gl.constexpr = OPTIONS.KEYS_PER_ENTRY
+    QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
+    IS_CAUSAL: gl.constexpr = OPTIONS.IS_CAUSAL
+    TILE_TOKENS: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    number = position // QUERIES
+    exists = (position >= 0) & (number < sizes.lists_per_head) & (stop > 0)
+    span = pointers.spans + (layout_head * sizes.lists_per_head + number) * SPAN
     first = gl.load(span, mask=exists, other=0)
-    listed = gl.load(span + 1, mask=exists, other=0)
+    num_entries = gl.load(span + 1, mask=exists, other=0)
     # a causal list of one tile ends there
-    if not IS_CAUSAL or POSITIONS > TOKENS:
+    if not IS_CAUSAL or QUERIES > TILE_TOKENS:
         low = 0
         if IS_CAUSAL:
-            low = gl.maximum(listed - POSITIONS // KEYS, 0)
-        while low < listed:
-            middle = (low + listed) // 2
-            starts_before = (gl.load(entries_ptr + first + middle) >> ROW_BITS) * KEYS < stop
+            low = gl.maximum(num_entries - QUERIES // KEYS, 0)
+        while low < num_entries:
+            middle = (low + num_entries) // 2
+            entry = gl.load(pointers.entries + first + middle)
+            starts_before = (entry >> ROW_BITS) * KEYS < stop
             low = gl.where(starts_before, middle + 1, low)
-            listed = gl.where(starts_before, listed, middle)
-    return first, listed
+            num_entries = gl.where(starts_before, num_entries, middle)
+    return first, num_entries
 
 
 @gluon.jit
-def rows_between(position, stop, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr):
-    """The bits of the rows of queries [position, stop), which end in the group they begin in."""
-    start = position & (POSITIONS - 1)
-    last = gl.maximum(gl.minimum(start + stop - position, POSITIONS) - 1, start)
-    return (2 << (last // Q_BLOCK)) - (1 << (start // Q_BLOCK))
+def row_mask_of(position, stop, OPTIONS: gl.constexpr):
+    """The bits of the layout rows of queries [position, stop), all of one list."""
+    Q_BLOCK_SIZE: gl.constexpr = OPTIONS.Q_BLOCK_SIZE
+    QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
+    start = position & (QUERIES - 1)
+    last = gl.maximum(gl.minimum(start + stop - position, QUERIES) - 1, start)
+    return (2 << (last // Q_BLOCK_SIZE)) - (1 << (start // Q_BLOCK_SIZE))
 
 
 @gluon.jit
-def load_entries(list_ptr, at, listed, RUNS: gl.constexpr):
-    """RUNS entries of a list of `listed`, from number `at` on."""
+def load_entries(list_ptr, start, num_entries, COUNT: gl.constexpr):
+    """COUNT entries of a list, from number `start` on."""
     entries = ()
-    for i in gl.static_range(RUNS):
-        entry = gl.load(list_ptr + at + i, mask=at + i < listed, other=0)
+    for i in gl.static_range(COUNT):
+        entry = gl.load(list_ptr + start + i, mask=start + i < num_entries, other=0)
         # the compiler of kernels knows no unpacking
         entries = entries + (entry,)  # type: ignore[assignment]  # noqa: RUF005
     return entries
 
 
 @gluon.jit
-def first_keys(entries, KEYS: gl.constexpr):
-    """Where the run of keys of each entry begins."""
+def first_keys(entries, KEYS_PER_ENTRY: gl.constexpr):
+    """The first key of each entry's run."""
     starts = ()
     for i in gl.static_range(len(entries)):
-        starts = starts + ((entries[i] >> ROW_BITS) * KEYS,)  # type: ignore[assignment]  # noqa: RUF005
+        start = (entries[i] >> ROW_BITS) * KEYS_PER_ENTRY
+        starts = starts + (start,)  # type: ignore[assignment]  # noqa: RUF005
     return starts
 
 
 @gluon.jit
-def runs_of(
-    entries, present, position, key_len,
-    KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """First key of each entry's run, and where the keys end that a row of those `present` sees."""
+def spans_of_entries(entries, row_mask, position, key_len, OPTIONS: gl.constexpr):
+    """First key of each entry's run, and the end of the keys that some row of `row_mask` sees."""
+    Q_BLOCK_SIZE: gl.constexpr = OPTIONS.Q_BLOCK_SIZE
+    QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
     stops = ()
     for i in gl.static_range(len(entries)):
-        rows = entries[i] & present
+        rows = entries[i] & row_mask
         stop = gl.where(rows != 0, key_len, 0)
-        if IS_CAUSAL and KEYS > Q_BLOCK:
+        if OPTIONS.IS_CAUSAL and OPTIONS.KEYS_PER_ENTRY > Q_BLOCK_SIZE:
             # rows that end within the block: what comes after the last one nobody may see
             last = 0
-            for r in gl.static_range(POSITIONS // Q_BLOCK):
-                row_stop = (position & -POSITIONS) + (r + 1) * Q_BLOCK
+            for r in gl.static_range(QUERIES // Q_BLOCK_SIZE):
+                row_stop = (position & -QUERIES) + (r + 1) * Q_BLOCK_SIZE
                 last = gl.where((rows >> r) & 1 != 0, row_stop, last)
             stop = gl.minimum(stop, last)
         stops = stops + (stop,)  # type: ignore[assignment]  # noqa: RUF005
-    return first_keys(entries, KEYS), stops
+    return first_keys(entries, OPTIONS.KEYS_PER_ENTRY), stops
 
 
 @gluon.jit
-def is_seen_whole(entries, rows, stop, KEYS: gl.constexpr):
-    """Whether all these rows see all keys of the entries, if they see those before `stop`."""
-    common = rows
+def is_seen_whole(entries, row_mask, stop, KEYS_PER_ENTRY: gl.constexpr):
+    """Whether all rows of `row_mask` see all keys of the entries, if they see those before
+    `stop`."""
+    common = row_mask
     for i in gl.static_range(len(entries)):
         common = common & entries[i]
-    return (common == rows) & (((entries[len(entries) - 1] >> ROW_BITS) + 1) * KEYS <= stop)
+    last_stop = ((entries[len(entries) - 1] >> ROW_BITS) + 1) * KEYS_PER_ENTRY
+    return (common == row_mask) & (last_stop <= stop)

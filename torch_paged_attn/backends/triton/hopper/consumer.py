@@ -1,10 +1,12 @@
 """A consumer of the Hopper kernel: four warps that own 64 rows of a tile of queries.
 
 FlashAttention-3's loop (arXiv 2407.08608, algorithm 2): the scores of the next keys are asked for
-before the values of these are multiplied, and both products run while the softmax is computed.
-FlashAttention-4's rescaling: a row keeps its reference until a score exceeds it by far, so that its
-result is rarely multiplied.
+before the values of these are multiplied, and both products run while the softmax is computed. With
+PINGPONG, consumers ask for their products one after the other: those of one run while the others'
+softmax is computed.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,152 +17,88 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.block_runs import (
-    first_keys,
-    is_seen_whole,
-    load_entries,
-    rows_between,
+from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
+from torch_paged_attn.backends.triton.hopper.scores import finish_scores
+from torch_paged_attn.backends.triton.hopper.softmax import (
+    LN2,
+    LOG2E,
+    partial_sum,
+    rescale,
+    scale_rows,
+    update_softmax,
+    with_sink,
 )
-from torch_paged_attn.backends.triton.hopper.producer import (
+from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms, store_rows
+from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
-    COUNT,
+    CONTEXT_LEN,
     FIRST_ENTRY,
     FIRST_KEY,
     FIRST_TOKEN,
     HEAD,
     KEY_LEN,
-    LISTED,
-    PAST,
+    KV_STOP,
+    NUM_ENTRIES,
+    NUM_KV_TILES,
     Q_START,
-    STOP,
     STOP_TOKEN,
-    get,
 )
-from torch_paged_attn.backends.triton.hopper.scores import (
-    LN2,
-    LOG2E,
-    masked,
-    masked_by_list,
-    softcapped,
-    with_alibi,
-    with_sink,
-)
-from torch_paged_attn.backends.triton.hopper.tma import as_matrix, in_atoms, store_rows
 
-# named barriers: Triton uses the first few for its own
-TURNS = gl.constexpr(8)
-
-# by how much, in base two, a score may exceed what its row is shifted by: probabilities up to 256
-# are rounded like those below 1, and sums are float32
-SLACK = gl.constexpr(8.0)
+# the named barrier of consumer 0, then those of the others: Triton uses the first few for its own
+PINGPONG_BARRIER = gl.constexpr(8)
 
 # what Triton 3.6 has as a private method
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
+class Rows(NamedTuple):
+    """The rows of a consumer in a tile of queries, as values of the kernel."""
+
+    first_key: Any
+    kv_start: Any  # of the last tile of keys, which comes first
+    key_len: Any
+    q_start: Any  # of the sequence
+    stop_token: Any
+    first_token: Any
+    head: Any
+    is_sequence: Any  # by row: no slope and no sink belong to rows past the last sequence
+    context_len: Any
+    position: Any  # by row
+    slope: Any  # by row
+    # tiles of keys within [full_start, full_stop) need no mask
+    full_start: Any
+    full_stop: Any
+    # with a layout: a list of blocks, how long it is, and the rows of the list that are here
+    list_ptr: Any
+    num_entries: Any
+    row_mask: Any
+
+
 @gluon.jit
-def _take_turn(me: gl.constexpr):
+def _pingpong_wait(INDEX: gl.constexpr):
     """Wait until the consumer before this one has asked for its products."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [TURNS + me], gl.int32, False, 1
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [PINGPONG_BARRIER + INDEX], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def _pass_turn(me: gl.constexpr, CONSUMERS: gl.constexpr):
-    after: gl.constexpr = TURNS + (me + 1) % CONSUMERS
+def _pingpong_arrive(INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Let the next consumer ask for its products."""
+    barrier: gl.constexpr = PINGPONG_BARRIER + (INDEX + 1) % CONSUMERS
     gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [after], gl.int32, False, 1
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [barrier], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def _pin(x):
-    """x, computed before what follows.
-
-    The assembler moves a wait for products above everything that does not need their result, and
-    nothing would overlap. It does not move it above another barrier that reads x. This one is never
-    taken: no maximum has these bits.
-    """
-    return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.eq.u32 p, $1, 0xFFC12345; mov.b32 $0, $1; @p bar.arrive 15, 128;}",
-        "=r,r",
-        [x],
-        dtype=x.dtype,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _row_max(s):
-    """In two steps: every thread has twice as many chains of maxima to work on at once."""
-    partial = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
-    return gl.convert_layout(gl.max(partial, 1), gl.SliceLayout(1, s.type.layout), True)
-
-
-@gluon.jit
-def _partial_sum(p):
-    """(rows, 4): what each thread of a row adds up by itself; the rest waits for the last tile."""
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _fold(s, m_i, l_i, factor):
-    """Fold a tile of scores into the rows' references, which are near their maxima (scaled by
-    `factor`, base two), and partial sums."""
-    m_new = gl.maximum(m_i, _row_max(s) * factor)
-    m_new = _pin(gl.where(m_new > m_i + SLACK, m_new, m_i))
-    # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(s * factor - gl.expand_dims(shift, 1))
-    shrink = gl.exp2(m_i - shift)
-    total = _partial_sum(p)
-    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    l_new = l_i * gl.expand_dims(gl.convert_layout(shrink, rows, True), 1) + total
-    return p, m_new, l_new, shrink
-
-
-@gluon.constexpr_function
-def _multiply_unless_one(n):
-    """PTX: multiply n registers by as many factors, unless these are 1 in the whole warp. They
-    belong to two rows, which take turns by pairs."""
-    products = (f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return f"""{{
-        .reg .pred p;
-        setp.neu.f32 p, ${2 * n}, 0f3F800000;
-        setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;
-        vote.sync.any.pred p, p, 0xffffffff;
-        @!p bra DONE;
-        {" ".join(products)}
-        DONE:
-    }}"""
-
-
-@gluon.constexpr_function
-def _in_place(n):
-    """The operands of that: results, which are the first n arguments, and factors."""
-    return ",".join(("=f",) * n + tuple(str(i) for i in range(n)) + ("f",) * n)
-
-
-@gluon.jit
-def _rescale(acc, shrink):
-    """acc * shrink by rows; where no row of a warp has a new reference, nothing is done."""
-    OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128  # elements of a thread
-    program: gl.constexpr = _multiply_unless_one(OWN)
-    operands: gl.constexpr = _in_place(OWN)
-    shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), 1)
-    return gl.inline_asm_elementwise(program, operands, [acc, shrink], gl.float32, False, OWN)
-
-
-@gluon.jit
-def _clear_unseen(v, n0, first_key):
+def _clear_unseen(v, kv_start, first_key):
     """Zero the values before the first key that a row sees: 0 times NaN would be NaN."""
     STEP: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for i in gl.static_range(v.shape[0] // STEP):
         rows = v.slice(i * STEP, STEP)
-        j = n0 + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        j = kv_start + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
         rows.store(gl.where(gl.expand_dims(j >= first_key, 1), rows.load(layout), 0.0))
     fence_async_shared()
 
@@ -176,7 +114,7 @@ def _seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _clear_from(tile, first):
-    """Zero a tile of atoms from a row on, for the same reason."""
+    """Zero a tile of swizzle atoms from a row on, for the same reason."""
     ATOMS: gl.constexpr = tile.shape[1]
     ACROSS: gl.constexpr = tile.shape[2]
     ROWS: gl.constexpr = tile.shape[3]
@@ -193,194 +131,174 @@ def _clear_from(tile, first):
 
 
 @gluon.jit
-def _logits(
-    s, runs, position, slope, squash,
-    KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
-):  # fmt: skip
-    """Scores as they go to the mask; the keys are `runs`, as the producer loads them."""
-    if HAS_SOFTCAP:
-        s = softcapped(s, squash)
-    if HAS_ALIBI:
-        starts = runs
-        if Q_BLOCK > 0:
-            starts = first_keys(runs, KEYS)
-        s = with_alibi(s, starts, position, slope, IS_CAUSAL)
-    return s
+def _read_rows(r, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
+    PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    TOKENS: gl.constexpr = OPTIONS.TOKENS
+    pointers, scalars = params.pointers, params.scalars
+    first_key = work_info.get(tile, FIRST_KEY)
+    kv_start = work_info.get(tile, KV_STOP) - OPTIONS.KV_STEP
+    key_len = work_info.get(tile, KEY_LEN)
+    q_start = work_info.get(tile, Q_START)
+    stop_token = work_info.get(tile, STOP_TOKEN)
+    first_token = work_info.get(tile, FIRST_TOKEN) + INDEX * TOKENS
+    head = work_info.get(tile, HEAD)
+    context_len = work_info.get(tile, CONTEXT_LEN)
+    position = context_len + first_token + r // PACKED_HEADS
+    b = work_info.get(tile, BATCH)
+    is_sequence = (r >= 0) & (b < params.sizes.batch)
+    slope = 0.0
+    if pointers.alibi_slopes is not None:
+        slope_ptr = pointers.alibi_slopes + b * scalars.stride_alibi_batch
+        slope_ptr += (head + r % PACKED_HEADS) * scalars.stride_alibi_head
+        slope = gl.load(slope_ptr, mask=is_sequence, other=0.0) * scalars.alibi_scale
+    full_start = 0
+    full_stop = key_len
+    if OPTIONS.HAS_LEFT:
+        full_start = context_len + first_token + TOKENS - 1 - scalars.window_left
+    if OPTIONS.HAS_RIGHT:
+        full_stop = gl.minimum(key_len, context_len + first_token + scalars.window_right + 1)
+    list_ptr = 0
+    num_entries = 0
+    row_mask = 0
+    if OPTIONS.HAS_LAYOUT:
+        num_entries = work_info.get(tile, NUM_ENTRIES)
+        list_ptr = pointers.entries + work_info.get(tile, FIRST_ENTRY)
+        stop = gl.minimum(first_token + TOKENS, stop_token)
+        row_mask = row_mask_of(context_len + first_token, context_len + stop, OPTIONS)
+    return Rows(
+        first_key, kv_start, key_len, q_start, stop_token, first_token, head, is_sequence,
+        context_len, position, slope, full_start, full_stop, list_ptr, num_entries, row_mask,
+    )  # fmt: skip
 
 
 @gluon.jit
-def consume(
-    out_desc, lse_ptr, entries_ptr, alibi_ptr, sinks_ptr, queries, keys, values,
-    notes, stride_alibi_batch, stride_alibi_head, batch, total_q, left, right, factor, squash,
-    alibi_unit,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr,
-    CONSUMERS: gl.constexpr, PACK: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, TAKE_TURNS: gl.constexpr, ME: gl.constexpr,
-):  # fmt: skip
-    """Rows [ME * BLOCK_M, ...) of every tile that the producer announces."""
+def _runs_of(rows, kv_start, OPTIONS: gl.constexpr):
+    """The keys of a tile: the number of the first, or the entries of a list."""
+    runs = (kv_start,)
+    if OPTIONS.HAS_LAYOUT:
+        runs = load_entries(rows.list_ptr, kv_start, rows.num_entries, OPTIONS.KV_STEP)
+    return runs
+
+
+@gluon.jit
+def _store_lse(m_i, l_i, rows, r, params, PACKED_HEADS: gl.constexpr):
+    """Write the rows' logsumexp; returns what divides their results."""
+    pointers = params.pointers
+    total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    gain = 1.0
+    if pointers.sinks is not None:
+        sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
+        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf")) * LOG2E
+        m_i, total, gain = with_sink(m_i, total, sink)
+    lse = (m_i + gl.log2(total)) * LN2
+    token = rows.position - rows.context_len
+    head = (rows.head + r % PACKED_HEADS).to(gl.int64)
+    row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
+    gl.store(row, lse, mask=token < rows.stop_token)
+    return gl.where(total > 0.0, gain / total, 0.0)
+
+
+@gluon.jit
+def _store_result(acc, box, rows, out_desc):
+    """Write a result from where the queries lay, `box`."""
+    out = box
+    if acc.shape[1] < box.shape[-1]:
+        box_shape: gl.constexpr = out_desc.block_shape
+        box_layout: gl.constexpr = out_desc.layout
+        out = _seen_as(box, box_shape, box_layout)
+    out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(box.dtype))
+    fence_async_shared()
+    store_rows(out_desc, rows.q_start, rows.stop_token, rows.first_token, rows.head, out)
+
+
+@gluon.jit
+def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Rows [INDEX * BLOCK_M, ...) of every tile of queries."""
+    BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    PINGPONG: gl.constexpr = OPTIONS.PINGPONG
+    KV_STEP: gl.constexpr = OPTIONS.KV_STEP
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
-    result_rows: gl.constexpr = gl.SliceLayout(1, result)
-    TOKENS: gl.constexpr = BLOCK_M // PACK
-    RUNS: gl.constexpr = BLOCK_N // KEYS
-    STEP: gl.constexpr = RUNS if Q_BLOCK > 0 else BLOCK_N
+    queries, keys, values = pipelines.q, pipelines.k, pipelines.v
     dtype: gl.constexpr = values.tiles.dtype
+    scale_log2 = params.scalars.scale_log2
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
-    drawn = 0
-    if TAKE_TURNS and ME == CONSUMERS - 1:
-        _pass_turn(ME, CONSUMERS)
-    queries.wait_full(0)
-    count = get(notes, 0, COUNT)
-    while count > 0:
-        slot = drawn % queries.STAGES
-        first_key = get(notes, slot, FIRST_KEY)
-        at = get(notes, slot, STOP) - STEP
-        key_len = get(notes, slot, KEY_LEN)
-        q_start = get(notes, slot, Q_START)
-        stop_token = get(notes, slot, STOP_TOKEN)
-        first_token = get(notes, slot, FIRST_TOKEN) + ME * TOKENS
-        head = get(notes, slot, HEAD)
-        box = queries.tiles.index(slot * CONSUMERS + ME)
+    tile = 0
+    if PINGPONG and INDEX == CONSUMERS - 1:
+        _pingpong_arrive(INDEX, CONSUMERS)
+    queries.consumer_wait(0)
+    num_kv_tiles = pipelines.work_info.get(0, NUM_KV_TILES)
+    while num_kv_tiles > 0:
+        rows = _read_rows(r, params, pipelines.work_info, tile, OPTIONS, INDEX)
+        box = queries.tiles.index(tile % queries.STAGES * CONSUMERS + INDEX)
         q = box.reshape([BLOCK_M, WIDTH])
-        past = get(notes, slot, PAST)
-        position = past + first_token + r // PACK
-        # rows past the last sequence have no slope and no sink
-        b = get(notes, slot, BATCH)
-        slope = 0.0
-        if alibi_ptr is not None:
-            slope_ptr = alibi_ptr + b * stride_alibi_batch + (head + r % PACK) * stride_alibi_head
-            slope = gl.load(slope_ptr, mask=(r >= 0) & (b < batch), other=0.0) * alibi_unit
-        # tiles of keys within [full_start, full_stop) need no mask
-        full_start = 0
-        full_stop = key_len
-        if HAS_LEFT:
-            full_start = past + first_token + TOKENS - 1 - left
-        if HAS_RIGHT:
-            full_stop = gl.minimum(key_len, past + first_token + right + 1)
-
-        listed = 0
-        own_rows = 0
-        list_ptr = entries_ptr
-        if Q_BLOCK > 0:
-            listed = get(notes, slot, LISTED)
-            list_ptr = entries_ptr + get(notes, slot, FIRST_ENTRY)
-            stop = gl.minimum(first_token + TOKENS, stop_token)
-            own_rows = rows_between(past + first_token, past + stop, Q_BLOCK, POSITIONS)
-
+        kv_start = rows.kv_start
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
-        l_i = _partial_sum(zeros)
+        l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
-        keys.wait_full(n)
+        keys.consumer_wait(n)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        keys.release(n)
-        if in_atoms(values.tiles.shape) and at + BLOCK_N > key_len:
-            values.wait_full(n)
-            _clear_from(values.tile(n), key_len - at)
-        if queries.STAGES > 1 and drawn > 0:
+        keys.consumer_release(n)
+        if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
+            values.consumer_wait(n)
+            _clear_from(values.tile(n), rows.key_len - kv_start)
+        if queries.STAGES > 1 and tile > 0:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
-            queries.release(drawn - 1)
-        runs = (at,)
-        if Q_BLOCK > 0:
-            runs = load_entries(list_ptr, at, listed, RUNS)
-        s = _logits(
-            s, runs, position, slope, squash, KEYS, Q_BLOCK, IS_CAUSAL, HAS_SOFTCAP,
-            alibi_ptr is not None,
-        )  # fmt: skip
-        if Q_BLOCK > 0:
-            if not is_seen_whole(runs, own_rows, full_stop, KEYS):
-                s = masked_by_list(
-                    s, runs, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
-                )  # fmt: skip
-        elif (at + BLOCK_N > full_stop) | (at < full_start):
-            s = masked(
-                s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
-            )  # fmt: skip
-        p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor)
+            queries.consumer_release(tile - 1)
+        s = finish_scores(s, _runs_of(rows, kv_start, OPTIONS), rows, params, OPTIONS, True)
+        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2)
         p = gl.convert_layout(p.to(dtype), operand)
 
-        for _ in range(1, count):
-            at -= STEP
-            runs = (at,)
-            if Q_BLOCK > 0:
-                runs = load_entries(list_ptr, at, listed, RUNS)
-            keys.wait_full(n + 1)
-            if TAKE_TURNS:
-                _take_turn(ME)
+        for _ in range(1, num_kv_tiles):
+            kv_start -= KV_STEP
+            runs = _runs_of(rows, kv_start, OPTIONS)
+            keys.consumer_wait(n + 1)
+            if PINGPONG:
+                _pingpong_wait(INDEX)
             k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
             s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-            values.wait_full(n)
+            values.consumer_wait(n)
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
-            acc = _rescale(acc, shrink)
+            acc = rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
-            if TAKE_TURNS:
-                _pass_turn(ME, CONSUMERS)
+            if PINGPONG:
+                _pingpong_arrive(INDEX, CONSUMERS)
             s = warpgroup_mma_wait(1, deps=[s])
-            keys.release(n + 1)
-            s = _logits(
-                s, runs, position, slope, squash, KEYS, Q_BLOCK, IS_CAUSAL, HAS_SOFTCAP,
-                alibi_ptr is not None,
-            )  # fmt: skip
-            if Q_BLOCK > 0:
-                if not is_seen_whole(runs, own_rows, full_stop, KEYS):
-                    s = masked_by_list(
-                        s, runs, position, key_len, KEYS, Q_BLOCK, POSITIONS, IS_CAUSAL
-                    )  # fmt: skip
-            # without a diagonal or a window, only the first tile reaches past the keys
-            elif (HAS_LEFT or HAS_RIGHT) and (at + BLOCK_N > full_stop) | (at < full_start):
-                s = masked(
-                    s, at, position, key_len, left, right, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
-                )  # fmt: skip
-            p, m_i, l_i, shrink = _fold(s, m_i, l_i, factor)
+            keys.consumer_release(n + 1)
+            s = finish_scores(s, runs, rows, params, OPTIONS, False)
+            p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2)
             acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
-            values.release(n)
+            values.consumer_release(n)
             p = gl.convert_layout(p.to(dtype), operand)
             n += 1
 
-        values.wait_full(n)
+        values.consumer_wait(n)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-        if HAS_LEFT and at < first_key:
-            _clear_unseen(v, at, first_key)
-        # no branch: one here would have the assembler schedule the loop worse
-        acc = acc * gl.expand_dims(gl.convert_layout(shrink, result_rows), 1)
-        pending = warpgroup_mma(p, v, acc, is_async=True)
-        total = gl.convert_layout(gl.sum(l_i, 1), score_rows)
-        gain = 1.0
-        if sinks_ptr is not None:
-            sink_ptr = sinks_ptr + head + r % PACK
-            sink = gl.load(sink_ptr, mask=(r >= 0) & (b < batch), other=-float("inf")) * LOG2E
-            m_i, total, gain = with_sink(m_i, total, sink)
-        lse = (m_i + gl.log2(total)) * LN2
-        token = position - past
-        row = lse_ptr + (head + r % PACK).to(gl.int64) * total_q + q_start + token
-        gl.store(row, lse, mask=token < stop_token)
-        share = gl.where(total > 0.0, gain / total, 0.0)
+        if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
+            _clear_unseen(v, kv_start, rows.first_key)
+        pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
+        share = _store_lse(m_i, l_i, rows, r, params, OPTIONS.PACKED_HEADS)
         acc = warpgroup_mma_wait(0, deps=[pending])
-        values.release(n)
+        values.consumer_release(n)
         n += 1
-        # the result leaves from where the queries lay
-        out = box
-        if WIDTH_V < WIDTH:
-            box_shape: gl.constexpr = out_desc.block_shape
-            box_layout: gl.constexpr = out_desc.layout
-            out = _seen_as(box, box_shape, box_layout)
-        acc = acc * gl.expand_dims(gl.convert_layout(share, result_rows), 1)
-        out.reshape([BLOCK_M, WIDTH_V]).store(acc.to(dtype))
-        fence_async_shared()
-        store_rows(out_desc, q_start, stop_token, first_token, head, out)
+        _store_result(scale_rows(acc, share), box, rows, params.out_desc)
         if queries.STAGES == 1:
             tma.store_wait(0)
-            queries.release(drawn)
-        drawn += 1
-        queries.wait_full(drawn)
-        count = get(notes, drawn % queries.STAGES, COUNT)
+            queries.consumer_release(tile)
+        tile += 1
+        queries.consumer_wait(tile)
+        num_kv_tiles = pipelines.work_info.get(tile, NUM_KV_TILES)
     tma.store_wait(0)

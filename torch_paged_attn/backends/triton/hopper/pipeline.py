@@ -1,4 +1,10 @@
-"""Tiles in shared memory that travel from producers to several consumers, in turns."""
+"""Tiles in shared memory that travel from producers to consumers through a ring of stages.
+
+The names are CUTLASS's: a producer acquires a stage and commits it by the barrier that its loads
+complete; a consumer waits for a stage and releases it.
+"""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,8 +13,8 @@ from triton.language.core import _aggregate as aggregate
 
 
 @aggregate
-class Ring:
-    """The n-th fill goes to slot n % STAGES, once each consumer has released fill n - STAGES."""
+class Pipeline:
+    """Fill number n goes to stage n % STAGES, once each consumer has released fill n - STAGES."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -28,41 +34,51 @@ class Ring:
         return self.tiles.index(n % self.STAGES)
 
     @gluon.jit
-    def filled(self, n):
-        """The barrier that fill n completes."""
+    def full_barrier(self, n):
+        """The barrier that the loads of fill n complete."""
         return self.full.index(n % self.STAGES)
 
     @gluon.jit
-    def wait_empty(self, n):
-        """The producer's wait before fill n; a new barrier lets the first round pass."""
+    def producer_acquire(self, n):
+        """Wait until fill n may be written; a new barrier lets the first round pass."""
         mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
 
     @gluon.jit
-    def wait_full(self, n):
-        """A consumer's wait for fill n."""
+    def consumer_wait(self, n):
+        """Wait until fill n has arrived."""
         mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1)
 
     @gluon.jit
-    def release(self, n):
-        """A consumer is done with fill n."""
+    def consumer_release(self, n):
+        """Say that this consumer is done with fill n."""
         mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
 
 
 @gluon.jit
-def new_ring(
+def new_pipeline(
     dtype: gl.constexpr,
     shape: gl.constexpr,
     layout: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    PARTS: gl.constexpr,
+    PRODUCERS: gl.constexpr,
 ):
-    """A ring whose fills are `shape[0] // STAGES` boxes of `shape[1:]` each, of PARTS producers."""
+    """A pipeline whose fills are `shape[0] // STAGES` boxes of `shape[1:]` each."""
     tiles = gl.allocate_shared_memory(dtype, shape, layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=PARTS)
+        mbarrier.init(full.index(i), count=PRODUCERS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    return Ring(tiles, full, empty, STAGES)
+    return Pipeline(tiles, full, empty, STAGES)
+
+
+class Pipelines(NamedTuple):
+    """Queries, keys and values on their way from producers to consumers, and what is said of each
+    tile of queries (`work_info.py`)."""
+
+    q: Any
+    k: Any
+    v: Any
+    work_info: Any

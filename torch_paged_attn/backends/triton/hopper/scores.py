@@ -1,16 +1,14 @@
-"""What the Hopper kernel does to scores between the product and the softmax, and to its end.
+"""Scores between the product and the softmax: softcap, ALiBi and masks.
 
-Scores are in units of `factor` (base two). Columns are taken in groups of 8: a group's first column
-is a constant of the instruction, and no registers hold columns throughout the loop.
+A score times `scale_log2` is an exponent of two. Columns are taken in groups of 8: a group's first
+column is a constant of the instruction, and no registers hold columns throughout the loop.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.hopper.block_lists import ROW_BITS
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+from torch_paged_attn.backends.triton.hopper.block_runs import first_keys, is_seen_whole
 
 
 @gluon.constexpr_function
@@ -52,10 +50,10 @@ def _in_group(grouped):
 
 
 @gluon.jit
-def softcapped(s, squash):
-    """tanh of scores, of which `squash` is twice the factor, in base two. Its error is absolute,
-    that of a float32 near 1, which is all that counts in a logit."""
-    e = gl.exp2(s * squash)
+def _softcap(s, softcap_scale_log2):
+    """tanh of scores, of which `softcap_scale_log2` is twice the factor, in base two. Its error is
+    absolute, that of a float32 near 1, which is all that counts in a logit."""
+    e = gl.exp2(s * softcap_scale_log2)
     share = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [e + 1.0], gl.float32, True, 1
     )
@@ -63,7 +61,7 @@ def softcapped(s, squash):
 
 
 @gluon.jit
-def with_alibi(s, starts, position, slope, IS_CAUSAL: gl.constexpr):
+def _add_alibi(s, starts, position, slope, IS_CAUSAL: gl.constexpr):
     """Take off `slope` for each step between a row's position and a key. Runs of keys begin at
     `starts`."""
     grouped = _grouped(s)
@@ -81,40 +79,35 @@ def with_alibi(s, starts, position, slope, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def masked(
-    s, n0, position, key_len, left, right,
-    IS_CAUSAL: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """-inf where the row at `position` does not see key n0 + column."""
+def _mask_window(s, kv_start, rows, scalars, OPTIONS: gl.constexpr):
+    """-inf where a row does not see key kv_start + column."""
     grouped = _grouped(s)
     first = 8 * _of_group(grouped)
-    offset = n0 + _in_group(grouped)
-    row = _of_row(position, grouped)
-    if IS_CAUSAL:
+    offset = kv_start + _in_group(grouped)
+    row = _of_row(rows.position, grouped)
+    if OPTIONS.IS_CAUSAL:
         seen = first <= row - offset  # the last query stands at the last key
     else:
-        seen = (first < key_len - offset) & (row == row)
-        if HAS_RIGHT:
-            seen = seen & (first <= row + right - offset)
-    if HAS_LEFT:
-        seen = seen & (first >= row - left - offset)
+        seen = (first < rows.key_len - offset) & (row == row)
+        if OPTIONS.HAS_RIGHT:
+            seen = seen & (first <= row + scalars.window_right - offset)
+    if OPTIONS.HAS_LEFT:
+        seen = seen & (first >= row - scalars.window_left - offset)
     return _ungrouped(gl.where(seen, grouped, -float("inf")), s)
 
 
 @gluon.jit
-def masked_by_list(
-    s, entries, position, key_len,
-    KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, POSITIONS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """-inf where the row at `position` does not see a key of the runs that entries stand for."""
+def _mask_list(s, entries, rows, OPTIONS: gl.constexpr):
+    """-inf where a row does not see a key of the runs that entries stand for."""
+    KEYS: gl.constexpr = OPTIONS.KEYS_PER_ENTRY
     PER_RUN: gl.constexpr = KEYS // 8
     grouped = _grouped(s)
     group = _of_group(grouped)
-    row = _of_row(position, grouped)
-    bit = (row & (POSITIONS - 1)) // Q_BLOCK
+    row = _of_row(rows.position, grouped)
+    bit = (row & (OPTIONS.QUERIES_PER_LIST - 1)) // OPTIONS.Q_BLOCK_SIZE
     last = row
-    if not IS_CAUSAL:
-        last = gl.zeros_like(row) + (key_len - 1)
+    if not OPTIONS.IS_CAUSAL:
+        last = gl.zeros_like(row) + (rows.key_len - 1)
     # the last column that a row sees of a run
     reach = gl.zeros_like(row) - 1 + gl.zeros_like(group)
     for i in gl.static_range(len(entries)):
@@ -126,10 +119,24 @@ def masked_by_list(
 
 
 @gluon.jit
-def with_sink(m_i, total, sink):
-    """Maximum and sum of a row with one more logit, and what its values shrink by."""
-    m_new = gl.maximum(m_i, sink)
-    # a row that sees no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    shrink = gl.exp2(m_i - shift)
-    return m_new, total * shrink + gl.exp2(sink - shift), shrink
+def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.constexpr):
+    """Scores of a tile of keys as the softmax takes them. The keys are `runs`, as the producer
+    loads them: the number of the first, or the entries of a list. IS_FIRST: the last keys of all.
+    """
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
+    # without a diagonal or a window, only the first tile reaches past the keys
+    MAY_HIDE: gl.constexpr = IS_FIRST or OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
+    if OPTIONS.HAS_SOFTCAP:
+        s = _softcap(s, params.scalars.softcap_scale_log2)
+    if params.pointers.alibi_slopes is not None:
+        starts = runs
+        if HAS_LAYOUT:
+            starts = first_keys(runs, OPTIONS.KEYS_PER_ENTRY)
+        s = _add_alibi(s, starts, rows.position, rows.slope, OPTIONS.IS_CAUSAL)
+    if HAS_LAYOUT:
+        if not is_seen_whole(runs, rows.row_mask, rows.full_stop, OPTIONS.KEYS_PER_ENTRY):
+            s = _mask_list(s, runs, rows, OPTIONS)
+    elif MAY_HIDE and (runs[0] + BLOCK_N > rows.full_stop) | (runs[0] < rows.full_start):
+        s = _mask_window(s, runs[0], rows, params.scalars, OPTIONS)
+    return s

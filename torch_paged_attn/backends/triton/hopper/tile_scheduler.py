@@ -5,77 +5,79 @@ time rule), whatever lengths are mixed. Nothing is sorted: a tile's place is the
 with more work, and that of equal ones before it, both counted from the lengths in closed form.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.runtime.launch import allocate, launch
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.seqlen_info import key_span, num_tiles, query_span
 
-# int32 words of an entry, and of the header before the entries: tickets drawn, number of tiles
-ENTRY = 8
+# int32 words of a tile's entry, and of the header before the entries
+ENTRY = tl.constexpr(8)
 
 # tiles that a program places, sequences that it looks at at a time
-PLACED = 64
-LOOKED_AT = 32
+PLACED = tl.constexpr(64)
+LOOKED_AT = tl.constexpr(32)
+
+
+class Lengths(NamedTuple):
+    """What says how long the sequences are; None where a call has no such tensor."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+
+
+class TileOptions(NamedTuple):
+    """What the kernel is compiled for."""
+
+    IS_PAGED: bool
+    IS_CAUSAL: bool
+    IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two
+    TOKENS: int  # of a tile of queries
+    BLOCK_N: int
 
 
 @triton.jit
-def _lead(query_len, key_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """How many tokens the first tile lacks: aligned tiles begin at positions that are multiples of
-    TOKENS."""
-    past = key_len - query_len
-    return past & (TOKENS - 1) if IS_ALIGNED else tl.zeros_like(past)
+def _missing_tokens(query_len, key_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """How many tokens the first tile lacks."""
+    context_len = key_len - query_len
+    return context_len & (TOKENS - 1) if IS_ALIGNED else tl.zeros_like(context_len)
 
 
 @triton.jit
-def _tiles_from(
-    cost,
-    query_len,
-    key_len,
-    lead,
-    TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-):
+def _tiles_from(cost, query_len, key_len, missing, OPTIONS: tl.constexpr):
     """How many tiles of a sequence visit at least `cost` tiles of keys: its last ones."""
-    tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
-    before = (cost - 1) * BLOCK_N  # a tile must see a key past these
+    tiles = tl.where(query_len > 0, tl.cdiv(query_len + missing, OPTIONS.TOKENS), 0)
+    before = (cost - 1) * OPTIONS.BLOCK_N  # a tile must see a key past these
     first = tl.zeros_like(tiles)
-    if IS_CAUSAL:
-        past = key_len - query_len - lead
-        first = tl.minimum(tl.maximum(before - past, 0) // TOKENS, tiles)
+    if OPTIONS.IS_CAUSAL:
+        context_len = key_len - query_len - missing
+        first = tl.minimum(tl.maximum(before - context_len, 0) // OPTIONS.TOKENS, tiles)
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
 
 
 @triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
-def _tile_order_kernel(
-    order_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    batch,
-    total_q,
-    max_keys,
-    IS_PAGED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,
-    PLACED: tl.constexpr,
-    LOOKED_AT: tl.constexpr,
-):
+def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
     """Tiles are numbered with gaps, as in `seqlen_info.py`; a program places PLACED of them."""
-    SLACK: tl.constexpr = 2 if IS_ALIGNED else 1
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    IS_PAGED: tl.constexpr = OPTIONS.IS_PAGED
+    IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED
+    GAP: tl.constexpr = 2 if IS_ALIGNED else 1
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
         bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
         started = (other <= batch)[None, :] & (
-            (bound // TOKENS + SLACK * other)[None, :] <= number[:, None]
+            (bound // TOKENS + GAP * other)[None, :] <= number[:, None]
         )
         b += tl.sum(started.to(tl.int32), 1)
     b = tl.maximum(b, 0)
@@ -86,14 +88,14 @@ def _tile_order_kernel(
     k_start, key_len = key_span(
         b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
     )
-    lead = _lead(query_len, key_len, TOKENS, IS_ALIGNED)
-    tile = number - q_start // TOKENS - SLACK * b
-    first_token = tl.maximum(tile * TOKENS - lead, 0)
-    stop_token = tl.minimum((tile + 1) * TOKENS - lead, query_len)
+    missing = _missing_tokens(query_len, key_len, TOKENS, IS_ALIGNED)
+    tile = number - q_start // TOKENS - GAP * b
+    first_token = tl.maximum(tile * TOKENS - missing, 0)
+    stop_token = tl.minimum((tile + 1) * TOKENS - missing, query_len)
     exists = (tile >= 0) & (first_token < stop_token)
     stop = key_len
-    if IS_CAUSAL:
-        stop = tl.minimum(stop, key_len - query_len - lead + (tile + 1) * TOKENS)
+    if OPTIONS.IS_CAUSAL:
+        stop = tl.minimum(stop, key_len - query_len - missing + (tile + 1) * TOKENS)
     cost = tl.cdiv(tl.maximum(stop, 0), BLOCK_N)
 
     place = tl.zeros([PLACED], tl.int32)
@@ -106,18 +108,18 @@ def _tile_order_kernel(
         _, keys = key_span(
             other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
         )
-        missing = _lead(length, keys, TOKENS, IS_ALIGNED)
-        each = tl.where(length > 0, tl.cdiv(length + missing, TOKENS), 0)
+        lacking = _missing_tokens(length, keys, TOKENS, IS_ALIGNED)
+        each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
         tiles += tl.sum(each, 0)
-        spans = length[None, :], keys[None, :], missing[None, :]
-        more = _tiles_from(cost[:, None] + 1, *spans, TOKENS, BLOCK_N, IS_CAUSAL)
-        least = _tiles_from(cost[:, None], *spans, TOKENS, BLOCK_N, IS_CAUSAL)
+        spans = length[None, :], keys[None, :], lacking[None, :]
+        more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
+        least = _tiles_from(cost[:, None], *spans, OPTIONS)
         equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
         first_equal = each[None, :] - least
         own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
         place += tl.sum(more + equal_before + own, 1)
 
-    entry = order_ptr + WORDS + place * WORDS
+    entry = tile_list_ptr + ENTRY + place * ENTRY
     tl.store(entry, b, mask=exists)
     tl.store(entry + 1, first_token, mask=exists)
     tl.store(entry + 2, q_start, mask=exists)
@@ -126,8 +128,8 @@ def _tile_order_kernel(
     tl.store(entry + 5, key_len, mask=exists)
     tl.store(entry + 6, stop_token, mask=exists)
     if tl.program_id(0) == 0:
-        tl.store(order_ptr, 0)
-        tl.store(order_ptr + 1, tiles)
+        tl.store(tile_list_ptr, 0)
+        tl.store(tile_list_ptr + 1, tiles)
 
 
 def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
@@ -135,45 +137,30 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
     return num_tiles(total_q, batch, tokens, 2 if is_aligned else 1)
 
 
-def order_tiles(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    total_q: int,
-    max_keys: int,
-    *,
-    is_paged: bool,
-    is_causal: bool,
-    is_aligned: bool,
-    tokens: int,
-    block_n: int,
-) -> Tensor:
-    """A header (tickets drawn: 0, number of tiles) and, for each tile: its sequence, its first
-    token, the sequence's first row and length, its first key and number of keys, and the token
-    after the tile's last. Tiles that are aligned begin at positions that are multiples of `tokens`,
-    a power of two.
+def plan_tile_list(
+    batch: int, total_q: int, max_keys: int, options: TileOptions, device: torch.device
+) -> Callable[[Lengths], Tensor]:
+    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device.
+
+    A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
+    its first token, the sequence's first row and length, its first key and number of keys, and the
+    token after the tile's last.
     """
-    batch = cu_seqlens_q.shape[0] - 1
-    tiles = most_tiles(total_q, batch, tokens, is_aligned)
-    order = allocate((tiles + 1, ENTRY), torch.int32, cu_seqlens_q.device)
-    launch(
+    tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
+    new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
+    launch = Launch(
         _tile_order_kernel,
-        (-(-tiles // PLACED),),
-        order,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        batch,
-        total_q,
-        max_keys,
-        IS_PAGED=is_paged,
-        IS_CAUSAL=is_causal,
-        IS_ALIGNED=is_aligned,
-        TOKENS=tokens,
-        BLOCK_N=block_n,
-        WORDS=ENTRY,
-        PLACED=PLACED,
-        LOOKED_AT=LOOKED_AT,
+        (-(-tiles // PLACED.value),),
+        batch=batch,
+        total_q=total_q,
+        max_keys=max_keys,
+        OPTIONS=options,
         num_warps=4,
     )
-    return order
+
+    def list_tiles(lengths: Lengths) -> Tensor:
+        tile_list = new_list()
+        launch(tile_list, lengths)
+        return tile_list
+
+    return list_tiles

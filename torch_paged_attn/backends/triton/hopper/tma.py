@@ -16,17 +16,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# the bound of the rows' axis, and of the two that have none; coordinates are 32 bits
-BOUND = 2**30
-ENDLESS = 2**31 - 2**16
-FAR = gl.constexpr(BOUND)
+from torch_paged_attn.backends.triton.runtime.lru import LRU
 
-# a square that the accelerator swizzles: 8 rows of 128 bytes
+# the sizes that a tensor map is told: of the rows' axis, and of the two axes without a bound;
+# coordinates are 32 bits
+ROW_BOUND = gl.constexpr(2**30)
+NO_BOUND = 2**31 - 2**16
+
+# a swizzle atom, the square in which the accelerator permutes 16-byte pieces: 8 rows of 128 bytes
 ATOM_ROWS = gl.constexpr(8)
 ATOM_WIDTH = gl.constexpr(64)
 
-# what a tensor map asks of addresses and strides, in bytes
-ALIGNMENT = 16
+# tensor maps that are kept for tensors of one description
+MOST_MAPS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,42 +41,56 @@ class _Address:
     def data_ptr(self) -> int:
         return self.pointer
 
-    def at(self, pointer: int) -> "_Address":
-        """The same tensor at another address."""
-        return _Address(pointer, self.dtype)
+
+class Boxes:
+    """The boxes of tensors of one description: `at` an address, a tensor map."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> None:
+        self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
+        self._layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+        self._maps = LRU(MOST_MAPS)
+
+    def at(self, address: int) -> TensorDescriptor:
+        """The tensor map for a tensor that lies there."""
+        found = self._maps.get(address)
+        if found is None:
+            groups = [*self._shape], [*self._strides], [*self._box]
+            found = TensorDescriptor(_Address(address, self._dtype), *groups, self._layout)
+            self._maps.put(address, found)
+        return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _tensor_map(
-    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
-    box: tuple[int, ...],
-) -> TensorDescriptor:  # fmt: skip
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-    return TensorDescriptor(_Address(pointer, dtype), [*shape], [*strides], [*box], layout)
+# calls of other sizes share tensor maps, in which no number of tokens or pages has a place
+_boxes = functools.lru_cache(maxsize=256)(Boxes)
 
 
-def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescriptor:
-    """Boxes of (1, 1, rows, heads, width) of x, (rows, heads, dim), of any strides."""
+def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
+    """Boxes of (1, 1, rows, heads, width) of tensors like x, (rows, heads, dim), of any strides."""
     row, head, _ = x.stride()
-    shape = ENDLESS, ENDLESS, BOUND, x.shape[1], x.shape[2]
+    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, x.shape[1], x.shape[2]
     strides = 2**34 - row, row, row, head, 1
-    return _tensor_map(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, heads, width))
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width))
 
 
-def rows_in_atoms(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Boxes of so many rows of one head of x, (rows, heads, dim), for rows that are not cut off.
+def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
+    """Boxes of `rows` rows of one head of tensors like x, (rows, heads, dim), none of which is cut
+    off.
 
-    One box for each multiple of 8 rows, whatever their width: as (1, rows / 8, width / 64, 8, 64),
-    it lies in shared memory in the order of the accelerator's own squares. A box of whole rows is
-    loaded in pieces of 64 columns, which lie far apart where it is a part of a tile.
+    A box has the shape (1, rows / 8, width / 64, 8, 64) and lies in shared memory atom by atom. A
+    box of whole rows would be loaded in pieces of 64 columns, which lie far apart where the box is
+    a part of a tile.
     """
     row, head, _ = x.stride()
     tall, wide = ATOM_ROWS.value, ATOM_WIDTH.value
-    shape = x.shape[1], BOUND, x.shape[2] // wide, tall, wide
+    shape = x.shape[1], ROW_BOUND.value, x.shape[2] // wide, tall, wide
     strides = head, tall * row, wide, row, 1
-    return _tensor_map(
-        x.data_ptr(), x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide)
-    )  # fmt: skip
+    return _boxes(x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide))
 
 
 # their names after Triton 3.6, and until then
@@ -83,22 +99,22 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 @gluon.constexpr_function
-def in_atoms(shape):
-    """Whether boxes, or tiles of them, are those of `rows_in_atoms`."""
+def is_in_atoms(shape):
+    """Whether a box, or a tile of boxes, is one of `atoms_of_rows`."""
     return shape[-2] == ATOM_ROWS.value
 
 
 @gluon.constexpr_function
 def rows_of_box(box):
     """Rows of keys in a box."""
-    return box[1] * box[3] if in_atoms(box) else box[2]
+    return box[1] * box[3] if is_in_atoms(box) else box[2]
 
 
 @gluon.constexpr_function
-def ring_of_boxes(stages, box, rows):
-    """The shape of so many tiles of so many rows that are made of boxes."""
+def shape_of_tiles(stages, box, rows):
+    """The shape of `stages` tiles of `rows` rows, each made of boxes."""
     tile = [*box]
-    if in_atoms(box):
+    if is_in_atoms(box):
         tile[1] = rows // ATOM_ROWS.value
     else:
         tile[2] = rows
@@ -108,7 +124,7 @@ def ring_of_boxes(stages, box, rows):
 @gluon.jit
 def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A tile of boxes as (ROWS, WIDTH)."""
-    if in_atoms(tile.shape):
+    if is_in_atoms(tile.shape):
         atoms = tile.reshape([ROWS // ATOM_ROWS, WIDTH // ATOM_WIDTH, ATOM_ROWS, ATOM_WIDTH])
         tile = atoms.permute((0, 2, 1, 3))
     return tile.reshape([ROWS, WIDTH])
@@ -116,27 +132,28 @@ def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def load_rows(desc, start, size, row, head, barrier, smem):
-    """Rows [row, ...) of the `size` rows from `start` on; the barrier expects a whole box."""
-    async_load(desc, [FAR, start + size, FAR - size + row, head, 0], barrier, smem)
+    """Load a box: rows [row, ...) of the `size` rows from `start` on, then zeros, which count among
+    the bytes that the barrier expects."""
+    async_load(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], barrier, smem)
 
 
 @gluon.jit
 def store_rows(desc, start, size, row, head, smem):
-    """The rows of a box that lie within the `size` rows from `start` on."""
-    async_store(desc, [FAR, start + size, FAR - size + row, head, 0], smem)
+    """Store a box as rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
+    async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], smem)
 
 
 @gluon.jit
 def start_of_page(desc, page, page_rows, in_page):
-    """Where a slot of a page lies, as `load_page` wants it; pages are `page_rows` rows apart."""
-    UNIT: gl.constexpr = ATOM_ROWS if in_atoms(desc.block_shape) else 1
+    """The coordinate of a slot of a page, for `load_page`; pages are `page_rows` rows apart."""
+    UNIT: gl.constexpr = ATOM_ROWS if is_in_atoms(desc.block_shape) else 1
     return page * (page_rows // UNIT) + in_page // UNIT
 
 
 @gluon.jit
 def load_page(desc, i, start, head, barrier, tile):
-    """Box i of a tile, from a slot of a page on, all of whose rows are loaded."""
-    if in_atoms(desc.block_shape):
+    """Load box i of a tile, all of its rows, from a slot of a page on."""
+    if is_in_atoms(desc.block_shape):
         ATOMS: gl.constexpr = desc.block_shape[1]
         box = tile.slice(i * ATOMS, ATOMS, dim=1)
         async_load(desc, [head, start, 0, 0, 0], barrier, box)

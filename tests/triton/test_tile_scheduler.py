@@ -2,7 +2,11 @@
 
 import pytest
 
-from torch_paged_attn.backends.triton.hopper.tile_scheduler import order_tiles
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+    Lengths,
+    TileOptions,
+    plan_tile_list,
+)
 from torch_paged_attn.testing.inputs import cumulative
 
 BATCHES = {
@@ -23,18 +27,10 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_alig
     query_lens, key_lens = [q for q, _ in seqs], [k for _, k in seqs]
     cu_seqlens_q, cu_seqlens_k = cumulative(query_lens), cumulative(key_lens)
     total_q = sum(query_lens) + padding
-    order = order_tiles(
-        cu_seqlens_q.to(device),
-        cu_seqlens_k.to(device),
-        None,
-        total_q,
-        sum(key_lens),
-        is_paged=False,
-        is_causal=is_causal,
-        is_aligned=is_aligned,
-        tokens=tokens,
-        block_n=block_n,
-    ).cpu()
+    lengths = (*(x.to(device) for x in (cu_seqlens_q, cu_seqlens_k)), None)
+    options = TileOptions(False, is_causal, is_aligned, TOKENS=tokens, BLOCK_N=block_n)
+    list_tiles = plan_tile_list(len(seqs), total_q, sum(key_lens), options, device)
+    order = list_tiles(Lengths(*lengths)).cpu()
 
     expected = []
     for b, (query_len, key_len) in enumerate([*seqs, (padding, 0)]):

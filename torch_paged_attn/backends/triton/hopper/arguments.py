@@ -1,0 +1,97 @@
+"""The groups of arguments that the Hopper kernel takes, as the host fills them.
+
+Three things decide a launch, and each has its groups:
+
+- the description of the call (dtypes, head dims, strides, options) together with the choice of
+  tiles: `Options`, for which the kernel is compiled, and `Scalars`;
+- its sizes: `Sizes` and the grid, which no kernel is compiled for;
+- its memory: `Pointers` and the four tensor maps.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Pointers(NamedTuple):
+    """Memory reached by address; None where a call has no such tensor."""
+
+    lse: Any  # (num_heads, total_q) float32
+    tile_list: Any  # of `tile_scheduler.plan_tile_list`
+    block_table: Any
+    entries: Any  # of `block_lists.plan_block_lists`
+    spans: Any  # likewise
+    alibi_slopes: Any
+    sinks: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers that differ from call to call of one model."""
+
+    total_q: int
+    batch: int
+    num_pages: int
+    stride_table: int
+    lists_per_head: int  # lists of blocks; 0 without a layout
+
+
+class Scalars(NamedTuple):
+    """Numbers that follow from the description of a call and its tiles."""
+
+    num_heads: int
+    heads_per_unit: int  # tiles of one KV head that are worked on one after the other
+    stride_layout_batch: int  # in heads of a layout; 0 where the batch shares one
+    k_page_rows: int  # slots from one page of keys to the next
+    v_page_rows: int
+    stride_alibi_batch: int
+    stride_alibi_head: int
+    window_left: int  # 0 where it hides nothing
+    window_right: int
+    scale_log2: float  # from the units of scores to exponents of two
+    softcap_scale_log2: float  # twice the factor of what softcap takes the tanh of, in base two
+    alibi_scale: float  # from logits to the units of scores
+
+
+class Options(NamedTuple):
+    """What the kernel is compiled for.
+
+    Values that follow from others are fields too: the key under which Triton stores a compiled
+    kernel holds the fields, not the code of a property.
+    """
+
+    BLOCK_M: int  # rows of a consumer
+    BLOCK_N: int  # keys of a tile
+    WIDTH: int  # head_dim as it lies in shared memory
+    WIDTH_V: int
+    PACKED_HEADS: int  # query heads that share a tile
+    TOKENS: int  # tokens of a consumer: BLOCK_M // PACKED_HEADS
+    GROUP_SIZE: int
+    PAGE_SIZE: int  # 0 for packed keys
+    IS_CAUSAL: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_LAYOUT: bool
+    Q_BLOCK_SIZE: int  # of the layout, like the next three
+    KEYS_PER_ENTRY: int  # consecutive keys that an entry of a list stands for: a run
+    QUERIES_PER_LIST: int
+    HEADS_PER_LAYOUT: int  # query heads that share a layout
+    KV_STEP: int  # from one tile of keys to the next: in keys, or in entries of a list
+    KV_PARTS: int  # producers that load a tile of keys together
+    CONSUMERS: int
+    KV_STAGES: int
+    Q_STAGES: int
+    REGISTERS: int  # of a consumer's thread
+    PINGPONG: bool
+
+
+class Params(NamedTuple):
+    """All that the host passes, as the warps of a program share it; `Options` go beside it, for
+    constants do not mix with values in a tuple.
+    """
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    out_desc: Any
+    pointers: Pointers
+    sizes: Sizes
+    scalars: Scalars

@@ -1,0 +1,69 @@
+"""What the first producer tells the other warps about a tile of queries, in shared memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+# its name until Triton 3.6, and later
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+# words of a tile. No tiles of keys: the work is done. KV_STOP is one past the last tile of keys: a
+# key, or with a layout the number of an entry in the list that begins at FIRST_ENTRY
+WORDS = gl.constexpr(16)
+NUM_KV_TILES, FIRST_KEY, KV_STOP, KEY_LEN = (gl.constexpr(i) for i in range(4))
+Q_START, STOP_TOKEN, FIRST_TOKEN, HEAD = (gl.constexpr(i) for i in range(4, 8))
+CONTEXT_LEN, FIRST_ENTRY, NUM_ENTRIES, BATCH = (gl.constexpr(i) for i in range(8, 12))
+K_START = gl.constexpr(12)
+
+
+@aggregate
+class WorkInfo:
+    """The words of the last STAGES tiles. Tile number n of a program has stage n % STAGES, that of
+    its queries: producers wait for `published`, consumers for the queries themselves.
+    """
+
+    words: gl.shared_memory_descriptor
+    published: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, words, published, STAGES):
+        self.words = words
+        self.published = published
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def put(self, n, WORD: gl.constexpr, value):
+        """Write a word about tile n, as a warp."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        word = self.words.index(n % self.STAGES * WORDS + WORD)
+        word.store(gl.full([1], 0, gl.int32, one) + value)
+
+    @gluon.jit
+    def get(self, n, WORD: gl.constexpr):
+        """A word about tile n."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.sum(self.words.index(n % self.STAGES * WORDS + WORD).load(one), 0)
+
+    @gluon.jit
+    def publish(self, n):
+        """Let the other producers read the words of tile n."""
+        mbarrier.arrive(self.published.index(n % self.STAGES), count=1)
+
+    @gluon.jit
+    def wait(self, n):
+        """Wait, as a producer, until the words of tile n are there."""
+        mbarrier.wait(self.published.index(n % self.STAGES), (n // self.STAGES) & 1)
+
+
+@gluon.jit
+def new_work_info(STAGES: gl.constexpr):
+    """Room for the words of STAGES tiles."""
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], word)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    published = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(published.index(i), count=1)
+    return WorkInfo(words, published, STAGES)
