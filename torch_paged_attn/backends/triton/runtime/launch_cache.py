@@ -35,16 +35,16 @@ MOST_KERNELS = 512
 # tensor maps of a kernel
 MOST_MAPS = 1024
 
-# makes a call's results, given the tensors it was planned for or others like them
-Plan = Callable[..., Any]
+# makes a call's results, of the tensors it was planned for or others like them and of their
+# addresses, which a graph does not know
+Plan = Callable[[tuple[Any, ...], Any], Any]
 
 # the Triton whose launcher `ready_kernel` knows
 IS_KNOWN = (
     triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
 )
 
-# a mode such as that of torch.set_default_device sees every look at a tensor otherwise
-_no_torch_functions: Any = torch._C.DisableTorchFunction
+_has_function_modes: Any = torch._C._len_torch_function_stack
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 _plans = LRU(MOST_PLANS)
@@ -69,13 +69,12 @@ def call(
     """
     if is_traced():
         plan = make_plan(*tensors, **options)
-        return plan if plan is NotImplemented else plan(*tensors)
-    with _no_torch_functions():
-        first = tensors[0]
-        if first is not None and first.is_cuda and first.get_device() != _current_device():
-            with torch.cuda.device(first.device):
-                return _call(op, make_plan, tensors, options)
-        return _call(op, make_plan, tensors, options)
+        return plan if plan is NotImplemented else plan(tensors, None)
+    if _has_function_modes():
+        # such as that of torch.set_default_device, which would see every look at a tensor
+        with torch._C.DisableTorchFunction():
+            return _call(op, make_plan, tensors, options)
+    return _call(op, make_plan, tensors, options)
 
 
 def _call(
@@ -84,24 +83,30 @@ def _call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
-    key = op, environment.BATCH_INVARIANT, assumed(), described(tensors), *options.items()
+    first = tensors[0]
+    if first is not None and first.is_cuda and first.get_device() != _current_device():
+        with torch.cuda.device(first.device):
+            return _call(op, make_plan, tensors, options)
+    addresses = [x if x is None else x.data_ptr() for x in tensors]
+    key = (
+        op, environment.BATCH_INVARIANT, assumed(), *described(tensors, addresses),
+        *options.items(),
+    )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         plan = make_plan(*tensors, **options)
         _plans.put(key, plan)
-    return plan(*tensors)
+    return plan(tensors, addresses)
 
 
-def described(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def described(tensors: tuple[Any, ...], addresses: list[Any]) -> list[Any]:
     """Everything about tensors that a plan may depend on: all but values and addresses. Of an
     address it is only how far off it lies from a multiple of 16 bytes.
     """
-    return tuple(
-        [
-            None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() & 15)
-            for x in tensors
-        ]
-    )
+    return [
+        None if x is None else (x.dtype, x.device, x.shape, x.stride(), address & 15)
+        for x, address in zip(tensors, addresses, strict=True)
+    ]
 
 
 def compiled_for(
@@ -137,26 +142,29 @@ def _bits(x: Any) -> Any:
 
 class Launch:
     """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
-    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, addresses may stand
-    for tensors.
+    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, `start` takes
+    addresses in place of tensors, and nothing is looked up.
     """
 
-    __slots__ = ("_constants", "_kernel", "grid", "kernel", "options")
+    __slots__ = ("_constants", "_ready", "grid", "is_ready", "kernel", "options")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self.kernel, self.options = kernel, options
         self.grid = (*grid, 1, 1)[:3]
-        self._kernel: ReadyKernel | None = None
+        self.is_ready = False
+        self._ready: ReadyKernel | None = None
         self._constants: tuple[Any, ...] = ()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether no launch goes through Triton any more."""
-        return self._kernel is not None
+    def start(self, *addresses: Any) -> None:
+        """Launch with addresses, None, and tuples of those."""
+        ready: Any = self._ready
+        ready.launcher(
+            *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
+        )
 
     def __call__(self, *pointers: Any) -> None:
-        if self._kernel is not None:
-            self._kernel(self.grid, pointers, self._constants)
+        if self._ready is not None:
+            self.start(*self._ready.addresses(pointers))
         elif is_traced():
             add_node(self.kernel, self.grid, pointers, self.options)
         elif IS_KNOWN and assumed() is None:
@@ -168,23 +176,31 @@ class Launch:
         return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
-        names = self.kernel.arg_names[len(pointers) :]
-        self._constants = tuple([self.options[name] for name in names])
+        """Take the kernel that is there, or have Triton find or compile one; and launch it."""
         key = compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
-        if ready is not None:
-            ready(self.grid, pointers, self._constants)
-        elif (ready := ready_kernel(self._through_triton(pointers))) is not None:
+        is_new = ready is None
+        if is_new:
+            ready = ready_kernel(self._through_triton(pointers))
+            if ready is None:
+                return
             _kernels.put(key, ready)
-        self._kernel = ready
+        names = self.kernel.arg_names[len(pointers) :]
+        self._constants = tuple([self.options[name] for name in names])
+        # in this order: another thread may look
+        self._ready = ready
+        self.is_ready = True
+        if not is_new:
+            self(*pointers)
 
 
 class ReadyKernel:
-    """Starts a compiled kernel on the current device. `describe_map` makes of a tensor map, and of
-    its number among the kernel's, the arguments that the launcher takes for it.
+    """A compiled kernel: `launcher` takes grid, stream, `fixed`, the kernel's addresses and its
+    constants. `describe_map` makes of a tensor map, and of its number among the kernel's, the
+    arguments that the launcher takes for it.
     """
 
-    __slots__ = ("_describe_map", "_device", "_fixed", "_launcher", "_maps")
+    __slots__ = ("_describe_map", "_maps", "device", "fixed", "launcher")
 
     def __init__(
         self,
@@ -192,25 +208,23 @@ class ReadyKernel:
         fixed: tuple[Any, ...],
         describe_map: Callable[[Any, int], list[Any]],
     ) -> None:
-        self._launcher, self._fixed, self._describe_map = launcher, fixed, describe_map
-        self._device = _current_device()
+        self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
+        self.device = _current_device()
         self._maps = LRU(MOST_MAPS)
 
-    def __call__(
-        self, grid: tuple[int, ...], pointers: tuple[Any, ...], constants: tuple[Any, ...]
-    ) -> None:
-        addresses: list[Any] = []
+    def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
+        """The launcher's arguments for tensors, None, tensor maps, and tuples of the first two."""
+        found: list[Any] = []
         maps = 0
         for x in pointers:
             if isinstance(x, tuple):
-                addresses.append(tuple([_address(y) for y in x]))
+                found.append(tuple([y if y is None else y.data_ptr() for y in x]))
             elif hasattr(x, "block_shape"):
-                addresses += self._map_arguments(x, maps)
+                found += self._map_arguments(x, maps)
                 maps += 1
             else:
-                addresses.append(_address(x))
-        stream = current_stream(self._device)
-        self._launcher(*grid, stream, *self._fixed, *addresses, *constants)
+                found.append(x if x is None else x.data_ptr())
+        return found
 
     def _map_arguments(self, tensor_map: Any, number: int) -> list[Any]:
         # an entry keeps its map alive, so that no other one is found where it was
@@ -220,10 +234,6 @@ class ReadyKernel:
             entry = tensor_map, self._describe_map(tensor_map, number)
             self._maps.put(key, entry)
         return entry[1]
-
-
-def _address(x: Any) -> Any:
-    return x if x is None or x.__class__ is int else x.data_ptr()
 
 
 def ready_kernel(compiled: Any) -> ReadyKernel | None:
