@@ -10,7 +10,8 @@ to half an eps of the sum instead. What errors come from:
   the sum of |p v|, which cancellation makes larger than the result.
 - Logits are float32: they are rounded as products, scaled and shifted. A library's routine for
   small matrices adds eight products where others add a hundred, and ALiBi is exact before it is
-  multiplied by log2(e): in float32 no baseline counts as closer than four deviations of it.
+  multiplied by log2(e): in float32 no baseline counts as closer than four deviations of it. A row
+  may be twice as far off, by its own logits and by those that it is divided by.
 - Probabilities too small for float32 may be lost, before dropout magnifies them.
 
 The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
@@ -66,13 +67,13 @@ class Scales:
         alike, chance = 0.5 * eps, SURE * DEVIATION * eps
 
         rounded = (alike * square.sqrt()).maximum(chance * _length(spread))
-        row_error = rounded + _length(float32) + _length(logits)
+        row_error = rounded + _length(float32) + 2.0 * (_length(logits) + lse * square.sqrt())
 
         along = weights * _products(golden, values)  # a key's part of the square of the length
         rounded = (alike * square).maximum(chance * _length(along))
         rounded = rounded.minimum(alike * along.abs().sum(-1))
         row_along = rounded + (golden.abs() * float32).sum(-1)
-        row_along += LOGIT * _length(along * sums.logits) + lse * square
+        row_along += 2.0 * (LOGIT * _length(along * sums.logits) + lse * square)
         return cls(magnitude, spread, logits, row_error, row_along, lse)
 
 
