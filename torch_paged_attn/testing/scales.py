@@ -12,7 +12,8 @@ to half an eps of the sum instead. What errors come from:
   small matrices adds eight products where others add a hundred, and ALiBi is exact before it is
   multiplied by log2(e): in float32 no baseline counts as closer than four deviations of it. A row
   may be twice as far off, by its own logits and by those that it is divided by.
-- Probabilities too small for float32 may be lost, before dropout magnifies them.
+- Below the smallest normal number of their dtype probabilities are no longer rounded in proportion:
+  each may be off by half the distance of two such numbers, before dropout magnifies it.
 
 The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
 roundings of its probabilities and of its sums. So n rows are granted `luck` over sqrt(n): two
@@ -33,7 +34,6 @@ DEVIATION = 0.2
 SURE = 5.0
 LOGIT = 4.0 * DEVIATION * EPS_FLOAT32
 ROW = 4.0 * EPS_FLOAT32
-LOST = 64.0 * torch.finfo(torch.float32).tiny
 # exponentials are off by no more than a part in EXPONENTIAL of what rounding them to 16 bits does
 EXPONENTIAL = 2.0**11
 EPS_BFLOAT16 = torch.finfo(torch.bfloat16).eps
@@ -63,7 +63,8 @@ class Scales:
         spread = _times(weights**2, values**2).sqrt()
         logits = LOGIT * _times((weights * sums.logits) ** 2, values**2).sqrt()
         lse = LOGIT * _length(sums.softmax * sums.logits)
-        float32 = ROW * magnitude + LOST * values.abs().sum(-2, keepdim=values.dim() == 3)
+        lost = _lost(sums) * values.abs().sum(-2, keepdim=values.dim() == 3)
+        float32 = ROW * magnitude + lost
         alike, chance = 0.5 * eps, SURE * DEVIATION * eps
 
         rounded = (alike * square.sqrt()).maximum(chance * _length(spread))
@@ -121,6 +122,15 @@ ELEMENTS = ("magnitude", "spread", "logits")
 def _probability_eps(sums: Sums) -> float:
     eps = torch.finfo(sums.dtype).eps
     return eps if eps > EPS_FLOAT32 else 0.0
+
+
+def _lost(sums: Sums) -> float:
+    """How far a probability may be off that is too small for its dtype."""
+    info = torch.finfo(sums.dtype)
+    # float32 may be flushed to zero
+    half = max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
+    magnified = (sums.weights / sums.softmax).nan_to_num(0.0)
+    return half * float(magnified.max()) if magnified.numel() else 0.0
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:
