@@ -1,0 +1,188 @@
+"""What of the conformance suite `make test` runs on each backend, and why it leaves out the rest.
+
+A runner runs every case of every test, but for what stands here. `HYPOTHESIS_PROFILE=thorough` runs
+all of them. A new problem or test runs everywhere until a line here says otherwise.
+"""
+
+import dataclasses
+import os
+
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The cases that a runner runs of some tests, by the test's name without `test_`."""
+
+    reason: str
+    cases: dict[str, tuple[str, ...]]
+
+
+# One problem for each thing that a kernel must know. What the others are like, but for:
+LIKE = {
+    "minilm/packed/f32": "prefill_ragged, no mask",
+    "llama3_8b/mixed/f32": "mistral/window_both, no window",
+    "llama3_8b/mixed/bf16": "decode_b5 and prefill_ragged in one",
+    "llama3_8b/mixed/f16": "sglang/page1, more keys",
+    "llama3_8b/mixed/kv_e5m2": "kv_e4m3, another table",
+    "llama3_8b/prefill/e4m3": "kv_e4m3, queries too",
+    "llama3_8b/prefill/out_e4m3": "prefill_ragged, one store",
+    "llama3_70b_tp8/decode/bf16": "decode_b5, more keys",
+    "llama3_8b/prefill_2048/f32": "prefill, 2048 keys: it is about sums, which NumPy makes here",
+    "gemma2/window_softcap/bf16": "sinks_window, softcap",
+    "mistral/window/f32": "window_both",
+    "mistral/window_both/f32": "sinks_window, right side",
+    "bloom/alibi/f16": "alibi_batch",
+    "t5/bias/f32": "speculative, floats",
+    "deepseek/prefill/bf16": "prefill_ragged, values narrower",
+    "vllm_cache/mixed/bf16": "decode_b5, strides",
+    "transformers_cache/mixed/f32": "decode_b5, strides",
+    "nano_vllm/cu_seqlens_k/bf16": "decode_b5, where the lengths stand",
+    "torch_varlen/packed_seqused/f32": "window_both, no window",
+    "tiny_head/bf16": "odd_sizes",
+    "phi3_small/local_strided/bf16": "shared_layout, a layout for each head",
+    "blocksparse/wide_blocks/f16": "shared_layout, other blocks",
+    "llama3_8b/prefill_ragged/bf16": "mixed",
+}
+
+BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays")
+
+_WRITES = (
+    "f32-f32-hnd",
+    "bf16-bf16-nhd",
+    "f16-f16-packed_last",
+    "bf16-e4m3-interleaved",
+    "f32-i8-hnd",
+)
+
+SAMPLES: dict[str, Sample] = {
+    "triton-interpreter": Sample(
+        "an interpreted call takes seconds",
+        {
+            "agrees": (
+                "llama3_8b/prefill_ragged/bf16",
+                "llama3_8b/decode_b5/bf16",
+                "llama3_8b/mixed/kv_e4m3",
+                "llama3_8b/mixed/kv_int8",
+                "llama3_8b/prefill/out_e4m3",
+                "llama3_8b/speculative/bf16",
+                "mistral/window_both/f32",
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "sglang/page1/f16",
+                "training/dropout/f32",
+                "more_queries_than_keys/f32",
+                "odd_sizes/f32",
+                "deepseek_mla/decode/bf16",
+                "blocksparse/shared_layout/f32",
+                "blocksparse/batched/f32",
+            ),
+            "same_bits": ("sglang/page1/f16", "more_queries_than_keys/f32"),
+            "page_order": ("sglang/page1/f16",),
+            "alone": ("sglang/page1/f16",),
+            "unseen_memory": ("sglang/page1/f16",),
+            "nan_stays": ("sglang/page1/f16",),
+            "write": (*_WRITES, "f16-e5m2-packed_last"),
+            "write_megabytes": (),
+            "write_every_bfloat16": ("e4m3-0.3",),
+        },
+    ),
+    "tpu": Sample(
+        "a case is seconds of compiling",
+        {
+            "agrees": (
+                "minilm/packed/f32",
+                "llama3_8b/decode_b5/bf16",
+                "llama3_8b/mixed/bf16",
+                "llama3_8b/mixed/f16",
+                "llama3_8b/mixed/kv_e4m3",
+                "llama3_8b/mixed/kv_int8",
+                "llama3_8b/prefill/e4m3",
+                "llama3_8b/speculative/bf16",
+                "gemma2/window_softcap/bf16",
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "deepseek_mla/decode/bf16",
+                "sglang/page1/f16",
+                "training/dropout/f32",
+                "more_queries_than_keys/f32",
+                "odd_sizes/f32",
+                "phi3_small/local_strided/bf16",
+                "blocksparse/shared_layout/f32",
+                "blocksparse/batched/f32",
+                "blocksparse/wide_blocks/f16",
+            ),
+            "same_bits": ("llama3_8b/decode_b5/bf16",),
+            "page_order": ("llama3_8b/decode_b5/bf16",),
+            "alone": ("sglang/page1/f16",),
+            "unseen_memory": ("llama3_8b/decode_b5/bf16",),
+            "nan_stays": ("llama3_8b/mixed/f32",),
+            "write": (
+                "f32-f32-hnd",
+                "bf16-bf16-hnd",
+                "f16-f16-hnd",
+                "bf16-bf16-packed_last",
+                "f32-e4m3-hnd",
+                "f32-e5m2-hnd",
+                "f32-i8-hnd",
+            ),
+            "write_megabytes": (),
+            "write_every_bfloat16": (),
+            "write_slots": ("int32",),
+        },
+    ),
+    "neuron-3": Sample(
+        "an emulated call takes a second",
+        {
+            "same_bits": ("llama3_8b/mixed/bf16", "phi3_small/local_strided/bf16"),
+            "page_order": (
+                "llama3_8b/decode_b5/bf16",
+                "mistral/window/f32",
+                "phi3_small/local_strided/bf16",
+            ),
+            "alone": (
+                "llama3_8b/mixed/bf16",
+                "mpt/alibi_batch/f32",
+                "blocksparse/batched/f32",
+                "t5/bias/f32",
+            ),
+            "unseen_memory": ("llama3_8b/decode_b5/bf16", "blocksparse/batched/f32"),
+            "nan_stays": ("llama3_8b/mixed/f32",),
+            "write_megabytes": (),
+            "write_every_bfloat16": ("e5m2-2.0",),
+        },
+    ),
+}
+# what differs between the generations: gathers, transpositions, copies by ScalarE, the room in SBUF
+_OTHER_GENERATIONS = Sample(
+    "the generations differ in a few instructions: neuron-3 runs the others",
+    {
+        "agrees": (
+            "llama3_8b/decode_b5/bf16",
+            "llama3_8b/mixed/kv_e4m3",
+            "llama3_8b/mixed/kv_int8",
+            "llama3_8b/prefill/e4m3",
+            "llama3_8b/speculative/bf16",
+            "gemma2/window_softcap/bf16",
+            "deepseek_mla/decode/bf16",
+            "t5/bias/f32",
+            "training/dropout/f32",
+            "odd_sizes/f32",
+            "phi3_small/local_strided/bf16",
+            "blocksparse/batched/f32",
+        ),
+        **dict.fromkeys(BITS, ()),
+        "write": _WRITES,
+        "write_megabytes": (),
+        "write_every_bfloat16": (),
+    },
+)
+SAMPLES |= {"neuron-2": _OTHER_GENERATIONS, "neuron-4": _OTHER_GENERATIONS}
+
+
+def chosen(runner: str, test: str, cases: tuple[str, ...]) -> tuple[str, ...]:
+    """The cases of a test that a runner runs now."""
+    sample = SAMPLES.get(runner)
+    if IS_THOROUGH or sample is None or test not in sample.cases:
+        return cases
+    return tuple(case for case in cases if case in sample.cases[test])
