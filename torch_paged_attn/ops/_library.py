@@ -76,7 +76,7 @@ def bind_backends() -> None:
     for key, folders in BACKENDS.items():
         compiled = not COMPILED.isdisjoint(folders)
         if compiled and choose_backend(key)[0] is not None:
-            if not torch.ops.paged_attn.cpu_sees_gradients():
+            if not _sees_gradients():
                 for name, gate in GATES.items():
                     LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
             continue
@@ -93,6 +93,13 @@ def bind_backends() -> None:
                 operator = getattr(torch.ops.paged_attn, packet)
                 for callee in (operator, getattr(operator, overload or "default")):
                     torch._dynamo.disallow_in_graph(callee)
+
+
+def _sees_gradients() -> bool:
+    try:
+        return torch.ops.paged_attn.cpu_sees_gradients()
+    except NotImplementedError:  # a library that was built before it could be asked
+        return False
 
 
 def choose_backend(key: str) -> tuple[str | None, str]:
