@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import setup
@@ -109,4 +110,9 @@ def options() -> dict:
         return {}
 
 
-setup(**options())
+if not (find_spec("setuptools.command.bdist_wheel") or find_spec("wheel")):
+    raise SystemExit(
+        "torch-paged-attn: this setuptools builds wheels only with the package wheel beside it;"
+        " pip install wheel, or pip install 'setuptools>=77'"
+    )
+setup(license="Apache-2.0", **options())

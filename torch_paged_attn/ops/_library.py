@@ -63,7 +63,7 @@ def bind_backends() -> None:
         first = backends_of(key)[0]
         if first.is_compiled and first.unsupported() is None:
             # its library has bound its kernels
-            if not torch.ops.paged_attn.cpu_sees_gradients():
+            if not _sees_gradients():
                 for name, gate in GATES.items():
                     LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
             continue
@@ -80,6 +80,13 @@ def bind_backends() -> None:
                 operator = getattr(torch.ops.paged_attn, packet)
                 for callee in (operator, getattr(operator, overload or "default")):
                     torch._dynamo.disallow_in_graph(callee)
+
+
+def _sees_gradients() -> bool:
+    try:
+        return torch.ops.paged_attn.cpu_sees_gradients()
+    except NotImplementedError:  # a library that was built before it could be asked
+        return False
 
 
 def _lazy(key: str, name: str) -> Callable[..., Any]:
