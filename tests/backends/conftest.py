@@ -62,7 +62,8 @@ def pytest_generate_tests(metafunc):
     over = metafunc.definition.get_closest_marker("over")
     test = metafunc.function.__name__.removeprefix("test_")
     if over is None:
-        metafunc.parametrize("runner", runners.values(), ids=list(runners), indirect=True)
+        names = [name for name in runners if chosen(name, test, (test,))]
+        metafunc.parametrize("runner", [runners[n] for n in names], ids=names, indirect=True)
         return
     cases = over.args[0]
     pairs = [(r, c) for r in runners for c in chosen(r, test, tuple(cases))]
@@ -91,6 +92,8 @@ def poison_allocations():
 def pytest_terminal_summary(terminalreporter, config):
     running, absent = selected(config)
     terminalreporter.section("tests/backends: what did not run, and why")
+    if not absent and (IS_THOROUGH or running.keys().isdisjoint(SAMPLES)):
+        terminalreporter.write_line("everything ran")
     for name, reason in absent.items():
         terminalreporter.write_line(f"{name}: nothing, because {reason}")
     for name in running:

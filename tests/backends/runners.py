@@ -29,8 +29,6 @@ class Runner:
     skips_slots = True
     # the last of two tokens for one slot wins, rather than any one
     last_wins = False
-    # tensors have strides
-    has_strides = True
     # (what makes a call impossible, changes to a problem, what the error says)
     refusals = ()
 
@@ -59,27 +57,33 @@ class Runner:
         return self.attend(call.alone(b))
 
     def write(self, key, value, caches, slots, *scales):
-        """The caches, one tensor or two, after a write into copies of them."""
-        caches = self._move(caches)
-        others = (self._move(t) for t in (slots, *scales))
-        torch_paged_attn.reshape_and_cache(self._move(key), self._move(value), caches, *others)
+        """The caches, one tensor or two, after a write; those that are given may be written."""
+        caches, *others = moved((caches, slots, *scales), self.device)
+        key, value = moved((key, value), self.device)
+        torch_paged_attn.reshape_and_cache(key, value, caches, *others)
         return caches.cpu() if isinstance(caches, torch.Tensor) else to_cpu(caches)
 
     def merge(self, *states):
-        return to_cpu(torch_paged_attn.merge_states(*self._move(states)))
-
-    def _move(self, value):
-        """On the device; what is there already is copied, with its strides."""
-        if isinstance(value, torch.Tensor):
-            moved = value.to(self.device)
-            return copied(moved) if moved is value else moved
-        return tuple(self._move(v) for v in value) if isinstance(value, tuple) else value
+        return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device)))
 
 
-def copied(x):
-    """A copy that keeps the strides, and NaN in the gaps between."""
-    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.new_empty(span).as_strided(x.shape, x.stride()).copy_(x)
+def moved(values, device):
+    """Tensors on a device, with their strides; views of one storage stay views of one storage."""
+    storages = {}
+
+    def move(value):
+        if isinstance(value, (tuple, list)):
+            return tuple(move(v) for v in value)
+        if not isinstance(value, torch.Tensor) or device.type == "cpu":
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in storages:
+            size = storage.nbytes() // value.itemsize
+            storages[storage.data_ptr()] = value.as_strided((size,), (1,), 0).to(device)
+        base = storages[storage.data_ptr()]
+        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return tuple(move(value) for value in values)
 
 
 class Cpu(Runner):
@@ -121,7 +125,6 @@ class Functions(Runner):
         return self._function(call.op)(*args, **options)
 
     def write(self, key, value, caches, slots, *scales):
-        caches = self._move(caches)
         is_one = isinstance(caches, torch.Tensor)
         op = "reshape_and_cache" if is_one else "reshape_and_cache.split"
         self._function(op)(key, value, *([caches] if is_one else caches), slots, *scales)
@@ -154,7 +157,6 @@ class Tpu(Runner):
     name = "tpu"
     heeds_hints = True
     last_wins = True
-    has_strides = False
 
     def missing(self):
         return None if importlib.util.find_spec("jax") else "jax is not installed"

@@ -12,37 +12,39 @@ IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The cases that a runner runs of some tests, by the test's name without `test_`."""
+    """The cases that a runner runs of some tests, by the test's name without `test_`; none is one
+    that it does not run.
+    """
 
     reason: str
     cases: dict[str, tuple[str, ...]]
 
 
-# One problem for each thing that a kernel must know. What the others are like, but for:
+# Why a slow runner may leave a problem out: one that it runs, and what is different there.
 LIKE = {
-    "minilm/packed/f32": "prefill_ragged, no mask",
-    "llama3_8b/mixed/f32": "mistral/window_both, no window",
-    "llama3_8b/mixed/bf16": "decode_b5 and prefill_ragged in one",
-    "llama3_8b/mixed/f16": "sglang/page1, more keys",
-    "llama3_8b/mixed/kv_e5m2": "kv_e4m3, another table",
-    "llama3_8b/prefill/e4m3": "kv_e4m3, queries too",
-    "llama3_8b/prefill/out_e4m3": "prefill_ragged, one store",
-    "llama3_70b_tp8/decode/bf16": "decode_b5, more keys",
-    "llama3_8b/prefill_2048/f32": "prefill, 2048 keys: it is about sums, which NumPy makes here",
-    "gemma2/window_softcap/bf16": "sinks_window, softcap",
-    "mistral/window/f32": "window_both",
-    "mistral/window_both/f32": "sinks_window, right side",
-    "bloom/alibi/f16": "alibi_batch",
-    "t5/bias/f32": "speculative, floats",
-    "deepseek/prefill/bf16": "prefill_ragged, values narrower",
-    "vllm_cache/mixed/bf16": "decode_b5, strides",
-    "transformers_cache/mixed/f32": "decode_b5, strides",
-    "nano_vllm/cu_seqlens_k/bf16": "decode_b5, where the lengths stand",
-    "torch_varlen/packed_seqused/f32": "window_both, no window",
-    "tiny_head/bf16": "odd_sizes",
-    "phi3_small/local_strided/bf16": "shared_layout, a layout for each head",
-    "blocksparse/wide_blocks/f16": "shared_layout, other blocks",
-    "llama3_8b/prefill_ragged/bf16": "mixed",
+    "minilm/packed/f32": "as llama3_8b/prefill_ragged, without a mask",
+    "llama3_8b/prefill_ragged/bf16": "as llama3_8b/mixed, packed",
+    "llama3_8b/mixed/f32": "as odd_sizes, even ones",
+    "llama3_8b/mixed/bf16": "as llama3_8b/decode_b5 and prefill_ragged in one",
+    "llama3_8b/mixed/f16": "as sglang/page1, larger pages",
+    "llama3_8b/mixed/kv_e5m2": "as llama3_8b/mixed/kv_e4m3, another format",
+    "llama3_8b/prefill/e4m3": "as llama3_8b/mixed/kv_e4m3, queries in 8 bits too",
+    "llama3_8b/prefill/out_e4m3": "as llama3_8b/prefill_ragged, another store",
+    "llama3_70b_tp8/decode/bf16": "as llama3_8b/decode_b5, more keys",
+    "llama3_8b/prefill_2048/f32": "as llama3_8b/prefill_ragged, longer sums",
+    "gemma2/window_softcap/bf16": "as gpt_oss/sinks_window, with softcap",
+    "mistral/window/f32": "as gpt_oss/sinks_window, without sinks",
+    "mistral/window_both/f32": "as gpt_oss/sinks_window, on both sides",
+    "bloom/alibi/f16": "as mpt/alibi_batch, slopes for all sequences",
+    "t5/bias/f32": "as llama3_8b/speculative, a bias of floats",
+    "deepseek/prefill/bf16": "as llama3_8b/prefill_ragged, narrower values",
+    "vllm_cache/mixed/bf16": "as llama3_8b/decode_b5, other strides",
+    "transformers_cache/mixed/f32": "as llama3_8b/decode_b5, other strides",
+    "nano_vllm/cu_seqlens_k/bf16": "as llama3_8b/decode_b5, lengths in cu_seqlens_k",
+    "torch_varlen/packed_seqused/f32": "as more_queries_than_keys, more keys",
+    "tiny_head/bf16": "as odd_sizes, in 16 bits",
+    "phi3_small/local_strided/bf16": "as blocksparse/shared_layout, a layout for each head",
+    "blocksparse/wide_blocks/f16": "as blocksparse/shared_layout, larger blocks",
 }
 
 BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays")
@@ -171,7 +173,7 @@ _OTHER_GENERATIONS = Sample(
             "phi3_small/local_strided/bf16",
             "blocksparse/batched/f32",
         ),
-        **dict.fromkeys(BITS, ()),
+        **dict.fromkeys((*BITS, "merge_prefix"), ()),
         "write": _WRITES,
         "write_megabytes": (),
         "write_every_bfloat16": (),

@@ -79,11 +79,16 @@ def assert_same_bytes(found, wanted):
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def check_write(runner, *args):
+    wanted = expected(*args)
+    assert_same_bytes(runner.write(*args), wanted)
+
+
 @pytest.mark.over(WRITES)
 def test_write(case, runner):
     dtype, cache_dtype, layout = case
     args = *make(dtype, cache_dtype, layout, dim_v=17), *scales_of(cache_dtype)
-    assert_same_bytes(runner.write(*args), expected(*args))
+    check_write(runner, *args)
 
 
 @pytest.mark.over(
@@ -95,7 +100,7 @@ def test_write_megabytes(case, runner):
     cache_dtype, layout = case
     scales = (torch.tensor(0.5), torch.tensor(0.3)) if cache_dtype in EIGHT_BITS else (None, None)
     args = *make(torch.bfloat16, cache_dtype, layout, **sizes), *scales
-    assert_same_bytes(runner.write(*args), expected(*args))
+    check_write(runner, *args)
 
 
 @pytest.mark.over(
@@ -109,7 +114,7 @@ def test_write_every_bfloat16(case, runner):
     caches = torch.zeros(2, 32, 1, 16, 128).to(cache_dtype)
     scales = (torch.tensor(scale), torch.tensor(scale))
     args = every, every, caches, torch.arange(len(every)), *scales
-    assert_same_bytes(runner.write(*args), expected(*args))
+    check_write(runner, *args)
 
 
 @pytest.mark.over({"int32": torch.int32, "int64": torch.int64})
@@ -117,7 +122,7 @@ def test_write_slots(case, runner):
     """One tensor for both caches, and slots of either type."""
     key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
     args = key, value, torch.randn(2, 10, 3, 32, 24).bfloat16(), slots.to(case)
-    assert_same_bytes(runner.write(*args), expected(*args))
+    check_write(runner, *args)
 
 
 def test_write_outside(runner):
@@ -138,12 +143,12 @@ def test_write_padding(runner):
     """Rows of key past the slots are none."""
     key, value, caches, slots = make(torch.float32, torch.float32)
     args = key, value, caches, slots[:99]
-    assert_same_bytes(runner.write(*args), expected(*args))
+    check_write(runner, *args)
 
 
 def test_write_none(runner):
     key, value, caches, slots = make(torch.float32, torch.float32)
-    assert_same_bytes(runner.write(key, value, caches, slots[:0]), caches)
+    check_write(runner, key, value, caches, slots[:0])
 
 
 def test_write_twice(runner):
