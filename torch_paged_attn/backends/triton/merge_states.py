@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode
+from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
@@ -108,7 +108,7 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
         stride_lse_b_token=lse_b.stride(1),
         HEAD_DIM_V=head_dim_v,
         WIDTH=width,
-        FORMAT=as_stored(out_a, target)[1],
+        FORMAT=stored_format(out_a.dtype, target),
         BLOCK_R=block_r,
     )
 

@@ -6,14 +6,14 @@ is found there then is that of the one that writes, so that memory nobody initia
 """
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode
+from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
@@ -32,6 +32,50 @@ CLAIMED = 256
 
 # elements of keys, and as many of values, that a program copies
 BLOCK = 2048
+
+
+class Pointers(NamedTuple):
+    """Tensors, or None."""
+
+    key: Any
+    value: Any
+    k_cache: Any
+    v_cache: Any
+    slots: Any
+    k_scale: Any
+    v_scale: Any
+    claims: Any  # by slot: the number of the token that writes it
+
+
+class RowStrides(NamedTuple):
+    """Of keys or of values: strides of the new rows, of the cache and of the scales."""
+
+    token: int
+    head: int
+    page: int
+    cache_head: int
+    slot: int
+    scale: int
+
+
+class Strides(NamedTuple):
+    """Strides in elements."""
+
+    k: RowStrides
+    v: RowStrides
+    slots: int
+
+
+class Options(NamedTuple):
+    """What the kernel is compiled for."""
+
+    DIM: int
+    DIM_V: int
+    SOURCE_FORMAT: str
+    CACHE_FORMAT: str
+    BLOCK_T: int  # tokens of a program
+    BLOCK_E: int  # elements of each
+    WIDTH: int  # tokens among which a later one for the same slot is looked for
 
 
 @triton.jit
@@ -60,117 +104,69 @@ def _claim_kernel(
 
 @triton.jit
 def _load_rows(
-    ptr,
-    token,
-    num_tokens,
-    stride_token,
-    stride_head,
-    num_heads,
-    DIM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """This program's elements of the tokens' rows of all heads, one after another, in float32."""
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
+    e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
     inside = (token < num_tokens)[:, None] & (e < num_heads * DIM)[None, :]
-    row = (token.to(tl.int64) * stride_token)[:, None]
-    offset = (e // DIM).to(tl.int64) * stride_head + e % DIM
-    return decode(tl.load(ptr + row + offset[None, :], mask=inside, other=0), FORMAT, tl.float32)
+    row = (token.to(tl.int64) * strides.token)[:, None]
+    offset = (e // DIM).to(tl.int64) * strides.head + e % DIM
+    loaded = tl.load(ptr + row + offset[None, :], mask=inside, other=0)
+    return decode(loaded, FORMAT, tl.float32)
 
 
 @triton.jit
 def _store_rows(
-    x,
-    ptr,
-    page,
-    offset_in_page,
-    writes,
-    stride_page,
-    stride_head,
-    stride_slot,
-    scale_ptr,
-    stride_scale,
-    num_heads,
-    DIM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    x, ptr, scale_ptr, place, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    """Store the rows at their places: page, offset in it, and whether the token writes."""
+    FORMAT: tl.constexpr = OPTIONS.CACHE_FORMAT
+    page, offset_in_page, writes = place
+    e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
     exists = e < num_heads * DIM
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + e // DIM * stride_scale, mask=exists, other=1.0)
+        scale = tl.load(scale_ptr + e // DIM * strides.scale, mask=exists, other=1.0)
         x = tl.div_rn(x, tl.broadcast_to(scale[None, :], x.shape))
-    row = (page * stride_page + offset_in_page * stride_slot)[:, None]
-    offset = (e // DIM).to(tl.int64) * stride_head + e % DIM
+    row = (page * strides.page + offset_in_page * strides.slot)[:, None]
+    offset = (e // DIM).to(tl.int64) * strides.cache_head + e % DIM
     stored = encode(x, ptr.dtype.element_ty, FORMAT)
     tl.store(ptr + row + offset[None, :], stored, mask=writes[:, None] & exists[None, :])
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_slots"))
 def _reshape_and_cache_kernel(
-    key_ptr,
-    value_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    claims_ptr,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_k_page,
-    stride_k_head,
-    stride_k_slot,
-    stride_v_page,
-    stride_v_head,
-    stride_v_slot,
-    stride_slot,
-    stride_k_scale,
-    stride_v_scale,
-    num_tokens,
+    pointers,
+    strides,
     num_heads,
-    num_slots,
     page_size,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    SOURCE_FORMAT: tl.constexpr,
-    CACHE_FORMAT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    WIDTH: tl.constexpr,
+    num_tokens,
+    num_slots,
+    OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
+    """One program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
+    DIM: tl.constexpr = OPTIONS.DIM
+    DIM_V: tl.constexpr = OPTIONS.DIM_V
     gdc_wait(IS_DEPENDENT)
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
-    # on their way before anybody knows whether they are written
-    key = _load_rows(
-        key_ptr, token, num_tokens, stride_key_token, stride_key_head, num_heads,
-        DIM, SOURCE_FORMAT, BLOCK_E,
-    )  # fmt: skip
-    value = _load_rows(
-        value_ptr, token, num_tokens, stride_value_token, stride_value_head, num_heads,
-        DIM_V, SOURCE_FORMAT, BLOCK_E,
-    )  # fmt: skip
+    token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
+    slot = _slots(pointers.slots, strides.slots, token, num_tokens, num_slots)
+    # both are on their way before anything waits for a slot
+    key = _load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
+    value = _load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
     writes = slot >= 0
-    if claims_ptr is not None:
-        writes = writes & (tl.load(claims_ptr + slot, mask=writes, other=-1) == token)
-    elif WIDTH > 1:
-        other = tl.arange(0, WIDTH)
-        other_slot = _slots(slot_ptr, stride_slot, other, num_tokens, num_slots)
+    if pointers.claims is not None:
+        writes = writes & (tl.load(pointers.claims + slot, mask=writes, other=-1) == token)
+    elif OPTIONS.WIDTH > 1:
+        other = tl.arange(0, OPTIONS.WIDTH)
+        other_slot = _slots(pointers.slots, strides.slots, other, num_tokens, num_slots)
         is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
         writes = writes & (tl.sum(is_later.to(tl.int32), 1) == 0)
-    page, offset = slot // page_size, slot % page_size
+    place = slot // page_size, slot % page_size, writes
+    _store_rows(key, pointers.k_cache, pointers.k_scale, place, strides.k, num_heads, DIM, OPTIONS)
     _store_rows(
-        key, k_cache_ptr, page, offset, writes, stride_k_page, stride_k_head, stride_k_slot,
-        k_scale_ptr, stride_k_scale, num_heads, DIM, CACHE_FORMAT, BLOCK_E,
-    )  # fmt: skip
-    _store_rows(
-        value, v_cache_ptr, page, offset, writes, stride_v_page, stride_v_head, stride_v_slot,
-        v_scale_ptr, stride_v_scale, num_heads, DIM_V, CACHE_FORMAT, BLOCK_E,
-    )  # fmt: skip
+        value, pointers.v_cache, pointers.v_scale, place, strides.v, num_heads, DIM_V, OPTIONS
+    )
 
 
 def reshape_and_cache(*args: Any) -> None:
@@ -209,6 +205,13 @@ def _plan(
 def _plan_split(*tensors: Any) -> Plan:
     check_split(*tensors)
     return _Write(*tensors)
+
+
+def _row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
+    stride_scale = 0 if scale is None else scale.expand(new.shape[1]).stride(0)
+    token, head, _ = new.stride()
+    page, cache_head, slot, _ = cache.stride()
+    return RowStrides(token, head, page, cache_head, slot, stride_scale)
 
 
 class _Write:
@@ -253,30 +256,24 @@ class _Write:
         self._copy = Launch(
             _reshape_and_cache_kernel,
             (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
-            stride_key_token=key.stride(0),
-            stride_key_head=key.stride(1),
-            stride_value_token=value.stride(0),
-            stride_value_head=value.stride(1),
-            stride_k_page=k_cache.stride(0),
-            stride_k_head=k_cache.stride(1),
-            stride_k_slot=k_cache.stride(2),
-            stride_v_page=v_cache.stride(0),
-            stride_v_head=v_cache.stride(1),
-            stride_v_slot=v_cache.stride(2),
-            stride_slot=slot_mapping.stride(0),
-            stride_k_scale=0 if k_scale is None else k_scale.expand(num_heads).stride(0),
-            stride_v_scale=0 if v_scale is None else v_scale.expand(num_heads).stride(0),
-            num_tokens=num_tokens,
+            strides=Strides(
+                k=_row_strides(key, k_cache, k_scale),
+                v=_row_strides(value, v_cache, v_scale),
+                slots=slot_mapping.stride(0),
+            ),
             num_heads=num_heads,
-            num_slots=num_slots,
             page_size=k_cache.shape[2],
-            DIM=dim,
-            DIM_V=dim_v,
-            SOURCE_FORMAT=as_stored(key, target)[1],
-            CACHE_FORMAT=as_stored(k_cache, target)[1],
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            WIDTH=1 if self._claim is not None else next(w for w in WIDTHS if num_tokens <= w),
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            OPTIONS=Options(
+                DIM=dim,
+                DIM_V=dim_v,
+                SOURCE_FORMAT=stored_format(key.dtype, target),
+                CACHE_FORMAT=stored_format(k_cache.dtype, target),
+                BLOCK_T=block_t,
+                BLOCK_E=block_e,
+                WIDTH=1 if self._claim is not None else next(w for w in WIDTHS if num_tokens <= w),
+            ),
             **is_dependent,
         )
 
@@ -301,7 +298,8 @@ class _Write:
         if self._claim is not None:
             claims = self._new_claims()
             self._claim(slot_mapping, claims)
-        rows: Any = key, value, k_cache, v_cache
         if not self._copy.is_ready:
-            rows = [as_stored(x, self._target)[0] for x in rows]
-        self._copy(*rows, slot_mapping, k_scale, v_scale, claims)
+            rows = key, value, k_cache, v_cache
+            key, value, k_cache, v_cache = (as_stored(x, self._target)[0] for x in rows)
+        rest = slot_mapping, k_scale, v_scale, claims
+        self._copy(Pointers(key, value, k_cache, v_cache, *rest))

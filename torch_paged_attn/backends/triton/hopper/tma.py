@@ -28,7 +28,7 @@ ATOM_ROWS = gl.constexpr(8)
 ATOM_WIDTH = gl.constexpr(64)
 
 # tensor maps that are kept for tensors of one description
-MOST_MAPS = 256
+MOST_MAPS = 1024
 
 
 @dataclasses.dataclass(frozen=True)

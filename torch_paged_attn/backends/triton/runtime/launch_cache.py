@@ -33,7 +33,7 @@ from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 MOST_PLANS = 1024
 MOST_KERNELS = 512
 # tensor maps of a kernel
-MOST_MAPS = 512
+MOST_MAPS = 1024
 
 # makes a call's results, given the tensors it was planned for or others like them
 Plan = Callable[..., Any]

@@ -7,7 +7,8 @@ from typing import Any
 
 
 class LRU:
-    """Up to `bound` entries; the one that was read or put least recently makes room for another.
+    """Up to `bound` entries. The eighth of them that was read or put least recently makes room for
+    others: one entry at a time would be looked for at every new one.
 
     Any number of threads may use it. Reading takes no lock.
     """
@@ -31,7 +32,9 @@ class LRU:
         """Keep `value` for `key`."""
         with self._lock:
             if key not in self._entries and len(self._entries) >= self.bound:
-                del self._entries[min(self._entries, key=lambda k: self._entries[k][1])]
+                by_use = sorted(self._entries, key=lambda k: self._entries[k][1])
+                for old in by_use[: max(self.bound // 8, 1)]:
+                    del self._entries[old]
             self._entries[key] = [value, self._now()]
 
     def clear(self) -> None:
