@@ -20,13 +20,14 @@ constexpr float STEEP = 0x1p127f, BEND = STEEP * (LOG2_E - 0.5f), LARGEST = 0x1.
 
 PAGED_ATTN_INLINE float base_2(float logit) {
   if (!(fabsf(logit) > STEEP)) return logit * LOG2_E;
-  return copysignf(0.5f * fabsf(logit) + BEND, logit);
+  return 0.5f * logit + (logit < 0 ? -BEND : BEND);
 }
 
 PAGED_ATTN_INLINE float base_e(float logit) {
   if (!(fabsf(logit) > STEEP * LOG2_E)) return logit * LN_2;
   const float size = 2 * (fabsf(logit) - BEND);  // which rounding can bring past the largest
-  return copysignf(size < LARGEST ? size : LARGEST, logit);
+  const float finite = size < LARGEST ? size : LARGEST;
+  return logit < 0 ? -finite : finite;
 }
 
 // One row of scores: a query token under one head.
