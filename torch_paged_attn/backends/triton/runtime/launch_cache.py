@@ -15,7 +15,9 @@ Plans hold no tensors. The launcher is known for one Triton, on NVIDIA's chips; 
 kernels that need scratch memory of Triton's, every launch is Triton's `kernel[grid](...)`.
 """
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +49,18 @@ IS_KNOWN = (
 _has_function_modes: Any = torch._C._len_torch_function_stack
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
+# what code that torch.compile writes compares its inputs with
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
 _plans = LRU(MOST_PLANS)
 _kernels = LRU(MOST_KERNELS)
+# by op: that of the last call, mostly that of the next layer
+_last: dict[str, "Planned"] = {}
 
 
 def clear() -> None:
     """Drop all plans and kernels, and the memory that streams hold."""
+    _last.clear()
     _plans.clear()
     _kernels.clear()
     workspace.clear()
@@ -88,15 +96,63 @@ def _call(
         with torch.cuda.device(first.device):
             return _call(op, make_plan, tensors, options)
     addresses = [x if x is None else x.data_ptr() for x in tensors]
-    key = (
-        op, environment.BATCH_INVARIANT, assumed(), *described(tensors, addresses),
-        *options.items(),
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(*tensors, **options)
-        _plans.put(key, plan)
-    return plan(tensors, addresses)
+    settings = environment.BATCH_INVARIANT, assumed(), options
+    last = _last.get(op)
+    if last is not None and last.fits(tensors, addresses, settings):
+        return last.plan(tensors, addresses)
+    key = op, *settings[:2], *described(tensors, addresses), *options.items()
+    planned = _plans.get(key)
+    if planned is None:
+        planned = Planned(make_plan(*tensors, **options), settings)
+        _plans.put(key, planned)
+    elif _TensorGuards is not None:
+        if planned.guard is None or planned is last:
+            planned.guard_against(tensors, addresses)
+        _last[op] = planned
+    return planned.plan(tensors, addresses)
+
+
+class Planned:
+    """A plan, and what tells faster than a key whether a call fits: torch.compile's guard, which
+    compares all tensors at once. It also goes by the modes that are on (gradients, inference).
+    """
+
+    __slots__ = ("_settings", "_types", "guard", "plan")
+
+    def __init__(self, plan: Plan, settings: tuple[Any, ...]) -> None:
+        self.plan, self._settings = plan, settings
+        self._types: tuple[type, ...] = ()
+        self.guard: Callable[..., bool] | None = None
+
+    def guard_against(self, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+        """Make the guard, of tensors that the plan is for. There is none for tensors off multiples
+        of 16 bytes, because `fits` looks at all addresses at once, nor where one tensor comes
+        twice, which the guard refuses.
+        """
+        self.guard, given = None, [x for x in tensors if x is not None]
+        if _bits_of(addresses) & 15 == 0 and len(set(map(id, given))) == len(given):
+            self._types = tuple(map(type, tensors))
+            self.guard = _TensorGuards(
+                *given,
+                dynamic_dims_sizes=[list(x.shape) for x in given],
+                dynamic_dims_strides=[list(x.stride()) for x in given],
+            ).check
+
+    def fits(
+        self, tensors: tuple[Any, ...], addresses: list[Any], settings: tuple[Any, ...]
+    ) -> bool:
+        """Whether the plan is surely for a call. Where not, its key tells."""
+        return (
+            self.guard is not None
+            and settings == self._settings
+            and tuple(map(type, tensors)) == self._types
+            and _bits_of(addresses) & 15 == 0
+            and self.guard(*[x for x in tensors if x is not None])
+        )
+
+
+def _bits_of(addresses: list[Any]) -> int:
+    return functools.reduce(operator.or_, filter(None, addresses), 0)
 
 
 def described(tensors: tuple[Any, ...], addresses: list[Any]) -> list[Any]:
