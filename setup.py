@@ -16,8 +16,8 @@ from setuptools import setup
 WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
 TORCH_2_11 = "0x020b000000000000"
 
-OPS = ["attention_call", "attention_guard", "blocksparse", "cpu_isa", "flash_varlen"]
-OPS += ["merge_states", "refuse", "reshape_and_cache", "tensor_view"]
+OPS = ["arguments", "attention_call", "attention_guard", "autograd", "blocksparse", "cpu_isa"]
+OPS += ["flash_varlen", "merge_states", "refuse", "reshape_and_cache", "tensor_view"]
 SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + ["csrc/core/schedule.cpp", "csrc/dispatch.cpp"]
 
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.

@@ -200,7 +200,7 @@ def print_tables(console: Console, document: dict[str, Any]) -> None:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The tables as they stand in the README."""
+    """The tables as they stand on the page beside the results."""
     lines = []
     for bound, rows in sections(document).items():
         header = columns(rows)

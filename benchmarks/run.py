@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flex", action="store_true", help="compile flex_attention as a peer")
     parser.add_argument("--json", metavar="OUT", type=Path, help="write the results")
     parser.add_argument("--plot", metavar="OUT", type=Path, help="draw them")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--markdown", action="store_true", help="print its tables as markdown")
     parser.add_argument(
         "--from",
         metavar="JSON",

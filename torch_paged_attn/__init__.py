@@ -50,7 +50,7 @@ _LATER = {
     "flash_attn_func": "integrations.flash_attn",
     "flash_attn_varlen_func": "integrations.flash_attn",
     "flash_attn_with_kvcache": "integrations.flash_attn",
-    "warmup": "ahead",
+    "warmup": "_warmup",
 }
 
 

@@ -30,9 +30,21 @@ def installed(package: str) -> str | None:
         return None
 
 
+def missing(key: str) -> str | None:
+    """Why no device of a dispatch key is here; None if one is, or if its backend has to say."""
+    if key != "CUDA" or torch.cuda.is_available():
+        return None
+    build = torch.version.cuda or torch.version.hip
+    return f"torch {torch.__version__} finds no GPU here" + (
+        "" if build else ": it is built without CUDA and ROCm"
+    )
+
+
 def answer(key: str) -> dict[str, Any]:
     """Which backend answers on one dispatch key, or why none does."""
     folder, reason = _library.choose_backend(key)
+    if (no_device := missing(key)) is not None:
+        folder, reason = None, "; ".join(text for text in (no_device, reason) if text)
     if folder is None:
         return {"backend": None, "ops": [], "reason": reason}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -42,7 +54,7 @@ def answer(key: str) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """Everything this command knows."""
+    """The contents of the report."""
     devices = {device: answer(key) for device, key in DEVICES.items()}
     cpu = devices["cpu"]
     if cpu["backend"] == "cpu":

@@ -1,4 +1,4 @@
-"""Compiling ahead: kernels for the sizes that a model will call with, before anybody waits."""
+"""Kernels are compiled in advance, for the sizes with which a model will call them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 
-# keys of a sequence for which kernels may differ: one tile of them, a few (`tuning`), any number
+# numbers of keys for which kernels may differ: one tile, a few tiles, any number of tiles
 CONTEXTS = (64, 1024, 4096, 1 << 16)
 
 
@@ -25,7 +25,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def _for_batch(layout: BlockSparseLayout, batch: int) -> BlockSparseLayout:
-    """A layout of one for all sequences, or of each its own, for so many sequences."""
+    """The layout for a batch of another size."""
     crow, col = layout.crow_indices, layout.col_indices
     if crow.dim() == 2:
         return layout
@@ -55,8 +55,8 @@ def warmup(
     `blocksparse` take for a model on a GPU: decode, prefill and mixed batches of up to `max_batch`
     sequences and `max_tokens` queries in all.
 
-    Lengths and strides compile nothing new, so calls of other sizes find their kernel compiled. On
-    a CPU there is nothing to do.
+    Kernels do not depend on lengths and strides, so calls of other sizes need no new ones. On a CPU
+    there is nothing to do.
 
     Args:
         num_heads, num_kv_heads, head_dim, head_dim_v: of the model; head_dim_v is head_dim when
@@ -64,19 +64,25 @@ def warmup(
         dtype, kv_dtype: of queries, and of keys and values when they differ.
         page_size: of a paged cache whose layout is `(num_pages, page_size, num_kv_heads,
             head_dim)`, passed transposed; None: keys are packed.
-        layout: one like those that `blocksparse` will get. Its block sizes, its heads and whether
-            each sequence has its own count; its rows and columns do not.
-        options: what the model gives to `flash_varlen` and `blocksparse` by name, `causal=True`
-            say. Tensors among them must not depend on the batch.
+        layout: one like those that `blocksparse` will get: of the same block sizes, the same number
+            of heads, and with or without a batch. Rows and columns may be any.
+        options: further arguments of `flash_varlen` and `blocksparse`, such as `causal=True`.
+            Tensors among them must not depend on the batch.
 
     Raises:
-        ValueError: a device that compiles for each shape, as TPUs do.
+        ValueError: a device that compiles for each shape, as TPUs do, or a GPU where there is none.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return
     if device.type != "cuda":
         raise ValueError(f"warmup: device is {device}; allowed: a GPU, or a CPU")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= gpus:
+        raise ValueError(
+            f"warmup: device is {device}, and torch {torch.__version__} finds {gpus} GPUs here; "
+            "allowed: one of these, or a CPU"
+        )
     dims = head_dim, head_dim if head_dim_v is None else head_dim_v
     kv_dtype = dtype if kv_dtype is None else kv_dtype
 
@@ -112,7 +118,7 @@ def warmup(
                 if page_size is None:
                     results = op(q, packed[0][:total], packed[1][:total], cu_seqlens_q=starts)
                     continue
-                # no sequence has a key: what runs is over at once
+                # no sequence has a key: the kernel returns at once
                 lengths = {"cu_seqlens_q": starts, "seqused_k": zeros(batch, dtype=torch.int32)}
                 for context in CONTEXTS:
                     table = zeros(batch, -(-context // page_size), dtype=torch.int32)

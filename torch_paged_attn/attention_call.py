@@ -1,52 +1,193 @@
-"""The arguments of an attention call by name: what checks, reference and backends pass on."""
+"""The arguments of an attention call: the one list, and a call's values under those names.
+
+The fields of `AttentionCall`, and for `blocksparse` also those of `BlockLayout`, are the list.
+Schemas, the public functions, checks, backends and tests take names, order, types, defaults and
+meanings from it: a new argument is a new field.
+"""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# how a schema writes the type of a field
+KINDS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    torch.dtype | None: "ScalarType?",
+}
+
+
+class Argument(NamedTuple):
+    """What the list says about one argument."""
+
+    name: str
+    type: Any
+    default: Any  # dataclasses.MISSING where there is none
+    shape: str
+    meaning: str
+    # with this many dimensions, a tensor's first one counts sequences
+    per_sequence: int | None
+    # no result depends on it: the public functions fill it in, and the schema has no default for it
+    is_hint: bool
+
+    @property
+    def kind(self) -> str:
+        """The type in the words of a schema."""
+        return KINDS[self.type]
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind.startswith("Tensor")
+
+    @property
+    def keyword_only(self) -> bool:
+        """Options are: what is neither a tensor nor a hint."""
+        return not self.is_tensor and not self.is_hint
+
+
+def argument(
+    default: Any = dataclasses.MISSING,
+    *,
+    shape: str = "",
+    meaning: str,
+    per_sequence: int | None = None,
+    is_hint: bool = False,
+) -> Any:
+    """A field that operators take. Neighbours of one shape and meaning share a line of the docs."""
+    metadata = dict(shape=shape, meaning=meaning, per_sequence=per_sequence, is_hint=is_hint)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BlockLayout:
     """A block-sparse mask in CSR: rows are blocks of query positions, columns blocks of keys."""
 
-    crow_indices: Tensor  # ([batch,] H, rows + 1) int32
-    col_indices: Tensor  # ([batch,] H, nnz) int32
-    q_block_size: int = 64
-    k_block_size: int = 64
+    crow_indices: Tensor = argument(
+        shape="`([batch,] H, rows + 1)` int32",
+        per_sequence=3,
+        meaning="H is 1, num_kv_heads or num_heads; query head `h` follows layout head"
+        " `h // (num_heads // H)`. `rows` covers every position in use.",
+    )
+    col_indices: Tensor = argument(
+        shape="`([batch,] H, nnz)` int32",
+        per_sequence=3,
+        meaning="The columns of a row are unique, in any order; one that lies wholly past Lk is"
+        " ignored.",
+    )
+    q_block_size: int = argument(64, meaning="16, 32, 64, 128 or 256.")
+    k_block_size: int = argument(64, meaning="16, 32, 64, 128 or 256.")
+
+
+HINT = "Scheduling hint; no result depends on it. None: from shapes."
+DESCALE: dict[str, Any] = {
+    "shape": "`()`, `(num_kv_heads,)` or `(batch, num_kv_heads)` float32",
+    "per_sequence": 2,
+    "meaning": "Stored value times descale is the real value.",
+}
+WINDOW = "Keys seen before (left) and after (right) the position, inclusive; -1 is unbounded."
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AttentionCall:
-    """One call of `flash_varlen` or `blocksparse`; the fields mean what `ops.flash_varlen` says."""
+    """One call of `flash_varlen` or `blocksparse`."""
 
     op: str
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    seqused_k: Tensor | None = None
-    block_table: Tensor | None = None
-    attn_bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    q_descale: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
-    out_scale: Tensor | None = None
-    rng_state: Tensor | None = None
+    q: Tensor = argument(
+        shape="`(total_q, num_heads, head_dim)`",
+        meaning="float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.",
+    )
+    k: Tensor = argument(
+        shape="`(total_k, num_kv_heads, head_dim)`",
+        meaning="With `block_table` pages `(num_pages, num_kv_heads, page_size, head_dim)`. Of q's"
+        " dtype, or float8 or int8. Any strides whose last one is 1: a transposed cache, two halves"
+        " of one storage, slices of a fused projection. `num_kv_heads` divides `num_heads`; query"
+        " head `h` reads KV head `h // (num_heads // num_kv_heads)`.",
+    )
+    v: Tensor = argument(
+        shape="`(total_k, num_kv_heads, head_dim_v)`",
+        meaning="With `block_table` pages `(num_pages, num_kv_heads, page_size, head_dim_v)`. Of"
+        " k's dtype; any strides whose last one is 1.",
+    )
+    cu_seqlens_q: Tensor = argument(
+        shape="`(batch + 1,)` int32", meaning="Nondecreasing, from 0 to at most `total_q`."
+    )
+    cu_seqlens_k: Tensor | None = argument(
+        None,
+        shape="`(batch + 1,)` int32",
+        meaning="Packed: where each sequence's keys start; None means cu_seqlens_q. Paged: gives"
+        " `Lk` by its differences when `seqused_k` is None.",
+    )
+    max_seqlen_q: int = argument(0, meaning=HINT, is_hint=True)
+    max_seqlen_k: int = argument(0, meaning=HINT, is_hint=True)
+    seqused_k: Tensor | None = argument(
+        None,
+        shape="`(batch,)` int32",
+        per_sequence=1,
+        meaning="`Lk`. Packed: cuts the lengths of `cu_seqlens_k` short.",
+    )
+    block_table: Tensor | None = argument(
+        None,
+        shape="`(batch, max_pages)` int32",
+        per_sequence=2,
+        meaning="Page `i` of a sequence holds its keys `i * page_size` to `(i + 1) * page_size -"
+        " 1`. Entries past `ceil(Lk / page_size)` may hold anything.",
+    )
+    attn_bias: Tensor | None = argument(
+        None,
+        shape="`(1 or num_heads, total_q, >= max Lk)` float32, bfloat16, float16 or bool",
+        meaning="Any strides: bias of query token `i` on the `j`-th key of its sequence (tree masks"
+        " too).",
+    )
+    alibi_slopes: Tensor | None = argument(
+        None,
+        shape="`(num_heads,)` or `(batch, num_heads)` float32",
+        per_sequence=2,
+        meaning="Slope of each head's bias on the distance between query and key.",
+    )
+    sinks: Tensor | None = argument(
+        None, shape="`(num_heads,)` float32", meaning="One extra logit in the denominator only."
+    )
+    q_descale: Tensor | None = argument(None, **DESCALE)
+    k_descale: Tensor | None = argument(None, **DESCALE)
+    v_descale: Tensor | None = argument(None, **DESCALE)
+    out_scale: Tensor | None = argument(
+        None,
+        shape="`()` or `(1,)` float32",
+        meaning="For a float8 output: stored = real / out_scale, rounded to nearest even and"
+        " saturated.",
+    )
+    rng_state: Tensor | None = argument(
+        None,
+        shape="`(2,)` int64",
+        meaning="The pair (seed, offset), required when `dropout_p > 0`. The mask is a pure"
+        " function of (seed, offset, sequence, head, row, column): `reference/philox.py`.",
+    )
     _: dataclasses.KW_ONLY
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size_left: int = -1
-    window_size_right: int = -1
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    out_dtype: torch.dtype | None = None
+    softmax_scale: float | None = argument(
+        None, meaning="Factor of `q . k`; `head_dim ** -0.5` when omitted. At most 2**126 in size."
+    )
+    causal: bool = argument(
+        False,
+        meaning="Hide the keys that come after the query; clamps `window_size_right` to 0.",
+    )
+    window_size_left: int = argument(-1, meaning=WINDOW)
+    window_size_right: int = argument(-1, meaning=WINDOW)
+    softcap: float = argument(
+        0.0, meaning="0 (off) or 2**-126 to 2**126. Comes before ALiBi and bias."
+    )
+    dropout_p: float = argument(
+        0.0, meaning="In [0, 1); kept probabilities are divided by `1 - dropout_p`."
+    )
+    out_dtype: torch.dtype | None = argument(
+        None, meaning="dtype of `out`, that of `q` when omitted."
+    )
     layout: BlockLayout | None = None
 
     @classmethod
@@ -55,22 +196,19 @@ class AttentionCall:
         return cls("flash_varlen", *args, **kwargs)
 
     @classmethod
-    def blocksparse(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        crow_indices: Tensor,
-        col_indices: Tensor,
-        *args: Any,
-        q_block_size: int = 64,
-        k_block_size: int = 64,
-        causal: bool = True,
-        **kwargs: Any,
-    ) -> "AttentionCall":
+    def blocksparse(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
         """From what the operator `blocksparse` was called with."""
-        layout = BlockLayout(crow_indices, col_indices, q_block_size, k_block_size)
-        return cls("blocksparse", q, k, v, *args, causal=causal, layout=layout, **kwargs)
+        names = [x.name for x in arguments("blocksparse")[: len(args)]]
+        given = OWN_DEFAULTS["blocksparse"] | dict(zip(names, args, strict=True)) | kwargs
+        layout = {x.name: given.pop(x.name) for x in _listed(BlockLayout) if x.name in given}
+        return cls("blocksparse", layout=BlockLayout(**layout), **given)
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Every tensor of the call by its name, None where it was not given."""
+        own = {name: getattr(self, name) for name in tensor_names("flash_varlen")}
+        if (layout := self.layout) is None:
+            return own
+        return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
 
     @property
     def total_q(self) -> int:
@@ -125,6 +263,47 @@ class AttentionCall:
         shape = (self.total_q, self.num_heads, self.head_dim_v)
         out = self.q.new_empty(shape, dtype=self.result_dtype)
         return out, self.q.new_empty((self.num_heads, self.total_q), dtype=torch.float32)
+
+
+# where an operator's default is not the field's
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {"flash_varlen": {}, "blocksparse": {"causal": True}}
+
+
+def _listed(owner: type) -> tuple[Argument, ...]:
+    fields = [field for field in dataclasses.fields(owner) if field.metadata]
+    return tuple(Argument(x.name, x.type, x.default, **x.metadata) for x in fields)
+
+
+@functools.cache
+def arguments(op: str) -> tuple[Argument, ...]:
+    """The list: what `flash_varlen` or `blocksparse` takes, in the order of its schema."""
+    found = _listed(AttentionCall)
+    if op == "blocksparse":  # a layout comes behind q, k and v
+        found = found[:3] + _listed(BlockLayout) + found[3:]
+    own = OWN_DEFAULTS[op]
+    found = tuple(x._replace(default=own.get(x.name, x.default)) for x in found)
+    return tuple(sorted(found, key=lambda x: x.keyword_only))
+
+
+@functools.cache
+def tensor_names(op: str) -> tuple[str, ...]:
+    """The tensors of the list."""
+    return tuple(x.name for x in arguments(op) if x.is_tensor)
+
+
+def defaults(op: str) -> dict[str, Any]:
+    """What stands for each argument that a call does not give."""
+    return {x.name: x.default for x in arguments(op)}
+
+
+def option_names(op: str) -> tuple[str, ...]:
+    """The arguments that are passed by name only."""
+    return tuple(x.name for x in arguments(op) if x.keyword_only)
+
+
+def per_sequence_tensors() -> dict[str, int]:
+    """Tensors with an entry per sequence, in their first dimension if they have that many."""
+    return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
 
 
 def key_lengths(

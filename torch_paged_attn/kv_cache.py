@@ -1,9 +1,10 @@
 """A paged KV cache: the tensors, and the host's bookkeeping of who owns which page.
 
-Pages are handed out one by one, shared by reference count and copied on the first write to a
-shared one (PagedAttention, arXiv 2309.06180). Full pages of known tokens are found again by the
-tokens up to and including theirs, so sequences with a common prefix share its pages; pages that
-nobody uses any more stay findable until they are needed, the least recently used go first.
+A sequence takes one page after another. Sequences share pages, which count their owners; a shared
+page is copied when one of its owners writes to it (PagedAttention, arXiv 2309.06180). A full page
+whose tokens are known is looked up by all tokens from the start of its sequence to its own end, so
+sequences with a common prefix share the pages of that prefix. A page without an owner can still be
+looked up until it is taken again; the least recently used page is taken first.
 
 >>> cache = PagedKVCache(num_layers, num_pages, num_kv_heads, page_size, head_dim)
 >>> reused = cache.append("a", prompt)  # tokens whose keys and values are in the cache already
@@ -16,11 +17,13 @@ nobody uses any more stay findable until they are needed, the least recently use
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,16 +34,20 @@ class CacheFull(RuntimeError):
     """Too few pages are left. The call that raised it has changed nothing."""
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"the KV cache is full: {needed} pages needed, {available} available")
+        # copies and pickles are made by calling the class with `args` again
+        super().__init__(needed, available)
         self.needed = needed
         self.available = available
+
+    def __str__(self) -> str:
+        return f"the KV cache is full: {self.needed} pages needed, {self.available} available"
 
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """What the ops need to know about a batch, on the cache's device.
+    """The metadata of one step, as tensors on the cache's device.
 
-    slot_mapping: (total_q,) where each query token's key and value go; int32, or int64 for a
+    slot_mapping: (total_q,) the slot of each query token's key and value; int32, or int64 for a
         cache of 2^31 slots and more
     block_table: (batch, max_pages) int32, unused entries -1
     seqused_k: (batch,) int32
@@ -70,8 +77,9 @@ class _Sequence:
     length: int = 0
     # an array, because tensors are made of it every step
     pages: array[int] = field(default_factory=lambda: array("i"))
-    # None once a token is unknown; keys has one entry per full page as long as tokens are known
+    # ids; None after an append without ids
     tokens: list[int] | None = field(default_factory=list)
+    # of each full page whose tokens are known: the digest of all tokens up to its end
     keys: list[bytes] = field(default_factory=list)
 
 
@@ -82,10 +90,10 @@ class PagedKVCache:
         `kv_cache[layer]` is what `reshape_and_cache` takes, and unpacks into k and v
     dtype: any dtype of the ops' caches, the 8-bit ones included
 
-    A sequence goes by any hashable name. Write the tokens of an append to the cache before the
-    next append or fork of its sequence, and a batch's tokens before its attention: pages are
-    shared and copied on the assumption that what was appended has been written.
-    Unknown sequences raise KeyError. Not thread-safe.
+    Any hashable object names a sequence. Write the keys and values of appended tokens before the
+    next append or fork of their sequence, and before the attention of their batch: pages are shared
+    and copied as if every appended token had been written. An unknown sequence raises KeyError. Not
+    thread-safe.
     """
 
     def __init__(
@@ -103,14 +111,14 @@ class PagedKVCache:
         sizes = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
         for name, size in zip(names, sizes, strict=True):
             if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+                raise ValueError(f"PagedKVCache: {name} must be at least 1, got {size}")
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
         self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
         self._sequences: dict[Hashable, _Sequence] = {}
         self._ref_counts = [0] * num_pages
-        # every page with no reference is in exactly one of these two
+        # a page without an owner is in one of these two: nothing can be found in it, or its tokens
         self._blank = list(reversed(range(num_pages)))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._page_of_key: dict[bytes, int] = {}
@@ -124,7 +132,7 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages an append may take, those kept for a shared prefix included."""
+        """Pages that an append may take, with those that can still be looked up."""
         return len(self._blank) + len(self._evictable)
 
     def length(self, seq: Hashable) -> int:
@@ -140,18 +148,18 @@ class PagedKVCache:
         return self._ref_counts[page]
 
     def append(self, seq: Hashable, tokens: int | Sequence[int]) -> int:
-        """Make room for more tokens of a sequence, new or known; returns how many are cached.
+        """Make room for more tokens of a sequence; return how many of them the cache holds already.
 
-        tokens: token ids, or only how many. Ids let full pages be shared: those of a prefix that
-        the cache holds already are not to be computed again, and their number of tokens is
-        returned. At least the last token is always left to compute. One append without ids ends
-        the sharing for its sequence.
+        A sequence that is not there yet begins. Token ids let sequences share full pages: the
+        tokens of a prefix that the cache holds need not be computed again. The last token always
+        has to be computed.
+
+        tokens: token ids, or how many tokens. After a number, later pages of the sequence are
+        neither shared nor looked up
 
         Raises CacheFull and changes nothing if too few pages are left.
         """
-        count, ids = (tokens, None) if isinstance(tokens, int) else (len(tokens), list(tokens))
-        if count < 0:
-            raise ValueError(f"tokens must not be negative, got {count}")
+        count, ids = _count_tokens(tokens)
         state = self._sequences.get(seq) or _Sequence()
         page_size = self.page_size
         filled = state.length % page_size
@@ -173,7 +181,7 @@ class PagedKVCache:
         if copied:
             self._copy_last_page(state)
         elif filled and count:
-            # a truncated page may still be findable as the full page it was
+            # a truncated page can still be looked up by the tokens that filled it
             self._forget(state.pages[-1])
         for page in hits:
             self._share(page)
@@ -193,9 +201,11 @@ class PagedKVCache:
         return len(hits) * page_size
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
-        """A new sequence with the tokens of another; every page is shared until written to."""
+        """Begin a sequence with the tokens of another one, which shares all its pages."""
         if child in self._sequences:
-            raise ValueError(f"child must be a new sequence, got {child!r}, which exists")
+            raise ValueError(
+                f"PagedKVCache.fork: child must be a new sequence, got {child!r}, which exists"
+            )
         state = self._sequence(parent)
         for page in state.pages:
             self._share(page)
@@ -206,7 +216,9 @@ class PagedKVCache:
         """Forget a sequence's tokens from position length on, such as rejected drafts."""
         state = self._sequence(seq)
         if not 0 <= length <= state.length:
-            raise ValueError(f"length must be between 0 and {state.length}, got {length}")
+            raise ValueError(
+                f"PagedKVCache.truncate: length must be between 0 and {state.length}, got {length}"
+            )
         kept = -(-length // self.page_size)
         self._release(state.pages[kept:])
         del state.pages[kept:]
@@ -216,13 +228,18 @@ class PagedKVCache:
         state.length = length
 
     def free(self, seq: Hashable, written: int | None = None) -> None:
-        """Give a sequence up. Pages that no other sequence holds can be taken again.
+        """Remove a sequence. Pages that no other sequence holds can be taken again.
 
-        written: how many of its tokens are in the cache, if not all of them, as when a step was
-        given up after the append. What was never written cannot be found again.
+        written: how many of its tokens were written, None: all. Give it when a step fails between
+        append and write: a page that was not written must not be looked up.
         """
         state = self._sequence(seq)
         if written is not None:
+            if not 0 <= written <= state.length:
+                raise ValueError(
+                    f"PagedKVCache.free: written must be between 0 and {state.length}, "
+                    f"got {written}"
+                )
             for page in state.pages[written // self.page_size :]:
                 self._forget(page)
         self._release(state.pages)
@@ -238,29 +255,33 @@ class PagedKVCache:
         """
         if len(seqs) != len(query_lens):
             raise ValueError(
-                f"query_lens must have one entry per sequence, got {len(query_lens)} "
-                f"for {len(seqs)} sequences"
+                "PagedKVCache.batch: query_lens must have one entry per sequence, "
+                f"got {len(query_lens)} for {len(seqs)} sequences"
             )
         states = [self._sequence(seq) for seq in seqs]
         for seq, state, query_len in zip(seqs, states, query_lens, strict=True):
             if not 0 <= query_len <= state.length:
                 raise ValueError(
-                    f"query_lens of {seq!r} must be between 0 and {state.length}, got {query_len}"
+                    f"PagedKVCache.batch: query_lens of {seq!r} must be between 0 and "
+                    f"{state.length}, got {query_len}"
                 )
         longest = max((len(state.pages) for state in states), default=0)
         width = longest if max_pages is None else max_pages
         if width < longest:
-            raise ValueError(f"max_pages must be at least {longest}, got {max_pages}")
+            raise ValueError(
+                f"PagedKVCache.batch: max_pages must be at least {longest}, got {max_pages}"
+            )
 
-        block_table = torch.full((len(states), width), -1, dtype=torch.int32)
+        # made on the CPU, whatever torch's default device is, and copied to the cache's at the end
+        block_table = torch.full((len(states), width), -1, dtype=torch.int32, device="cpu")
         for row, state in zip(block_table, states, strict=True):
             if state.pages:
                 row[: len(state.pages)] = torch.frombuffer(state.pages, dtype=torch.int32)
-        lengths = torch.tensor([state.length for state in states], dtype=torch.int32)
-        cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+        lengths = torch.tensor([state.length for state in states], dtype=torch.int32, device="cpu")
+        cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device="cpu")
         # the last query row of a sequence stands at its last position
-        seq = torch.arange(len(states)).repeat_interleave(cu_seqlens_q.diff())
-        position = torch.arange(seq.numel()) + (lengths - cu_seqlens_q[1:])[seq]
+        seq = torch.arange(len(states), device="cpu").repeat_interleave(cu_seqlens_q.diff())
+        position = torch.arange(seq.numel(), device="cpu") + (lengths - cu_seqlens_q[1:])[seq]
         slots = block_table[seq, position // self.page_size].long() * self.page_size
         slots += position % self.page_size
         wide = self.num_pages * self.page_size > torch.iinfo(torch.int32).max
@@ -279,7 +300,7 @@ class PagedKVCache:
         return self._sequences[seq]
 
     def _next_keys(self, state: _Sequence, ids: list[int] | None) -> list[bytes]:
-        """Keys of the pages that ids would fill: each the digest of the last key and its tokens."""
+        """The keys of pages that ids fill: a digest of the key before and of the page's tokens."""
         if state.tokens is None or ids is None:
             return []
         pending = state.tokens[len(state.keys) * self.page_size :] + ids
@@ -292,7 +313,7 @@ class PagedKVCache:
         return keys
 
     def _take(self) -> int:
-        """A page for one sequence to write: a blank one, else the least recently used."""
+        """Give a page its first owner: a blank page, else the least recently used one."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -305,8 +326,8 @@ class PagedKVCache:
         self._evictable.pop(page, None)
         self._ref_counts[page] += 1
 
-    def _release(self, pages: array[int]) -> None:
-        # the end of a prefix is of no use without its start: it must be evicted first
+    def _release(self, pages: Sequence[int]) -> None:
+        # the end of a prefix is useless without its start, so the end is evicted first
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
@@ -322,13 +343,38 @@ class PagedKVCache:
 
     def _copy_last_page(self, state: _Sequence) -> None:
         shared, own = state.pages[-1], self._take()
-        # plain integers index the tensor: a device copy in stream order, nothing read on the host
-        self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+        try:
+            # integers index the tensor: the copy runs on the device, in stream order
+            self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+        except BaseException:
+            self._release([own])
+            raise
         self._ref_counts[shared] -= 1
         state.pages[-1] = own
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         device = self.kv_cache.device
-        # from pinned memory the copy overlaps: no wait for the stream
+        # a copy from pinned memory does not wait for the stream
         tensor = tensor.pin_memory() if device.type == "cuda" else tensor
         return tensor.to(device, non_blocking=True)
+
+
+def _count_tokens(tokens: int | Sequence[int]) -> tuple[int, list[int] | None]:
+    """How many tokens an append brings, and their ids, None if it gives only a number."""
+    if isinstance(tokens, int | Integral):
+        count = int(tokens)
+        if count < 0:
+            raise ValueError(f"PagedKVCache.append: tokens must not be negative, got {count}")
+        return count, None
+    # an array would take the letters of bytes for ids
+    if not isinstance(tokens, bytes | bytearray):
+        try:
+            ids = array("q", tokens).tolist()
+        except (TypeError, OverflowError):
+            pass
+        else:
+            return len(ids), ids
+    raise TypeError(
+        "PagedKVCache.append: tokens must be a number of tokens, or a sequence of ids that fit "
+        f"in 64 bits, got {reprlib.repr(tokens)}"
+    )

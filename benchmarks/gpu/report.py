@@ -1,4 +1,4 @@
-"""What run.py measured on a GPU, as the README's tables and as a plot; needs no GPU.
+"""What run.py measured on a GPU, as markdown tables and as a plot; needs no GPU.
 
 python benchmarks/gpu/report.py benchmarks/results/cuda/h200.json --plot OUT.png
 python benchmarks/gpu/report.py benchmarks/results/cuda/h200.json --markdown
@@ -124,10 +124,10 @@ def tables(read_ceiling: float) -> list[Table]:
             "host",
             "",
             {
-                "ours": figure("call", us),
-                "through torch.ops": figure("operator", us),
-                "FA3": figure("FA3", us),
-                "a new description": figure("first"),
+                "ours, inference": figure("ours (inference)", us),
+                "no_grad": figure("ours (no_grad)", us),
+                "grad": figure("ours (grad)", us),
+                "FA3, inference": figure("FA3 (inference)", us),
             },
         ),
     ]
@@ -141,7 +141,7 @@ def describe(machine: dict[str, Any]) -> str:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The tables as they stand in the README."""
+    """The tables as they stand on the page beside the results."""
     lines = [describe(document["machine"])]
     for table in tables(document["ceilings"]["read TB/s"]):
         if not (rows := table.rows(document)):
@@ -179,7 +179,7 @@ def main() -> None:
     )
     parser.add_argument("results", type=Path, help="what run.py wrote")
     parser.add_argument("--plot", metavar="OUT", type=Path, help="draw them")
-    parser.add_argument("--markdown", action="store_true", help="print the README's tables")
+    parser.add_argument("--markdown", action="store_true", help="print them as markdown")
     options = parser.parse_args()
     document = json.loads(options.results.read_text())
     if options.plot:

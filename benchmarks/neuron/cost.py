@@ -10,15 +10,18 @@ import argparse
 import collections
 import dataclasses
 import os
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     os.environ["PAGED_ATTN_NEURON_EMULATE"] = "1"  # before the backend is imported
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # the emulator
 
 import torch
+from nki_emulator import emulated
 
 from torch_paged_attn.backends import neuron
 from torch_paged_attn.testing import Layout, Problem, build
-from torch_paged_attn.testing.nki_emulator import emulated
 
 LONG = 512  # bytes of a descriptor from which a DMA is efficient
 P = 128

@@ -30,15 +30,22 @@ PAGED_ATTN_INLINE int64_t bytes_of(DType dtype) {
   }
 }
 
+// A value that another thread may be writing: one load, whatever the compiler would prefer.
+template <class T>
+PAGED_ATTN_INLINE T read_once(const T* p) {
+  return *static_cast<const volatile T*>(p);
+}
+
 // int32 or float32 tensors are read through (up to) two strides; a stride of 0 broadcasts.
 template <class T>
 struct Strided {
   const T* data = nullptr;
   int64_t stride0 = 0, stride1 = 0;
   PAGED_ATTN_INLINE explicit operator bool() const { return data != nullptr; }
-  PAGED_ATTN_INLINE T operator()(int64_t i, int64_t j = 0) const {
-    return data[i * stride0 + j * stride1];
+  PAGED_ATTN_INLINE const T* at(int64_t i, int64_t j = 0) const {
+    return data + i * stride0 + j * stride1;
   }
+  PAGED_ATTN_INLINE T operator()(int64_t i, int64_t j = 0) const { return *at(i, j); }
 };
 
 // K or V, packed (page_size 0, token stride only) or paged.
@@ -72,6 +79,7 @@ struct Attention {
   int64_t q_stride_token, q_stride_head;
   KeyValue k, v;
   int64_t page_size;  // 0: packed
+  int64_t num_pages;
 
   Strided<int32_t> cu_seqlens_q, cu_seqlens_k, seqused_k, block_table;
   Strided<float> alibi_slopes, q_descale, k_descale, v_descale;  // (batch, head)

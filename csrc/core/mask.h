@@ -12,6 +12,20 @@ namespace {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
+// Times log2 e, a finite bias can leave the range of float32: masks hold torch.finfo(dtype).min, and
+// a row whose keys all carry it is the mean of their values. Beyond 2^127 logits are therefore
+// converted with half the slope: floats are 2^104 apart there, which every exponential takes for
+// infinitely far as it is.
+constexpr float STEEP = 0x1p127f, BEND = STEEP * (LOG2_E - 0.5f);
+
+PAGED_ATTN_INLINE float base_2(float logit) {
+  return fabsf(logit) <= STEEP ? logit * LOG2_E : 0.5f * logit + copysignf(BEND, logit);
+}
+
+PAGED_ATTN_INLINE float base_e(float logit) {
+  return fabsf(logit) <= STEEP * LOG2_E ? logit * LN_2 : 2 * (logit - copysignf(BEND, logit));
+}
+
 // One row of scores: a query token under one head.
 struct ScoreRow {
   int64_t token, head;
@@ -95,7 +109,10 @@ PAGED_ATTN_APART F finish_logits(const Attention& a, const ScoreRow& row, int64_
         const F late = load_bias(a, row.bias, first, int(end - first));
         for (int64_t j = first; j < end; ++j) bias[j - key] = late[j - first];
       }
-      x = fma(bias, set1(LOG2_E), x);
+      const F whole = fma(x, set1(LN_2), bias), size = abs(whole);
+      const U sign = bits(whole) & set1(0x80000000u);
+      const F bent = as_float(bits(fma(size, set1(0.5f), set1(BEND))) | sign);
+      x = select(size > set1(STEEP), bent, fma(bias, set1(LOG2_E), x));
       keep &= (I)(bias != set1(-INFINITY));
     }
   }

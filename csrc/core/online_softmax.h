@@ -94,17 +94,17 @@ constexpr int TOKENS_AHEAD = 4;
 // Normalises a finished accumulator and writes it out with its lse.
 inline void write_row(const Attention& a, const Sequence& s, int64_t token, int64_t head,
                       const float* acc, float m, float l) {
-  float lse = l > 0 ? m * LN_2 + logf(l) : (l == 0 ? -INFINITY : l);
+  float lse = l > 0 ? base_e(m) + logf(l) : (l == 0 ? -INFINITY : l);
   if (a.sinks) {
     const float sink = a.sinks(head);
     if (l == 0) {
       lse = sink;
     } else if (sink != -INFINITY) {
-      const float top = sink * LOG2_E > m ? sink * LOG2_E : m;
+      const float extra = base_2(sink), top = extra > m ? extra : m;
+      const float sum = l * exp2(m - top) + exp2(extra - top);
+      lse = base_e(top) + logf(sum);
       // the sum relative to m, which is what the accumulator is relative to
-      const float sum = l * exp2(m - top) + exp2(sink * LOG2_E - top);
-      lse = top * LN_2 + logf(sum);
-      l += exp2(sink * LOG2_E - m);
+      l += exp2(extra - m);
     }
   }
   const int64_t kv_head = head * a.num_kv_heads / a.num_heads;

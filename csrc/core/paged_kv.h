@@ -9,6 +9,8 @@
 
 namespace {
 
+using paged_attn::read_once;
+
 constexpr int ALIGN = 16;
 constexpr int MAX_COLUMNS = 128;
 constexpr int CACHE_LINE = 64;
@@ -34,11 +36,19 @@ struct KeyWalk {
   int max_columns;
 };
 
+// Metadata that a guard has checked may be another's when it is read again, if a thread writes it
+// meanwhile. Lengths are copied; page ids and layouts can be many, so what is read here is kept
+// inside their tensors instead: whatever the values become, a call stays within its memory.
+PAGED_ATTN_INLINE int64_t page_at(const Attention& a, int64_t sequence, int64_t entry) {
+  return min64(uint32_t(read_once(a.block_table.at(sequence, entry))), a.num_pages - 1);
+}
+
 PAGED_ATTN_INLINE const int32_t* layout_row(const paged_attn::BlockLayout& l, int64_t sequence,
                                             int64_t head, int64_t row, int64_t* count) {
   const int32_t* crow = l.crow + sequence * l.crow_batch + head * l.crow_head + row * l.crow_row;
-  *count = int64_t(crow[l.crow_row]) - crow[0];
-  return l.col + sequence * l.col_batch + head * l.col_head + crow[0] * l.col_entry;
+  const int64_t begin = min64(uint32_t(read_once(crow)), l.nnz);
+  *count = max64(min64(uint32_t(read_once(crow + l.crow_row)), l.nnz) - begin, 0);
+  return l.col + sequence * l.col_batch + head * l.col_head + begin * l.col_entry;
 }
 
 PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
@@ -62,6 +72,7 @@ PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
     const int64_t head = task.group_begin * a.layout.num_heads / a.num_groups;
     int64_t count;
     walk.columns = layout_row(a.layout, s.index, head, row, &count);
+    walk.part_end = min64(walk.part_end, count);
   } else {
     walk.part = max64(walk.part, walk.visible.begin);
     walk.part_end = min64(walk.part_end, walk.visible.end);
@@ -89,7 +100,7 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
   } else {
     int64_t entry = seen.begin / a.page_size, slot = seen.begin % a.page_size;
     for (int c = head; c < tail; ++entry, slot = 0) {
-      const int64_t page = a.block_table(walk.sequence->index, entry);
+      const int64_t page = page_at(a, walk.sequence->index, entry);
       const int run = int(min64(tail - c, a.page_size - slot));
       const int64_t k_first = page * a.k.stride_page + slot * a.k.stride_token;
       const int64_t v_first = page * a.v.stride_page + slot * a.v.stride_token;
@@ -130,7 +141,7 @@ inline bool next_block(KeyWalk& walk, KeyBlock& block) {
   }
   const int64_t size = a.layout.k_block_size;
   while (walk.part < walk.part_end && block.num_columns < walk.max_columns) {
-    const int64_t first = walk.columns[walk.part * a.layout.col_entry] * size;
+    const int64_t first = read_once(walk.columns + walk.part * a.layout.col_entry) * size;
     const int64_t end = min64(first + size, walk.visible.end);
     const int64_t key = walk.next_key >= 0 ? walk.next_key : max64(first, walk.visible.begin);
     if (key < end) walk.next_key = place_keys(walk, block, key, end);

@@ -22,11 +22,18 @@ struct ReshapeAndCache {
   const void* slots;
   int64_t slot_stride;
   bool slots_are_int64;
-  int64_t num_tokens, num_heads, page_size;
+  int64_t num_tokens, num_heads, page_size, num_slots;
   // one task of 2 * residues writes keys or values, and those whose slots have its residue: two
   // tokens for one slot never race
   int64_t residues;
 };
+
+// Slots are read where they are used too, and may have changed since they were checked.
+PAGED_ATTN_INLINE int64_t slot_at(const ReshapeAndCache& r, int64_t token) {
+  const int64_t i = token * r.slot_stride;
+  return r.slots_are_int64 ? read_once(static_cast<const int64_t*>(r.slots) + i)
+                           : read_once(static_cast<const int32_t*>(r.slots) + i);
+}
 
 struct MergeStates {
   struct Part {

@@ -82,9 +82,8 @@ inline void write_token(const paged_attn::CacheWrite& w, int64_t token, int64_t 
 void reshape_and_cache(const paged_attn::ReshapeAndCache& r, int64_t task) {
   const paged_attn::CacheWrite& w = task % 2 == 0 ? r.key : r.value;
   for (int64_t t = 0; t < r.num_tokens; ++t) {
-    const int64_t slot = r.slots_are_int64 ? ((const int64_t*)r.slots)[t * r.slot_stride]
-                                           : ((const int32_t*)r.slots)[t * r.slot_stride];
-    if (slot < 0 || (r.residues > 1 && slot % r.residues != task / 2)) continue;
+    const int64_t slot = slot_at(r, t);
+    if (slot < 0 || slot >= r.num_slots || (r.residues > 1 && slot % r.residues != task / 2)) continue;
     write_token(w, t, slot / r.page_size, slot % r.page_size, r.num_heads);
   }
   if (w.streamed) finish_streams();

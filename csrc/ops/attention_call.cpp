@@ -23,15 +23,7 @@ void fill_padding(const Attention& a) {
     for (int64_t t = used; t < a.total_q; ++t) a.lse[h * a.total_q + t] = -INFINITY;
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> run_attention(Attention& a) {
-  Tensor out = empty_tensor({a.total_q, a.num_heads, a.head_dim_v}, a.out_dtype);
-  Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
-  a.out = out.mutable_data_ptr();
-  a.lse = static_cast<float*>(lse.mutable_data_ptr());
-  fill_padding(a);
-
+void run(Attention& a) {
   static thread_local Plan plan;
   static thread_local Scratch partials, workspace;
   const int64_t threads = torch::stable::get_num_threads();
@@ -56,7 +48,22 @@ std::tuple<Tensor, Tensor> run_attention(Attention& a) {
     if (++finished[task.merge] == merge.num_splits) isa.merge_splits(a, merge, memory);
     return true;
   });
-  return {out, lse};
+}
+
+}  // namespace
+
+void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
+  Arguments arguments(op, stack, num_args);
+  const AttentionArguments x = {arguments, has_layout};
+  Attention a = {};
+  arguments.require(arguments.on_cpu() && accept_attention(x, a));
+  Tensor out = empty_tensor({a.total_q, a.num_heads, a.head_dim_v}, a.out_dtype);
+  Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
+  a.out = out.mutable_data_ptr();
+  a.lse = static_cast<float*>(lse.mutable_data_ptr());
+  fill_padding(a);
+  run(a);
+  return_tensors(stack, {out, lse});
 }
 
 }  // namespace paged_attn

@@ -1,29 +1,51 @@
-// What flash_varlen and blocksparse share: their guard, and how a call runs.
+// What flash_varlen and blocksparse share: their arguments, their guard, and how a call runs.
 #pragma once
 
-#include <tuple>
-
-#include "tensor_view.h"
+#include "arguments.h"
 
 namespace paged_attn {
 
+// Members are initialised in the order in which they stand here, which is that of the schemas: a
+// new argument is one line.
 struct AttentionArguments {
-  TensorView q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, attn_bias, alibi_slopes,
-      sinks, q_descale, k_descale, v_descale, out_scale, rng_state;
-  TensorView crow_indices, col_indices;  // blocksparse only
-  int64_t max_seqlen_q, max_seqlen_k;
-  int64_t q_block_size = 0, k_block_size = 0;
-  std::optional<double> softmax_scale;
-  bool causal;
-  int64_t window_size_left, window_size_right;
-  double softcap, dropout_p;
-  std::optional<torch::headeronly::ScalarType> out_dtype;
+  Arguments& next;
+  bool has_layout;  // whether the op is blocksparse
+
+  TensorView q = next.tensor();
+  TensorView k = next.tensor();
+  TensorView v = next.tensor();
+  TensorView crow_indices = has_layout ? next.tensor() : TensorView();
+  TensorView col_indices = has_layout ? next.tensor() : TensorView();
+  TensorView cu_seqlens_q = next.tensor();
+  TensorView cu_seqlens_k = next.optional_tensor();
+  int64_t max_seqlen_q = next.integer();
+  int64_t max_seqlen_k = next.integer();
+  TensorView seqused_k = next.optional_tensor();
+  TensorView block_table = next.optional_tensor();
+  TensorView attn_bias = next.optional_tensor();
+  TensorView alibi_slopes = next.optional_tensor();
+  TensorView sinks = next.optional_tensor();
+  TensorView q_descale = next.optional_tensor();
+  TensorView k_descale = next.optional_tensor();
+  TensorView v_descale = next.optional_tensor();
+  TensorView out_scale = next.optional_tensor();
+  TensorView rng_state = next.optional_tensor();
+  int64_t q_block_size = has_layout ? next.integer() : 0;
+  int64_t k_block_size = has_layout ? next.integer() : 0;
+  std::optional<double> softmax_scale = next.optional_number();
+  bool causal = next.boolean();
+  int64_t window_size_left = next.integer();
+  int64_t window_size_right = next.integer();
+  double softcap = next.number();
+  double dropout_p = next.number();
+  std::optional<DType> out_dtype = next.optional_dtype();
 };
 
 // Fills in everything but the outputs. False when any rule of the contract is broken; then nothing
 // that the arguments point to has been touched beyond what was proven to be there.
 bool accept_attention(const AttentionArguments&, Attention&);
 
-std::tuple<Tensor, Tensor> run_attention(Attention&);
+// The boxed kernel of either op: from the arguments on the stack to the results there.
+void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args);
 
 }  // namespace paged_attn

@@ -1,6 +1,4 @@
 // The rules of the contract as conditions, without words: ops/checks.py has those.
-#include <torch/csrc/stable/stableivalue_conversions.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -11,6 +9,7 @@
 namespace paged_attn {
 namespace {
 
+constexpr double LARGEST_SCALE = 0x1p126;  // kernels hold it times 2 log2(e) in float32
 constexpr int64_t FAR = int64_t(1) << 40;  // wider than any window that can matter
 
 bool is_query_type(DType d) { return d <= DType::float8_e5m2; }
@@ -20,15 +19,6 @@ bool is_float8(DType d) { return d == DType::float8_e4m3fn || d == DType::float8
 bool is_descale(const TensorView& t, int64_t batch, int64_t heads) {
   return !t || (t.is(DType::float32) &&
                 (t.dim == 0 || t.has_shape({heads}) || t.has_shape({batch, heads})));
-}
-
-bool on_cpu(const AttentionArguments& x) {
-  for (const TensorView* t :
-       {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.seqused_k, &x.block_table,
-        &x.attn_bias, &x.alibi_slopes, &x.sinks, &x.q_descale, &x.k_descale, &x.v_descale,
-        &x.out_scale, &x.rng_state, &x.crow_indices, &x.col_indices})
-    if (!t->on_cpu) return false;
-  return true;
 }
 
 bool accept_shapes(const AttentionArguments& x, Attention& a) {
@@ -45,6 +35,7 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   a.num_kv_heads = x.k.size(1);
   a.head_dim_v = x.v.last();
   a.page_size = paged ? x.k.size(2) : 0;
+  a.num_pages = paged ? x.k.size(0) : 0;
   if (a.num_heads < 1 || a.num_heads > 65535 || a.head_dim < 1 || a.num_kv_heads < 1 ||
       a.head_dim_v < 1 || (paged && a.page_size < 1))
     return false;
@@ -83,17 +74,17 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
     return false;
   a.q_dtype = x.q.dtype;
   a.kv_dtype = x.k.dtype;
-  a.out_dtype = x.q.dtype;
-  if (x.out_dtype)
-    a.out_dtype =
-        dtype_of(torch::stable::detail::to<int32_t>(torch::stable::detail::from(*x.out_dtype)));
+  a.out_dtype = x.out_dtype.value_or(x.q.dtype);
   if (!is_query_type(a.out_dtype)) return false;
   if (x.out_scale && !(x.out_scale.is(DType::float32) && is_float8(a.out_dtype) &&
                        (x.out_scale.dim == 0 || x.out_scale.has_shape({1}))))
     return false;
-  if (x.softmax_scale && !std::isfinite(*x.softmax_scale)) return false;
+  const double scale = std::abs(x.softmax_scale.value_or(1));
+  if (!(scale <= LARGEST_SCALE)) return false;
+  if (x.softcap != 0 && !(x.softcap >= 1 / LARGEST_SCALE && x.softcap <= LARGEST_SCALE &&
+                          scale <= x.softcap * LARGEST_SCALE))
+    return false;
   if (x.window_size_left < -1 || x.window_size_right < -1) return false;
-  if (!(x.softcap >= 0 && std::isfinite(x.softcap))) return false;
   if (!(x.dropout_p >= 0 && x.dropout_p < 1)) return false;
   if (x.dropout_p > 0 && !x.rng_state) return false;
   return !x.rng_state || (x.rng_state.is(DType::int64) && x.rng_state.has_shape({2}));
@@ -128,6 +119,27 @@ bool accept_layout(const AttentionArguments& x, Attention& a) {
   return true;
 }
 
+// Lengths decide which memory is read. What is checked and what is used is this copy of them, so
+// that another thread that writes the tensors meanwhile changes nothing.
+void copy_lengths(const AttentionArguments& x, Attention& a) {
+  static thread_local std::vector<int32_t> lengths;
+  lengths.resize(3 * (a.batch + 1));
+  int32_t* to = lengths.data();
+  const auto copy = [&](const TensorView& t) {
+    Strided<int32_t> copied;
+    if (!t) return copied;
+    const Strided<int32_t> from = strided<int32_t>(t);
+    for (int64_t i = 0; i < t.size(0); ++i) to[i] = read_once(from.at(i));
+    copied.data = to;
+    copied.stride0 = 1;
+    to += t.size(0);
+    return copied;
+  };
+  a.cu_seqlens_q = copy(x.cu_seqlens_q);
+  a.cu_seqlens_k = copy(x.cu_seqlens_k);
+  a.seqused_k = copy(x.seqused_k);
+}
+
 void fill_in(const AttentionArguments& x, Attention& a) {
   const auto key_value = [](const TensorView& t) {
     if (t.dim == 3) return KeyValue{t.data(), 0, t.stride(1), t.stride(0)};
@@ -138,9 +150,7 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   a.q_stride_head = x.q.stride(1);
   a.k = key_value(x.k);
   a.v = key_value(x.v);
-  a.cu_seqlens_q = strided<int32_t>(x.cu_seqlens_q);
-  a.cu_seqlens_k = strided<int32_t>(x.cu_seqlens_k);
-  a.seqused_k = strided<int32_t>(x.seqused_k);
+  copy_lengths(x, a);
   a.block_table = strided<int32_t>(x.block_table);
   a.alibi_slopes = per_head(x.alibi_slopes);
   a.q_descale = per_head(x.q_descale);
@@ -204,7 +214,7 @@ bool accept_layout_rows(const Attention& a, const Sequence& s) {
   for (int64_t head = 0; head < l.num_heads; ++head)
     for (int64_t row = first / l.q_block_size; row <= last / l.q_block_size; ++row) {
       const int32_t* crow = l.crow + s.index * l.crow_batch + head * l.crow_head + row * l.crow_row;
-      const int64_t begin = crow[0], end = crow[l.crow_row];
+      const int64_t begin = read_once(crow), end = read_once(crow + l.crow_row);
       if (begin < 0 || end < begin || end > l.nnz) return false;
       int64_t count;
       const int32_t* columns = layout_row(l, s.index, head, row, &count);
@@ -246,7 +256,7 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
 }  // namespace
 
 bool accept_attention(const AttentionArguments& x, Attention& a) {
-  if (!accept_shapes(x, a) || !accept_options(x, a) || !on_cpu(x)) return false;
+  if (!accept_shapes(x, a) || !accept_options(x, a)) return false;
   if (x.crow_indices && !accept_layout(x, a)) return false;
   fill_in(x, a);
   return accept_values(x, a);

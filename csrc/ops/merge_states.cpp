@@ -1,9 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../kernels.h"
-#include "refuse.h"
+#include "arguments.h"
 #include "scratch.h"
-#include "tensor_view.h"
 
 namespace {
 
@@ -15,7 +14,6 @@ bool accept(const TensorView& out_a, const TensorView& lse_a, const TensorView& 
   if (!out_b.has_shape({out_a.size(0), out_a.size(1), out_a.size(2)})) return false;
   for (const TensorView* lse : {&lse_a, &lse_b})
     if (!lse->is(DType::float32) || !lse->has_shape({out_a.size(1), out_a.size(0)})) return false;
-  if (!out_a.on_cpu || !lse_a.on_cpu || !out_b.on_cpu || !lse_b.on_cpu) return false;
   const auto part = [](const TensorView& out, const TensorView& lse) {
     return MergeStates::Part{out.data(),
                              out.stride(0),
@@ -34,11 +32,12 @@ bool accept(const TensorView& out_a, const TensorView& lse_a, const TensorView& 
   return true;
 }
 
-std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a,
-                                        const Tensor& out_b, const Tensor& lse_b) {
+void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("merge_states", stack, num_args);
+  const TensorView out_a = next.tensor(), lse_a = next.tensor();
+  const TensorView out_b = next.tensor(), lse_b = next.tensor();
   MergeStates call = {};
-  if (!accept(out_a, lse_a, out_b, lse_b, call))
-    refuse("paged_attn::merge_states_error", out_a, lse_a, out_b, lse_b);
+  next.require(next.on_cpu() && accept(out_a, lse_a, out_b, lse_b, call));
   Tensor out = empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype);
   Tensor lse = empty_tensor({call.num_heads, call.total_q}, DType::float32);
   call.out = out.mutable_data_ptr();
@@ -52,9 +51,9 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
     isa.merge_states(call, i * tokens, end < call.total_q ? end : call.total_q);
     return true;
   });
-  return {out, lse};
+  return_tensors(stack, {out, lse});
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("merge_states", TORCH_BOX(&merge_states)); }
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("merge_states", &merge_states); }

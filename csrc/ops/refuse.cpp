@@ -1,9 +1,11 @@
 #include "refuse.h"
 
 #include <dlfcn.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 // The base of libtorch_python's own exceptions (torch/csrc/Exceptions.h, which no stable header
@@ -23,37 +25,58 @@ namespace {
 
 constexpr uint64_t TORCH_2_15 = uint64_t(2) << 56 | uint64_t(15) << 48;
 
-_object* python_value_error() {
-  static const auto type = static_cast<_object**>(dlsym(RTLD_DEFAULT, "PyExc_ValueError"));
+// One of Python's own exceptions, or null in a process without Python.
+_object* python_exception(const char* name) {
+  const auto type = static_cast<_object**>(dlsym(RTLD_DEFAULT, name));
   return type ? *type : nullptr;
 }
 
-struct ValueError : torch::PyTorchError {
-  using PyTorchError::PyTorchError;
-  _object* python_type() override { return python_value_error(); }
+struct PythonError : torch::PyTorchError {
+  PythonError(_object* python_type, const std::string& text)
+      : PyTorchError(text), type(python_type) {}
+  _object* python_type() override { return type; }
+  _object* type;
 };
 
 // Before 2.15 operators are called through pybind11, to which std::invalid_argument is a
 // ValueError; since then it is a RuntimeError to the function that calls them.
-[[noreturn]] void raise_value_error(const std::string& text) {
-  if (aoti_torch_abi_version() >= TORCH_2_15 && python_value_error()) throw ValueError(text);
-  throw std::invalid_argument(text);
+[[noreturn]] void raise(const std::string& type, const std::string& text) {
+  if (type == "NotImplementedError" ||
+      (type == "ValueError" && aoti_torch_abi_version() >= TORCH_2_15))
+    if (_object* python_type = python_exception(("PyExc_" + type).c_str()))
+      throw PythonError(python_type, text);
+  if (type == "ValueError") throw std::invalid_argument(text);
+  if (type == "IndexError") throw std::out_of_range(text);
+  throw std::runtime_error(text);
+}
+
+// What `<op>_error` answers. The handle is read here because torch's own conversion of a string to
+// std::string keeps it for ever.
+std::string ask_twin(std::string op, StableIValue* stack) {
+  std::replace(op.begin(), op.end(), '.', '_');  // of an overload
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(("paged_attn::" + op + "_error").c_str(), "",
+                                                      stack, TORCH_ABI_VERSION));
+  const StringHandle handle = torch::stable::detail::to<StringHandle>(stack[0]);
+  size_t length;
+  const char* data;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  const std::string answer(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return answer;
 }
 
 }  // namespace
 
-void raise_explained(const std::string& answer, const char* error_op) {
+void refuse(const char* op, StableIValue* stack) {
+  const std::string answer = ask_twin(op, stack);
   const size_t colon = answer.find(": ");
-  if (colon == std::string::npos) {
-    const std::string twin = error_op;
-    throw std::runtime_error(twin.substr(0, twin.size() - sizeof("_error") + 1) +
-                             ": internal: the CPU guard refused a call that the contract allows;"
-                             " please report it");
-  }
-  const std::string type = answer.substr(0, colon), text = answer.substr(colon + 2);
-  if (type == "ValueError") raise_value_error(text);
-  if (type == "IndexError") throw std::out_of_range(text);
-  throw std::runtime_error(text);
+  if (colon == std::string::npos)
+    throw std::runtime_error(std::string("paged_attn::") + op +
+                             ": the CPU guard refused what the contract allows: either another"
+                             " thread wrote a tensor of the call meanwhile, or this is a bug to"
+                             " report");
+  raise(answer.substr(0, colon), answer.substr(colon + 2));
 }
 
 }  // namespace paged_attn

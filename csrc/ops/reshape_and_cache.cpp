@@ -1,14 +1,13 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../kernels.h"
-#include "refuse.h"
+#include "arguments.h"
+#include "autograd.h"
 #include "scratch.h"
-#include "tensor_view.h"
 
 namespace {
 
 using namespace paged_attn;
-using OptionalTensor = std::optional<Tensor>;
 
 // Bytes written by a call that would not stay in the processor's caches until they are read.
 constexpr int64_t STREAMED_BYTES = 4 << 20;
@@ -59,11 +58,6 @@ bool in_whole_lines(const CacheWrite& w) {
   return reinterpret_cast<uintptr_t>(w.to) % CACHE_LINE == 0;
 }
 
-int64_t slot_at(const ReshapeAndCache& r, int64_t i) {
-  return r.slots_are_int64 ? static_cast<const int64_t*>(r.slots)[i * r.slot_stride]
-                           : static_cast<const int32_t*>(r.slots)[i * r.slot_stride];
-}
-
 bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache,
             const Cache& v_cache, const TensorView& slots, const TensorView& k_scale,
             const TensorView& v_scale, ReshapeAndCache& r) {
@@ -77,19 +71,15 @@ bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache
   if (slots.dim != 1 || !slots.is_one_of({DType::int32, DType::int64})) return false;
   if (slots.size(0) > key.size(0)) return false;
   if (!accept_scale(k_scale, key, k_cache) || !accept_scale(v_scale, key, k_cache)) return false;
-  for (const TensorView* t :
-       {&key, &value, &k_cache.view, &v_cache.view, &slots, &k_scale, &v_scale})
-    if (!t->on_cpu) return false;
   r.slots = slots.data();
   r.slot_stride = slots.stride(0);
   r.slots_are_int64 = slots.is(DType::int64);
   r.num_tokens = slots.size(0);
   r.num_heads = key.size(1);
   r.page_size = k_cache.size(2);
-  int64_t num_slots;
-  if (__builtin_mul_overflow(k_cache.size(0), r.page_size, &num_slots)) num_slots = INT64_MAX;
+  if (__builtin_mul_overflow(k_cache.size(0), r.page_size, &r.num_slots)) r.num_slots = INT64_MAX;
   for (int64_t i = 0; i < r.num_tokens; ++i)
-    if (slot_at(r, i) >= num_slots) return false;
+    if (slot_at(r, i) >= r.num_slots) return false;
   r.key = cache_write(key, k_cache, k_scale);
   r.value = cache_write(value, v_cache, v_scale);
   return true;
@@ -108,32 +98,37 @@ void run(ReshapeAndCache& r) {
   });
 }
 
-void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& kv_cache,
-                       const Tensor& slot_mapping, const OptionalTensor& k_scale,
-                       const OptionalTensor& v_scale) {
+void reshape_and_cache(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("reshape_and_cache", stack, num_args);
+  const TensorView key = next.tensor(), value = next.tensor(), kv_cache = next.tensor();
+  const TensorView slot_mapping = next.tensor();
+  const TensorView k_scale = next.optional_tensor(), v_scale = next.optional_tensor();
   ReshapeAndCache call = {};
-  const TensorView both = kv_cache;
-  const bool fused = both.dim == 5 && both.size(0) == 2;
-  if (!fused ||
-      !accept(key, value, {both, 1, 0}, {both, 1, 1}, slot_mapping, k_scale, v_scale, call))
-    refuse("paged_attn::reshape_and_cache_error", key, value, kv_cache, slot_mapping, k_scale,
-           v_scale);
+  const bool fused = kv_cache.dim == 5 && kv_cache.size(0) == 2;
+  next.require(next.on_cpu() && fused &&
+               accept(key, value, {kv_cache, 1, 0}, {kv_cache, 1, 1}, slot_mapping, k_scale,
+                      v_scale, call));
+  bump_version(kv_cache.handle);
   run(call);
 }
 
-void reshape_and_cache_split(const Tensor& key, const Tensor& value, const Tensor& k_cache,
-                             const Tensor& v_cache, const Tensor& slot_mapping,
-                             const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
+void reshape_and_cache_split(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("reshape_and_cache.split", stack, num_args);
+  const TensorView key = next.tensor(), value = next.tensor();
+  const TensorView k_cache = next.tensor(), v_cache = next.tensor();
+  const TensorView slot_mapping = next.tensor();
+  const TensorView k_scale = next.optional_tensor(), v_scale = next.optional_tensor();
   ReshapeAndCache call = {};
-  if (!accept(key, value, {k_cache, 0, 0}, {v_cache, 0, 0}, slot_mapping, k_scale, v_scale, call))
-    refuse("paged_attn::reshape_and_cache_split_error", key, value, k_cache, v_cache, slot_mapping,
-           k_scale, v_scale);
+  next.require(next.on_cpu() && accept(key, value, {k_cache, 0, 0}, {v_cache, 0, 0}, slot_mapping,
+                                       k_scale, v_scale, call));
+  bump_version(k_cache.handle);
+  bump_version(v_cache.handle);
   run(call);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
-  m.impl("reshape_and_cache", TORCH_BOX(&reshape_and_cache));
-  m.impl("reshape_and_cache.split", TORCH_BOX(&reshape_and_cache_split));
+  m.impl("reshape_and_cache", &reshape_and_cache);
+  m.impl("reshape_and_cache.split", &reshape_and_cache_split);
 }

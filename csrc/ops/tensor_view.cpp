@@ -1,5 +1,7 @@
 #include "tensor_view.h"
 
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -51,6 +53,10 @@ Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype) {
   Tensor tensor(handle);
   prefer_huge_pages(tensor.mutable_data_ptr(), stride * bytes_of(dtype));
   return tensor;
+}
+
+void return_tensors(StableIValue* stack, std::initializer_list<Tensor> results) {
+  for (const Tensor& result : results) *stack++ = torch::stable::detail::from(result);
 }
 
 }  // namespace paged_attn

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
-#include <optional>
 
 #include "../core/attention.h"
 
@@ -15,7 +14,7 @@ using torch::stable::Tensor;
 DType dtype_of(int32_t code);
 
 struct TensorView {
-  const Tensor* tensor = nullptr;
+  AtenTensorHandle handle = nullptr;  // not owned
   int64_t dim = 0;
   const int64_t* sizes = nullptr;
   const int64_t* strides = nullptr;
@@ -23,10 +22,15 @@ struct TensorView {
   bool on_cpu = true;
 
   TensorView() = default;
-  TensorView(const Tensor& t) : tensor(&t) {
+  explicit TensorView(AtenTensorHandle tensor) : handle(tensor) {
     int64_t *size_data, *stride_data;
     int32_t code, device;
-    const AtenTensorHandle handle = t.get();
+    bool is_defined;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(handle, &is_defined));
+    if (!is_defined) {  // None for a tensor that the schema requires
+      dim = -1;
+      return;
+    }
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_data));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_data));
@@ -37,16 +41,21 @@ struct TensorView {
     dtype = dtype_of(code);
     on_cpu = device == aoti_torch_device_type_cpu();
   }
-  TensorView(const std::optional<Tensor>& t) {
-    if (t) *this = TensorView(*t);
-  }
 
-  explicit operator bool() const { return tensor != nullptr; }
+  explicit operator bool() const { return handle != nullptr; }
   int64_t size(int64_t i) const { return sizes[i]; }
   int64_t stride(int64_t i) const { return strides[i]; }
   int64_t last() const { return sizes[dim - 1]; }
-  const void* data() const { return tensor ? tensor->const_data_ptr() : nullptr; }
-  void* mutable_data() const { return tensor->mutable_data_ptr(); }
+  const void* data() const {
+    const void* data = nullptr;
+    if (handle) STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &data));
+    return data;
+  }
+  void* mutable_data() const {
+    void* data;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
+    return data;
+  }
 
   bool is(DType wanted) const { return dtype == wanted; }
   bool is_one_of(std::initializer_list<DType> allowed) const {
@@ -85,5 +94,8 @@ inline Strided<float> per_head(const TensorView& t) {
 
 // Contiguous, on the CPU.
 Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype);
+
+// Leaves the results of a boxed kernel where its arguments were.
+void return_tensors(StableIValue* stack, std::initializer_list<Tensor> results);
 
 }  // namespace paged_attn

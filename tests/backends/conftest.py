@@ -25,6 +25,6 @@ def poison_allocations():
 def forget_calls():
     """Calls on a GPU are planned anew: the environment may have changed since."""
     if "triton" in DEVICES:
-        from torch_paged_attn.backends.triton.runtime import recipes
+        from torch_paged_attn.backends.triton.runtime import launch_cache
 
-        recipes.forget()
+        launch_cache.clear()

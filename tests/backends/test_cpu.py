@@ -107,3 +107,35 @@ def test_dropout_keeps_what_the_reference_keeps(dtype):
         positions = torch.arange(key_len - query_len, key_len)
         seen = torch.arange(key_len) >= positions[:, None] - left
         assert torch.equal(out[bounds[b] : bounds[b + 1]].transpose(0, 1) > 0, kept & seen)
+
+
+def in_a_process(code):
+    """What the code prints, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"signal {-done.returncode}"
+    return done.stdout
+
+
+def test_a_refused_call_leaves_no_memory_behind():
+    grown = in_a_process("""
+import torch
+from torch_paged_attn import flash_varlen
+def memory():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+def refused(n):
+    q, k = torch.randn(1, 1, 16), torch.randn(4, 1, 16, 16)
+    bounds, used = torch.tensor([[0, 1], [100, 100]], dtype=torch.int32)
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    for _ in range(n):
+        try:
+            flash_varlen(q, k, k, bounds, seqused_k=used[:1], block_table=table)
+        except RuntimeError:
+            continue
+        raise AssertionError("not refused")
+refused(2000)
+before = memory()
+refused(5000)
+print(memory() - before)
+""")
+    assert int(grown) < 5000 * 32

@@ -1,5 +1,10 @@
 """PagedKVCache: examples that read like its documentation. The state machine tests the rest."""
 
+import copy
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 
@@ -55,6 +60,18 @@ def test_slots_of_a_huge_cache_are_int64():
     cache = PagedKVCache(1, 2**20, 1, 2**12, 1, device="meta")
     cache.append("a", 1)
     assert cache.batch(["a"], [1]).slot_mapping.dtype == torch.int64
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_batch_under_a_default_device(device):
+    cache = small_cache(device="cpu")
+    cache.append("a", 6)
+    cache.append("b", 3)
+    expected = cache.batch(["a", "b"], [2, 3])
+    with torch.device(device):
+        batch = cache.batch(["a", "b"], [2, 3])
+    for name in ("slot_mapping", "block_table", "seqused_k", "cu_seqlens_q"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name))
 
 
 def test_a_common_prefix_is_shared():
@@ -121,6 +138,24 @@ def test_fork_copies_on_write():
     # b is alone now: it writes in place
     cache.append("b", 1)
     assert cache.pages("b")[1] == before
+
+
+def test_a_copy_that_raises_leaks_no_page():
+    with torch.inference_mode():
+        cache = small_cache()
+    cache.append("a", 5)
+    cache.fork("a", "b")
+    pages = cache.pages("b")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="inference"):
+            cache.append("b", 1)
+    assert cache.pages("b") == pages
+    assert cache.length("b") == 5
+    assert cache.num_free_pages == 6
+    cache.free("a")
+    cache.append("b", 1)  # nobody shares the page any more: nothing to copy
+    cache.free("b")
+    assert cache.num_free_pages == 8
 
 
 def test_float8_pages_are_copied_bit_for_bit():
@@ -191,3 +226,51 @@ def test_bad_calls_are_named():
         cache.batch(["a"], [1], max_pages=1)
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
         small_cache(page_size=0)
+
+
+def fill(num_pages):
+    small_cache(num_pages=num_pages).append("a", 4 * num_pages + 1)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))]
+)
+def test_cache_full_is_copied(duplicate):
+    full = CacheFull(3, 1)
+    full.request = "r7"
+    same = duplicate(full)
+    assert type(same) is CacheFull
+    assert (same.needed, same.available, same.request) == (3, 1, "r7")
+    assert str(same) == str(full) == "the KV cache is full: 3 pages needed, 1 available"
+
+
+def test_cache_full_leaves_a_process_pool():
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        for num_pages in (1, 2):
+            with pytest.raises(CacheFull) as e:
+                pool.submit(fill, num_pages).result(timeout=120)
+            assert (e.value.needed, e.value.available) == (num_pages + 1, num_pages)
+
+
+@pytest.mark.parametrize(
+    "tokens", ["ab", b"ab", [[1], [2]], ["1"], [1.0], [2**63], 2.0, None], ids=repr
+)
+def test_tokens_that_are_no_ids(tokens):
+    cache = small_cache(page_size=64)
+    with pytest.raises(
+        TypeError, match=r"append: tokens must be a number of tokens, or a seq.*got"
+    ):
+        cache.append("a", tokens)
+    assert "a" not in cache
+    assert cache.num_free_pages == 8
+
+
+@pytest.mark.parametrize("written", [-5, -1, 6])
+def test_written_is_checked(written):
+    cache = small_cache()
+    cache.append("a", list(range(5)))
+    with pytest.raises(ValueError, match=f"free: written must be between 0 and 5, got {written}"):
+        cache.free("a", written=written)
+    assert cache.pages("a")
+    assert cache.append("b", list(range(5))) == 4

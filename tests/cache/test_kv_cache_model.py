@@ -29,6 +29,13 @@ def contents(tokens):
     return torch.tensor(values, dtype=torch.float32)
 
 
+class Uncopyable(torch.Tensor):
+    """As a tensor made under inference_mode, outside of it."""
+
+    def copy_(self, *_):
+        raise OSError
+
+
 class KVCacheMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
@@ -99,6 +106,26 @@ class KVCacheMachine(RuleBasedStateMachine):
             return tokens
         self.next_unknown += len(tokens)
         return list(range(self.next_unknown - len(tokens), self.next_unknown))
+
+    @rule(seq=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def append_where_copies_fail(self, seq, tokens):
+        """A fork of a sequence cannot copy the page that it shares: all stays as it was."""
+        if seq not in self.tokens:
+            return
+        cache, child = self.cache, self.new_name()
+        cache.fork(seq, child)
+        before, tensor = self.sequences_of_host(), cache.kv_cache
+        free = cache.num_free_pages
+        cache.kv_cache = tensor.as_subclass(Uncopyable)
+        with contextlib.suppress(CacheFull, OSError):
+            cache.append(child, tokens)
+        cache.kv_cache = tensor
+        if cache.length(child) == len(self.tokens[seq]):
+            assert (self.sequences_of_host(), cache.num_free_pages) == (before, free)
+        cache.free(child, written=len(self.tokens[seq]))
+
+    def sequences_of_host(self):
+        return copy.deepcopy((self.cache._sequences, self.cache._ref_counts))
 
     @rule(target=sequences, parent=sequences)
     def fork(self, parent):

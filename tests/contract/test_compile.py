@@ -129,3 +129,45 @@ def test_export(package, tmp_path):
         expected = layer(*expected_inputs)
         assert torch.equal(run(*inputs), expected)
         assert torch.equal(inputs[1], expected_inputs[1])
+
+
+class Packed(torch.nn.Module):
+    """Takes its hints from the lengths: numbers that a graph does not know."""
+
+    def forward(self, q, cu_seqlens_q):
+        longest = cu_seqlens_q.diff().max().item()
+        return torch_paged_attn.flash_varlen(q, q, q, cu_seqlens_q, None, longest, longest)[0]
+
+
+class Sparse(torch.nn.Module):
+    def forward(self, q, cu_seqlens_q, crow, col):
+        longest = cu_seqlens_q.diff().max().item()
+        hints = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return torch_paged_attn.blocksparse(q, q, q, crow, col, cu_seqlens_q, **hints)[0]
+
+
+def compiled_whole(module, _args):
+    return torch.compile(module, fullgraph=True)
+
+
+def exported(module, args):
+    return torch.export.export(module, args, strict=True).module()
+
+
+def exported_without_dynamo(module, args):
+    return torch.export.export(module, args, strict=False).module()
+
+
+@pytest.mark.parametrize("traced", [compiled_whole, exported, exported_without_dynamo])
+@pytest.mark.parametrize("module", [Packed(), Sparse()], ids=["packed", "sparse"])
+def test_hints_that_a_graph_does_not_know(module, traced):
+    torch._dynamo.reset()
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 6], [0, 5, 6])]
+    layout = [torch.tensor([ends], dtype=torch.int32) for ends in ([0, 1], [0])]
+    layout = layout if isinstance(module, Sparse) else []
+    q = torch.randn(6, 2, 16)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = traced(module, (q, bounds[0], *layout))
+        for cu_seqlens_q in bounds:
+            args = (q, cu_seqlens_q, *layout)
+            assert torch.equal(run(*args), module(*args))

@@ -13,16 +13,34 @@ def overload(name):
     return getattr(getattr(torch.ops.paged_attn, packet), over or "default")
 
 
-def raises(op, args, error, text):
+def public(op):
+    """The function of the package that calls an op, hints left to it."""
+    packet, _, split = op.partition(".")
+
+    def call(**args):
+        if split:
+            args["kv_cache"] = args.pop("k_cache"), args.pop("v_cache")
+        hints = ("max_seqlen_q", "max_seqlen_k")
+        given = {name: value for name, value in args.items() if name not in hints}
+        return getattr(torch_paged_attn, packet)(**given)
+
+    return call
+
+
+def raises(op, args, error, text, function=overload):
     """The error, its exact type, and its text after the op's name."""
     with pytest.raises(error) as caught:
-        overload(op)(**args)
+        function(op)(**args)
     assert caught.type is error
     message = str(caught.value)
     assert message.startswith(f"paged_attn::{op.partition('.')[0]}: "), message
     assert text in message
     assert "; allowed: " in message
     return message
+
+
+def tensors_of(args):
+    return [name for name, value in args.items() if isinstance(value, torch.Tensor)]
 
 
 def ids(cases):
@@ -65,7 +83,7 @@ def test_values(base, changes, error, text):
 def test_every_tensor_must_be_on_the_first_tensors_device(base):
     op, make = BASES[base]
     args = make()
-    _, *others = [name for name, value in args.items() if isinstance(value, torch.Tensor)]
+    _, *others = tensors_of(args)
     for name in others:
         moved = {**args, name: args[name].to("meta")}
         raises(
@@ -74,6 +92,80 @@ def test_every_tensor_must_be_on_the_first_tensors_device(base):
             ValueError,
             f"{name} is on meta; allowed: the device of the first tensor, cpu",
         )
+
+
+@pytest.mark.parametrize("function", [overload, public])
+@pytest.mark.parametrize("base", BASES)
+def test_a_tensor_without_dimensions(base, function):
+    op, make = BASES[base]
+    for name in tensors_of(args := make()):
+        scalar = {**args, name: args[name].flatten()[0]}
+        raises(op, scalar, ValueError, f"{name} has shape ()", function)
+
+
+@pytest.mark.parametrize("function", [overload, public])
+@pytest.mark.parametrize("base", BASES)
+def test_none_for_a_required_tensor(base, function):
+    op, make = BASES[base]
+    required = [a.name for a in overload(op)._schema.arguments if str(a.type) == "Tensor"]
+    for name in required:
+        if (name, function) != ("kv_cache", public):
+            raises(op, {**make(), name: None}, ValueError, f"{name} is None", function)
+
+
+@pytest.mark.parametrize("function", [overload, public])
+@pytest.mark.parametrize("base", BASES)
+def test_a_list_for_a_tensor_is_torchs_own_error(base, function):
+    op, make = BASES[base]
+    for name in tensors_of(args := make()):
+        if (name, function) == ("kv_cache", public):
+            continue
+        with pytest.raises(RuntimeError, match=rf"for argument '{name}' but .* type 'list'"):
+            function(op)(**{**args, name: args[name].tolist()})
+
+
+@pytest.mark.parametrize(
+    "cache", [None, (), "kv", [1, 2, 3], 7.0], ids=["none", "empty", "text", "three", "number"]
+)
+def test_what_is_neither_a_cache_nor_a_pair(cache):
+    args = cached() | {"kv_cache": cache}
+    raises("reshape_and_cache", args, ValueError, "kv_cache is", public)
+
+
+def test_a_name_that_no_argument_has():
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'k_bias_scale'"):
+        torch_paged_attn.flash_varlen(**BASES["packed"][1](), k_bias_scale=None)
+
+
+@pytest.mark.parametrize("base", ["packed", "sparse"])
+def test_a_tensor_given_twice(base):
+    op, make = BASES[base]
+    args = make()
+    names = [a.name for a in overload(op)._schema.arguments if not a.kwarg_only]
+    names = names[: names.index("sinks") + 1]
+    sizes = {name: size for name, size in args.items() if name not in names}
+    given = [args.get(name) for name in names]
+    function = getattr(torch_paged_attn, op)
+    function(*given, out_dtype=torch.float16, **sizes)
+    with pytest.raises(TypeError, match=f"{op}: attn_bias came twice; allowed: once"):
+        function(*given, attn_bias=None, **sizes)
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        {"softmax_scale": 2.0**126},
+        {"softmax_scale": -(2.0**126), "softcap": 1.0},
+        {"softcap": 2.0**126},
+        {"softcap": 2.0**-126},
+    ],
+    ids=["scale", "scale_softcap", "softcap", "small_softcap"],
+)
+def test_the_largest_scales_give_numbers(scales):
+    args = BASES["packed"][1]()
+    args |= {name: args[name] * 0.01 for name in "qk"}
+    out, lse = torch_paged_attn.flash_varlen(**args, **scales)
+    assert out.isfinite().all() and lse.isfinite().all()
 
 
 @pytest.mark.parametrize("base", ["packed", "sparse", "states"])

@@ -1,22 +1,26 @@
 """Schemas and kernels fit: every optional argument, given and omitted, arrives where it is read."""
 
 import inspect
+import typing
 
 import pytest
 import torch
 
 import torch_paged_attn
 from torch_paged_attn import reference
+from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_names
 from torch_paged_attn.ops import _library
 from torch_paged_attn.testing import Problem, Truth, assert_accurate, build
 
 BASE = Problem("base", ((3, 9), (1, 30), (8, 0)), 4, 2, 16, page_size=4)
-TENSORS = {
+# of every optional argument but the lengths, which all problems have: a problem that needs it
+OPTIONS = {
     "attn_bias": {"bias": "float", "bias_heads": "all"},
     "alibi_slopes": {"alibi": "batch"},
     "sinks": {"sinks": True},
     "q_descale": {"descale": "heads", "dtype": torch.float8_e4m3fn, "out_dtype": torch.float32},
     "k_descale": {"descale": "batch", "kv_dtype": torch.int8},
+    "v_descale": {"descale": "scalar", "kv_dtype": torch.float8_e5m2},
     "out_scale": {"out_scale": True, "out_dtype": torch.float8_e5m2},
     "rng_state": {"dropout_p": 0.4},
     "softmax_scale": {"softmax_scale": 0.9},
@@ -24,13 +28,22 @@ TENSORS = {
     "window_size_left": {"window_size_left": 3},
     "window_size_right": {"causal": False, "window_size_right": 2},
     "softcap": {"softcap": 0.7},
+    "dropout_p": {"dropout_p": 0.1},
     "out_dtype": {"out_dtype": torch.float16},
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
+LENGTHS = {"cu_seqlens_k", "seqused_k", "block_table"}
+
+
+def options():
+    listed = (x for x in arguments("flash_varlen")[4:] if not x.is_hint)
+    return [x.name for x in listed if x.name not in LENGTHS]
+
+
+@pytest.mark.parametrize("name", options())
 def test_each_option_changes_the_result_as_the_reference_says(name):
-    problem = Problem(**{**vars(BASE), **TENSORS[name]})
+    problem = Problem(**{**vars(BASE), **OPTIONS[name]})
     call = build(problem)
     assert call.args[name] is not None
     out, lse = call.run()
@@ -51,6 +64,38 @@ def test_the_public_function_has_the_schemas_arguments(name):
         assert (parameter.kind == parameter.KEYWORD_ONLY) == argument.kwarg_only
         if argument.has_default_value():
             assert parameter.default == argument.default_value
+
+
+@pytest.mark.parametrize("name", ["flash_varlen", "blocksparse"])
+def test_the_public_function_tells_all_about_its_arguments(name):
+    function = getattr(torch_paged_attn, name)
+    documented = inspect.getdoc(function)
+    hints = typing.get_type_hints(function)
+    for argument in arguments(name):
+        assert argument.name in documented and argument.meaning.split()[0] in documented
+        wanted = argument.type | None if argument.is_hint else argument.type
+        assert hints[argument.name] == wanted
+    assert "{arguments}" not in documented
+    assert hints["return"] == tuple[torch.Tensor, torch.Tensor]
+
+
+def test_a_call_by_position_is_the_call_by_name():
+    listed = arguments("blocksparse")
+    positional = [x.name for x in listed if not x.keyword_only]
+    options = {x.name: f"given {x.name}" for x in listed if x.keyword_only}
+    calls = [
+        AttentionCall.blocksparse(*positional, **options),
+        AttentionCall.blocksparse(**{name: name for name in positional}, **options),
+    ]
+    for call in calls:
+        assert list(call.tensors().items()) == [(n, n) for n in call.tensors()]
+        assert set(call.tensors()) == set(tensor_names("blocksparse"))
+        assert (call.causal, call.layout.q_block_size) == ("given causal", "given q_block_size")
+        assert call.max_seqlen_k == "max_seqlen_k"
+    assert AttentionCall.blocksparse(*positional).causal is True
+    assert AttentionCall.flash_varlen(*positional[:4]).causal is False
+    with pytest.raises(ValueError):
+        AttentionCall.blocksparse(*positional, *options, "one too many")
 
 
 @pytest.mark.parametrize("name", _library.OPS)

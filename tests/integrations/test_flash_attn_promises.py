@@ -9,6 +9,7 @@ import pytest
 import torch
 from sequences import DECODE, DIM, DIM_V, HEADS, KV_HEADS, MIXED, NAN, Batch, cumulative
 
+from torch_paged_attn.integrations._kvcache import slots
 from torch_paged_attn.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -218,20 +219,10 @@ def test_slices_of_a_fused_projection():
 
 
 def test_slots_are_64_bit():
-    cache = torch.empty(2**22, 2**10, 1, 1, device="meta")
-    seen = []
-
-    def store(key, value, caches, slot_mapping, *scales):
-        seen.append(slot_mapping)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_paged_attn.integrations._kvcache.reshape_and_cache", store)
-        from torch_paged_attn.integrations._kvcache import store as store_new
-
-        table = torch.tensor([[2**22 - 1]], dtype=torch.int32)
-        position = torch.tensor([5])
-        store_new(cache, cache, cache, cache, table, torch.tensor([0]), position, None, None)
-    assert seen[0].tolist() == [(2**22 - 1) * 2**10 + 5]
+    table = torch.tensor([[2**22 - 1]], dtype=torch.int32)
+    for position, sequence in ((torch.tensor([[5]]), None), (torch.tensor([5]), torch.tensor([0]))):
+        slot = slots(position, sequence, table, 2**10)
+        assert slot.flatten().tolist() == [(2**22 - 1) * 2**10 + 5]
 
 
 # 8, 9. out=, softmax_lse and the tuples
@@ -322,11 +313,26 @@ def test_errors_name_what_is_wrong():
         flash_attn_func(q, cache[:1], cache)
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin must come together"):
         flash_attn_with_kvcache(q, cache, cache, rotary_cos=torch.ones(4, 2))
-    with pytest.raises(ValueError, match=r"rotary_cos must have a row .* 4 positions, got 3"):
+    with pytest.raises(ValueError, match=r"rotary_cos has 3 rows; allowed: a row .* 4 positions"):
         one = torch.ones(3, 2)
         flash_attn_with_kvcache(
             q, cache, cache, new, new, rotary_cos=one, rotary_sin=one, cache_seqlens=0
         )
+
+
+@pytest.mark.parametrize("value", [None, [1.0]])
+def test_what_is_no_tensor_is_named(value):
+    x = torch.randn(2, 1, HEADS, DIM)
+    cu = cumulative([1, 1])
+    calls = {
+        "flash_attn_func: k": lambda: flash_attn_func(x, value, x),
+        "flash_attn_varlen_func: v": lambda: flash_attn_varlen_func(x[0], x[0], value, cu),
+        "flash_attn_with_kvcache: q": lambda: flash_attn_with_kvcache(value, x, x),
+        "flash_attn_with_kvcache: v_cache": lambda: flash_attn_with_kvcache(x, x, value),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} is .*; allowed: a tensor"):
+            call()
 
 
 def test_what_is_not_offered_is_refused_by_name():

@@ -1,5 +1,7 @@
 """Transformers' models give the tokens of their eager attention with ours, in every mode."""
 
+import copy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from torch_paged_attn.integrations import transformers as paged
+from torch_paged_attn.testing import assert_close_as_baseline
 
 NEW_TOKENS = 12
 
@@ -133,7 +136,13 @@ def test_generate_batch(models, prompts, eager_tokens, page_size, max_batch_toke
 
 def last_hidden(model, prompts):
     with torch.inference_mode():
-        return [model.model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
+        return torch.cat([model.model(torch.tensor([p])).last_hidden_state[0] for p in prompts])
+
+
+def assert_as_close(ours, theirs, golden):
+    """Ours is as close to float64 as Transformers' own attention is."""
+    golden = golden.double()
+    assert_close_as_baseline(ours, golden, (theirs - golden).abs(), torch.zeros_like(golden))
 
 
 @pytest.mark.parametrize("marked_by", ["cu_seq_lens", "position_ids"])
@@ -153,7 +162,10 @@ def test_packed_row(models, prompts, marked_by):
         row |= {"max_length_q": longest, "max_length_k": longest}
     with torch.inference_mode():
         packed = ours.model(**row).last_hidden_state[0]
-    torch.testing.assert_close(packed, torch.cat(last_hidden(eager, prompts)), rtol=1e-4, atol=1e-4)
+    precise = copy.deepcopy(eager).double()
+    if hasattr(precise, "set_experts_implementation"):
+        precise.set_experts_implementation("eager")  # the other ones refuse float64
+    assert_as_close(packed, last_hidden(eager, prompts), last_hidden(precise, prompts))
 
 
 @pytest.mark.parametrize("mask_dim", [2, 4])
@@ -173,12 +185,34 @@ def test_encoder(mask_dim):
         else keep[:, None, None] & (torch.rand(3, 1, 20, 20) < 0.7).logical_or(torch.eye(20))
     )
     inputs = {"input_ids": torch.randint(1, 97, (3, 20)), "attention_mask": mask}
-    hidden = {}
-    for name in ("sdpa", paged.NAME):
+    hidden = []
+    for name in (paged.NAME, "sdpa"):
         model.set_attn_implementation(name)
         with torch.inference_mode():
-            hidden[name] = model(**inputs).last_hidden_state[keep]
-    torch.testing.assert_close(hidden[paged.NAME], hidden["sdpa"], rtol=1e-5, atol=1e-5)
+            hidden.append(model(**inputs).last_hidden_state[keep])
+    with torch.inference_mode():
+        golden = model.double()(**inputs).last_hidden_state[keep]
+    assert_as_close(*hidden, golden)
+
+
+@pytest.mark.parametrize("sliding_window", [0, -1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_without_keys(sliding_window, padded):
+    """Transformers' masks hide every key: SDPA answers 0, and so do we."""
+    hidden = {}
+    keep = torch.ones(2, 20, dtype=torch.long)
+    keep[0, :5] = 0 if padded else 1
+    tokens = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(2))
+    for name in ("sdpa", paged.NAME):
+        config = transformers.MistralConfig(**SIZES, sliding_window=sliding_window)
+        torch.manual_seed(0)
+        model_class = transformers.MistralForCausalLM
+        model = model_class._from_config(config, attn_implementation=name).eval()
+        with torch.inference_mode():
+            # with a cache Transformers' own attention fails: its sliding layers keep a key or more
+            states = model.model(tokens, attention_mask=keep, use_cache=False)
+        hidden[name] = states.last_hidden_state[keep.bool()]
+    assert torch.equal(hidden[paged.NAME], hidden["sdpa"])
 
 
 def test_refusals():

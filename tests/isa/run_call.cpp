@@ -54,7 +54,7 @@ void set(Attention& call, const std::string& name, const char* text, char* blob)
   MEMBER(batch) MEMBER(total_q) MEMBER(num_heads) MEMBER(num_kv_heads)
   MEMBER(head_dim) MEMBER(head_dim_v) MEMBER(num_groups) MEMBER(group_size)
   MEMBER(q) MEMBER(q_stride_token) MEMBER(q_stride_head)
-  KEY_VALUE(k) KEY_VALUE(v) MEMBER(page_size)
+  KEY_VALUE(k) KEY_VALUE(v) MEMBER(page_size) MEMBER(num_pages)
   STRIDED(cu_seqlens_q) STRIDED(cu_seqlens_k) STRIDED(seqused_k) STRIDED(block_table)
   STRIDED(alibi_slopes) STRIDED(q_descale) STRIDED(k_descale) STRIDED(v_descale) STRIDED(sinks)
   MEMBER(out_scale)
@@ -72,7 +72,7 @@ void set(Attention& call, const std::string& name, const char* text, char* blob)
 void set(ReshapeAndCache& call, const std::string& name, const char* text, char* blob) {
   CACHE_WRITE(key) CACHE_WRITE(value)
   MEMBER(slots) MEMBER(slot_stride) MEMBER(slots_are_int64)
-  MEMBER(num_tokens) MEMBER(num_heads) MEMBER(page_size) MEMBER(residues)
+  MEMBER(num_tokens) MEMBER(num_heads) MEMBER(page_size) MEMBER(num_slots) MEMBER(residues)
   throw std::runtime_error("no such member: " + name);
 }
 

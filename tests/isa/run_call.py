@@ -61,6 +61,7 @@ def attention(call: Call) -> dict[str, Any]:
         "q_stride_token": q.stride(0),
         "q_stride_head": q.stride(1),
         "page_size": k.shape[2] if paged else 0,
+        "num_pages": k.shape[0] if paged else 0,
         "softmax_scale": 1 / math.sqrt(head_dim) if scale is None else scale,
         "softcap": args.get("softcap", 0.0),
         "window_left": args.get("window_size_left", -1),
@@ -232,6 +233,7 @@ def reshape_and_cache(
         "num_tokens": len(slots),
         "num_heads": new[0].shape[1],
         "page_size": caches[0].shape[2],
+        "num_slots": caches[0].shape[0] * caches[0].shape[2],
         "residues": residues,
     }
     memory = Memory()

@@ -63,12 +63,10 @@ def test_density_counts_what_a_causal_mask_leaves():
     assert full.density(causal=True) == 1.0
     assert full.density(causal=False) == 1.0
     diagonal = from_dense_mask(torch.eye(4, dtype=torch.bool))
-    assert diagonal.density(causal=True) == pytest.approx(4 / 10)
-    assert diagonal.density(causal=False) == pytest.approx(4 / 16)
+    assert diagonal.density(causal=True) == 4 / 10
+    assert diagonal.density(causal=False) == 4 / 16
     # rows of 32 positions reach two columns of 16 each
-    assert from_dense_mask(torch.eye(2, 4, dtype=torch.bool), 32, 16).density() == pytest.approx(
-        2 / 6
-    )
+    assert from_dense_mask(torch.eye(2, 4, dtype=torch.bool), 32, 16).density() == 2 / 6
     assert from_dense_mask(torch.zeros(0, 0, dtype=torch.bool)).density() == 0.0
 
 
@@ -103,7 +101,7 @@ def test_plot_into_an_axes():
     from_dense_mask(torch.ones(2, 2, dtype=torch.bool)).plot(ax)
     # the block above the diagonal is listed, but a causal mask hides it
     picture = ax.images[0].get_array()
-    assert picture[0, 1] == pytest.approx(0.3)
+    assert picture[0, 1] == torch.tensor(0.3).item()
     assert picture[1, 0] == picture[0, 0] == 1
 
 

@@ -92,6 +92,17 @@ def test_bigbird_seed_decides_the_draw():
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_bigbird_under_a_default_device(device):
+    expected = bigbird(2, 1024, 16)
+    with torch.device("meta"):
+        layout = bigbird(2, 1024, 16, device=device)
+    assert layout.device.type == (device or "meta")
+    assert layout.crow_indices.shape == expected.crow_indices.shape
+    if device:
+        assert torch.equal(layout.dense(), expected.dense())
+
+
 def test_parts_can_be_left_out():
     assert not bigbird(1, 256, 16, 0, 0, 0).dense().any()
     assert local_strided(4, 0).num_rows == 0

@@ -17,7 +17,7 @@ else:
 @pytest.fixture
 def machine(request):
     """A fresh emulated core; parametrise indirectly with its generation."""
-    from torch_paged_attn.testing.nki_emulator import emulated
+    from nki_emulator import emulated
 
     with emulated(getattr(request, "param", 3)) as machine:
         yield machine

@@ -86,8 +86,9 @@ def test_dynamic_loop_changes_no_bit(problem, run, machine, monkeypatch):
     ]
 )
 def test_two_programs_write_apart_in_either_order(problem, is_dynamic, run, machine, monkeypatch):
+    import nki_emulator
+
     from torch_paged_attn.backends.neuron import attention
-    from torch_paged_attn.testing import nki_emulator
 
     call = build(problem)
     alone = run(call)
@@ -155,9 +156,10 @@ def test_a_nan_of_one_sequence_stays_there(run, machine):
     st.booleans(),
 )
 def test_fuzzed_plans_agree_with_the_reference(problem, generation, programs, is_dynamic):
+    from nki_emulator import emulated
+
     from torch_paged_attn.backends import neuron
     from torch_paged_attn.backends.neuron import attention
-    from torch_paged_attn.testing.nki_emulator import emulated
 
     call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args

@@ -11,10 +11,11 @@ import pytest
 import torch_paged_attn
 
 ROOT = Path(torch_paged_attn.__file__).parent.parent
+PATH = os.pathsep.join((str(ROOT), str(ROOT / "tools")))  # the emulator is under tools/
 
 
 def emulated(*arguments):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PAGED_ATTN_NEURON_EMULATE": "1"}
+    env = {**os.environ, "PYTHONPATH": PATH, "PAGED_ATTN_NEURON_EMULATE": "1"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -30,7 +31,7 @@ def test_the_report_says_who_answers():
 MODEL = """
 import torch, transformers
 from torch_paged_attn.integrations import transformers as paged
-from torch_paged_attn.testing.nki_emulator.machine import machine
+from nki_emulator.machine import machine
 
 paged.register()
 torch.manual_seed(0)

@@ -4,8 +4,7 @@ import re
 
 import numpy as np
 import pytest
-
-from torch_paged_attn.testing.nki_emulator import Violation, emulated, nisa, nl, simulate
+from nki_emulator import Violation, emulated, nisa, nl, simulate
 
 pytestmark = pytest.mark.usefixtures("machine")
 gen2, gen4 = (
@@ -87,8 +86,21 @@ def loops_differently():
     simulate(kernel, 2)(np.ones((2, 2), np.float32))
 
 
+class Group(nl.NKIObject):
+    def __init__(self, part):
+        self.part = part
+
+
+def pass_argument(value):
+    simulate(lambda x, group: x)(np.ones((2, 2), np.float32), value)
+
+
 # name -> what the refusal says, and the program
 FAULTS = {
+    "array in a tuple": ("holds a ndarray", lambda: pass_argument((np.ones(1),))),
+    "array in a group": ("holds a ndarray", lambda: pass_argument(Group(np.ones(1)))),
+    "argument of a list": ("holds a list", lambda: pass_argument([1])),
+    "argument of a plain class": ("holds a object", lambda: pass_argument(object())),
     "129 partitions": ("a tile has at most 128", lambda: empty(129, 4)),
     "one dimension": ("at least 2 dimensions", lambda: empty(128)),
     "SBUF full": ("sbuf holds 212992", lambda: [empty(128, 30000) for _ in range(2)]),

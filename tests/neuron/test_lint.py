@@ -1,30 +1,39 @@
 """The kernels stay in the language that NKI's front ends accept, and call what is documented."""
 
+import ast
 import contextlib
 import importlib
 import inspect
 from pathlib import Path
 
 import pytest
-
-import torch_paged_attn
-from torch_paged_attn.testing.nki_emulator import nisa, nl
-from torch_paged_attn.testing.nki_emulator.lint import lint
-from torch_paged_attn.testing.nki_emulator.signatures import (
+from nki_emulator import nisa, nl
+from nki_emulator.lint import lint
+from nki_emulator.signatures import (
     ISA,
     LANGUAGE,
     METHODS,
     same_parameters,
 )
-from torch_paged_attn.testing.nki_emulator.tensor import NkiTensor
+from nki_emulator.tensor import NkiTensor
 
-BACKEND = Path(torch_paged_attn.__file__).parent / "backends" / "neuron"
-KERNELS = sorted(path.name for path in BACKEND.glob("*_kernel.py"))
+import torch_paged_attn
+
+FOLDER = Path(torch_paged_attn.__file__).parent / "backends" / "neuron" / "kernels"
+KERNELS = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_are_clean(name):
-    assert lint((BACKEND / name).read_text()) == []
+    assert lint((FOLDER / name).read_text()) == []
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_device_functions_take_groups(name):
+    """A kernel's own tensors cannot be grouped: front ends look for them among its parameters."""
+    for node in ast.walk(ast.parse((FOLDER / name).read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name != "attention_kernel":
+            assert len(node.args.args) <= 8, node.name
 
 
 FAULTS = {
@@ -39,7 +48,7 @@ FAULTS = {
     "nisa.select": "nisa.select(x, x)",
     "unexpected keyword argument 'mask'": "nisa.tensor_copy(dst=x, src=x, mask=x)",
     "missing a required argument: 'src'": "nisa.tensor_copy(dst=x)",
-    "no kernel's function": "print(x)",
+    "which no kernel file defines": "print(x)",
     "body rebinds y": "y = 1\n    def body(i):\n        y = 2\n    nl.fori_loop(0, 2, body)",
 }
 
@@ -51,6 +60,19 @@ def test_finds(fault):
     if body is None:
         fault, source = "not plain", "def kernel(x, *, y):\n    return x\n"
     assert any(fault in found for found in lint(source)), lint(source)
+
+
+CLASSES = {
+    "something else than nl.NKIObject": "@dataclass\nclass A:\n    x: int",
+    "derives from": "@dataclass\nclass A(nl.NKIObject, B):\n    x: int",
+    "no plain @dataclass": "@dataclass(frozen=True)\nclass A(nl.NKIObject):\n    x: int",
+    "else than fields": "@dataclass\nclass A(nl.NKIObject):\n    def f(self):\n        pass",
+}
+
+
+@pytest.mark.parametrize("fault", CLASSES)
+def test_finds_classes(fault):
+    assert any(fault in found for found in lint(CLASSES[fault])), lint(CLASSES[fault])
 
 
 def modules():

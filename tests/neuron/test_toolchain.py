@@ -15,13 +15,17 @@ print(neuron.load())
 """
 
 
-def say(before):
+def say(before="", emulate="0"):
     path = str(Path(torch_paged_attn.__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": path, "PAGED_ATTN_NEURON_EMULATE": "0"}
+    env = {**os.environ, "PYTHONPATH": path, "PAGED_ATTN_NEURON_EMULATE": emulate}
     code = CODE.format(before=before)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_says_where_the_emulator_is():
+    assert "tools/ of torch_paged_attn's repository on PYTHONPATH" in say(emulate="1")
 
 
 def test_says_how_to_get_nki():

@@ -15,6 +15,7 @@ import pytest
 import torch_paged_attn
 
 ROOT = Path(torch_paged_attn.__file__).parent.parent
+PATH = os.pathsep.join((str(ROOT), str(ROOT / "tools")))  # the fakes are the emulator's
 
 SESSION = """
 import json, os, sys, types
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from torch_paged_attn.testing.nki_emulator.front_ends import fake
+from nki_emulator.front_ends import fake
 
 _setup_privateuseone_for_python_backend("neuron")
 
@@ -92,7 +93,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PAGED_ATTN_NEURON_EMULATE": "0"}
+    env = {**os.environ, "PYTHONPATH": PATH, "PAGED_ATTN_NEURON_EMULATE": "0"}
     done = subprocess.run([sys.executable, "-c", SESSION], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

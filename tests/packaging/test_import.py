@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "reference": ("reference",),
     "backends/cpu": ("backends.cpu", "ops"),
     "backends/tpu": ("backends.tpu", "ops"),
-    "backends/neuron": ("backends.neuron", "ops", "testing.nki_emulator"),
+    "backends/neuron": ("backends.neuron", "ops"),
     "backends/triton": ("backends.triton", "ops"),
     "backends/triton/portable": (
         *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
@@ -123,3 +123,8 @@ def test_imports_run_one_way(folder):
 
 def test_types_are_shipped():
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_every_public_name_is_found():
+    for name in torch_paged_attn.__all__:
+        assert getattr(torch_paged_attn, name) is not None

@@ -1,30 +1,48 @@
-"""What the README tells a newcomer to type works, and its tables are those of the results."""
+"""What the README tells a newcomer to type works, and tables are those of the results."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(example.splitlines()) <= 15
-    exec(compile(example, "README.md", "exec"), {})
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example(number):
+    assert len(EXAMPLES[number].splitlines()) <= 15
+    exec(compile(EXAMPLES[number], "README.md", "exec"), {})
 
 
-def test_the_commands_exist():
+def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`?make (\w+)", README)):
+    for target in set(re.findall(r"`?make (\w[\w-]*)", README)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_gpu_tables_are_printed_from_the_results():
-    command = [sys.executable, "benchmarks/gpu/report.py", "benchmarks/results/cuda/h200.json"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    section = README.split("## Measured on a GPU")[1]
-    rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) > 50
-    assert set(rows) <= set(printed.splitlines())
+def test_links_exist():
+    for link in re.findall(r"\]\(([^)#]+)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_environment_variables():
+    """The README's table has every variable that the package reads."""
+    sources = [*ROOT.glob("torch_paged_attn/**/*.py"), *ROOT.glob("csrc/**/*.cpp")]
+    read = {
+        name
+        for path in sources
+        for name in re.findall(
+            r'(?:environ[^\n]*|_flag|getenv)\("(PAGED_ATTN_\w+)', path.read_text()
+        )
+    }
+    assert read == set(re.findall(r"^\| `(PAGED_ATTN_\w+)=", README, re.MULTILINE))
+
+
+def test_tables_are_those_of_the_results():
+    command = [sys.executable, "benchmarks/render.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

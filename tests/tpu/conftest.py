@@ -26,9 +26,10 @@ def no_deadlock():
 @pytest.fixture
 def run():
     """Run a `Call` on the backend, watched in one or both DMA modes."""
+    from jax_arrays import rng_words, to_jax, to_torch
+    from pallas_oracle import watch
+
     from torch_paged_attn.backends.tpu.config import Config
-    from torch_paged_attn.testing.jax_arrays import rng_words, to_jax, to_torch
-    from torch_paged_attn.testing.pallas_oracle import watch
 
     # blocks and tiles so small that short sequences have several
     small = Config(block_k=256, step_k=128, tile_rows=64)

@@ -4,13 +4,13 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax_arrays import to_jax, to_torch
+from pallas_oracle import observe
 
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
 from torch_paged_attn.backends.tpu.key_stream import KeyStream
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
-from torch_paged_attn.testing.jax_arrays import to_jax, to_torch
-from torch_paged_attn.testing.pallas_oracle import observe
 
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from jax_arrays import to_jax, to_torch
+from pallas_oracle import watch
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.tpu.merge_states import merge_states
@@ -10,8 +12,6 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache_split,
 )
 from torch_paged_attn.testing import Truth, assert_accurate
-from torch_paged_attn.testing.jax_arrays import to_jax, to_torch
-from torch_paged_attn.testing.pallas_oracle import watch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -48,9 +48,9 @@ def run(kernels):
 @pytest.fixture(autouse=True)
 def forget_calls(kernels):
     """Every call of a test is planned: the environment may have changed."""
-    from torch_paged_attn.backends.triton.runtime import recipes
+    from torch_paged_attn.backends.triton.runtime import launch_cache
 
-    recipes.forget()
+    launch_cache.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -33,11 +33,12 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     """The calls that take each entry of a chip's table, and all its entries."""
     from triton.runtime.jit import JITFunction
 
-    from torch_paged_attn.backends.triton.portable import attention
-    from torch_paged_attn.backends.triton.tuning import attention as tuning
+    from torch_paged_attn.backends.triton.portable import tiles
+    from torch_paged_attn.backends.triton.tuning import portable as tuning
 
     taken: dict[str, list[str]] = {}
     for name, call in cross_compile.CALLS.items():
+        tiles.choose_tiles.cache_clear()
 
         def choose(*sizes, name=name):
             entry, _ = tuning.find_entry(*sizes)
@@ -46,7 +47,7 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
 
         with (
             cross_compile.elsewhere(arch),
-            mock.patch.object(attention, "choose_config", choose),
+            mock.patch.object(tiles, "choose_config", choose),
             mock.patch.object(JITFunction, "run"),
         ):
             call()()
@@ -55,10 +56,12 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
 
 def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
     """What is wrong with the kernels of a call if an entry holds this tile."""
-    from torch_paged_attn.backends.triton.tuning import attention as tuning
+    from torch_paged_attn.backends.triton.portable import tiles
+    from torch_paged_attn.backends.triton.tuning import portable as tuning
 
     with mock.patch.dict(tuning._table(arch), {entry: tile}):
         tuning.choose_config.cache_clear()
+        tiles.choose_tiles.cache_clear()
         kernels = cross_compile.compile_call(arch, name)
     return [fault for kernel in kernels for fault in kernel.faults(arch, name)]
 

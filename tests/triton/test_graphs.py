@@ -50,9 +50,9 @@ def nodes(arch: str, name: str) -> list[tuple[str, list[str]]]:
 
 def names_in_source() -> list[str]:
     """The functions that Inductor prints for the kernel, into one module."""
-    from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
+    from torch_paged_attn.backends.triton.portable.graph_kernel import _graph_attention_fwd_kernel
 
-    text = printed(_attention_fwd_kernel)
+    text = printed(_graph_attention_fwd_kernel)
     # between quotes of three, where a line's end in a string would be lost
     assert "\\n" not in text and "'''" not in text
     return [line[4 : line.index("(")] for line in text.splitlines() if line.startswith("def ")]
@@ -94,4 +94,4 @@ def test_what_a_graph_would_copy_stays_one_node(name, elsewhere):
 
 def test_what_inductor_prints_has_every_name_once(elsewhere):
     names = elsewhere.submit(names_in_source).result()
-    assert names[0] == "_attention_fwd_kernel" and len(names) == len(set(names))
+    assert names[0] == "_graph_attention_fwd_kernel" and len(names) == len(set(names))

@@ -8,26 +8,29 @@ import json
 import os
 import sys
 import types
+from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["PAGED_ATTN_NEURON_EMULATE"] = "1"  # the kernels are written in the emulator's nki
 
 os.environ["NEURON_LOGICAL_NC_CONFIG"] = "1"
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
 import torch
 import torch_xla
+from nki_emulator import front_ends
 from torch.utils._pytree import tree_map_only
 
 from torch_paged_attn import environment, reference
 from torch_paged_attn.testing import PROBLEMS, build
-from torch_paged_attn.testing.nki_emulator import front_ends
 
 torch_xla.runtime.device_type = lambda: "NEURON"
 sys.modules["neuronxcc"] = types.ModuleType("neuronxcc")
 sys.modules["nki"] = front_ends.fake("nki", [])
 
 from torch_paged_attn.backends import neuron  # noqa: E402
-from torch_paged_attn.backends.neuron import adapter  # noqa: E402
+from torch_paged_attn.backends.neuron import runtime  # noqa: E402
 from torch_paged_attn.ops._library import choose_backend  # noqa: E402
 
 environment.NEURON_EMULATE = False
@@ -40,7 +43,7 @@ def lazily(kernel):
     def call(*args):
         assert all(a.device.type == "xla" for a in args if isinstance(a, torch.Tensor))
         copies = tree_map_only(torch.Tensor, lambda a: a.cpu().clone(), args)
-        return tree_map_only(torch.Tensor, lambda a: a.to("xla"), adapter._emulate(kernel, copies))
+        return tree_map_only(torch.Tensor, lambda a: a.to("xla"), runtime._emulate(kernel, copies))
 
     return {1: call}
 

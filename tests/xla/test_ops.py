@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 import torch_paged_attn  # noqa: F401  the ops
 from torch_paged_attn import reference
 from torch_paged_attn.backends.tpu.torchax import register
+from torch_paged_attn.testing import Truth, assert_accurate
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 128, 2, 2, 1, 128
 ops = torch.ops.paged_attn
@@ -62,16 +63,14 @@ def decode():
     return q, k, v, cu_seqlens, seqused_k, block_table
 
 
-def attend(q, k, v, cu_seqlens, seqused_k, block_table):
-    return ops.flash_varlen(
-        q, k, v, cu_seqlens, None, 5, 200, seqused_k, block_table, causal=True, softcap=30.0
+def attend(q, k, v, cu_seqlens, seqused_k, block_table, flash_varlen=ops.flash_varlen, **more):
+    return flash_varlen(
+        q, k, v, cu_seqlens, None, 5, 200, seqused_k, block_table, causal=True, softcap=30.0, **more
     )
 
 
-def attend_by_reference(q, k, v, cu_seqlens, seqused_k, block_table):
-    return reference.flash_varlen(
-        q, k, v, cu_seqlens, None, 5, 200, seqused_k, block_table, causal=True, softcap=30.0
-    )
+def attend_by_reference(*tensors, **precision):
+    return attend(*tensors, flash_varlen=reference.flash_varlen, **precision)
 
 
 @pytest.fixture
@@ -92,13 +91,8 @@ def store(key, value, cache, slots):
     return cache * 1.0
 
 
-def close(ours, expected):
-    for x, y in zip(ours, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-
-
 def test_flash_varlen(on_xla, decode):
-    close(on_xla(attend, *decode)[0], attend_by_reference(*decode))
+    assert_accurate(*on_xla(attend, *decode)[0], Truth.of(attend_by_reference, *decode))
 
 
 def test_bad_input_is_refused_before_any_kernel(on_xla, decode):
@@ -119,11 +113,12 @@ def test_merge_states(on_xla):
     out_a, out_b = torch.randn(2, 5, HEADS, DIM)
     lse_a, lse_b = torch.randn(2, HEADS, 5)
     states = (out_a, lse_a, out_b, lse_b)
-    close(on_xla(ops.merge_states, *states)[0], reference.merge_states(*states))
+    results, _ = on_xla(ops.merge_states, *states)
+    assert_accurate(*results, Truth.of(reference.merge_states, *states))
 
 
 def test_torchax_flash_varlen(on_torchax, decode):
-    close(on_torchax(attend, *decode)[0], attend_by_reference(*decode))
+    assert_accurate(*on_torchax(attend, *decode)[0], Truth.of(attend_by_reference, *decode))
 
 
 def test_torchax_reshape_and_cache(on_torchax, write):

@@ -1,19 +1,15 @@
-"""What `flash_attn_with_kvcache` does before it attends: cache rows as pages, new tokens stored.
+"""Steps of `flash_attn_with_kvcache` before attention: block tables, rotation, new tokens' slots.
 
 Torch operators on the device alone: nothing is read on the host of an accelerator.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops import reshape_and_cache
-
-OP = "flash_attn_with_kvcache"
-
-
-def multiples(seqlen: int, batch: int, device: torch.device) -> Tensor:
-    """cu_seqlens of `batch` sequences of one length."""
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations import _kvcache_checks as checks
 
 
 def end_to_end(x: Tensor) -> bool:
@@ -21,16 +17,75 @@ def end_to_end(x: Tensor) -> bool:
     return x.shape[0] <= 1 or x.numel() == 0 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
-def rows_as_pages(cache: Tensor, cache_batch_idx: Tensor | None, batch: int) -> Tensor:
-    """The block table of a cache without pages: each of its rows is one."""
+def pages_of(
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    batch: int,
+    may_read: bool,
+) -> Tensor:
+    """The block table of a call; in a cache without pages each row is one."""
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            raise NotImplementedError(
+                f"{checks.OP}: cache_batch_idx is not offered with a block_table"
+            )
+        checks.check_per_sequence("block_table", block_table, batch, "(batch, max_pages)")
+        return block_table
     if cache_batch_idx is not None:
+        integers = (torch.int32, torch.int64)
+        checks.check_per_sequence("cache_batch_idx", cache_batch_idx, batch, "(batch,)", integers)
+        if may_read:
+            checks.check_batch_idx(cache_batch_idx, k_cache.shape[0])
         return cache_batch_idx.to(torch.int32)[:, None]
-    if cache.shape[0] != batch:
+    if k_cache.shape[0] != batch:
         raise ValueError(
-            f"{OP}: k_cache must have a row for each of {batch} sequences unless cache_batch_idx "
-            f"or a block_table is given, got shape {tuple(cache.shape)}"
+            f"{checks.OP}: k_cache must have a row for each of {batch} sequences unless "
+            f"cache_batch_idx or a block_table is given, got shape {tuple(k_cache.shape)}"
         )
-    return torch.arange(batch, dtype=torch.int32, device=cache.device)[:, None]
+    return _constants.row_numbers(batch, k_cache)
+
+
+def lengths_of(cache_seqlens: Tensor | int, batch: int, like: Tensor) -> Tensor:
+    """cache_seqlens as int32 (batch,)."""
+    if isinstance(cache_seqlens, int):
+        value = max(min(cache_seqlens, 2**31 - 1), -(2**31))
+        return _constants.repeated(value, batch, like)
+    checks.check_per_sequence("cache_seqlens", cache_seqlens, batch, "(batch,)")
+    return cache_seqlens
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of all sequences, laid end to end.
+
+    k, v: (total, num_kv_heads, head_dim)
+    lengths: of each sequence (batch,), or a number if they are equal
+    cu_seqlens: (batch + 1,) where each sequence's tokens start; None if lengths are equal
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: int | Tensor
+    cu_seqlens: Tensor | None
+
+
+def new_tokens(
+    k: Tensor, v: Tensor, cu_seqlens_k_new: Tensor | None, batch: int, may_read: bool
+) -> NewTokens:
+    """k and v as rows, checked."""
+    if cu_seqlens_k_new is None:
+        if k.dim() != 4 or k.shape[0] != batch or v.shape[:2] != k.shape[:2]:
+            raise ValueError(
+                f"{checks.OP}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
+                f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+        return NewTokens(k.flatten(0, 1), v.flatten(0, 1), k.shape[1], None)
+    checks.check_per_sequence("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "(batch + 1,)")
+    for name, x in (("k", k), ("v", v)):
+        checks.check_tensor(name, x, "(total_new, num_kv_heads, head_dim)")
+    if may_read:
+        checks.check_bounds("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "total_new")
+    return NewTokens(k, v, cu_seqlens_k_new.diff(), cu_seqlens_k_new)
 
 
 def behind_leftpad(
@@ -40,83 +95,79 @@ def behind_leftpad(
     num_slots, page_size = k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]
     if not (end_to_end(k_cache) and end_to_end(v_cache)) or num_slots >= 2**31:
         raise NotImplementedError(
-            f"{OP}: cache_leftpad is offered only for caches of fewer than 2^31 slots whose rows "
-            f"lie end to end, got k_cache of shape {tuple(k_cache.shape)}, "
+            f"{checks.OP}: cache_leftpad is offered only for caches of fewer than 2^31 slots whose "
+            f"rows lie end to end, got k_cache of shape {tuple(k_cache.shape)}, "
             f"strides {k_cache.stride()}"
         )
-    slot = torch.arange(block_table.shape[1] * page_size, device=k_cache.device)
+    slot = _constants.count(block_table.shape[1] * page_size, k_cache)
     # what lies past the end is past every length as well: it is never looked up
     slot = (slot + cache_leftpad[:, None]).clamp(max=max(len(slot) - 1, 0))
     table = block_table.gather(1, slot // page_size) * page_size + (slot % page_size).int()
     return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], table
 
 
-def positions(cu_seqlens: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Sequence and position (total,) of tokens laid end to end, the first of each at starts.
+def first_positions(cache_seqlens: Tensor, new: int | Tensor) -> Tensor:
+    """int32 (batch,): where the first of each sequence's new tokens goes.
 
-    Tokens past cu_seqlens[-1] are padding: their position is -1.
+    new: how many tokens each sequence gets
+    A padding row has a negative length: its tokens end before position 0.
     """
-    token = torch.arange(total, device=cu_seqlens.device)
+    if not isinstance(new, int):
+        return torch.where(cache_seqlens < 0, -new, cache_seqlens)
+    if new == 1:
+        return cache_seqlens.clamp(min=-1)
+    return cache_seqlens.masked_fill(cache_seqlens < 0, -new)
+
+
+def positions(
+    starts: Tensor, new: int | Tensor | None, cu_seqlens: Tensor | None, total: int
+) -> tuple[Tensor, Tensor | None]:
+    """Positions of tokens, int32 or int64, the first of each sequence at `starts`.
+
+    new: if it is a number, sequences are of one length and positions (batch, new). Else they are
+        (total,), beside the sequence (total,) of each token; tokens past cu_seqlens[-1] are
+        padding at position -1
+    """
+    if isinstance(new, int):
+        first = starts[:, None]
+        return first if new == 1 else first + _constants.count(new, starts), None
+    assert cu_seqlens is not None
+    token = _constants.count(total, starts)
     sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
     padding = sequence == starts.shape[0]
     sequence = sequence.clamp(max=starts.shape[0] - 1)
     position = token - cu_seqlens[sequence] + starts[sequence]
-    return sequence, position.masked_fill(padding, -1)
+    return position.masked_fill(padding, -1), sequence
+
+
+def slots(position: Tensor, sequence: Tensor | None, block_table: Tensor, page_size: int) -> Tensor:
+    """int64 slots of tokens, negative outside a sequence's pages and where the table has no page.
+
+    position: (batch, seqlen), or (total,) with the `sequence` (total,) of each token
+    """
+    # a divisor of 64 bits makes an index of 64 bits of any position
+    entry = position // _constants.number(page_size, position)
+    column = entry.clamp(0, max(block_table.shape[1] - 1, 0))
+    page = block_table.gather(1, column) if sequence is None else block_table[sequence, column]
+    # page * page_size + position % page_size, in 64 bits; page -1 gives a negative slot
+    slot = torch.add(position, page - entry, alpha=page_size)
+    return slot.masked_fill_(column != entry, -1)
 
 
 def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding (arXiv 2104.09864) of the first 2 * cos.shape[1] elements of each head.
 
-    x: (total, heads, head_dim); cos, sin: (positions, rotary_dim / 2)
+    x: (total, heads, head_dim); position: of each row, in any shape
+    cos, sin: (positions, rotary_dim / 2)
     interleaved: pairs are neighbours (GPT-J); otherwise the two halves (GPT-NeoX)
     """
     rotary_dim = 2 * cos.shape[1]
-    row = position.clamp(0, cos.shape[0] - 1)  # padding has no position, and is not used either
+    row = position.flatten().clamp(
+        0, cos.shape[0] - 1
+    )  # padding has no position, and is not used either
     cos, sin = cos[row][:, None].float(), sin[row][:, None].float()
     turned = x[..., :rotary_dim].float()
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     pairs = (a * cos - b * sin, a * sin + b * cos)
     turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
     return torch.cat([turned.to(x.dtype), x[..., rotary_dim:]], dim=-1)
-
-
-def store(
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    sequence: Tensor,
-    position: Tensor,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-) -> None:
-    """Write each token at its position of its sequence; where the table has no page, nothing."""
-    page_size = k_cache.shape[1]
-    capacity = block_table.shape[1] * page_size
-    inside = (position >= 0) & (position < capacity)
-    entry = position.clamp(0, max(capacity - 1, 0)) // page_size
-    # 64-bit: page * page_size may pass 2^31
-    page = block_table[sequence, entry].long()
-    slot = torch.where(inside & (page >= 0), page * page_size + position % page_size, -1)
-    scales: list[Tensor | None] = [None, None]
-    if k_cache.dtype.itemsize == 1:
-        scales = [k_descale, v_descale]
-        for name, scale in zip(("k_descale", "v_descale"), scales, strict=True):
-            if scale is not None and scale.dim() > 1:
-                raise NotImplementedError(
-                    f"{OP}: {name} of shape (batch, num_kv_heads) is not offered with k and v"
-                )
-    reshape_and_cache(key, value, (k_cache.transpose(1, 2), v_cache.transpose(1, 2)), slot, *scales)
-
-
-def check_room(seqlens: Tensor, capacity: int) -> None:
-    """Raise where new tokens pass the end of the table, on the CPU, where reading is free."""
-    if seqlens.device.type != "cpu" or torch.compiler.is_compiling() or not seqlens.numel():
-        return
-    longest = int(seqlens.max())
-    if longest > capacity:
-        raise RuntimeError(
-            f"{OP}: cache_seqlens and the new tokens come to {longest}, past the end of the "
-            f"cache: its block_table (or its rows) has room for {capacity}"
-        )

@@ -1,39 +1,45 @@
-"""flash-attn's functions on every device: the names, order and meaning of flash-attn 2.8.
+"""flash-attn's functions on every device, with the arguments of flash-attn 2.8.
 
 >>> from torch_paged_attn.integrations.flash_attn import flash_attn_varlen_func
 
-What comes on top is keyword-only and carries the names of FlashAttention-3, vLLM and SGLang:
+Further arguments are keyword-only and have the names of FlashAttention-3, vLLM and SGLang:
 seqused_k, s_aux (attention sinks), descales of 8-bit caches, out, page_table, ragged queries.
 
-As in flash-attn: causal masks and windows are aligned to the bottom right, rows that see no key
-are 0, softmax_lse is a natural logarithm in float32. Unlike flash-attn: any page size and head
-size, window and causal together (causal clamps the right side to 0), and tensors of any strides
-whose last one is 1. float8 queries answer in bfloat16 unless `out` says otherwise.
+As in flash-attn, causal masks and windows are aligned to the bottom right, a row that sees no key
+is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, pages and heads have
+any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
+any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
 
-Accepted, without effect on any result: `max_seqlen_*` (hints; 0-d tensors are not read),
-`deterministic` (every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`,
-`ver`. What is not offered raises NotImplementedError that names the argument. Wrong shapes, dtypes
-and values raise what the ops raise.
+These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read), `deterministic`
+(every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument
+that is not offered raises NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
 """
 
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
+from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations import _kvcache_checks as checks
+from torch_paged_attn.integrations._arguments import (
+    Window,
+    check_tensors,
+    flash_varlen_arguments,
+    refuse,
+)
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
-    check_room,
     end_to_end,
-    multiples,
+    first_positions,
+    lengths_of,
+    new_tokens,
+    pages_of,
     positions,
     rotate,
-    rows_as_pages,
-    store,
+    slots,
 )
-from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
-Window: TypeAlias = tuple[int | None, int | None]
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 
@@ -68,7 +74,8 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q); with return_attn_probs (out, softmax_lse, None).
     """
-    _refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk)
+    check_tensors("flash_attn_func", q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0]:
             raise ValueError(
@@ -77,16 +84,17 @@ def flash_attn_func(
             )
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
-    cu_seqlens_q = multiples(seqlen_q, batch, q.device)
-    cu_seqlens_k = multiples(seqlen_k, batch, q.device)
+    _check_out("flash_attn_func", out, q, v)
+    cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
+    cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
     if (end_to_end(k) and end_to_end(v)) or k.requires_grad or v.requires_grad:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         # each sequence is a page: heads-first keys, as model caches keep them, are not copied
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        block_table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
-    result, lse = _attend(
+        block_table = _constants.row_numbers(batch, q)
+    arguments = flash_varlen_arguments(
         "flash_attn_func",
         q.flatten(0, 1),
         k,
@@ -109,8 +117,11 @@ def flash_attn_func(
         causal=causal,
         softcap=softcap,
     )
-    result, lse = _per_sequence(result, lse, batch, seqlen_q)
-    return _returned("flash_attn_func", result, lse, out, return_attn_probs, return_softmax_lse)
+    result, lse = flash_varlen(**arguments)
+    result = result.reshape(batch, seqlen_q, *result.shape[1:])
+    if return_attn_probs or return_softmax_lse:
+        lse = _per_sequence(lse, batch, seqlen_q)
+    return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_varlen_func(
@@ -154,10 +165,12 @@ def flash_attn_varlen_func(
     Returns out (total_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
-    _refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
+    check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    result, lse = _attend(
+    _check_out("flash_attn_varlen_func", out, q, v)
+    arguments = flash_varlen_arguments(
         "flash_attn_varlen_func",
         q,
         k,
@@ -181,9 +194,8 @@ def flash_attn_varlen_func(
         causal=causal,
         softcap=softcap,
     )
-    return _returned(
-        "flash_attn_varlen_func", result, lse, out, return_attn_probs, return_softmax_lse
-    )
+    result, lse = flash_varlen(**arguments)
+    return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_with_kvcache(
@@ -225,28 +237,33 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     ver: int = 3,
 ) -> Result:
-    """Attention over a cache, to which new keys and values may be appended first, in place.
+    """Attention over a cache, after new keys and values, if given, are appended to it in place.
 
     q: (batch, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (batch + 1,) int32 ragged,
         (total_q, num_heads, head_dim)
     k_cache, v_cache: (cache_batch, seqlen_cache, num_kv_heads, head_dim), or with block_table (or
         page_table) pages (num_pages, page_size, num_kv_heads, head_dim); neither is ever copied
-    k, v: new (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new ragged; they
-        go behind the cache_seqlens tokens of each sequence. 8-bit caches divide by the descales
+    k, v: new (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new ragged. They are
+        stored behind the cache_seqlens tokens of each sequence; 8-bit caches divide by the descales
     cache_seqlens: (batch,) int32 or an int, tokens in the cache BEFORE k; without k None means a
-        full cache. A negative length marks a padding row: nothing of it is written
-    cache_batch_idx: (batch,) int32, which cache row a sequence owns; not with a block table
-    cache_leftpad: (batch,) int32, slots in front of each sequence's first key, counted by
-        cache_seqlens; for caches whose rows lie end to end, which are read slot by slot
+        full cache. With k a negative length marks a row of padding: none of its tokens is stored,
+        and its result is 0
+    cache_batch_idx: (batch,) int32, the cache row of each sequence; not with a block table
+    cache_leftpad: (batch,) int32, slots in front of each sequence's first key, which cache_seqlens
+        counts; only for caches whose rows lie end to end
     rotary_cos, rotary_sin: (>= cache length, rotary_dim / 2), only with k. k is rotated to the
-        positions it is stored at, and q to the same ones, or, neither causal nor local, all of it
-        to the first
+        positions at which it is stored, and q to the same positions. Without causal and window all
+        of q is rotated to the position of the first new key
+
+    On a CPU, and elsewhere under PAGED_ATTN_CHECK=1, nothing is written to the cache before all
+    arguments and their values are checked. In a compiled graph each op checks its own.
 
     Returns out of q's shape, but v's head_dim; with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
     """
-    name = "flash_attn_with_kvcache"
-    _refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
+    name = checks.OP
+    if qv is not None or rotary_seqlens is not None or attention_chunk:
+        refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
     if page_table is not None and block_table is not None:
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
@@ -254,60 +271,70 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{name}: k and v must come together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
         raise ValueError(f"{name}: rotary_cos and rotary_sin must come together, and with k and v")
+    check_tensors(name, q=q)
     if q.dim() != (4 if cu_seqlens_q is None else 3):
         raise ValueError(
             f"{name}: q must be (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, "
             f"head_dim) with cu_seqlens_q, got shape {tuple(q.shape)}"
         )
+    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
+    shape = q.shape
+    _check_out(name, out, q, v_cache)
 
-    ragged = cu_seqlens_q is not None
-    shape, device = q.shape, q.device
+    seqlen_q = None
     if cu_seqlens_q is None:
-        cu_seqlens_q, max_seqlen_q = multiples(shape[1], shape[0], device), shape[1]
+        seqlen_q = max_seqlen_q = shape[1]
+        cu_seqlens_q = _constants.multiples(seqlen_q, shape[0], q)
         q = q.flatten(0, 1)
-    batch = cu_seqlens_q.shape[0] - 1
-    if table is not None and cache_batch_idx is not None:
-        raise NotImplementedError(f"{name}: cache_batch_idx is not offered with a block_table")
-    if table is None:
-        table = rows_as_pages(k_cache, cache_batch_idx, batch)
+    else:
+        checks.check_cu_seqlens_q(cu_seqlens_q)
+    batch, may_read = cu_seqlens_q.shape[0] - 1, checks.readable(q)
+    table = pages_of(k_cache, table, cache_batch_idx, batch, may_read)
     capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
         if k is not None:
             raise ValueError(f"{name}: cache_seqlens must be given with k and v")
         cache_seqlens = capacity
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    seqused_k = cache_seqlens = lengths_of(cache_seqlens, batch, q)
+    if cache_leftpad is not None:
+        checks.check_per_sequence("cache_leftpad", cache_leftpad, batch, "(batch,)")
+        if may_read:
+            checks.check_leftpad(cache_leftpad, cache_seqlens)
 
-    seqused_k = cache_seqlens
+    to_store: tuple[Any, ...] | None = None
     if k is not None and v is not None:
-        if cu_seqlens_k_new is None:
-            if k.dim() != 4 or k.shape[0] != batch or v.shape[:2] != k.shape[:2]:
-                raise ValueError(
-                    f"{name}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
-                    f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
-                )
-            cu_seqlens_k_new = multiples(k.shape[1], batch, device)
-            k, v = k.flatten(0, 1), v.flatten(0, 1)
-        seqused_k = cache_seqlens + cu_seqlens_k_new.diff()
-        check_room(seqused_k, capacity)
-        sequence, position = positions(cu_seqlens_k_new, cache_seqlens, k.shape[0])
+        new = new_tokens(k, v, cu_seqlens_k_new, batch, may_read)
+        if may_read:
+            checks.check_room(cache_seqlens, new.lengths, capacity)
+        starts = first_positions(cache_seqlens, new.lengths)
+        seqused_k = starts + new.lengths
+        position, sequence = positions(starts, new.lengths, new.cu_seqlens, new.k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
-            if rotary_cos.shape[0] < capacity:
-                raise ValueError(
-                    f"{name}: rotary_cos must have a row for each of the cache's {capacity} "
-                    f"positions, got {rotary_cos.shape[0]}"
-                )
-            k = rotate(k, position, rotary_cos, rotary_sin, rotary_interleaved)
-            owner, q_position = positions(cu_seqlens_q, cache_seqlens, q.shape[0])
+            rotary = rotary_cos, rotary_sin, rotary_interleaved
+            checks.check_rotary(rotary_cos, rotary_sin, capacity, shape[-1])
+            new = new._replace(k=rotate(new.k, position, *rotary))
+            q_position, owner = positions(starts, seqlen_q, cu_seqlens_q, q.shape[0])
             if not causal and tuple(window_size) in ((-1, -1), (None, None)):
-                q_position = cache_seqlens[owner]
-            q = rotate(q, q_position, rotary_cos, rotary_sin, rotary_interleaved)
-        store(k, v, k_cache, v_cache, table, sequence, position, k_descale, v_descale)
+                first = starts[:, None] if owner is None else starts[owner]
+                q_position = first.expand_as(q_position)
+            q = rotate(q, q_position, *rotary)
+        scales: tuple[Tensor | None, ...] = ()
+        if k_cache.dtype.itemsize == 1:
+            scales = k_descale, v_descale
+            checks.check_descale("k_descale", k_descale)
+            checks.check_descale("v_descale", v_descale)
+        if batch and capacity and new.k.shape[0]:
+            slot_mapping = slots(position, sequence, table, k_cache.shape[1]).flatten()
+            pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+            to_store = new.k, new.v, pages, slot_mapping, *scales
 
     if cache_leftpad is not None:
         k_cache, v_cache, table = behind_leftpad(k_cache, v_cache, table, cache_leftpad)
         seqused_k = seqused_k - cache_leftpad
-    result, lse = _attend(
+        if k is not None:
+            seqused_k = seqused_k.clamp(min=0)  # of a row of padding, which has no keys
+    arguments = flash_varlen_arguments(
         name,
         q,
         k_cache.transpose(1, 2),
@@ -328,57 +355,24 @@ def flash_attn_with_kvcache(
         causal=causal,
         softcap=softcap,
     )
-    if not ragged:
-        result, lse = _per_sequence(result, lse, *shape[:2])
-    return _returned(name, result, lse, out, False, return_softmax_lse)
+    if to_store is not None:
+        checks.check_gradients(arguments)
+        if may_read:
+            checks.check_attention(arguments)
+        reshape_and_cache(*to_store)
+    result, lse = flash_varlen(**arguments)
+    if seqlen_q is not None:
+        result = result.reshape(*shape[:2], *result.shape[1:])
+        lse = _per_sequence(lse, shape[0], seqlen_q) if return_softmax_lse else lse
+    return _returned(result, lse, out, False, return_softmax_lse)
 
 
-def _attend(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    out: Tensor | None,
-    window_size: Window,
-    s_aux: Tensor | None,
-    max_seqlen_q: int | Tensor | None,
-    max_seqlen_k: int | Tensor | None,
-    dropout_p: float = 0.0,
-    return_attn_probs: bool = False,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    """The op behind all three: rows in, rows out."""
-    rng_state = None
-    if dropout_p > 0:
-        if return_attn_probs:
-            raise NotImplementedError(
-                f"{name}: return_attn_probs is not offered with dropout_p > 0"
-            )
-        # seed and offset from the default generator of q's device: nothing is read on the host
-        rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-    left, right = (-1 if size is None else size for size in window_size)
-    eight_bit = torch.bfloat16 if q.dtype.itemsize == 1 else None
-    return flash_varlen(
-        q,
-        k,
-        v,
-        # a tensor would have to be read: the op derives its own bounds from shapes
-        max_seqlen_q=None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
-        max_seqlen_k=None if isinstance(max_seqlen_k, Tensor) else max_seqlen_k,
-        # engines keep sinks in the dtype of the model
-        sinks=None if s_aux is None else s_aux.float(),
-        rng_state=rng_state,
-        window_size_left=left,
-        window_size_right=right,
-        dropout_p=dropout_p,
-        out_dtype=eight_bit if out is None else out.dtype,
-        **arguments,
-    )
+def _check_out(name: str, out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if out is not None and out.shape != (shape := (*q.shape[:-1], v.shape[-1])):
+        raise ValueError(f"{name}: out must have shape {shape}, got {tuple(out.shape)}")
 
 
 def _returned(
-    name: str,
     result: Tensor,
     lse: Tensor,
     out: Tensor | None,
@@ -386,23 +380,12 @@ def _returned(
     return_softmax_lse: bool,
 ) -> Result:
     if out is not None:
-        if out.shape != result.shape:
-            raise ValueError(
-                f"{name}: out must have shape {tuple(result.shape)}, got {tuple(out.shape)}"
-            )
         result = out.copy_(result)
     if return_attn_probs:
         return result, lse, None
     return (result, lse) if return_softmax_lse else result
 
 
-def _per_sequence(result: Tensor, lse: Tensor, batch: int, seqlen: int) -> tuple[Tensor, Tensor]:
-    """Rows laid end to end as (batch, seqlen, ...), and lse as (batch, num_heads, seqlen)."""
-    lse = lse.reshape(lse.shape[0], batch, seqlen).transpose(0, 1).contiguous()
-    return result.reshape(batch, seqlen, *result.shape[1:]), lse
-
-
-def _refuse(name: str, **arguments: Any) -> None:
-    for argument, value in arguments.items():
-        if isinstance(value, Tensor) or value:
-            raise NotImplementedError(f"{name}: {argument} is not offered")
+def _per_sequence(lse: Tensor, batch: int, seqlen: int) -> Tensor:
+    """lse as (batch, num_heads, seqlen)."""
+    return lse.reshape(lse.shape[0], batch, seqlen).transpose(0, 1).contiguous()

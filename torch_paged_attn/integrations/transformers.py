@@ -6,15 +6,15 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=paged.NAME)
     paged.use(model)  # for model.generate_batch
 
-`register` goes through Transformers' two public registries, AttentionInterface and
-AttentionMaskInterface. A mask stays two-dimensional or None, as for FlashAttention: no batch builds
-(queries, keys) masks. Sliding windows, softcap and sinks reach the op in every mode.
+`register` adds names to Transformers' two public registries, AttentionInterface and
+AttentionMaskInterface. A mask stays two-dimensional or None, as for FlashAttention: no mask of
+(queries, keys) is built. Sliding windows, softcap and sinks reach the op in every mode.
 
-Under continuous batching full-attention layers are paged for real: new keys and values go into
-Transformers' own pages by slot and are read through a block table. Sliding layers keep their ring
-buffer, which Transformers gathers. Tensors are read on the host only where Transformers' own flash
-path reads them: padding masks, and positions of a row that may be packed. Works with Transformers
-5.17 to 5.23.
+Under continuous batching the op reads full-attention layers through a block table from
+Transformers' own pages, where new keys and values are written by slot. Sliding layers keep their
+ring buffer, which Transformers gathers. Tensors are read on the host only where Transformers' own
+flash path reads them: padding masks, and positions of a row that may be packed. Works with
+Transformers 5.17 to 5.23.
 """
 
 from typing import Any
@@ -26,13 +26,13 @@ from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
 NAME = "torch_paged_attn"
 
-# After 5.17 `generate_batch` refuses a name without "flash" in it, while `set_attn_implementation`
-# seeks one with it on the kernel hub. So models load by NAME, and `use` writes this in the config.
+# After 5.17 `generate_batch` refuses a name without "flash" in it, and `set_attn_implementation`
+# looks for a name with it on the kernel hub: models load by NAME, and `use` puts this in the config
 BATCH_NAME = "torch_paged_attn_flash"
 
 
 def register() -> None:
-    """Make NAME an `attn_implementation` for every model. Calling it again changes nothing."""
+    """Make NAME an `attn_implementation` for every model. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     # 5.17 puts "paged|" before the name of a model that enters continuous batching
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def use(model: Any) -> Any:
-    """Give `model` our attention everywhere, continuous batching included; return the model."""
+    """Let `model` use our attention, continuous batching included. Returns the model."""
     from transformers import AttentionInterface
 
     register()
@@ -63,7 +63,7 @@ def padding_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The (batch, keys) mask of a forward pass, None if it hides nothing."""
+    """The (batch, keys) mask of a forward pass, None if no key is hidden."""
     from transformers.masking_utils import flash_attention_mask
 
     written = q_offset + q_length - kv_offset
@@ -93,11 +93,13 @@ def attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The call of every Transformers model.
+    """Attention as Transformers' models call it.
 
-    query, key, value: (batch, heads, length, head_dim), the keys already with those of a plain
-    cache, but only the new ones under continuous batching. Returns (batch, Lq, num_heads,
-    head_dim_v) and, in place of attention weights, None.
+    query: (batch, num_heads, Lq, head_dim)
+    key, value: (batch, num_kv_heads, Lk, head_dim), all keys of the cache; under continuous
+        batching the new ones
+
+    Returns (batch, Lq, num_heads, head_dim_v) and None in place of attention weights.
     """
     if dropout > 0:
         raise NotImplementedError(
@@ -106,6 +108,11 @@ def attention_forward(
     if position_bias is not None:
         raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
 
+    if sliding_window is not None and sliding_window < 1:
+        # Transformers' masks show such a layer no key, and its SDPA answers 0; the op's -1 would
+        # show it all keys
+        batch, heads, length, _ = query.shape
+        return query.new_zeros(batch, length, heads, value.shape[3]), None
     window = -1 if sliding_window is None else sliding_window - 1
     options = {
         "sinks": None if s_aux is None else s_aux.float(),
@@ -139,7 +146,7 @@ def attention_forward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(batch, heads, length, head_dim) as the op's (tokens, heads, head_dim)."""
+    """(batch, heads, length, head_dim) as (tokens, heads, head_dim), which the op takes."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -148,7 +155,7 @@ def _cu_seqlens(lengths: Tensor) -> Tensor:
 
 
 def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tensor | None:
-    """cu_seqlens of a row whose positions start over, Transformers' mark of packing; else None."""
+    """cu_seqlens of a packed row, which is one whose positions start over; None for other rows."""
     batch, _, length, _ = query.shape
     if position_ids is None or position_ids.dim() != 2:
         return None
@@ -181,7 +188,7 @@ def _dense(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Sequences of one length, no padding; a four-dimensional mask becomes the op's attn_bias."""
+    """Sequences of one length without padding. A four-dimensional mask becomes attn_bias."""
     batch, _, query_len, _ = query.shape
     key_len = key.shape[2]
     if attention_mask is not None:
@@ -190,7 +197,7 @@ def _dense(
     cu_seqlens_q = query_len * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     if query_len == key_len:
         return _packed(query, key, value, cu_seqlens_q, None, options)
-    # a cache of (batch, heads, length, head_dim) already is one page per sequence: nothing to copy
+    # a cache of (batch, heads, length, head_dim) has one page per sequence: nothing is copied
     return flash_varlen(
         _rows(query),
         key,
@@ -206,12 +213,12 @@ def _dense(
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Leave padding out: the mask is (batch, keys), its last columns are the queries."""
+    """Attention without the padding. The mask is (batch, keys); its last columns are queries."""
     query_len = query.shape[2]
     keys = attention_mask.bool()
     queries = keys[:, -query_len:]
     q = query.transpose(1, 2)
-    # a static cache is longer than what has been written of it
+    # a static cache is longer than its written part
     k, v = (x.transpose(1, 2)[:, : keys.shape[1]] for x in (key, value))
     packed, _ = flash_varlen(
         q[queries],
@@ -237,7 +244,7 @@ def _continuous(
     step: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
-    """One step of `generate_batch`: a row of new tokens, older keys are in Transformers' cache."""
+    """One step of `generate_batch`: a row of new tokens. Older keys are in Transformers' cache."""
     group, pages = _pages(cache, layer_idx)
     max_seqlen_k = step["max_length_k" if "max_length_k" in step else "max_seqlen_k"]  # 5.17
     if isinstance(cu_seqlens_k, dict):
@@ -250,7 +257,7 @@ def _continuous(
     k_pages, v_pages = pages
     written, read = step["write_index"][group], step["read_index"][group]
     reshape_and_cache(_rows(key), _rows(value), pages, written)
-    # nothing to read means that every key of these sequences is new
+    # if there is nothing to read, every key of these sequences is new
     slots = read if read.numel() else written
     return flash_varlen(
         _rows(query),

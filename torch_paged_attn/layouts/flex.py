@@ -18,17 +18,17 @@ def from_block_mask(
 ) -> BlockSparseLayout:
     """The blocks that a BlockMask lists, its batch kept if it has more than one entry.
 
-    A layout says which blocks are seen, nothing within a block. What a BlockMask says more, the
-    mask_mod of its partial blocks, must come from elsewhere or be given up knowingly:
+    A layout lists whole blocks, while the mask_mod of a BlockMask also hides keys inside of its
+    partial blocks. So one of these must hold:
 
-    - no mask_mod, or no partial blocks: the layout says it all.
-    - causal=True: for `blocksparse(..., causal=True)`. The mask_mod of the partial blocks is
-      evaluated and must be the causal mask there, q_idx >= kv_idx.
-    - widen_partial=True: partial blocks are seen whole. The layout lets queries see keys that
-      mask_mod hides; pass the rest as a window or attn_bias if it matters.
+    - There is no mask_mod, or no partial block: the layout means the same.
+    - causal=True: the layout is for `blocksparse(..., causal=True)`. The mask_mod is evaluated in
+      the partial blocks and must be the causal mask there, q_idx >= kv_idx.
+    - widen_partial=True: partial blocks are listed whole, and queries see keys that mask_mod hides.
+      A window or attn_bias may hide them again.
 
-    Raises ValueError if neither holds, if BLOCK_SIZE is not a pair of the op's block sizes, or if
-    the two lengths differ: flex_attention counts queries from 0, the ops from Lk - Lq.
+    Raises ValueError if none holds, if BLOCK_SIZE is not a pair of the op's block sizes, or if the
+    two lengths differ: flex_attention counts queries from 0, the ops from Lk - Lq.
     """
     q_len, kv_len = block_mask.seq_lengths
     if q_len != kv_len:
@@ -62,7 +62,7 @@ def _listed(num_blocks: Tensor, indices: Tensor, num_cols: int) -> Tensor:
     """Bool (batch, H, rows, cols) of the first num_blocks indices of each row."""
     indices = indices[(None,) * (4 - indices.dim())]  # batch and H may be missing
     entry = torch.arange(indices.size(-1), device=indices.device)
-    # what follows the first num_blocks may be anything: it goes to a spare column
+    # entries behind the first num_blocks may hold anything: they are sent to a spare column
     column = torch.where(entry < num_blocks[..., None], indices, num_cols).long()
     mask = torch.zeros(*indices.shape[:-1], num_cols + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, column, True)[..., :num_cols]
@@ -89,7 +89,8 @@ def _check_causal(block_mask: BlockMask, full: Tensor, partial: Tensor) -> None:
     q_idx = row[:, None] * q_block_size + torch.arange(q_block_size, device=full.device)
     kv_idx = col[:, None] * k_block_size + torch.arange(k_block_size, device=full.device)
     inside = (q_idx < q_len)[:, :, None] & (kv_idx < kv_len)[:, None]
-    # a mask_mod may index tensors of the sequence's length: stay inside, and ignore the answer
+    # a mask_mod may index tensors of the sequence's length: indices past it are clamped, and
+    # their result is ignored
     over_k = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
     over_q = torch.vmap(over_k, in_dims=(None, None, 0, None))
     visible = torch.vmap(over_q)(

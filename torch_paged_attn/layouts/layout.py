@@ -21,8 +21,8 @@ class BlockSparseLayout:
 
     Query position p belongs to row p // q_block_size, key position j to column
     j // k_block_size. The columns of row r of a head are
-    `col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]]`; a row may be empty, and
-    what follows a head's last row is padding.
+    `col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]]`. A row may be empty. Entries
+    behind a head's last row are padding.
 
     crow_indices: ([batch,] H, rows + 1) int32
     col_indices: ([batch,] H, nnz) int32, on the same device
@@ -30,7 +30,7 @@ class BlockSparseLayout:
     num_cols: how many columns a dense picture has; None: up to the largest column listed
 
     H is 1, num_kv_heads or num_heads of the call: query head h reads row h // (num_heads // H).
-    Raises TypeError and ValueError for what is static; the op checks the values.
+    Wrong types, shapes and dtypes raise TypeError or ValueError; the op checks the values.
     """
 
     crow_indices: Tensor

@@ -1,7 +1,7 @@
 """Builders of the usual block-sparse patterns.
 
-Each takes the longest sequence in tokens and answers for every position below it, so one layout
-serves prefill, chunked prefill and decode alike.
+Each takes the longest sequence in tokens. Its layout has a row for every position below that, so
+it serves prefill, chunked prefill and decode alike. `device` None is torch's default device.
 """
 
 from __future__ import annotations
@@ -111,20 +111,22 @@ def bigbird(
     _check_at_least("random_blocks", random_blocks, 0)
     if window_blocks < 0 or (window_blocks and window_blocks % 2 == 0):
         raise ValueError(f"window_blocks must be 0 or an odd number, got {window_blocks}")
-    blocks = torch.arange(_num_blocks(max_seqlen, "block_size", block_size))
+    # the generator and what it draws are on the CPU, whatever torch's default device is
+    blocks = torch.arange(_num_blocks(max_seqlen, "block_size", block_size), device="cpu")
     row, col = blocks[:, None], blocks
     fixed = (row < global_blocks) | (col < global_blocks)
     fixed |= 2 * (row - col).abs() < window_blocks
     allowed = (col <= row) if causal else torch.ones_like(fixed)
     fixed &= allowed
 
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(num_heads, *fixed.shape, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    order = torch.rand(num_heads, *fixed.shape, generator=generator, device="cpu")
     order.masked_fill_(fixed | ~allowed, -1)
     drawn = order.topk(min(random_blocks, len(blocks)), dim=-1)
     mask = torch.zeros_like(order, dtype=torch.bool)
     mask.scatter_(-1, drawn.indices, drawn.values >= 0)
-    return from_dense_mask((mask | fixed).to(device or "cpu"), block_size)
+    layout = from_dense_mask(mask | fixed, block_size)
+    return layout.to(torch.get_default_device() if device is None else device)
 
 
 def _resize_rows(mask: Tensor, block_size: int, q_block_size: int) -> Tensor:

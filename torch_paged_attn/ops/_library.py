@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops._again import ask_first
+from torch_paged_attn.ops._gradients import Gate
 from torch_paged_attn.ops._inlining import inline
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -32,6 +31,8 @@ COMPILED = frozenset({"cpu"})
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
+# op name -> what refuses its calls that would need a gradient
+GATES: dict[str, Gate] = {}
 
 
 def define(
@@ -48,34 +49,26 @@ def define(
     so that a compiled backend only has to notice that something is wrong.
     """
     name = schema[: schema.index("(")]
-    packet, _, overload = name.partition(".")
     LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
-    op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
+    gate = GATES[name] = Gate(LIBRARY, name, schema[schema.index("(") :])
 
     @torch.library.register_fake(f"paged_attn::{name}", lib=LIBRARY)
     def _fake(*args: Any, **kwargs: Any) -> Any:
+        gate.check(args)  # of plain meta tensors: others have passed the gate
         check(*args, **kwargs)
         return fake(*args, **kwargs)
-
-    mutated = [
-        i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write
-    ]
-    LIBRARY.impl(name, functools.partial(_gate_gradients, op), "Autograd")
-    if mutated:
-        bump = functools.partial(_bump_versions, op, mutated)
-        LIBRARY.impl(name, bump, "ADInplaceOrView", with_keyset=True)
 
     error_name = name.replace(".", "_") + "_error"
     arguments = (
         schema[schema.index("(") : schema.rindex("->")].replace("(a!)", "").replace("(b!)", "")
     )
     LIBRARY.define(f"{error_name}{arguments}-> str")
-    explain = functools.partial(_explain, (check, check_values))
+    explain = functools.partial(_explain, gate, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
     inline(name, LIBRARY, _serving)
     OPS[name] = check, check_values
-    return op
+    return gate.op
 
 
 def bind_backends() -> None:
@@ -83,6 +76,9 @@ def bind_backends() -> None:
     for key, folders in BACKENDS.items():
         compiled = not COMPILED.isdisjoint(folders)
         if compiled and choose_backend(key)[0] is not None:
+            if not torch.ops.paged_attn.cpu_sees_gradients():
+                for name, gate in GATES.items():
+                    LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
             continue
         for name in OPS:
             LIBRARY.impl(name, _lazy(key, name), key)
@@ -144,43 +140,19 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     if environment.CHECK:
         checks = [check, check_values]
     if not checks:
-        if hasattr(backend, "play"):
-            ask_first(backend.play)
-        return function
+        return GATES[name].guarded(function)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         for check in checks:
             check(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return checked
+    return GATES[name].guarded(checked)
 
 
-def _gate_gradients(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a call whose result would need a gradient: no backend has a backward yet."""
-    if torch.is_grad_enabled():
-        for argument, value in zip(op._schema.arguments, args, strict=False):
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise NotImplementedError(
-                    f"{op._schema.name}: {argument.name} requires grad, and no backend has a"
-                    " backward yet; allowed: no requires_grad, or a call under torch.no_grad()"
-                )
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args, **kwargs)
-
-
-def _bump_versions(
-    op: torch._ops.OpOverload, mutated: list[int], keyset: Any, *args: Any, **kwargs: Any
-) -> Any:
-    # kernels write through raw pointers, which autograd's version counters do not see
-    for i in mutated:
-        torch.autograd.graph.increment_version(args[i])
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-
-
-def _explain(checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any) -> str:
+def _explain(gate: Gate, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any) -> str:
     try:
+        gate.check(args)
         for check in checks:
             check(*args, **kwargs)
     except (ValueError, IndexError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
@@ -191,3 +163,5 @@ def _explain(checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any)
 # the instruction set that the CPU kernels use, and all that they could use here, slowest first
 LIBRARY.define("cpu_isa() -> str")
 LIBRARY.define("cpu_isas() -> str")
+# whether they can tell that an input needs a gradient
+LIBRARY.define("cpu_sees_gradients() -> bool")

@@ -5,7 +5,6 @@
 """
 
 import itertools
-import math
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.ops.checks import (
     FLOAT,
     FLOAT8,
+    LARGEST_SCALE,
     QUANTISED,
     QUERY,
     check_devices,
@@ -35,11 +35,7 @@ def check_attention(call: AttentionCall) -> None:
     _check_scores(call)
     _check_scales(call)
     _check_options(call)
-    tensors = (
-        "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "attn_bias",
-        "alibi_slopes", "sinks", "q_descale", "k_descale", "v_descale", "out_scale", "rng_state",
-    )  # fmt: skip
-    check_devices(call.op, call.q.device, {name: getattr(call, name) for name in tensors})
+    check_devices(call.op, call.q.device, call.tensors())
 
 
 def _check_rows(call: AttentionCall) -> None:
@@ -97,7 +93,8 @@ def _check_lengths(call: AttentionCall) -> None:
             allowed = "key lengths by seqused_k or cu_seqlens_k with block_table"
             fail(op, "seqused_k", "is None", allowed)
     for name, size in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
-        if size < 0:
+        # a size that a graph does not know (a SymInt) is not asked for
+        if isinstance(size, int) and size < 0:
             fail(op, name, f"is {size}", "at least 0")
 
 
@@ -138,14 +135,17 @@ def _check_scales(call: AttentionCall) -> None:
 
 
 def _check_options(call: AttentionCall) -> None:
-    op, scale, rng_state = call.op, call.softmax_scale, call.rng_state
-    if scale is not None and not math.isfinite(scale):
-        fail(op, "softmax_scale", f"is {scale}", "a finite number")
+    op, scale, softcap, rng_state = call.op, call.scale, call.softcap, call.rng_state
+    if not abs(scale) <= LARGEST_SCALE:
+        fail(op, "softmax_scale", f"is {scale}", "a number of at most 2**126 in size")
+    if softcap != 0.0 and not 1 / LARGEST_SCALE <= softcap <= LARGEST_SCALE:
+        fail(op, "softcap", f"is {softcap}", "0 (off), or from 2**-126 to 2**126")
+    if softcap != 0.0 and abs(scale) > softcap * LARGEST_SCALE:
+        came = f"is {softcap} for a softmax_scale of {scale}"
+        fail(op, "softcap", came, "at least 2**-126 of softmax_scale")
     for name in ("window_size_left", "window_size_right"):
         if getattr(call, name) < -1:
             fail(op, name, f"is {getattr(call, name)}", "-1 (unbounded) or more")
-    if not 0.0 <= call.softcap < math.inf:
-        fail(op, "softcap", f"is {call.softcap}", "0 (off) or a positive finite number")
     if not 0.0 <= call.dropout_p < 1.0:
         fail(op, "dropout_p", f"is {call.dropout_p}", "a number in [0, 1)")
     if call.dropout_p > 0.0 and rng_state is None:

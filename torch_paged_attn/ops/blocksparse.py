@@ -6,16 +6,11 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
-from torch_paged_attn.ops._again import UNKNOWN, again
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
-from torch_paged_attn.ops.checks import check_devices, check_dtype, fail
-from torch_paged_attn.ops.flash_varlen import (
-    SCALARS,
-    TENSORS,
-    default_max_seqlens,
-    given_scalars,
-)
+from torch_paged_attn.ops.checks import check_dtype, fail
+from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
+from torch_paged_attn.ops.signature import described, schema
 
 OP = "blocksparse"
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -46,7 +41,6 @@ def check(*args: Any, **kwargs: Any) -> None:
     if crow.shape[-2] not in (1, call.num_kv_heads, call.num_heads):
         allowed = f"1, num_kv_heads = {call.num_kv_heads} or num_heads = {call.num_heads}"
         fail(OP, "crow_indices", f"has {crow.shape[-2]} heads", allowed)
-    check_devices(OP, call.q.device, {"crow_indices": crow, "col_indices": col})
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
@@ -90,16 +84,10 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.blocksparse(*args, **kwargs).new_results()
 
 
-_blocksparse = define(
-    "blocksparse(Tensor q, Tensor k, Tensor v, Tensor crow_indices, Tensor col_indices,"
-    f" {TENSORS}, *, SymInt q_block_size=64, SymInt k_block_size=64, float? softmax_scale=None,"
-    f" bool causal=True, {SCALARS}) -> (Tensor out, Tensor softmax_lse)",
-    check=check,
-    check_values=check_values,
-    fake=fake,
-)
+_blocksparse = define(schema("blocksparse"), check=check, check_values=check_values, fake=fake)
 
 
+@described
 def blocksparse(
     q: Tensor,
     k: Tensor,
@@ -112,24 +100,8 @@ def blocksparse(
     max_seqlen_k: int | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    *,
-    q_block_size: int = 64,
-    k_block_size: int = 64,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    out_dtype: torch.dtype | None = None,
+    *tensors: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`flash_varlen` over a block-sparse layout; cost follows the number of listed blocks.
 
@@ -139,33 +111,16 @@ def blocksparse(
     it through. A query at a negative position (more queries than keys) sees nothing.
 
     Args:
-        crow_indices: `([batch,] H, rows + 1)` int32, H in {1, num_kv_heads, num_heads}; query head
-            `h` follows layout head `h // (num_heads // H)`. `rows` covers every position in use.
-        col_indices: `([batch,] H, nnz)` int32. The columns of a row are unique, in any order; one
-            that lies wholly past Lk is ignored.
-        q_block_size, k_block_size: 16, 32, 64, 128 or 256 each.
+        {arguments}
 
-    Every other argument, the results and the errors are those of `flash_varlen`, with one default
-    of its own, `causal=True`; on the CPU a layout with too few rows, bounds that fall or a repeated
-    column raises ValueError, a negative column IndexError. `torch_paged_attn.layouts` builds
-    layouts.
+    Results and errors are those of `flash_varlen`; on the CPU a layout with too few rows, bounds
+    that fall or a repeated column raises ValueError, a negative column IndexError.
+    `torch_paged_attn.layouts` builds layouts.
 
     Sources: BigBird (arXiv 2007.14062), Phi-3 (arXiv 2404.14219), section 2.
     """
-    options = given_scalars(
-        softmax_scale, None if causal else False, window_size_left, window_size_right, softcap,
-        dropout_p, out_dtype,
-    )  # fmt: skip
-    sizes = {"q_block_size": q_block_size, "k_block_size": k_block_size}
-    options = {name: size for name, size in sizes.items() if size != 64} | options
-    rest = (
-        seqused_k, block_table, attn_bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
-        out_scale, rng_state,
-    )  # fmt: skip
+    if tensors and options:
+        refuse_twice("blocksparse", tensors, options)
     first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
-    hints = default_max_seqlens(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    if not torch.compiler.is_dynamo_compiling() and hints[0] >= 0 <= hints[1]:
-        results = again("blocksparse", (*first, *rest), options)
-        if results is not UNKNOWN:
-            return results
-    return _blocksparse(*first, *hints, *rest, **options)
+    hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    return _blocksparse(*first, *hints, seqused_k, block_table, *tensors, **options)

@@ -10,6 +10,9 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUERY = FLOAT + FLOAT8
 QUANTISED = (*FLOAT8, torch.int8)
 
+# of a scale: kernels hold it, its reciprocal and either times 2 log2(e) in float32
+LARGEST_SCALE = 2.0**126
+
 
 def fail(
     op: str, argument: str, came: str, allowed: str, error: type[Exception] = ValueError
@@ -23,13 +26,19 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_dim(op: str, name: str, tensor: Tensor, shape: str) -> None:
+def check_dim(op: str, name: str, tensor: Tensor | None, shape: str) -> None:
     """`shape` spells the dimensions, as in `(total_q, num_heads, head_dim)`."""
+    if tensor is None:  # which a schema's Tensor lets through
+        fail(op, name, "is None", f"a tensor {shape}")
     if tensor.dim() != shape.count(",") + 1:
         fail(op, name, f"has shape {tuple(tensor.shape)}", shape)
 
 
-def check_dtype(op: str, name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+def check_dtype(
+    op: str, name: str, tensor: Tensor | None, allowed: tuple[torch.dtype, ...]
+) -> None:
+    if tensor is None:
+        fail(op, name, "is None", f"a tensor of {names(allowed)}")
     if tensor.dtype not in allowed:
         fail(op, name, f"has dtype {names((tensor.dtype,))}", names(allowed))
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops._again import UNKNOWN, again
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import (
     FLOAT,
@@ -69,8 +68,4 @@ def merge_states(
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        results = again("merge_states", (out_a, lse_a, out_b, lse_b), {})
-        if results is not UNKNOWN:
-            return results
     return _merge_states(out_a, lse_a, out_b, lse_b)

@@ -5,7 +5,6 @@ import functools
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops._again import UNKNOWN, again
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import (
     FLOAT,
@@ -201,9 +200,10 @@ def reshape_and_cache(
         IndexError: (CPU) a slot past the end of the cache; nothing has been written. Accelerators
             skip that token.
     """
-    is_whole = isinstance(kv_cache, Tensor)
-    caches: tuple[Tensor, ...] = (kv_cache,) if isinstance(kv_cache, Tensor) else kv_cache
-    tensors = key, value, *caches, slot_mapping, k_scale, v_scale
-    name = "reshape_and_cache" if is_whole else "reshape_and_cache.split"
-    if torch.compiler.is_dynamo_compiling() or again(name, tensors, {}) is UNKNOWN:
-        (_reshape_and_cache if is_whole else _reshape_and_cache_split)(*tensors)
+    if isinstance(kv_cache, Tensor):
+        _reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+        return
+    if not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2:
+        came = f"is {kv_cache!r}" if kv_cache is None else f"is a {type(kv_cache).__name__}"
+        fail(OP, "kv_cache", came, "a tensor, or a pair (k_cache, v_cache)")
+    _reshape_and_cache_split(key, value, *kv_cache, slot_mapping, k_scale, v_scale)

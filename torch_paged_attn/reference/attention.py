@@ -48,7 +48,7 @@ def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _descale(scale: Tensor | None, b: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
     """One factor per KV head, whichever of the three shapes it came in."""
     if scale is None:
-        return torch.ones(num_kv_heads, dtype=dtype)
+        return torch.ones(num_kv_heads, dtype=dtype, device="cpu")
     return (scale[b] if scale.dim() == 2 else scale).to(dtype).expand(num_kv_heads)
 
 
@@ -60,16 +60,16 @@ def attend(
     """`layout_mask(b, positions, keys)` is a further bool mask `(num_heads, Lq, Lk)`."""
     compute = precision.compute
     num_heads = call.num_heads
-    out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute)
-    lse = torch.full((num_heads, call.total_q), float("-inf"), dtype=compute)
+    out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute, device="cpu")
+    lse = torch.full((num_heads, call.total_q), float("-inf"), dtype=compute, device="cpu")
     q_bounds = call.cu_seqlens_q.tolist()
     key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
 
     for b, key_len in enumerate(key_lens):
         rows = slice(q_bounds[b], q_bounds[b + 1])
         query_len = rows.stop - rows.start
-        positions = key_len - query_len + torch.arange(query_len)
-        keys = torch.arange(key_len)
+        positions = key_len - query_len + torch.arange(query_len, device="cpu")
+        keys = torch.arange(key_len, device="cpu")
         distance = keys[None, :] - positions[:, None]
         visible = _visible(call, distance).expand(num_heads, -1, -1)
         if layout_mask is not None:
@@ -158,12 +158,12 @@ def _real_rows(
     seen = visible.unflatten(0, (heads, call.group_size)).any(2).any(1)  # (num_kv_heads, Lk)
     some = seen.any(0).nonzero()
     start, stop = (int(some[0]), int(some[-1]) + 1) if some.numel() else (0, 0)
-    real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute)
+    real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute, device="cpu")
     if call.block_table is None:
         first = int((call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k)[b])
         rows = stored[first + start : first + stop]
     else:
-        keys = torch.arange(start, stop)
+        keys = torch.arange(start, stop, device="cpu")
         pages = call.block_table[b].long()[keys // call.page_size]
         rows = stored[pages, :, keys % call.page_size]
     real[:, start:stop] = rows.transpose(0, 1).to(compute)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torch_paged_attn
 from torch_paged_attn import reference
+from torch_paged_attn.attention_call import option_names, per_sequence_tensors
 from torch_paged_attn.reference.attention import to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.problems import Problem
@@ -52,17 +53,8 @@ class Call:
             args["k"], args["v"] = args["k"][start:stop], args["v"][start:stop]
         if k_bounds is not None:
             args["cu_seqlens_k"] = cumulative([int(k_bounds[b + 1] - k_bounds[b])])
-        for name, per_sequence in (
-            ("seqused_k", 1),
-            ("block_table", 2),
-            ("alibi_slopes", 2),
-            ("q_descale", 2),
-            ("k_descale", 2),
-            ("v_descale", 2),
-            ("crow_indices", 3),
-            ("col_indices", 3),
-        ):
-            if args.get(name) is not None and args[name].dim() == per_sequence:
+        for name, dims in per_sequence_tensors().items():
+            if args.get(name) is not None and args[name].dim() == dims:
                 args[name] = args[name][b : b + 1]
         return dataclasses.replace(self, args=args)
 
@@ -81,7 +73,8 @@ def _move(value: Any, device: torch.device | str) -> Any:
 
 def cumulative(lengths: list[int]) -> Tensor:
     """`[2, 3]` as int32 `[0, 2, 5]`."""
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu")
+    return bounds.cumsum(0, dtype=torch.int32)
 
 
 def _randn(generator: torch.Generator, *shape: int) -> Tensor:
@@ -96,7 +89,12 @@ def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def build(problem: Problem) -> Call:
-    """The tensors of one call, on the CPU."""
+    """The tensors of one call, on the CPU, whatever torch's default device is."""
+    with torch.device("cpu"):
+        return _build(problem)
+
+
+def _build(problem: Problem) -> Call:
     g = torch.Generator().manual_seed(problem.seed)
     head_dim_v = problem.head_dim_v or problem.head_dim
     total_q = sum(problem.query_lens) + problem.padding_rows
@@ -230,15 +228,7 @@ def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
 
 def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, Any]:
     batch, heads, kv_heads = len(problem.seqs), problem.num_heads, problem.num_kv_heads
-    args: dict[str, Any] = {
-        "causal": problem.causal,
-        "window_size_left": problem.window_size_left,
-        "window_size_right": problem.window_size_right,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "dropout_p": problem.dropout_p,
-        "out_dtype": problem.out_dtype,
-    }
+    args: dict[str, Any] = {name: getattr(problem, name) for name in option_names("flash_varlen")}
     if problem.alibi:
         slopes = (batch, heads) if problem.alibi == "batch" else (heads,)
         args["alibi_slopes"] = torch.rand(slopes, generator=g)

@@ -7,19 +7,21 @@ on hardware: see `docs/neuron.md`.
 from collections.abc import Callable
 from typing import Any
 
-from torch_paged_attn.backends.neuron.adapter import can_trace, missing, traced
 from torch_paged_attn.backends.neuron.blocksparse import blocksparse
 from torch_paged_attn.backends.neuron.flash_varlen import flash_varlen
 from torch_paged_attn.backends.neuron.merge_states import merge_states
+from torch_paged_attn.backends.neuron.paged_kv import is_dense
+from torch_paged_attn.backends.neuron.plan_cache import keep_plans
 from torch_paged_attn.backends.neuron.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
 )
-from torch_paged_attn.backends.neuron.stored_rows import is_dense
+from torch_paged_attn.backends.neuron.runtime import can_trace, traced, unsupported
 
 __all__ = [
     "blocksparse",
     "flash_varlen",
+    "keep_plans",
     "load",
     "merge_states",
     "reshape_and_cache",
@@ -29,7 +31,7 @@ __all__ = [
 
 def load() -> str | None:
     """None where the kernels can run, else the reason why not."""
-    return missing()
+    return unsupported()
 
 
 def traceable(name: str) -> Callable[..., Any] | None:

@@ -1,30 +1,30 @@
-"""From a checked call to tables, launches, and the op's layout again: what `flash_varlen` and
-`blocksparse` share.
+"""`flash_varlen` and `blocksparse`: plan a call on the host, launch it, lay out its results.
 
-The work list is built on the host and the lengths are read there: on a device that is a wait, once
-for the layers of a step.
+The metadata is read on the host for every call, which waits for the device; see `plan_cache`.
 """
 
-from typing import Any, NoReturn
+import dataclasses
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron import attention_kernel as engine
-from torch_paged_attn.backends.neuron.adapter import as_bytes, launch
 from torch_paged_attn.backends.neuron.bias import lay_out_bias
-from torch_paged_attn.backends.neuron.dropout_kernel import NUM_WORDS
-from torch_paged_attn.backends.neuron.philox_words import philox_words
+from torch_paged_attn.backends.neuron.kernels.attention import attention_kernel
+from torch_paged_attn.backends.neuron.kernels.groups import Options, RowLayout
+from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
+from torch_paged_attn.backends.neuron.kernels.query_tile import FLOOR, LOWEST, P
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
+from torch_paged_attn.backends.neuron.philox import philox_words
 from torch_paged_attn.backends.neuron.plan import plan
 from torch_paged_attn.backends.neuron.row_scalars import row_scalars
-from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
-from torch_paged_attn.backends.neuron.tables import Tables
-from torch_paged_attn.backends.neuron.tiles import Tiles, heads_of, tiles_of
+from torch_paged_attn.backends.neuron.runtime import as_bytes, launch
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes, choose_tile_sizes, heads_of
 from torch_paged_attn.backends.neuron.toolchain import nl
+from torch_paged_attn.backends.neuron.work_info import WorkInfo
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 
-P = engine.P
 WIDEST_VALUE = 512  # float32 in one bank of PSUM
 WIDEST_KEY = 1024
 
@@ -33,7 +33,7 @@ UNROLLED = 256
 
 
 def unsupported(k: Tensor, v: Tensor) -> str | None:
-    """What of a valid call has no kernel: the argument, what came, what is supported."""
+    """Why a valid call has no kernel here: the argument, what came, what is supported; or None."""
     head_dim, head_dim_v = k.shape[-1], v.shape[-1]
     if head_dim > WIDEST_KEY:
         return f"k has head_dim {head_dim}; supported: at most {WIDEST_KEY}"
@@ -43,24 +43,24 @@ def unsupported(k: Tensor, v: Tensor) -> str | None:
 
 
 def refuse(op: str, reason: str) -> NoReturn:
-    """Raise for what the contract allows and this backend does not do."""
+    """Raise for a call that the contract allows and this backend does not support."""
     raise NotImplementedError(f"paged_attn::{op}: Neuron: {reason}")
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """A checked call."""
+    """Results of a checked call."""
     reason = unsupported(call.k, call.v)
     if reason is not None:
         refuse(call.op, reason)
     if call.total_q == 0:
         return call.new_results()
-    # eight bits of query are exact in sixteen; eight bits of result are rounded by PyTorch
+    # 8 bits of query are exact in 16; results of 8 bits are rounded by PyTorch
     q = call.q if call.q.dtype in FLOAT else call.q.to(torch.bfloat16)
     out_type = call.result_dtype if call.result_dtype in FLOAT else torch.float32
 
     heads = heads_of(call)
-    k_rows, v_rows = (_rows(x, call, by_head=heads.planes > 1) for x in (call.k, call.v))
-    tiles = tiles_of(call, heads, q.itemsize, (k_rows, v_rows))
+    k, v = (_rows(x, call, by_head=heads.planes > 1) for x in (call.k, call.v))
+    tiles = choose_tile_sizes(call, heads, q.itemsize, (k, v))
     # a row is (token, member of the group), of every KV head or of one
     num_rows, width = call.total_q * heads.num_heads // heads.together, heads.together
     q_rows = q.unflatten(1, (call.num_kv_heads, -1)).transpose(1, 2).reshape(num_rows, -1)
@@ -68,75 +68,85 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(num_rows, width, dtype=torch.float32)
 
     scale = call.scale / call.softcap if call.softcap > 0.0 else call.scale
-    scalars = row_scalars(call, scale, heads)
     words = torch.zeros(1, NUM_WORDS, dtype=torch.int32, device=q.device)
     if call.dropout_p > 0.0:
         assert call.rng_state is not None  # checked
         words = philox_words(call.rng_state, call.dropout_p)
-    for table in plan(call, tiles, (k_rows, v_rows)):
-        bounds, *bias, bias_stride = _masks(call, table, tiles)
+    scalars = row_scalars(call, scale, heads)
+    for info in plan(call, tiles, (k, v)):
+        info, bias, bias_head_stride = _with_bias(call, info, tiles)
         out, lse = launch(
-            engine.attention_kernel,
-            out,
-            lse,
-            q_rows,
-            _readable(k_rows.storage, q.dtype),
-            _readable(v_rows.storage, q.dtype),
-            table.indices,
-            bounds,
-            table.count,
-            table.positions,
-            table.draws,
-            words,
-            scalars,
-            *bias,
-            heads.together,
-            heads.group_size,
-            tiles.splits_heads,
-            k_rows.layout,
-            v_rows.layout,
-            "" if call.k.dtype == q.dtype else str(call.k.dtype).removeprefix("torch."),
-            table.work.depth,
-            tiles.chunks,
-            tiles.run,
-            float(scale),
-            float(call.softcap),
-            1.0 / (1.0 - call.dropout_p),
-            call.sinks is not None,
-            call.alibi_slopes is not None,
-            any(d is not None for d in (call.q_descale, call.k_descale, call.v_descale)),
-            call.attn_bias is not None,
-            call.dropout_p > 0.0,
-            bias_stride,
-            _loops(table, tiles),
+            attention_kernel,
+            out=out,
+            lse=lse,
+            q=q_rows,
+            k=_readable(k.storage, q.dtype),
+            v=_readable(v.storage, q.dtype),
+            indices=info.indices,
+            bounds=info.bounds,
+            positions=info.positions,
+            count=info.count,
+            words=words,
+            row_scalars=scalars,
+            bias=bias,
+            options=Options(
+                num_kv_heads=heads.together,
+                group_size=heads.group_size,
+                splits_heads=tiles.splits_heads,
+                k_row=RowLayout(*k.layout),
+                v_row=RowLayout(*v.layout),
+                kv_dtype=_kv_dtype(call.k.dtype, q.dtype),
+                depth=info.work.depth,
+                chunks=tiles.chunks,
+                run=tiles.run,
+                scale=float(scale),
+                softcap=float(call.softcap),
+                keep_scale=1.0 / (1.0 - call.dropout_p),
+                bias_head_stride=bias_head_stride,
+                has_sinks=call.sinks is not None,
+                has_alibi=call.alibi_slopes is not None,
+                has_scales=any(
+                    d is not None for d in (call.q_descale, call.k_descale, call.v_descale)
+                ),
+                has_bias=call.attn_bias is not None,
+                has_dropout=call.dropout_p > 0.0,
+                is_dynamic=_loops(info, tiles),
+            ),
         )
     return _results(call, out, lse)
 
 
-def _masks(call: AttentionCall, table: Tables, tiles: Tiles) -> tuple[Any, ...]:
-    """`attention_kernel`'s bounds, bias, bias_rows and bias_head_stride."""
-    device = call.q.device
+def _with_bias(
+    call: AttentionCall, info: WorkInfo, tiles: TileSizes
+) -> tuple[WorkInfo, Tensor, int]:
+    """The tables with a bias's columns, its rows, and their stride from KV head to KV head."""
     if call.attn_bias is None:
-        bias = torch.zeros(1, tiles.tile_k, device=device)
-        index = torch.zeros(1, P, table.work.depth, dtype=torch.int32, device=device)
-        return table.bounds, bias, index, 0
-    laid_out = lay_out_bias(call.attn_bias, table, tiles.heads, tiles.run)
-    absent = laid_out.absent.unflatten(1, (-1, P, tiles.run)).transpose(1, 2).flatten(2)
-    bounds = torch.cat([table.bounds, absent.float()], 2)
-    return bounds, laid_out.rows, laid_out.index.to(device), laid_out.head_stride
+        return info, torch.zeros(1, tiles.tile_k, device=call.q.device), 0
+    bias = lay_out_bias(call.attn_bias, info, tiles.heads, tiles.run)
+    absent = bias.absent.unflatten(1, (-1, P, tiles.run)).transpose(1, 2).flatten(2)
+    with_bias = dataclasses.replace(
+        info,
+        indices=torch.cat([info.indices, bias.index.to(call.q.device)], 2),
+        bounds=torch.cat([info.bounds, absent.float()], 2),
+    )
+    return with_bias, bias.rows, bias.head_stride
 
 
-def _loops(table: Tables, tiles: Tiles) -> bool:
-    triples = len(table.indices) * tiles.loaded * table.work.depth
+def _kv_dtype(stored: torch.dtype, dtype: torch.dtype) -> str:
+    return "" if stored == dtype else str(stored).removeprefix("torch.")
+
+
+def _loops(info: WorkInfo, tiles: TileSizes) -> bool:
+    triples = len(info.indices) * tiles.loaded * info.work.depth
     return triples > UNROLLED and hasattr(nl, "fori_loop")
 
 
-def _rows(cache: Tensor, call: AttentionCall, by_head: bool) -> StoredRows:
-    """Packed keys are one long page; without any, one that nobody sees."""
+def _rows(cache: Tensor, call: AttentionCall, by_head: bool) -> PagedKV:
+    """A cache as rows; packed keys are one long page, and no keys are a page that no row sees."""
     pages = cache if call.page_size else cache.transpose(0, 1)[None]
     if pages.numel() == 0:
         pages = pages.new_zeros(1, pages.shape[1], 1, pages.shape[3])
-    rows = stored_rows(pages, by_head=by_head)
+    rows = as_rows(pages, by_head=by_head)
     assert rows is not None  # a copy is allowed
     return rows
 
@@ -146,8 +156,10 @@ def _readable(storage: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _results(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """From rows of (token, member of the group) and columns of KV heads to the op's layout."""
-    lse = lse.masked_fill(lse < engine.FLOOR / 2, float("-inf"))
+    """The op's layout, from rows of (token, member of the group) and columns of KV heads."""
+    lse = lse.masked_fill(lse <= FLOOR, float("-inf"))
+    if call.attn_bias is not None or call.sinks is not None:
+        lse = lse.masked_fill(lse == LOWEST, torch.finfo(torch.float32).min)
     if call.result_dtype in FLOAT8:
         limit = torch.finfo(call.result_dtype).max
         out = (out if call.out_scale is None else out / call.out_scale).clamp(-limit, limit)

@@ -1,4 +1,4 @@
-"""`attn_bias` as rows that the kernel gathers: for each item and token one row of `tile_k` keys."""
+"""`attn_bias` as rows that the kernel gathers: one row of `tile_k` keys per item and token."""
 
 import dataclasses
 
@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron.columns import count_up
-from torch_paged_attn.backends.neuron.tables import Heads, Tables
+from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
 from torch_paged_attn.backends.neuron.work_list import WorkList
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasRows:
-    """`attention_kernel`'s `bias`, `bias_rows` and `bias_head_stride`; which columns it hides from
-    every row of an item, `(num_items, tile_k)` bool.
+    """A bias as the kernel reads it: `rows` of `tile_k` keys, and each item's rows among them.
+
+    `absent` (num_items, tile_k) says which columns it hides from every row of an item.
     """
 
     rows: Tensor
-    index: Tensor
-    head_stride: int
+    index: Tensor  # (num_items, P, depth) int32
+    head_stride: int  # elements from one KV head's rows to the next's
     absent: Tensor
 
 
-def lay_out_bias(attn_bias: Tensor, tables: Tables, heads: Heads, run: int) -> BiasRows:
-    """Rows are (bias head, item, token of its stack)."""
-    work, device = tables.work, attn_bias.device
+def lay_out_bias(attn_bias: Tensor, info: WorkInfo, heads: Heads, run: int) -> BiasRows:
+    """The bias in rows of (bias head, item, token of the item's stack)."""
+    work, device = info.work, attn_bias.device
     is_shared = attn_bias.shape[0] == 1
     first, last = work.token[:, 0, 0], work.token[:, -1, -1]
     item, rank = count_up((last - first + 1)[work.stack])
@@ -69,12 +70,12 @@ def lay_out_bias(attn_bias: Tensor, tables: Tables, heads: Heads, run: int) -> B
         row = row + head[work.stack] * len(item)
     return BiasRows(
         rows=rows.reshape(-1, work.tile_k),
-        index=row[tables.items].transpose(1, 2).to(torch.int32),
+        index=row[info.items].transpose(1, 2).to(torch.int32),
         # where heads go together, the kernel moves from one KV head's rows to the next
         head_stride=0
         if is_shared or heads.planes > 1
         else heads.group_size * len(item) * work.tile_k,
-        absent=(some == 0)[tables.items.to(device)],
+        absent=(some == 0)[info.items.to(device)],
     )
 
 

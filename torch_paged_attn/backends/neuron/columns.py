@@ -1,4 +1,4 @@
-"""Which keys the columns of a stack stand for: a stretch of positions, or the blocks of a layout.
+"""The keys that a stack's columns stand for: a stretch of positions, or the blocks of a layout.
 
 Columns follow the order of positions, so that a range of visible positions is a range of columns.
 """
@@ -77,8 +77,8 @@ class Blocks:
     ) -> "Blocks":
         """The blocks of one layout row for each stack, as far as they meet `[start, stop)`.
 
-        `layout` is (crow_indices, col_indices), ([batch,] H, n), on the host. Entries that no
-        contract allows list nothing.
+        `layout` is (crow_indices, col_indices), ([batch,] H, n), on the host. An entry
+        that the contract forbids lists nothing.
         """
         crow, col = (t.long().expand(_batch(t, sequence), *t.shape[-2:]) for t in layout)
         rows, nnz = crow.shape[2] - 1, col.shape[2]

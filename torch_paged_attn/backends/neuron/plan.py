@@ -1,4 +1,4 @@
-"""From the metadata of a call, on whatever device it is, to the tables of its work lists."""
+"""The tables of a call's work lists, planned on the host from its metadata."""
 
 import dataclasses
 
@@ -6,20 +6,19 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
-from torch_paged_attn.backends.neuron.recent import HostCopies, Recent
-from torch_paged_attn.backends.neuron.stored_rows import StoredRows
-from torch_paged_attn.backends.neuron.tables import Tables, lay_out
-from torch_paged_attn.backends.neuron.tile_kernel import P
-from torch_paged_attn.backends.neuron.tiles import Tiles
+from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV
+from torch_paged_attn.backends.neuron.plan_cache import PlanCache, read
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
+from torch_paged_attn.backends.neuron.work_info import WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import Batch, WorkList, build_work_lists
 
-_on_host = HostCopies()
-_recent_plans: Recent[list[Tables]] = Recent(16)
+plan_cache: PlanCache[list[WorkInfo]] = PlanCache(16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """Which tokens there are, where their keys lie, and which blocks they look at."""
+    """The tensors that decide a plan: lengths, block table and layout."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor | None
@@ -29,27 +28,27 @@ class Metadata:
 
     @classmethod
     def of(cls, call: AttentionCall) -> "Metadata":
-        """That of a call."""
+        """The metadata of a call."""
         return cls(
             call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.block_table, call.layout
         )
 
     def on_host(self) -> "Metadata":
-        """The same on the CPU."""
+        """Its values, read on the host."""
         k_starts, used, table = (
-            None if t is None else _on_host(t)
+            None if t is None else read(t)
             for t in (self.cu_seqlens_k, self.seqused_k, self.block_table)
         )
         layout = self.layout
         if layout is not None:
-            csr = _on_host(layout.crow_indices), _on_host(layout.col_indices)
+            csr = read(layout.crow_indices), read(layout.col_indices)
             layout = BlockLayout(*csr, layout.q_block_size, layout.k_block_size)
-        return Metadata(_on_host(self.cu_seqlens_q), k_starts, used, table, layout)
+        return Metadata(read(self.cu_seqlens_q), k_starts, used, table, layout)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What decides a plan besides what the metadata holds."""
+class PlanOptions:
+    """The numbers that decide a plan, besides the metadata."""
 
     total_q: int
     window_size_left: int
@@ -57,13 +56,13 @@ class Options:
     has_dropout: bool
     num_pages: int
     page_size: int
-    tiles: Tiles
+    tiles: TileSizes
 
 
-def plan(call: AttentionCall, tiles: Tiles, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
-    """Tables of each work list, on the call's device; the same for every layer of a step."""
+def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
+    """Tables of each work list, on the call's device; the layers of a step share them."""
     host, device = Metadata.of(call).on_host(), call.q.device
-    options = Options(
+    options = PlanOptions(
         total_q=call.total_q,
         window_size_left=call.window_size_left,
         window_size_right=call.window_right,
@@ -80,13 +79,13 @@ def plan(call: AttentionCall, tiles: Tiles, rows: tuple[StoredRows, StoredRows])
         blocks = layout.q_block_size, layout.k_block_size
     places = tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
 
-    def make() -> list[Tables]:
+    def make() -> list[WorkInfo]:
         return [tables.to(device) for tables in _make(host, options, rows)]
 
-    return _recent_plans(tensors, (options, places, blocks, device), make)
+    return plan_cache(tensors, (options, places, blocks, device), make)
 
 
-def _make(host: Metadata, options: Options, rows: tuple[StoredRows, StoredRows]) -> list[Tables]:
+def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     cu_seqlens_q = host.cu_seqlens_q.long()
     key_lens = key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long()
     batch = Batch(
@@ -120,7 +119,7 @@ def _make(host: Metadata, options: Options, rows: tuple[StoredRows, StoredRows])
     ]
 
 
-def _slots(work: WorkList, host: Metadata, options: Options) -> tuple[Tensor, Tensor]:
+def _slots(work: WorkList, host: Metadata, options: PlanOptions) -> tuple[Tensor, Tensor]:
     """Page and slot that each run of an item's keys starts at, `(num_items, tile_k / run)`."""
     page, slot = torch.zeros_like(work.keys), torch.zeros_like(work.keys)
     sees = work.key_start < work.key_stop

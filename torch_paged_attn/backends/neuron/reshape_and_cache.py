@@ -4,14 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_paged_attn.backends.neuron.adapter import launch, write_back
 from torch_paged_attn.backends.neuron.attention import refuse
-from torch_paged_attn.backends.neuron.scatter_kernel import P, scatter_kernel
-from torch_paged_attn.backends.neuron.stored_rows import StoredRows, stored_rows
+from torch_paged_attn.backends.neuron.kernels.reshape_and_cache import P, reshape_and_cache_kernel
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV, as_rows
+from torch_paged_attn.backends.neuron.runtime import launch, write_back
 from torch_paged_attn.ops.checks import FLOAT8
 from torch_paged_attn.ops.reshape_and_cache import OP
 
-Rows = tuple[StoredRows, StoredRows]
+Rows = tuple[PagedKV, PagedKV]
 
 
 def reshape_and_cache(
@@ -54,7 +54,7 @@ def _write(
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return
     # every refusal comes before the first write
-    caches = [stored_rows(cache, allow_copy=False) for cache in (k_cache, v_cache)]
+    caches = [as_rows(cache, allow_copy=False) for cache in (k_cache, v_cache)]
     for name, cache, rows in zip(cache_names, (k_cache, v_cache), caches, strict=True):
         if rows is None:
             refuse(OP, f"{name} has strides {cache.stride()}, no rows of a multiple of their gcd")
@@ -66,18 +66,18 @@ def _write(
         assert rows is not None
         index = rows.row_of(page, 0, offset).where(slots >= 0, -1).to(torch.int32)
         written = launch(
-            scatter_kernel,
-            F.pad(_stored(new[:num_tokens], scale, rows.storage.dtype), (0, 0, 0, padding)),
-            index[:, None],
-            _bytes(rows.storage),
-            new.shape[1],
-            rows.layout,
+            reshape_and_cache_kernel,
+            rows=F.pad(_stored(new[:num_tokens], scale, rows.storage.dtype), (0, 0, 0, padding)),
+            index=index[:, None],
+            cache=_bytes(rows.storage),
+            num_kv_heads=new.shape[1],
+            layout=rows.layout,
         )
         write_back(_bytes(rows.storage), written)
 
 
 def _stored(new: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows of tokens as the cache holds them: the graph compiler fuses this arithmetic."""
+    """Tokens in the cache's dtype, one a row; the graph compiler fuses this arithmetic."""
     if dtype == new.dtype:
         return new.flatten(1)
     real = new.float() if scale is None else new.float() / scale.view(-1, 1)
@@ -94,7 +94,7 @@ def _bytes(stored: Tensor) -> Tensor:
 
 
 def _last_of_each(slots: Tensor, num_slots: int) -> Tensor:
-    """-1 for slots outside the cache, and for all but the last token of a slot: scatters race."""
+    """The slots, but -1 outside the cache and for all but a slot's last token: scatters race."""
     slots = slots.where((slots >= 0) & (slots < num_slots), -1)
     ordered, token = slots.sort(stable=True)
     is_last = F.pad(ordered[1:] != ordered[:-1], (0, 1), value=True)

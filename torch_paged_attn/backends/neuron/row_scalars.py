@@ -1,16 +1,16 @@
-"""What each query row has to itself, per KV head: sink, slope, factors of its scores and result."""
+"""The numbers of each query row and KV head: sink, slope, factors of its scores and result."""
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.attention_kernel import NUM_SCALARS
-from torch_paged_attn.backends.neuron.tables import Heads
-from torch_paged_attn.backends.neuron.tile_kernel import MASKED
+from torch_paged_attn.backends.neuron.kernels.load_item import NUM_SCALARS
+from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED
+from torch_paged_attn.backends.neuron.work_info import Heads
 
 
 def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
-    """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where nobody asks for any."""
+    """`(num_rows, heads.together * NUM_SCALARS)` float32; one row where no option needs any."""
     device, cu_seqlens_q, total_q = call.q.device, call.cu_seqlens_q, call.total_q
     descales = call.q_descale, call.k_descale, call.v_descale
     if all(values is None for values in (call.sinks, call.alibi_slopes, *descales)):
@@ -23,7 +23,7 @@ def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
         """`(total_q, group_size, num_kv_heads)` of values per head, KV head, or sequence too."""
         if values is None or values.numel() == 0:  # no sequence: padding tokens only
             values = torch.full((), default, device=device)
-        if values.dim() == 2:  # padding tokens take anybody's
+        if values.dim() == 2:  # padding tokens take the last sequence's
             values = values[sequence.clamp(max=len(values) - 1)]
         if values.dim() and values.shape[-1] == heads.num_heads:
             by_head = values.unflatten(-1, (num_kv_heads, group_size)).transpose(-1, -2)
@@ -33,8 +33,10 @@ def row_scalars(call: AttentionCall, scale: float, heads: Heads) -> Tensor:
 
     q_descale, k_descale, v_descale = (per_token(d, 1.0) for d in descales)
     is_padding = (sequence == len(cu_seqlens_q) - 1)[:, None, None]
+    sinks = per_token(call.sinks, 0.0)
     columns = (
-        per_token(call.sinks, 0.0).masked_fill(is_padding, MASKED),  # these see no sink either
+        # padding tokens see no sink either
+        sinks.clamp(min=LOWEST).masked_fill(is_padding | (sinks == float("-inf")), MASKED),
         per_token(call.alibi_slopes, 0.0),
         q_descale * k_descale * scale,
         v_descale,

@@ -1,16 +1,35 @@
-"""Which NKI the kernels are written in: the `nki` package, or the emulator where the user asks.
+"""NKI as the kernels see it: `nl` and `nisa`, and which package they come from.
 
-`PAGED_ATTN_NEURON_EMULATE=1` runs the kernels on NumPy
-(`testing/nki_emulator`), for trying things without a chip.
+The package is `nki`, or, where `PAGED_ATTN_NEURON_EMULATE=1` asks for it, `nki_emulator`: the same
+modules on NumPy. The emulator is no part of this package; the repository has it under `tools/`.
 """
+
+import importlib
+import types
+from typing import TYPE_CHECKING, Any
 
 from torch_paged_attn import environment
 
-if environment.NEURON_EMULATE:
-    from torch_paged_attn.testing.nki_emulator import nisa, nl
-else:
+PACKAGE = "nki_emulator" if environment.NEURON_EMULATE else "nki"
+
+
+def import_or_none(name: str) -> Any:
+    """The module, or None: what PyPI has under Neuron's names raises ImportError."""
     try:
-        import nki.isa as nisa  # type: ignore[no-redef]
-        import nki.language as nl  # type: ignore[no-redef]
+        return importlib.import_module(name)
     except ImportError:
-        nisa = nl = None  # type: ignore[assignment]
+        return None
+
+
+def emulator() -> Any:
+    """The package that runs kernels on NumPy, or None where it is not on the import path."""
+    return import_or_none("nki_emulator")
+
+
+if TYPE_CHECKING:
+    import nki.isa as nisa
+    import nki.language as nl
+else:
+    # without NKI the kernels' modules still import, so that the backend can say what is missing
+    nl = import_or_none(f"{PACKAGE}.language") or types.SimpleNamespace(NKIObject=object)
+    nisa = import_or_none(f"{PACKAGE}.isa")

@@ -1,14 +1,14 @@
-"""A batch as flat lists of items, each a stack of tiles of query rows against one tile of keys.
+"""The work of a batch as flat lists of items: a stack of query tiles against one tile of keys.
 
 A row is a query token of one head of a group: `row = token * group_size + member`, so that a decode
-step's heads share the keys they read. Rows of a span (a sequence, or the part of one that lies in
-one row of a block-sparse layout) are cut into tiles of `tile_q`, and up to `depth` tiles are
-stacked: what reads a tile of keys for a stack reads it once. An item stands for each tile of keys
-of which some row of the stack sees some key, and the keys of a layout's blocks are laid side by
-side: cost follows what is visible, whatever the mix of prefill and decode.
+step's heads share the keys they read. The rows of a span (a sequence, or the part of one that lies
+in one row of a block-sparse layout) are cut into tiles of `tile_q`, and up to `depth` tiles are
+stacked, since a stack reads a tile of keys once. There is an item for each tile of keys of which
+some row of the stack sees some key, and the keys of a layout's blocks lie side by side: cost
+follows the visible keys, whatever the mix of prefill and decode.
 
-Every row belongs to one stack, those of padding tokens and of sequences without keys too: their one
-item shows no key, and makes the kernel write their empty result.
+Every row belongs to one stack. A padding token, or a sequence without keys, has one item that shows
+no key and makes the kernel write the empty result.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from torch_paged_attn.backends.neuron.columns import Blocks, Columns, Stretch, c
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Lengths of a batch, on the host, and what its queries see of the keys."""
+    """Lengths of a batch, on the host, and the window of its queries."""
 
     cu_seqlens_q: Tensor  # (batch + 1,) int64
     key_lens: Tensor  # (batch,) int64
@@ -32,7 +32,7 @@ class Batch:
     window_size_right: int  # 0 where the call is causal
 
     def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """First token, number of tokens and keys of each; the padding tokens are one more."""
+        """First token, tokens and keys of each sequence; the padding tokens are one more."""
         stops = torch.cat([self.cu_seqlens_q[1:], torch.tensor([self.total_q])])
         lens = torch.cat([self.key_lens, torch.tensor([0])])
         return self.cu_seqlens_q, stops - self.cu_seqlens_q, lens
@@ -49,9 +49,9 @@ class Batch:
 class WorkList:
     """Stacks `(num_stacks, ...)` and items `(num_items, ...)`, int64 or bool tensors.
 
-    `token` and `member` beyond a stack's last row repeat it: they may be loaded, not stored
-    (`is_row` is False). No row of an item sees columns outside `[key_start, key_stop)`, and of
-    these some row sees each.
+    Beyond a stack's last row, `token` and `member` repeat it: they may be loaded, and are not
+    stored (`is_row` is False). No row of an item sees a column outside `[key_start, key_stop)`, and
+    some row sees each column inside.
     """
 
     tile_k: int
@@ -77,7 +77,7 @@ class WorkList:
 
     @property
     def num_items(self) -> int:
-        """How many tiles of keys are read."""
+        """Tiles of keys that are read."""
         return self.stack.shape[0]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import tensor_names
 from torch_paged_attn.backends.tpu.blocksparse import blocksparse as blocksparse_jax
 from torch_paged_attn.backends.tpu.buckets import bucket, pad_attention, pad_tokens
 from torch_paged_attn.backends.tpu.config import Config
@@ -28,11 +29,8 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import (
 
 INT32_MAX = 2**31 - 1
 
-_KEYS = ("cu_seqlens_q", "cu_seqlens_k")
-_OPTIONAL = (
-    "seqused_k", "block_table", "attn_bias", "alibi_slopes", "sinks",
-    "q_descale", "k_descale", "v_descale", "out_scale", "rng_state",
-)  # fmt: skip
+# the op's tensors behind q, k and v
+_TENSORS = tensor_names("flash_varlen")[3:]
 
 
 def interpreting() -> bool:
@@ -71,11 +69,9 @@ def _attend(
     run: Run | None, function: Any, layout: dict[str, Any], tensors: tuple[Any, ...], **statics: Any
 ) -> tuple[Tensor, Tensor]:
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *optional = tensors
-    optional += [None] * (len(_OPTIONAL) - len(optional))
-    arguments = {"q": q, "k": k, "v": v, **layout}
-    arguments |= dict(
-        zip((*_KEYS, *_OPTIONAL), (cu_seqlens_q, cu_seqlens_k, *optional), strict=True)
-    )
+    given = cu_seqlens_q, cu_seqlens_k, *optional
+    arguments = {"q": q, "k": k, "v": v, **layout, **dict.fromkeys(_TENSORS)}
+    arguments |= dict(zip(_TENSORS, given, strict=False))
     if arguments["rng_state"] is not None:
         arguments["rng_state"] = _words(arguments["rng_state"])
     if statics.get("out_dtype") is not None:

@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-LEAST = 8
+from torch_paged_attn.attention_call import per_sequence_tensors
 
-# padded along their first dimension, with zeros, to the number of sequences; what has one dimension
-# less than here is not per sequence
-_PER_SEQUENCE = {
-    "seqused_k": 1,
-    "block_table": 2,
-    "alibi_slopes": 2,
-    "q_descale": 2,
-    "k_descale": 2,
-    "v_descale": 2,
-    "crow_indices": 3,
-    "col_indices": 3,
-}
+LEAST = 8
 
 
 def bucket(count: int) -> int:
@@ -50,7 +39,8 @@ def pad_attention(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("col_indices") is not None:
         nnz = bucket(arguments["col_indices"].shape[-1])
         padded["col_indices"] = _grow(arguments["col_indices"], -1, nnz)
-    for name, dimensions in _PER_SEQUENCE.items():
+    # padded with zeros; what has fewer dimensions is not per sequence
+    for name, dimensions in per_sequence_tensors().items():
         tensor = padded.get(name)
         if tensor is not None and tensor.dim() == dimensions:
             padded[name] = _grow(tensor, 0, bucket(batch))

@@ -7,23 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.attention_call import option_names
 from torch_paged_attn.backends.tpu.attention import FLOAT8, FLOATS, attend
 from torch_paged_attn.backends.tpu.config import Config, choose_config
 from torch_paged_attn.backends.tpu.refusal import refuse
 
-STATIC = (
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "softmax_scale",
-    "causal",
-    "window_size_left",
-    "window_size_right",
-    "softcap",
-    "dropout_p",
-    "out_dtype",
-    "config",
-    "interpret",
-)
+STATIC = ("max_seqlen_q", "max_seqlen_k", *option_names("flash_varlen"), "config", "interpret")
 
 
 def unsupported(q: Array, k: Array, out_dtype: Any = None, **_rest: Any) -> str | None:

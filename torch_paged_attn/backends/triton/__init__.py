@@ -13,13 +13,11 @@ if importlib.util.find_spec("triton") is not None:
         reshape_and_cache_split,
     )
     from torch_paged_attn.backends.triton.runtime.launch import traced
-    from torch_paged_attn.backends.triton.runtime.recipes import play
 
     __all__ = [
         "blocksparse",
         "flash_varlen",
         "merge_states",
-        "play",
         "reshape_and_cache",
         "reshape_and_cache_split",
     ]
@@ -55,7 +53,11 @@ def traceable(name: str) -> Callable[..., Any] | None:
     Cache writes do: a graph copies what a kernel writes through two views of one tensor. Attention
     answers NotImplemented where it does (`flash_varlen.why_opaque`).
     """
-    ops = {"blocksparse": blocksparse, "flash_varlen": flash_varlen, "merge_states": merge_states}
+    ops: dict[str, Callable[..., Any]] = {
+        "blocksparse": blocksparse,
+        "flash_varlen": flash_varlen,
+        "merge_states": merge_states,
+    }
     if name not in ops:
         return None
 

@@ -18,13 +18,19 @@ FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 PAIRED = FLOAT8 | {torch.int8: "INT8"}
 
 
+def stored_format(dtype: torch.dtype, target: Target) -> str:
+    """The format in which a kernel is given tensors of this type."""
+    if dtype in FLOAT8 and not target.converts_float8:
+        return FLOAT8[dtype]
+    return "BF16" if dtype == torch.bfloat16 and not target.converts_bfloat16 else "NATIVE"
+
+
 def as_stored(x: Tensor, target: Target) -> tuple[Tensor, str]:
     """The tensor a kernel is given, and its format."""
-    if x.dtype in FLOAT8 and not target.converts_float8:
-        return x.view(torch.uint8), FLOAT8[x.dtype]
-    if x.dtype == torch.bfloat16 and not target.converts_bfloat16:
-        return x.view(torch.int16), "BF16"
-    return x, "NATIVE"
+    found = stored_format(x.dtype, target)
+    if found == "NATIVE":
+        return x, found
+    return x.view(torch.int16 if found == "BF16" else torch.uint8), found
 
 
 def holds_pairs(x: Tensor) -> bool:

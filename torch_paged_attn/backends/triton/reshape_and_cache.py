@@ -5,7 +5,6 @@ slot. Of many, each first leaves its number with the slot, in a launch of its ow
 is found there then is that of the one that writes, so that memory nobody initialised will do.
 """
 
-import functools
 import logging
 from typing import Any
 
@@ -15,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode
-from torch_paged_attn.backends.triton.runtime import recipes
-from torch_paged_attn.backends.triton.runtime.launch import allocate, follow, following, launch
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
-from torch_paged_attn.ops._again import UNKNOWN
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _claim_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     """Leave the number of each token with its slot; one of those that share a slot stays."""
-    follow(IS_DEPENDENT)
+    gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
     tl.store(claims_ptr + slot, token, mask=slot >= 0)
@@ -142,7 +142,7 @@ def _reshape_and_cache_kernel(
     WIDTH: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    follow(IS_DEPENDENT)
+    gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
     # on their way before anybody knows whether they are written
@@ -175,102 +175,133 @@ def _reshape_and_cache_kernel(
 
 def reshape_and_cache(*args: Any) -> None:
     """Arguments as in the op `reshape_and_cache`."""
-    tensors = *args, *(None,) * (6 - len(args))
-    if recipes.play("reshape_and_cache", tensors, {}) is UNKNOWN:
-        recipes.make(functools.partial(_write, *tensors), "reshape_and_cache", tensors, {})
+    launch_cache.call("reshape_and_cache", _plan, (*args, *(None,) * (6 - len(args))), {})
 
 
 def reshape_and_cache_split(*args: Any) -> None:
     """Arguments as in the op `reshape_and_cache.split`."""
     tensors = *args, *(None,) * (7 - len(args))
-    if recipes.play("reshape_and_cache.split", tensors, {}) is UNKNOWN:
-        write = functools.partial(_write_split, *tensors)
-        recipes.make(write, "reshape_and_cache.split", tensors, {})
+    launch_cache.call("reshape_and_cache.split", _plan_split, tensors, {})
 
 
-def _write(
+def _plan(
     key: Tensor,
     value: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-) -> None:
+) -> Plan:
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    _launch(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
+    write = _Write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
+    v_offset = kv_cache.stride(0) * kv_cache.itemsize
+
+    def run(key: Tensor, value: Tensor, kv_cache: Tensor, *rest: Any) -> None:
+        if write.is_ready:
+            # half of a tensor costs more than the rest of this function
+            write(key, value, kv_cache, kv_cache.data_ptr() + v_offset, *rest)
+        else:
+            write(key, value, kv_cache[0], kv_cache[1], *rest)
+
+    return run
 
 
-def _write_split(
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    check_split(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    _launch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+def _plan_split(*tensors: Any) -> Plan:
+    check_split(*tensors)
+    return _Write(*tensors)
 
 
-def _launch(
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
-    if num_tokens == 0:
-        return
-    target = target_of(key.device)
-    (k_new, source_format), (v_new, _) = as_stored(key, target), as_stored(value, target)
-    (k_old, cache_format), (v_old, _) = as_stored(k_cache, target), as_stored(v_cache, target)
-    num_slots = k_cache.shape[0] * k_cache.shape[2]
-    is_following = following(target.overlaps_launches)
-    claims = None
-    is_few = num_tokens <= FEW_TOKENS
-    launches = "one launch" if is_few else "two launches"
-    logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
-    if not is_few:
-        claims = allocate((num_slots,), torch.int32, slot_mapping.device)
-        grid = (triton.cdiv(num_tokens, CLAIMED),)
-        slots = (slot_mapping, claims, slot_mapping.stride(0), num_tokens, num_slots)
-        launch(_claim_kernel, grid, *slots, BLOCK=CLAIMED, **is_following)
-    dim, dim_v = key.shape[2], value.shape[2]
-    elements = num_heads * max(dim, dim_v)
-    block_e = min(next_power_of_2(elements), BLOCK)
-    block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
-    launch(
-        _reshape_and_cache_kernel,
-        (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
-        k_new,
-        v_new,
-        k_old,
-        v_old,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        claims,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        slot_mapping.stride(0),
-        0 if k_scale is None else k_scale.expand(num_heads).stride(0),
-        0 if v_scale is None else v_scale.expand(num_heads).stride(0),
-        num_tokens,
-        num_heads,
-        num_slots,
-        k_cache.shape[2],
-        DIM=dim,
-        DIM_V=dim_v,
-        SOURCE_FORMAT=source_format,
-        CACHE_FORMAT=cache_format,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        WIDTH=1 if claims is not None else next(w for w in WIDTHS if num_tokens <= w),
-        **is_following,
-    )
+class _Write:
+    """The launches for calls like one."""
+
+    def __init__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> None:
+        num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
+        num_slots = k_cache.shape[0] * k_cache.shape[2]
+        self._target = target = target_of(key.device)
+        is_dependent = dependent_launch(target.overlaps_launches)
+        self._is_empty = num_tokens == 0
+        self._claim: Launch | None = None
+        if num_tokens > FEW_TOKENS:
+            self._new_claims = Allocation((num_slots,), torch.int32, key.device)
+            self._claim = Launch(
+                _claim_kernel,
+                (triton.cdiv(num_tokens, CLAIMED),),
+                stride_slot=slot_mapping.stride(0),
+                num_tokens=num_tokens,
+                num_slots=num_slots,
+                BLOCK=CLAIMED,
+                **is_dependent,
+            )
+        logger.debug(
+            "reshape_and_cache: %s for %d tokens",
+            "one launch" if self._claim is None else "two launches",
+            num_tokens,
+        )
+        dim, dim_v = key.shape[2], value.shape[2]
+        elements = num_heads * max(dim, dim_v)
+        block_e = min(next_power_of_2(elements), BLOCK)
+        block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
+        self._copy = Launch(
+            _reshape_and_cache_kernel,
+            (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
+            stride_key_token=key.stride(0),
+            stride_key_head=key.stride(1),
+            stride_value_token=value.stride(0),
+            stride_value_head=value.stride(1),
+            stride_k_page=k_cache.stride(0),
+            stride_k_head=k_cache.stride(1),
+            stride_k_slot=k_cache.stride(2),
+            stride_v_page=v_cache.stride(0),
+            stride_v_head=v_cache.stride(1),
+            stride_v_slot=v_cache.stride(2),
+            stride_slot=slot_mapping.stride(0),
+            stride_k_scale=0 if k_scale is None else k_scale.expand(num_heads).stride(0),
+            stride_v_scale=0 if v_scale is None else v_scale.expand(num_heads).stride(0),
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            num_slots=num_slots,
+            page_size=k_cache.shape[2],
+            DIM=dim,
+            DIM_V=dim_v,
+            SOURCE_FORMAT=as_stored(key, target)[1],
+            CACHE_FORMAT=as_stored(k_cache, target)[1],
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+            WIDTH=1 if self._claim is not None else next(w for w in WIDTHS if num_tokens <= w),
+            **is_dependent,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether addresses may stand for the caches."""
+        return self._copy.is_ready
+
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Any,
+        v_cache: Any,
+        slot_mapping: Tensor,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> None:
+        if self._is_empty:
+            return
+        claims = None
+        if self._claim is not None:
+            claims = self._new_claims()
+            self._claim(slot_mapping, claims)
+        rows: Any = key, value, k_cache, v_cache
+        if not self._copy.is_ready:
+            rows = [as_stored(x, self._target)[0] for x in rows]
+        self._copy(*rows, slot_mapping, k_scale, v_scale, claims)

@@ -1,7 +1,7 @@
 """Which queries a program works on, found from cumulative lengths on the device.
 
 Tiles of all sequences are numbered with gaps: sequence b's first tile is `cu_seqlens_q[b] // TOKENS
-+ SLACK * b`, so that the number of programs follows from shapes alone, and a program finds its
++ GAP * b`, so that the number of programs follows from shapes alone, and a program finds its
 sequence by counting. The rows past the last sequence are one more sequence, without keys.
 """
 
@@ -9,23 +9,23 @@ import triton
 import triton.language as tl
 
 
-def num_tiles(total_q: int, batch: int, tokens: int, slack: int) -> int:
+def num_tiles(total_q: int, batch: int, tokens: int, gap: int) -> int:
     """How many programs cover every row, whatever the lengths are."""
-    return total_q // tokens + slack * (batch + 1)
+    return total_q // tokens + gap * (batch + 1)
 
 
 @triton.jit
-def find_tile(number, cu_seqlens_q_ptr, batch, TOKENS: tl.constexpr, SLACK: tl.constexpr):
+def find_tile(number, cu_seqlens_q_ptr, batch, TOKENS: tl.constexpr, GAP: tl.constexpr):
     """Sequence of the tile, and which of its tiles it is (past its last one: nothing to do)."""
     WIDTH: tl.constexpr = 128
     started = tl.full([], 0, tl.int32)
     for b0 in tl.range(0, batch + 1, WIDTH):
         b = b0 + tl.arange(0, WIDTH)
         bound = tl.load(cu_seqlens_q_ptr + b, mask=b <= batch, other=0)
-        first = bound // TOKENS + SLACK * b
+        first = bound // TOKENS + GAP * b
         started += tl.sum(((b <= batch) & (first <= number)).to(tl.int32), 0)
     b = tl.maximum(started - 1, 0)
-    return b, number - tl.load(cu_seqlens_q_ptr + b) // TOKENS - SLACK * b
+    return b, number - tl.load(cu_seqlens_q_ptr + b) // TOKENS - GAP * b
 
 
 @triton.jit

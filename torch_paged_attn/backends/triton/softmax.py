@@ -31,9 +31,9 @@ def _exp(x):
 
 
 @triton.jit
-def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
+def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.constexpr):
     """Fold a tile of scores into the row maxima and sums; `exp2(factor * s)` is what they stand
-    for.
+    for. With IS_HUGE scores may be any float32: times `factor`, some would be infinite.
 
     Returns the probabilities under the new maxima, those, the sums, and what the old tiles shrink
     by.
@@ -43,6 +43,8 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr):
     if IS_PRECISE:
         x = s - shift[:, None]
         p = tl.where(x > -87.0, _exp(x), 0.0)
+    elif IS_HUGE:
+        p = tl.exp2((s - shift[:, None]) * factor)
     else:
         p = tl.exp2(s * factor - (shift * factor)[:, None])  # one fused multiply-add
     if IS_PRECISE:

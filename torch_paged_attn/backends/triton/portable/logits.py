@@ -20,7 +20,7 @@ def _tanh(x):
 
 
 @triton.jit
-def softcapped(s, softcap, IS_PRECISE: tl.constexpr):
+def _softcapped(s, softcap, IS_PRECISE: tl.constexpr):
     """Squash logits into (-softcap, softcap)."""
     if IS_PRECISE:
         return softcap * _tanh(s / softcap)
@@ -31,7 +31,41 @@ def softcapped(s, softcap, IS_PRECISE: tl.constexpr):
 
 
 @triton.jit
-def with_alibi(s, slope, position, j):
+def _with_alibi(s, slope, position, j):
     """Take off `slope` for every step between a row's position and key j."""
     distance = tl.abs(position[:, None] - j[None, :]).to(tl.float32)
     return s - slope[:, None] * distance
+
+
+@triton.jit
+def load_bias(rows, memory, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: tl.constexpr):
+    """A tile of the bias (of a mask: nothing to add), and True where it allows a key. Loads are
+    wide: nothing of them is masked but what the tensor does not have.
+    """
+    columns = j.to(tl.int64) * strides.bias_key
+    has_bias = rows.exists[:, None]
+    if not IS_INSIDE:
+        has_bias = has_bias & (j < strides.bias_width)[None, :]
+    bias = tl.load(memory.bias_rows[:, None] + columns[None, :], mask=has_bias, other=0)
+    if OPTIONS.BIAS == "bool":
+        return 0.0, bias != 0
+    else:
+        bias = bias.to(tl.float32)
+        return bias, bias != float("-inf")
+
+
+@triton.jit
+def logits(s, bias, queries, rows, j, pointers, scalars, OPTIONS: tl.constexpr):
+    """Products of queries and keys as what the softmax is of, up to `scalars.factor`."""
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
+        s = s * queries.scale[:, None] - queries.raised[:, None]
+    elif not OPTIONS.RAW_SCORES:
+        s = s * queries.scale[:, None]
+    if OPTIONS.HAS_SOFTCAP:
+        s = _softcapped(s, scalars.softcap, IS_PRECISE)
+    if pointers.alibi is not None:
+        s = _with_alibi(s, queries.slope, rows.position, j)
+    if OPTIONS.BIAS == "float":
+        s = s + bias
+    return s

@@ -9,289 +9,278 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import float16_range
-from torch_paged_attn.backends.triton.portable.combine import part_lse
+from torch_paged_attn.backends.triton.portable.combine import part_weights
 from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
+from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
 @triton.jit
-def first_query(tile, query_len, key_len, TOKENS: tl.constexpr, HAS_LAYOUT: tl.constexpr):
-    """The first query of a sequence's tile, counted from the sequence's own first."""
-    first_token = tile * TOKENS
-    if HAS_LAYOUT:
+def tile_at(place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr):
+    """Tile number `place` of sequence b, for one program of heads. Its `first_token` is counted
+    from the sequence's own first.
+    """
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    first_token = place * TOKENS
+    if OPTIONS.HAS_LAYOUT:
         # tiles start at positions that are multiples of TOKENS: one tile, one row of the layout
         past = key_len - query_len
         first_token += (past & -TOKENS) - past
-    return first_token
+    return named("b head_program first_token q_start query_len k_start key_len")(
+        b=b,
+        head_program=head_program,
+        first_token=first_token,
+        q_start=q_start,
+        query_len=query_len,
+        k_start=k_start,
+        key_len=key_len,
+    )
 
 
 @triton.jit
-def attend_tile(
-    b,
-    head_program,
-    first_token,
-    unit,
-    taken,
-    units,
-    is_part,
-    part,
-    q_start,
-    query_len,
-    k_start,
-    key_len,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    parts_ptr,
-    block_table_ptr,
-    crow_ptr,
-    col_ptr,
-    bias_ptr,
-    alibi_ptr,
-    sinks_ptr,
-    q_descale_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
-    out_scale_ptr,
-    rng_ptr,
-    stride_q_token,
-    stride_q_head,
-    stride_k_page,
-    stride_k_head,
-    stride_k_slot,
-    stride_v_page,
-    stride_v_head,
-    stride_v_slot,
-    stride_table,
-    stride_crow_batch,
-    stride_crow_head,
-    stride_crow,
-    stride_col_batch,
-    stride_col_head,
-    stride_col,
-    stride_bias_head,
-    stride_bias_token,
-    stride_bias_key,
-    bias_width,
-    stride_alibi_batch,
-    stride_alibi_head,
-    stride_q_descale_batch,
-    stride_q_descale_head,
-    stride_k_descale_batch,
-    stride_k_descale_head,
-    stride_v_descale_batch,
-    stride_v_descale_head,
-    total_q,
-    num_pages,
-    batch,
-    num_heads,
-    layout_rows,
-    nnz,
-    left,
-    right,
-    scale,
-    factor,
-    softcap,
-    dropout_threshold,
-    dropout_scale,
-    HEAD_DIM: tl.constexpr,
-    K_LOW: tl.constexpr,
-    K_HIGH: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    V_LOW: tl.constexpr,
-    V_HIGH: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PACK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    LAYOUT_GROUP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr,
-    RAW_SCORES: tl.constexpr,
-    CHAIN: tl.constexpr,
-    FIRST_PHASE: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    Q_FORMAT: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    IS_V_LIKE_K: tl.constexpr,
-    IS_PAIRED: tl.constexpr,
-    HAS_PTX: tl.constexpr,
-    IS_Q_NORMED: tl.constexpr,
-    OUT_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Attend to units `unit` to `unit + taken` of the tile's `units`, and write the result, or with
-    `is_part` partial result number `part`, in float32: ROWS rows of values, their lse elsewhere.
+def _rows_of(tile, sizes, OPTIONS: tl.constexpr):
+    """The rows of a tile: for each its token, its query head, where it is in q, and its position
+    among the keys.
     """
-    HAS_LAYOUT: tl.constexpr = K_BLOCK > 0
+    GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE
+    PACK: tl.constexpr = OPTIONS.PACK
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
-    kv_head = head_program // HEAD_TILES
-    head_tile = head_program % HEAD_TILES
-    past = key_len - query_len
-    r = tl.arange(0, BLOCK_M)
-    token = first_token + r // PACK
+    kv_head = tile.head_program // HEAD_TILES
+    head_tile = tile.head_program % HEAD_TILES
+    past = tile.key_len - tile.query_len
+    r = tl.arange(0, OPTIONS.BLOCK_M)
+    token = tile.first_token + r // PACK
     in_group = head_tile * PACK + r % PACK
-    row = q_start + token
-    exists = (r < TOKENS * PACK) & (token >= 0) & (token < query_len) & (in_group < GROUP_SIZE)
-    exists = exists & (row >= 0) & (row < total_q)
-    head = kv_head * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1)
-    position = past + token
-    row64 = row.to(tl.int64)
+    row = tile.q_start + token
+    exists = (r < OPTIONS.TOKENS * PACK) & (token >= 0) & (token < tile.query_len)
+    exists = exists & (in_group < GROUP_SIZE) & (row >= 0) & (row < sizes.total_q)
+    return named("b kv_head first_head head token position row exists")(
+        b=tile.b,
+        kv_head=kv_head,
+        first_head=head_tile * PACK + kv_head * GROUP_SIZE,
+        head=kv_head * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1),
+        token=token,
+        position=past + token,
+        row=row.to(tl.int64),
+        exists=exists,
+    )
 
-    # which keys this tile visits, in tiles of BLOCK_N
-    first_position = past + tl.maximum(first_token, 0)
-    last_position = past + tl.minimum(first_token + TOKENS, query_len) - 1
+
+@triton.jit
+def _listed_blocks(rows, first_position, pointers, strides, sizes, OPTIONS: tl.constexpr):
+    """Which entries of the layout list the tile's blocks, and where in `col` entry 0 is."""
+    layout_head = rows.first_head // OPTIONS.LAYOUT_GROUP
+    layout_row = first_position // OPTIONS.Q_BLOCK
+    is_listed = (first_position >= 0) & (layout_row < sizes.layout_rows) & (rows.b < sizes.batch)
+    b = tl.cast(rows.b, tl.int64)
+    crow_ptr = pointers.crow + (b * sizes.stride_crow_batch + layout_head * sizes.stride_crow_head)
+    crow_ptr += layout_row * strides.crow
+    first = tl.maximum(tl.load(crow_ptr, mask=is_listed, other=0), 0)
+    stop = tl.minimum(tl.load(crow_ptr + strides.crow, mask=is_listed, other=0), sizes.nnz)
+    return first, stop, b * sizes.stride_col_batch + layout_head * sizes.stride_col_head
+
+
+@triton.jit
+def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """The keys of a program's share of a tile, in tiles of BLOCK_N from `i_start` to `i_stop` (with
+    a layout: of the blocks listed from `col_start` on), and the ranges of keys that some row and
+    that every row sees.
+    """
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
+    HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
+    query_len, key_len = tile.query_len, tile.key_len
+    past = key_len - query_len
+    first_position = past + tl.maximum(tile.first_token, 0)
+    last_position = past + tl.minimum(tile.first_token + OPTIONS.TOKENS, query_len) - 1
     start, stop = key_range(
-        first_position, last_position, key_len, left, right, HAS_LEFT, HAS_RIGHT
+        first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
     full_start, full_stop = full_range(
-        first_position, last_position, key_len, left, right, HAS_LEFT, HAS_RIGHT
+        first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
-    if HAS_LAYOUT:
-        layout_head = (head_tile * PACK + kv_head * GROUP_SIZE) // LAYOUT_GROUP
-        layout_row = first_position // Q_BLOCK
-        listed = (first_position >= 0) & (layout_row < layout_rows) & (b < batch)
-        crow_ptr += tl.cast(b, tl.int64) * stride_crow_batch + layout_head * stride_crow_head
-        col_ptr += tl.cast(b, tl.int64) * stride_col_batch + layout_head * stride_col_head
-        crow_ptr += layout_row * stride_crow
-        PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
-        first_col = tl.maximum(tl.load(crow_ptr, mask=listed, other=0), 0)
-        last_col = tl.minimum(tl.load(crow_ptr + stride_crow, mask=listed, other=0), nnz)
+    col_start = 0
+    if OPTIONS.HAS_LAYOUT:
+        PER_BLOCK: tl.constexpr = OPTIONS.K_BLOCK // BLOCK_N
+        first_col, last_col, col_start = _listed_blocks(
+            rows, first_position, pointers, strides, sizes, OPTIONS
+        )
         i_start = first_col * PER_BLOCK
         i_stop = tl.where(start < stop, tl.maximum(last_col * PER_BLOCK, i_start), i_start)
     else:
         i_start = start // BLOCK_N
         i_stop = tl.where(start < stop, tl.cdiv(stop, BLOCK_N), i_start)
-    if IS_SPLIT:
+    if OPTIONS.IS_SPLIT:
         # a layout's row or a window may hold fewer tiles than there are units: each has its share
         visits = i_stop - i_start
-        unit_stop = unit + taken
-        if visits != units:
-            unit_stop = (visits.to(tl.int64) * unit_stop // units).to(tl.int32)
-            unit = (visits.to(tl.int64) * unit // units).to(tl.int32)
+        unit, unit_stop = share.unit, share.unit + share.taken
+        if visits != share.units:
+            unit_stop = (visits.to(tl.int64) * unit_stop // share.units).to(tl.int32)
+            unit = (visits.to(tl.int64) * unit // share.units).to(tl.int32)
         i_stop = i_start + unit_stop
         i_start += unit
+    return named("i_start i_stop start stop full_start full_stop key_len col_start")(
+        i_start=i_start,
+        i_stop=i_stop,
+        start=start,
+        stop=stop,
+        full_start=full_start,
+        full_stop=full_stop,
+        key_len=key_len,
+        col_start=col_start,
+    )
 
-    q_rows = row64 * stride_q_token + head.to(tl.int64) * stride_q_head
-    Q_DTYPE: tl.constexpr = tl.float32 if IS_Q_NORMED else DTYPE
-    STEP: tl.constexpr = 2 if IS_PAIRED else 1
-    q_low = load_rows(q_ptr, q_rows, exists, 0, K_LOW, HEAD_DIM, True, Q_FORMAT, Q_DTYPE, STEP)
-    q_high = q_low
+
+@triton.jit
+def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """A tile of queries in two chunks, and per row what its products are multiplied by, what is
+    taken off them, and its ALiBi slope.
+    """
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    K_LOW: tl.constexpr = OPTIONS.K_LOW
+    K_HIGH: tl.constexpr = OPTIONS.K_HIGH
+    FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    LOADED: tl.constexpr = tl.float32 if OPTIONS.IS_Q_NORMED else DTYPE
+    STEP: tl.constexpr = 2 if OPTIONS.IS_PAIRED else 1
+    HIGH_START: tl.constexpr = 1 if OPTIONS.IS_PAIRED else K_LOW
+    b, exists = rows.b, rows.exists
+    offsets = rows.row * strides.q_token + rows.head.to(tl.int64) * strides.q_head
+    q_ptr = pointers.q
+    low = load_rows(q_ptr, offsets, exists, 0, K_LOW, HEAD_DIM, True, FORMAT, LOADED, STEP)
+    high = low
     if K_HIGH > 0:
-        q_high = load_rows(
-            q_ptr, q_rows, exists, 1 if IS_PAIRED else K_LOW, K_HIGH, HEAD_DIM, True, Q_FORMAT,
-            Q_DTYPE, STEP,
-        )  # fmt: skip
-    # Inductor hands over numbers in float64
-    factor = tl.cast(factor, tl.float32)
-    if HAS_SOFTCAP:
-        softcap = tl.cast(softcap, tl.float32)
-    if rng_ptr is not None:
-        dropout_scale = tl.cast(dropout_scale, tl.float32)
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * tl.cast(scale, tl.float32)
-    if IS_Q_NORMED:
-        largest = tl.max(tl.abs(q_low), 1)
-        if K_HIGH > 0:
-            largest = tl.maximum(largest, tl.max(tl.abs(q_high), 1))
-        enlarge, reduce = float16_range(largest)
-        q_low = (q_low * enlarge[:, None]).to(DTYPE)
-        q_high = (q_high * enlarge[:, None]).to(DTYPE)
-        scale = scale * reduce
-    if not RAW_SCORES:
-        if q_descale_ptr is not None:
-            q_descale_ptr += b * stride_q_descale_batch + kv_head * stride_q_descale_head
-            scale = scale * tl.load(q_descale_ptr, mask=b < batch, other=0.0)
-        if k_descale_ptr is not None:
-            k_descale_ptr += b * stride_k_descale_batch + kv_head * stride_k_descale_head
-            scale = scale * tl.load(k_descale_ptr, mask=b < batch, other=0.0)
-    raised = 0.0
-    if IS_PAIRED and K_FORMAT == "INT8":
-        # what 128 more in every element of a key adds to a score
-        raised = (
-            128.0 * scale * (tl.sum(q_low.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1))
+        high = load_rows(
+            q_ptr, offsets, exists, HIGH_START, K_HIGH, HEAD_DIM, True, FORMAT, LOADED, STEP
         )
+    scale = tl.full([BLOCK_M], 1.0, tl.float32) * scalars.scale
+    if OPTIONS.IS_Q_NORMED:
+        largest = tl.max(tl.abs(low), 1)
+        if K_HIGH > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(high), 1))
+        enlarge, reduce = float16_range(largest)
+        low = (low * enlarge[:, None]).to(DTYPE)
+        high = (high * enlarge[:, None]).to(DTYPE)
+        scale = scale * reduce
+    if not OPTIONS.RAW_SCORES:
+        if pointers.q_descale is not None:
+            at = b * strides.q_descale_batch + rows.kv_head * strides.q_descale_head
+            scale = scale * tl.load(pointers.q_descale + at, mask=b < sizes.batch, other=0.0)
+        if pointers.k_descale is not None:
+            at = b * strides.k_descale_batch + rows.kv_head * strides.k_descale_head
+            scale = scale * tl.load(pointers.k_descale + at, mask=b < sizes.batch, other=0.0)
+    raised = 0.0
+    if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
+        # what 128 more in every element of a key adds to a score
+        raised = 128.0 * scale * (tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1))
         scale = scale * 16777216.0
     slope = 0.0
-    if alibi_ptr is not None:
-        alibi_ptr += b * stride_alibi_batch
-        slope = tl.load(alibi_ptr + head * stride_alibi_head, mask=exists & (b < batch), other=0.0)
-    bias_rows = bias_ptr
-    if BIAS != "":
-        bias_rows = bias_ptr + row64 * stride_bias_token + head.to(tl.int64) * stride_bias_head
-    if PAGE_SIZE > 0:
-        block_table_ptr += tl.cast(b, tl.int64) * stride_table
-        k_ptr += tl.cast(kv_head, tl.int64) * stride_k_head
-        v_ptr += tl.cast(kv_head, tl.int64) * stride_v_head
-    else:
-        k_ptr += (
-            tl.cast(k_start, tl.int64) * stride_k_slot + tl.cast(kv_head, tl.int64) * stride_k_head
-        )
-        v_ptr += (
-            tl.cast(k_start, tl.int64) * stride_v_slot + tl.cast(kv_head, tl.int64) * stride_v_head
-        )
+    if pointers.alibi is not None:
+        alibi_ptr = pointers.alibi + b * strides.alibi_batch
+        has_slope = exists & (b < sizes.batch)
+        slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
+    return named("low high scale raised slope")(
+        low=low, high=high, scale=scale, raised=raised, slope=slope
+    )
 
-    # `start` and `stop` say what a single query sees
-    HAS_EDGE_LEFT: tl.constexpr = HAS_LEFT and TOKENS > 1
-    HAS_EDGE_RIGHT: tl.constexpr = HAS_RIGHT and TOKENS > 1
+
+@triton.jit
+def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
+    """Write partial result number `part`."""
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    row = part * OPTIONS.PART_ROWS + tl.arange(0, OPTIONS.BLOCK_M)
+    LOW: tl.constexpr = OPTIONS.OUT_LOW
+    HIGH: tl.constexpr = OPTIONS.OUT_HIGH
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    if OPTIONS.BIAS != "float":
+        m_i = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
+    maxima_ptr, sums_ptr = part_weights(pointers.parts, OPTIONS)
+    tl.store(maxima_ptr + row, m_i, mask=exists)
+    if OPTIONS.BIAS == "float":
+        tl.store(sums_ptr + row, l_i, mask=exists)
+    # a run without keys leaves no values: its lse says so
+    exists = exists & (keys.i_start < keys.i_stop)
+    values = pointers.parts + row * HEAD_DIM_V
+    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
+    store_rows(values, out, exists, 0, LOW, HEAD_DIM_V, None, "NATIVE")
+    if HIGH > 0:
+        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
+        store_rows(values, out, exists, LOW, HIGH, HEAD_DIM_V, None, "NATIVE")
+
+
+@triton.jit
+def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
+    """Write the rows of `out` and `softmax_lse`."""
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    LOW: tl.constexpr = OPTIONS.OUT_LOW
+    HIGH: tl.constexpr = OPTIONS.OUT_HIGH
+    FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    m_i, l_i, gain, exists = state.m, state.l, state.gain, rows.exists
+    if pointers.sinks is not None:
+        is_sequence = exists & (rows.b < sizes.batch)
+        sink = tl.load(pointers.sinks + rows.head, mask=is_sequence, other=float("-inf"))
+        m_i, l_i, shrink = with_sink(m_i, l_i, sink)
+        gain = gain * shrink
+    total = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(total))
+    lse_at = pointers.lse + rows.head.to(tl.int64) * sizes.total_q + rows.row
+    tl.store(lse_at, lse, mask=exists)
+    out_rows = pointers.out + (rows.row * scalars.num_heads + rows.head) * HEAD_DIM_V
+    scale_ptr = pointers.out_scale
+    out = quotient(state.low * gain[:, None], total, IS_PRECISE)
+    store_rows(out_rows, out, exists, 0, LOW, HEAD_DIM_V, scale_ptr, FORMAT)
+    if HIGH > 0:
+        out = quotient(state.high * gain[:, None], total, IS_PRECISE)
+        store_rows(out_rows, out, exists, LOW, HIGH, HEAD_DIM_V, scale_ptr, FORMAT)
+
+
+@triton.jit
+def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """Attend to units `unit` to `unit + taken` of the tile's `units`, and write the result, or with
+    `is_part` partial result number `part`, in float32.
+    """
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    rows = _rows_of(tile, sizes, OPTIONS)
+    keys = _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS)
+    queries = _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
+    # what the loop over keys reads: the sequence's row of the table, the KV head's keys and values
+    kv_head = tl.cast(rows.kv_head, tl.int64)
+    table_ptr, col_ptr, bias_rows = pointers.block_table, pointers.col, pointers.bias
+    if OPTIONS.HAS_LAYOUT:
+        col_ptr += keys.col_start
+    if OPTIONS.BIAS != "":
+        bias_rows += rows.row * strides.bias_token + rows.head.to(tl.int64) * strides.bias_head
+    if OPTIONS.IS_PAGED:
+        table_ptr += tl.cast(tile.b, tl.int64) * sizes.stride_table
+        k_ptr = pointers.k + kv_head * strides.k_head
+        v_ptr = pointers.v + kv_head * strides.v_head
+    else:
+        k_start = tl.cast(tile.k_start, tl.int64)
+        k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
+        v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
+    memory = named("block_table col k v bias_rows")(
+        block_table=table_ptr, col=col_ptr, k=k_ptr, v=v_ptr, bias_rows=bias_rows
+    )
     m_i, l_i, acc_low, acc_high = attend_keys(
-        q_low, q_high, k_ptr, v_ptr, block_table_ptr, col_ptr, bias_rows, rng_ptr, b, head, token,
-        position, exists, slope, i_start, i_stop, start, stop, full_start, full_stop, key_len,
-        num_pages, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_col,
-        stride_bias_key, bias_width, left, right, scale, raised, factor, softcap, dropout_threshold,
-        dropout_scale, HEAD_DIM, K_LOW, K_HIGH, HEAD_DIM_V, V_LOW, V_HIGH, PAGE_SIZE, K_BLOCK,
-        HAS_EDGE_LEFT, HAS_EDGE_RIGHT, HAS_SOFTCAP, alibi_ptr is not None, BIAS, RAW_SCORES, CHAIN,
-        FIRST_PHASE, K_FORMAT, IS_V_LIKE_K, IS_PAIRED, HAS_PTX, DTYPE, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+        rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS
+    )
 
-    IS_PRECISE: tl.constexpr = q_low.dtype == tl.float32
     # `factor` in base two is as much as this in base e
-    m = m_i * (factor * 0.6931471805599453)
+    m = m_i * (scalars.factor * 0.6931471805599453)
     gain = tl.full([BLOCK_M], 1.0, tl.float32)
-    if v_descale_ptr is not None:
-        v_descale_ptr += b * stride_v_descale_batch + kv_head * stride_v_descale_head
-        gain = gain * tl.load(v_descale_ptr, mask=b < batch, other=0.0)
-    OUT_LOW: tl.constexpr = 2 * V_LOW if IS_PAIRED else V_LOW
-    OUT_HIGH: tl.constexpr = 0 if IS_PAIRED else V_HIGH
-    if IS_PAIRED:
+    if pointers.v_descale is not None:
+        at = rows.b * strides.v_descale_batch + rows.kv_head * strides.v_descale_head
+        gain = gain * tl.load(pointers.v_descale + at, mask=rows.b < sizes.batch, other=0.0)
+    if OPTIONS.IS_PAIRED:
         acc_low = tl.interleave(acc_low, acc_high)
-
-    if is_part:
-        part_row = part * ROWS + r
-        total = tl.where(l_i == 0.0, 1.0, l_i)
-        lse = tl.where(l_i == 0.0, float("-inf"), m + tl.log(total))
-        tl.store(part_lse(parts_ptr, ROWS, HEAD_DIM_V) + part_row, lse, mask=exists)
-        # a run without keys leaves no values: its lse says so
-        exists = exists & (i_start < i_stop)
-        part_rows = parts_ptr + part_row * HEAD_DIM_V
-        out = quotient(acc_low * gain[:, None], total, IS_PRECISE)
-        store_rows(part_rows, out, exists, 0, OUT_LOW, HEAD_DIM_V, None, "NATIVE")
-        if OUT_HIGH > 0:
-            out = quotient(acc_high * gain[:, None], total, IS_PRECISE)
-            store_rows(part_rows, out, exists, OUT_LOW, OUT_HIGH, HEAD_DIM_V, None, "NATIVE")
+    state = named("m l low high gain")(m=m, l=l_i, low=acc_low, high=acc_high, gain=gain)
+    if share.is_part:
+        _write_part(state, rows, keys, share.part, pointers, OPTIONS)
     else:
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head, mask=exists & (b < batch), other=float("-inf"))
-            m, l_i, shrink = with_sink(m, l_i, sink)
-            gain = gain * shrink
-        total = tl.where(l_i == 0.0, 1.0, l_i)
-        lse = tl.where(l_i == 0.0, float("-inf"), m + tl.log(total))
-        tl.store(lse_ptr + head.to(tl.int64) * total_q + row64, lse, mask=exists)
-        out_rows = out_ptr + (row64 * num_heads + head) * HEAD_DIM_V
-        out = quotient(acc_low * gain[:, None], total, IS_PRECISE)
-        store_rows(out_rows, out, exists, 0, OUT_LOW, HEAD_DIM_V, out_scale_ptr, OUT_FORMAT)
-        if OUT_HIGH > 0:
-            out = quotient(acc_high * gain[:, None], total, IS_PRECISE)
-            store_rows(
-                out_rows, out, exists, OUT_LOW, OUT_HIGH, HEAD_DIM_V, out_scale_ptr, OUT_FORMAT
-            )
+        _write_rows(state, rows, pointers, sizes, scalars, OPTIONS)

@@ -8,114 +8,68 @@ through, tile after tile; a program takes the next `piece` of them, whichever ti
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 
 @triton.jit
-def sequence_of(
-    b,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    batch,
-    total_q,
-    max_keys,
-    left,
-    FIXED_UNITS: tl.constexpr,
-    IS_PAGED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_LAYOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def sequence_info(b, lengths, sizes, left, OPTIONS: tl.constexpr):
     """Of sequences b: first row and number of queries, first row and number of keys; tiles of
     queries, and units of each: at least one, and with FIXED_UNITS whole pieces.
     """
-    q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
+    q_start, q_stop = query_span(b, lengths.cu_seqlens_q, sizes.batch, sizes.total_q)
     k_start, key_len = key_span(
-        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
-    )
+        b, lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, sizes.batch,
+        sizes.max_keys, OPTIONS.IS_PAGED,
+    )  # fmt: skip
     query_len = tl.maximum(q_stop - q_start, 0)
-    lead = ((key_len - query_len) & (TOKENS - 1)) if HAS_LAYOUT else 0
+    lead = ((key_len - query_len) & (TOKENS - 1)) if OPTIONS.HAS_LAYOUT else 0
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
-    reach = tl.minimum(key_len, left + query_len) if HAS_LEFT else key_len
+    reach = tl.minimum(key_len, left + query_len) if OPTIONS.HAS_LEFT else key_len
     units = tl.maximum(tl.cdiv(reach, BLOCK_N), 1)
     if FIXED_UNITS > 0:
         units = tl.cdiv(units, FIXED_UNITS) * FIXED_UNITS
-    return q_start, query_len, k_start, key_len, tiles, units
+    return named("q_start query_len k_start key_len tiles units")(
+        q_start=q_start,
+        query_len=query_len,
+        k_start=k_start,
+        key_len=key_len,
+        tiles=tiles,
+        units=units,
+    )
 
 
 @triton.jit
-def _work_of(
-    b,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    batch,
-    total_q,
-    max_keys,
-    left,
-    FIXED_UNITS: tl.constexpr,
-    IS_PAGED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_LAYOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _units_of(b, lengths, sizes, left, OPTIONS: tl.constexpr):
     """Units of all tiles of sequences b: 0 past the last."""
-    _, _, _, _, tiles, units = sequence_of(
-        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys, left,
-        FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
-    )  # fmt: skip
-    return tl.where(b < batch, tiles * units, 0)
+    sequence = sequence_info(b, lengths, sizes, left, OPTIONS)
+    return tl.where(b < sizes.batch, sequence.tiles * sequence.units, 0)
 
 
 @triton.jit
-def find_work(
-    program,
-    programs,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    seqused_k_ptr,
-    batch,
-    total_q,
-    max_keys,
-    left,
-    min_units,
-    FIXED_UNITS: tl.constexpr,
-    IS_PAGED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_LAYOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IS_ONE_LOOK: tl.constexpr,
-):
+def find_work(program, programs, lengths, sizes, scalars, OPTIONS: tl.constexpr):
     """Units in a piece, the first and last but one of this program's, the sequence it begins in,
-    and the first unit of that. WIDTH sequences are looked at at a time, and rows of padding, which
-    come last, on their own.
+    and the first unit of that. SEARCH_WIDTH sequences are looked at at a time, and rows of padding,
+    which come last, on their own.
     """
+    WIDTH: tl.constexpr = OPTIONS.SEARCH_WIDTH
+    IS_ONE_LOOK: tl.constexpr = OPTIONS.IS_ONE_LOOK
+    FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
+    left, batch = scalars.left, sizes.batch
     b = tl.arange(0, WIDTH)
-    work = _work_of(
-        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys, left,
-        FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
-    )  # fmt: skip
-    _, _, _, _, tiles, units = sequence_of(
-        batch, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys, left,
-        FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
-    )  # fmt: skip
-    total = tl.sum(work, 0) + tiles * units
+    work = _units_of(b, lengths, sizes, left, OPTIONS)
+    padding = sequence_info(batch, lengths, sizes, left, OPTIONS)
+    total = tl.sum(work, 0) + padding.tiles * padding.units
     if not IS_ONE_LOOK:
         for b0 in tl.range(WIDTH, batch, WIDTH):
-            more = _work_of(
-                b0 + b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
-                left, FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
-            )  # fmt: skip
-            total += tl.sum(more, 0)
+            total += tl.sum(_units_of(b0 + b, lengths, sizes, left, OPTIONS), 0)
 
     piece = tl.full([], FIXED_UNITS, tl.int32)
     if FIXED_UNITS == 0:
-        piece = tl.maximum(tl.cdiv(total, programs), tl.maximum(min_units, 1))
+        piece = tl.maximum(tl.cdiv(total, programs), tl.maximum(scalars.min_units, 1))
     begin = program * piece
     stop = tl.minimum(begin + piece, total)
     ended = tl.cumsum(work, 0) <= begin
@@ -124,10 +78,7 @@ def find_work(
     if not IS_ONE_LOOK:
         before = tl.sum(work, 0)
         for b0 in tl.range(WIDTH, batch, WIDTH):
-            more = _work_of(
-                b0 + b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_q, max_keys,
-                left, FIXED_UNITS, IS_PAGED, HAS_LEFT, TOKENS, HAS_LAYOUT, BLOCK_N,
-            )  # fmt: skip
+            more = _units_of(b0 + b, lengths, sizes, left, OPTIONS)
             ended = before + tl.cumsum(more, 0) <= begin
             found += tl.sum(ended.to(tl.int32), 0)
             first += tl.sum(tl.where(ended, more, 0), 0)

@@ -1,0 +1,52 @@
+// A call's arguments, as the dispatcher hands them to a boxed kernel: on a stack, in the order of
+// the schema. The kernel owns what lies there.
+#pragma once
+
+#include <optional>
+
+#include "tensor_view.h"
+
+namespace paged_attn {
+
+class Arguments {
+ public:
+  // `op` is the name in the schema, with its overload: the Python twin is found by it.
+  Arguments(const char* op, StableIValue* stack, uint64_t count);
+  Arguments(const Arguments&) = delete;
+  ~Arguments();
+
+  // Each of these takes the next argument.
+  TensorView tensor();
+  TensorView optional_tensor();
+  int64_t integer();
+  bool boolean();
+  double number();
+  std::optional<double> optional_number();
+  std::optional<DType> optional_dtype();
+
+  // Of those that were taken.
+  bool on_cpu() const { return on_cpu_; }
+
+  // To be called when all are taken: raises what the Python twin says unless the call is `accepted`
+  // and no result would need a gradient.
+  void require(bool accepted);
+
+ private:
+  static constexpr uint64_t MOST = 32;
+
+  StableIValue next();
+  StableIValue* next_box();
+  TensorView own(AtenTensorHandle);
+  [[noreturn]] void refuse();
+
+  const char* op_;
+  StableIValue* stack_;
+  uint64_t count_, taken_ = 0;
+  bool grad_mode_, on_cpu_ = true, needs_gradient_ = false;
+  // what to give back: tensors, and the boxes in which optional values come
+  AtenTensorHandle tensors_[MOST];
+  StableIValue* boxes_[MOST];
+  int num_tensors_ = 0, num_boxes_ = 0;
+};
+
+}  // namespace paged_attn

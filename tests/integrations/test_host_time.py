@@ -1,0 +1,113 @@
+"""What a call of `flash_attn_with_kvcache` costs on the host: tensor operators, views aside."""
+
+from collections import Counter
+
+import pytest
+import torch
+from sequences import DECODE, MIXED, Batch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_paged_attn.integrations import _constants, _kvcache_checks
+from torch_paged_attn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.called[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def no_constants():
+    _constants.clear()
+    yield
+    _constants.clear()
+
+
+def operators(call):
+    call()
+    with Operators() as seen:
+        call()
+    return seen.called
+
+
+def decode(new, page_size=4, **options):
+    """A call of three sequences, each with `new` queries and as many keys to append."""
+    batch = Batch([max(new, 1)] * 3, [n + max(new, 1) for n in (6, 11, 0)])
+    written = [n - new for n in batch.key_lens]
+    k_cache, v_cache, table = batch.paged(page_size, written)
+    if new:
+        options["k"], options["v"] = (x.unflatten(0, (3, new)) for x in batch.new(written))
+    lengths = torch.tensor(written, dtype=torch.int32)
+    q = batch.q.unflatten(0, (3, -1))
+    return lambda: flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True, **options
+    )
+
+
+def test_decode_takes_one_operator():
+    assert operators(decode(0)) == {"paged_attn::flash_varlen": 1}
+
+
+@pytest.mark.parametrize(("new", "most"), [(1, 9), (4, 11)])
+def test_new_tokens_take_what_computes_slots(new, most, monkeypatch):
+    monkeypatch.setattr(_kvcache_checks, "readable", lambda x: False)  # as on an accelerator
+    called = operators(decode(new))
+    assert called.pop("paged_attn::flash_varlen") == 1
+    assert called.pop("paged_attn::reshape_and_cache.split") == 1
+    assert called.total() <= most, called
+
+
+def test_rows_and_numbers_take_no_more():
+    batch = Batch([1, 1], [5, 5])
+    k_cache, v_cache = batch.rows(5, [5, 5])
+    q = batch.q[:, None]
+    for lengths in (None, 4):
+        call = lambda n=lengths: flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=n)  # noqa: E731
+        assert operators(call) == {"paged_attn::flash_varlen": 1}
+
+
+def test_constants_are_kept_and_bounded():
+    like = torch.empty(0)
+    made = _constants.multiples(3, 2, like)
+    assert made.tolist() == [0, 3, 6]
+    assert _constants.multiples(3, 2, like) is made
+    assert _constants.multiples(2, 3, like).tolist() == [0, 2, 4, 6]
+    for value in range(_constants.MOST + 9):
+        assert _constants.repeated(value, 1, like).tolist() == [value]
+    assert len(_constants._kept) == _constants.MOST
+    assert _constants.multiples(3, 2, like) is not made
+
+
+def test_constants_are_ordinary_tensors():
+    with torch.inference_mode():
+        made = _constants.count(3, torch.empty(0))
+        assert not made.is_inference()
+    with torch.device("meta"):
+        assert _constants.count(4, torch.empty(0, device="cpu")).device.type == "cpu"
+
+
+def test_fake_constants_are_not_kept():
+    real = torch.empty(0)
+    with FakeTensorMode():
+        _constants.count(3, torch.empty(0))
+        _constants.count(3, real)
+    assert not _constants._kept
+    assert type(_constants.count(3, real)) is torch.Tensor
+
+
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_results_do_not_depend_on_the_mode_that_came_first(lengths):
+    batch = Batch(*lengths)
+    q = batch.q[None]
+    with torch.inference_mode():
+        first = flash_attn_func(q, q, q, causal=True)
+    assert torch.equal(flash_attn_func(q, q, q, causal=True), first)

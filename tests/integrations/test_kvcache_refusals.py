@@ -1,0 +1,225 @@
+"""`flash_attn_with_kvcache` on a CPU writes nothing before everything is checked."""
+
+import pytest
+import torch
+from sequences import DIM, HEADS, KV_HEADS, cumulative
+
+from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache
+
+BATCH, PAGES, PAGE_SIZE, NEW = 2, 6, 4, 2
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def good_call():
+    """Two sequences of 3 and 5 tokens, to which two more come."""
+    g = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, PAGES, PAGE_SIZE, KV_HEADS, DIM, generator=g)
+    return {
+        "q": torch.randn(BATCH, NEW, HEADS, DIM, generator=g),
+        "k_cache": cache[0],
+        "v_cache": cache[1],
+        "k": torch.randn(BATCH, NEW, KV_HEADS, DIM, generator=g),
+        "v": torch.randn(BATCH, NEW, KV_HEADS, DIM, generator=g),
+        "cache_seqlens": int32(3, 5),
+        "block_table": int32(4, 1, 0, 2).view(2, 2),
+        "causal": True,
+    }
+
+
+def ragged():
+    call = good_call()
+    new = {name: call[name].flatten(0, 1) for name in ("q", "k", "v")}
+    return new | {"cu_seqlens_q": cumulative([2, 2]), "cu_seqlens_k_new": cumulative([2, 2])}
+
+
+def rotary(rows, columns, sin_columns=None, dtype=torch.float32):
+    sin = torch.ones(rows, columns if sin_columns is None else sin_columns, dtype=dtype)
+    return {"rotary_cos": torch.ones(rows, columns, dtype=dtype), "rotary_sin": sin}
+
+
+ROWS = {"block_table": None, "k_cache": torch.zeros(3, 8, KV_HEADS, DIM)}
+ROWS["v_cache"] = ROWS["k_cache"].clone()
+
+# name -> what is changed in a good call, the error, its text
+WRONG = {
+    "new_falls": (
+        ragged() | {"cu_seqlens_k_new": int32(0, 3, 2)},
+        ValueError,
+        r"cu_seqlens_k_new\[2\] is 2, below 3 before it; allowed: nondecreasing",
+    ),
+    "new_starts_late": (
+        ragged() | {"cu_seqlens_k_new": int32(1, 2, 4)},
+        ValueError,
+        r"cu_seqlens_k_new\[0\] is 1; allowed: 0",
+    ),
+    "new_ends_late": (
+        ragged() | {"cu_seqlens_k_new": int32(0, 2, 5)},
+        ValueError,
+        r"cu_seqlens_k_new\[-1\] is 5; allowed: at most total_new = 4",
+    ),
+    "new_of_another_batch": (
+        ragged() | {"cu_seqlens_k_new": int32(0, 4)},
+        ValueError,
+        r"cu_seqlens_k_new has shape \(2,\); allowed: \(batch \+ 1,\) .* 3",
+    ),
+    "new_of_64_bits": (
+        ragged() | {"cu_seqlens_k_new": cumulative([2, 2]).long()},
+        ValueError,
+        "cu_seqlens_k_new has dtype int64; allowed: int32",
+    ),
+    "queries_fall": (
+        ragged() | {"cu_seqlens_q": int32(0, 3, 2)},
+        ValueError,
+        r"cu_seqlens_q\[2\] is 2, below 3",
+    ),
+    "no_bounds": (ragged() | {"cu_seqlens_q": int32()}, ValueError, "cu_seqlens_q is empty"),
+    "length_overflows": (
+        {"cache_seqlens": int32(3, 2**31 - 1)},
+        RuntimeError,
+        f"come to {2**31 + 1}, past the end .* room for 8",
+    ),
+    "number_overflows": ({"cache_seqlens": 2**40}, RuntimeError, "past the end .* room for 8"),
+    "length_past_the_table": ({"cache_seqlens": int32(3, 7)}, RuntimeError, "come to 9, past"),
+    "lengths_of_another_batch": (
+        {"cache_seqlens": int32(3, 5, 1)},
+        ValueError,
+        r"cache_seqlens has shape \(3,\); allowed: \(batch,\) whose first dimension is 2",
+    ),
+    "lengths_of_64_bits": (
+        {"cache_seqlens": torch.tensor([3, 5])},
+        ValueError,
+        "cache_seqlens has dtype int64; allowed: int32",
+    ),
+    "length_is_a_list": (
+        {"cache_seqlens": [3, 5]},
+        TypeError,
+        r"cache_seqlens is a list; allowed: a tensor \(batch,\)",
+    ),
+    "page_missing": (
+        {"block_table": int32(4, 1, 0, -1).view(2, 2)},
+        IndexError,
+        r"block_table\[1, 1\] is -1; allowed: pages 0 to 5",
+    ),
+    "page_outside": (
+        {"block_table": int32(4, 1, 6, 2).view(2, 2)},
+        IndexError,
+        r"block_table\[1, 0\] is 6; allowed: pages 0 to 5",
+    ),
+    "table_of_another_batch": (
+        {"block_table": int32(4, 1).view(1, 2)},
+        ValueError,
+        r"block_table has shape \(1, 2\); allowed: \(batch, max_pages\) .* 2",
+    ),
+    "table_of_1_dimension": (
+        {"block_table": int32(4, 1)},
+        ValueError,
+        r"block_table has shape \(2,\); allowed: \(batch, max_pages\)",
+    ),
+    "leftpad_of_another_batch": (
+        {"cache_leftpad": int32(1)},
+        ValueError,
+        r"cache_leftpad has shape \(1,\); allowed: \(batch,\) whose first dimension is 2",
+    ),
+    "leftpad_too_large": (
+        {"cache_leftpad": int32(0, 6)},
+        ValueError,
+        r"cache_leftpad\[1\] is 6; allowed: 0 to cache_seqlens\[1\] = 5",
+    ),
+    "leftpad_negative": ({"cache_leftpad": int32(-1, 0)}, ValueError, r"cache_leftpad\[0\] is -1"),
+    "row_outside": (
+        ROWS | {"cache_batch_idx": int32(0, 3)},
+        IndexError,
+        r"cache_batch_idx\[1\] is 3; allowed: rows 0 to 2 of k_cache",
+    ),
+    "rows_of_another_batch": (
+        ROWS | {"cache_batch_idx": int32(0, 1, 2)},
+        ValueError,
+        r"cache_batch_idx has shape \(3,\)",
+    ),
+    "rotary_too_wide": (
+        rotary(8, DIM),
+        ValueError,
+        f"rotary_cos has {DIM} columns; allowed: .* at most half of head_dim {DIM}",
+    ),
+    "rotary_too_short": (rotary(7, 4), ValueError, "rotary_cos has 7 rows; allowed: a row .* 8"),
+    "rotary_differs": (
+        rotary(8, 4, 3),
+        ValueError,
+        r"rotary_sin has shape \(8, 3\); allowed: rotary_cos' \(8, 4\)",
+    ),
+    "rotary_of_integers": (
+        rotary(8, 4, dtype=torch.int32),
+        ValueError,
+        "rotary_cos has dtype int32; allowed: a floating-point dtype",
+    ),
+    "out_differs": (
+        {"out": torch.empty(BATCH, NEW, HEADS, DIM + 1)},
+        ValueError,
+        r"out must have shape \(2, 2, 4, 16\), got \(2, 2, 4, 17\)",
+    ),
+    "sinks_differ": ({"s_aux": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
+    "softcap_negative": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+    "window_negative": ({"window_size": (-2, 0)}, ValueError, "window_size_left is -2"),
+    "query_dtype": (
+        {"q": torch.zeros(BATCH, NEW, HEADS, DIM).bfloat16()},
+        ValueError,
+        "k has dtype float32",
+    ),
+    "cache_of_3_dimensions": (
+        {"v_cache": torch.zeros(3, 2, DIM)},
+        ValueError,
+        r"v_cache has shape \(3, 2, 16\); allowed: \(pages, page_size, num_kv_heads, head_dim\)",
+    ),
+    "gradient": (
+        {"q": torch.zeros(BATCH, NEW, HEADS, DIM, requires_grad=True)},
+        NotImplementedError,
+        "q requires grad, .* allowed: no requires_grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nothing_is_written(name):
+    changed, error, text = WRONG[name]
+    call = good_call() | changed
+    before = [call[cache].clone() for cache in ("k_cache", "v_cache")]
+    with pytest.raises(error, match=text):
+        flash_attn_with_kvcache(**call)
+    assert torch.equal(call["k_cache"], before[0])
+    assert torch.equal(call["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("changed", [{}, ragged()], ids=["dense", "ragged"])
+def test_the_good_call_writes(changed):
+    call = good_call() | changed
+    before = call["k_cache"].clone()
+    flash_attn_with_kvcache(**call)
+    assert int((call["k_cache"] != before).any(-1).any(-1).sum()) == BATCH * NEW
+
+
+@pytest.mark.parametrize("changed", [{}, ragged()], ids=["dense", "ragged"])
+@pytest.mark.parametrize("length", [-1, -2, -(2**31)])
+def test_negative_lengths_are_padding(changed, length):
+    """Whatever a row of padding finds in the table and in the cache, it leaves as it is."""
+    call = good_call() | changed
+    call["k_cache"][call["block_table"][1].long()] = float("nan")
+    call["cache_seqlens"] = int32(3, length)
+    before = call["k_cache"].clone()
+    out = flash_attn_with_kvcache(**call).view(BATCH, NEW, HEADS, DIM)
+    assert not out[1].any()
+    assert out[0].isfinite().all()
+    written = (call["k_cache"].nan_to_num() != before.nan_to_num()).any(-1).any(-1)
+    assert written.nonzero().tolist() == [[1, 0], [4, 3]]
+
+
+def test_a_window_may_leave_pages_out():
+    """Pages that no query sees are not looked up, by the check neither."""
+    call = good_call() | {"window_size": (1, 0)}
+    call["cache_seqlens"] = int32(3, 6)
+    call["q"] = call["q"][:, 1:]
+    expected = flash_attn_with_kvcache(**call)
+    call["block_table"][1, 0] = -1
+    assert torch.equal(flash_attn_with_kvcache(**call), expected)

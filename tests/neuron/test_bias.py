@@ -1,0 +1,46 @@
+"""A float bias masks by -inf alone: a key with any other bias counts, however low it is."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+
+MIN = torch.finfo(torch.float32).min
+INF = float("inf")
+
+# the biases of a row's keys, one after the other, over and over
+MIXTURES = {
+    "min": (MIN,),
+    "min and -inf": (MIN, -INF),
+    "min and half of it": (MIN, MIN / 2),
+    "min and 0": (MIN, 0.0),
+    "-1e30 and -2e30": (-1e30, -2e30, -1e30),
+    "-1e38 and -inf": (-1e38, -INF, -1e38),
+    "-inf": (-INF,),
+}
+
+
+@pytest.mark.parametrize("machine", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_bias(dtype, mixture, run, machine):
+    problem = dataclasses.replace(PROBLEMS["t5/bias/f32"], dtype=dtype, seqs=((5, 30), (3, 0)))
+    call = build(problem)
+    bias = call.args["attn_bias"]
+    columns = torch.arange(bias.shape[2]) % len(MIXTURES[mixture])
+    # every other row, but for the columns past its keys, which are NaN
+    low = torch.tensor(MIXTURES[mixture])[columns].expand_as(bias)
+    bias[:, ::2] = low.where(~bias.isnan(), bias)[:, ::2]
+    assert_accurate(*run(call), call.truth())
+
+
+@pytest.mark.parametrize("sink", [MIN, -INF, -1e38])
+def test_low_sink(sink, run, machine):
+    problem = dataclasses.replace(
+        PROBLEMS["gpt_oss/sinks_window/bf16"], seqs=((5, 30), (3, -3), (2, 0))
+    )
+    call = build(problem)
+    call.args["sinks"].fill_(sink)
+    assert_accurate(*run(call), call.truth())

@@ -1,0 +1,35 @@
+"""On a machine without a GPU, what concerns GPUs says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_paged_attn
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def report(*arguments):
+    command = [sys.executable, "-m", "torch_paged_attn", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(Path(torch_paged_attn.__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, check=True, text=True, env=env).stdout
+
+
+def test_report_names_no_backend():
+    gpu = json.loads(report("--json"))["devices"]["cuda / rocm"]
+    assert (gpu["backend"], gpu["ops"]) == (None, [])
+    assert f"torch {torch.__version__} finds no GPU here" in gpu["reason"]
+    text = report()
+    assert f"\ncuda / rocm: none\n  {gpu['reason']}\n" in text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_warmup_is_refused(device):
+    allowed = "finds 0 GPUs here; allowed: one of these, or a CPU"
+    with pytest.raises(ValueError, match=f"warmup: device is {device}, .*{allowed}"):
+        torch_paged_attn.warmup(8, 2, 64, device=device)

@@ -1,0 +1,133 @@
+"""DMA: copies between HBM and SBUF, with rows gathered or scattered by an index."""
+
+from typing import Any
+
+import numpy as np
+
+from nki_emulator.dtypes import cast
+from nki_emulator.enums import DgeMode, Engine, OobMode
+from nki_emulator.machine import Transfer, machine, require
+from nki_emulator.memory import MemoryRegion
+from nki_emulator.tensor import NkiTensor
+
+
+def dma_copy(
+    dst: NkiTensor,
+    src: NkiTensor,
+    priority: Any = None,
+    oob_mode: OobMode = OobMode.error,
+    dge_mode: DgeMode = DgeMode.unknown,
+    engine: Engine = Engine.unknown,
+    name: str | None = None,
+) -> None:
+    """Copy as many elements, through float32 where the types differ."""
+    machine().count("dma", "dma_copy")
+    require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_copy does not reach PSUM")
+    require(dst.size == src.size, f"dma_copy of {src.shape} into {dst.shape}")
+    gathers, scatters = src.row_index is not None, dst.row_index is not None
+    require(not (src.is_indirect and dst.is_indirect), "dma_copy is indirect on one side at most")
+    if gathers or scatters:
+        require(
+            machine().generation >= 3,
+            "dma_copy: gathers and scatters came with the third generation",
+        )
+        require(dge_mode in (DgeMode.unknown, DgeMode.swdge), "dma_copy: vector_offset needs swdge")
+    if dge_mode is DgeMode.hwdge:
+        require(machine().generation >= 3, "dma_copy: hwdge came with the third generation")
+        require(dst.dtype == src.dtype, "dma_copy: hwdge does not convert")
+    skips = oob_mode is OobMode.skip
+    require(
+        not skips or src.is_indirect or dst.is_indirect, "dma_copy: only an index can be skipped"
+    )
+    moved = 1.0
+    if gathers:
+        rows, inside = _rows(src, skips)
+        moved = float(inside.mean())
+        _check_written(src, rows[inside])
+        values = _windows(src, src.storage.data)[rows[inside]]
+        where = np.broadcast_to(inside.reshape(-1, *[1] * (src.ndim - 1)), src.shape)
+        full = np.zeros(src.shape, src.dtype)
+        full[inside] = values
+        dst.write(
+            cast(full, dst.dtype).reshape(dst.shape),
+            None if inside.all() else where.reshape(dst.shape),
+        )
+    elif scatters:
+        moved = _scatter(dst, src, skips)
+    elif skips and (src.starts_outside() or dst.starts_outside()):
+        moved = 0.0
+    else:
+        dst.write(src.read().reshape(dst.shape))
+    _count_bytes(dst, src, moved)
+
+
+def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:
+    """Element `[i]` is what row `i` of an indexed view would be; as many rows as fit."""
+    inner = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
+    fitting = (flat.size - view.offset - inner) // view.row_stride + 1
+    require(fitting > 0, "dma_copy: an indexed row reaches past its tensor")
+    item = flat.dtype.itemsize
+    return np.ndarray(
+        (fitting, *view.shape[1:]),
+        flat.dtype,
+        flat,
+        view.offset * item,
+        tuple(s * item for s in (view.row_stride, *view.strides[1:])),
+    )
+
+
+def _rows(view: NkiTensor, skips: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The index, and which of its entries lie in bounds."""
+    assert view.row_index is not None
+    rows = view.row_index.read().reshape(-1).astype(np.int64)
+    inside = (rows >= 0) & (rows < view.num_rows)
+    require(skips or bool(inside.all()), "dma_copy: an index is out of bounds")
+    fitting = len(_windows(view, view.storage.data))
+    require(
+        bool((rows[inside] < fitting).all()), "dma_copy: an indexed row reaches past its tensor"
+    )
+    return rows, inside
+
+
+def _check_written(view: NkiTensor, rows: np.ndarray) -> None:
+    if view.storage.written is not None:
+        written = _windows(view, view.storage.written)[rows]
+        require(bool(written.all()), "dma_copy reads HBM before it is written")
+
+
+def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> float:
+    """Returns the share of the rows that was not skipped."""
+    rows, inside = _rows(dst, skips)
+    kept = rows[inside]
+    require(
+        len(np.unique(kept)) == len(kept),
+        "dma_copy: two rows are scattered to one index, in no order",
+    )
+    values = cast(src.read().reshape(dst.shape), dst.dtype)
+    _windows(dst, dst.storage.data)[kept] = values[inside]
+    bitmaps = [dst.storage.written]
+    if dst.buffer is MemoryRegion.shared_hbm and machine().num_programs > 1:
+        bitmaps.append(dst.storage.writes_of(machine().program_id))
+    for bitmap in bitmaps:
+        if bitmap is not None:
+            _windows(dst, bitmap)[kept] = True
+    return float(inside.mean())
+
+
+def _count_bytes(dst: NkiTensor, src: NkiTensor, moved: float) -> None:
+    """`moved` is the share of the rows that was not skipped.
+
+    What is contiguous on the HBM side is one descriptor; partitions never join.
+    """
+    side = dst if src.on_chip else src
+    other = src if src.on_chip else dst
+    together = 1
+    for n, stride in zip(reversed(side.shape), reversed(side.strides), strict=True):
+        if n > 1 and stride != together:
+            break
+        together *= n
+    if other.on_chip:
+        together = min(together, other.size // other.shape[0])
+    item = side.dtype.itemsize
+    if moved:
+        machine().transfers.append(Transfer(round(side.size * item * moved), together * item))

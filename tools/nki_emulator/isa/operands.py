@@ -1,0 +1,93 @@
+"""What several instructions check in the same way."""
+
+from typing import Any
+
+import numpy as np
+
+from nki_emulator.dtypes import as_float32, float32
+from nki_emulator.enums import Engine
+from nki_emulator.machine import machine, require
+from nki_emulator.memory import MemoryRegion
+from nki_emulator.tensor import NkiTensor
+
+# elements an instruction may touch in each partition
+FREE_ELEMENTS = {MemoryRegion.sbuf: 65536, MemoryRegion.psum: 4096}
+
+# where a tile may start, by how many partitions it has at most
+FIRST_PARTITIONS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
+
+
+def check_tiles(instruction: str, *tiles: NkiTensor) -> None:
+    """Operands of the compute engines: tiles on chip, addressed directly."""
+    for tile in tiles:
+        require(
+            isinstance(tile, NkiTensor) and tile.on_chip,
+            f"{instruction}: an operand is not a tile in SBUF or PSUM",
+        )
+        require(not tile.is_indirect, f"{instruction}: indirect operands need a DMA")
+        free = tile.size // tile.shape[0]
+        require(
+            free <= FREE_ELEMENTS[tile.buffer],
+            f"{instruction}: {free} elements a partition; at most {FREE_ELEMENTS[tile.buffer]}",
+        )
+        first = tile.offset // tile.storage.free_size
+        allowed = next(starts for most, starts in FIRST_PARTITIONS if tile.shape[0] <= most)
+        require(
+            first in allowed,
+            f"{instruction}: {tile.shape[0]} partitions from {first} on; allowed: from {allowed}",
+        )
+
+
+def check_same_size(instruction: str, dst: NkiTensor, *sources: NkiTensor) -> None:
+    """Every source has as many partitions, and as many elements in each, as `dst`."""
+    for source in sources:
+        require(
+            source.shape[0] == dst.shape[0] and source.size == dst.size,
+            f"{instruction}: {source.shape} into {dst.shape}",
+        )
+
+
+def check_not_both_in_psum(instruction: str, a: NkiTensor, b: NkiTensor) -> None:
+    """The vector engine has one port to PSUM."""
+    require(
+        not a.buffer is b.buffer is MemoryRegion.psum, f"{instruction}: both inputs lie in PSUM"
+    )
+
+
+def check_engine(
+    instruction: str, engine: Engine, allowed: tuple[Engine, ...], *tiles: NkiTensor
+) -> None:
+    """`engine` knows the instruction and reaches the tiles."""
+    require(
+        engine is Engine.unknown or engine in allowed,
+        f"{instruction}: not on the {engine.name} engine",
+    )
+    if engine is Engine.gpsimd:
+        require(
+            all(tile.buffer is not MemoryRegion.psum for tile in tiles),
+            f"{instruction}: GpSimd does not reach PSUM",
+        )
+
+
+def number(instruction: str, operand: Any, data: NkiTensor, any_float: bool = False) -> Any:
+    """A constant, or one float32 for each partition, ready to broadcast against `data`."""
+    if not isinstance(operand, NkiTensor):
+        require(
+            isinstance(operand, int | float), f"{instruction}: operand is {type(operand).__name__}"
+        )
+        return np.float32(operand)
+    check_tiles(instruction, operand)
+    require(
+        operand.shape[0] == data.shape[0] and operand.size == operand.shape[0],
+        f"{instruction}: an operand of shape {operand.shape}; allowed: ({data.shape[0]}, 1)",
+    )
+    require(
+        any_float or operand.dtype == float32,
+        f"{instruction}: an operand of {operand.dtype}; allowed: float32",
+    )
+    return as_float32(operand.read()).reshape((-1,) + (1,) * (data.ndim - 1))
+
+
+def count(engine: Engine, default: Engine, instruction: str) -> None:
+    """Count on the engine that was asked for, else on the usual one."""
+    machine().count((default if engine is Engine.unknown else engine).name, instruction)

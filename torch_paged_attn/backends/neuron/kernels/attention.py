@@ -1,0 +1,283 @@
+"""The attention kernel: flash attention over a work list (FlashAttention-2, arXiv 2307.08691).
+
+An item is a stack of `depth` tiles of P query rows, on the partitions, against `tile_k` keys. The
+KV heads of an item are loaded together, so that DMAs are long: a row of queries or results holds
+every head, and keys come in runs of `run` tokens where the cache has them side by side. Queries are
+loaded with the first item of a stack, results are stored with the last; the index of every other
+item is -1, which a DMA skips. Scores, the running maximum and the sums are float32; probabilities
+are rounded to q's dtype for the second product.
+
+Masks are selects: a NaN in a key that no row sees is never multiplied.
+"""
+
+from torch_paged_attn.backends.neuron.kernels.dequant import dequantize_head
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, scatter_rows
+from torch_paged_attn.backends.neuron.kernels.groups import (
+    Program,
+    RowLayout,
+    Stack,
+    Tensors,
+    table_columns,
+)
+from torch_paged_attn.backends.neuron.kernels.load_item import (
+    NUM_SCALARS,
+    SCORE_SCALE,
+    SINK,
+    SLOPE,
+    VALUE_SCALE,
+    load_item,
+)
+from torch_paged_attn.backends.neuron.kernels.philox import drop, philox_constants
+from torch_paged_attn.backends.neuron.kernels.query_tile import (
+    FLOOR,
+    add_alibi,
+    add_bias,
+    clear_unseen,
+    compute_scores,
+    mask_and_reduce,
+    spread,
+    transpose_keys,
+    update_softmax,
+    weigh_values,
+)
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+# below every sum of a row that sees a key, and within what `log` takes
+TINY = 1.0e-18
+
+
+def begin_stack(stack, is_first):
+    """Forget the last stack's state where `is_first` (P, 1) is 1: select, for it may hold NaN."""
+    begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=begins, src=is_first)
+    cells = stack.maxima.shape[1]
+    nisa.tensor_copy_predicated(dst=stack.maxima, src=FLOOR, predicate=spread(begins, 0, cells))
+    nisa.tensor_copy_predicated(dst=stack.sums, src=0.0, predicate=spread(begins, 0, cells))
+    width = cells * stack.acc.shape[3]
+    nisa.tensor_copy_predicated(
+        dst=stack.acc.reshape((P, width)), src=0.0, predicate=spread(begins, 0, width)
+    )
+
+
+def score_tile(level, head, turned, stack, item, tensors, program):
+    """Scores (P, tile_k) of one query tile and head, with ALiBi and bias; not masked yet."""
+    options, columns = program.options, program.columns
+    scores = nl.ndarray(program.key_of_column.shape, dtype=nl.float32, buffer=nl.sbuf)
+    factor = options.scale
+    if options.has_scales:
+        factor = stack.scalars[:, level, head, SCORE_SCALE : SCORE_SCALE + 1]
+    q = stack.q[:, level, head]
+    compute_scores(scores, q, turned, program.identity, factor, options.softcap)
+    if options.has_alibi:
+        place = columns.position + level
+        slope = stack.scalars[:, level, head, SLOPE : SLOPE + 1]
+        add_alibi(scores, item.position, item.bound[:, place : place + 1], slope)
+    if options.has_bias:
+        rows = item.index[:, columns.bias + level : columns.bias + level + 1]
+        offset = (program.first_head + head) * options.bias_head_stride
+        add_bias(scores, tensors.bias, rows, offset)
+    return scores
+
+
+def attend_head(head, stack, item, tensors, program):
+    """Fold an item's keys and values of one head into the state of each tile of the stack."""
+    options, columns = program.options, program.columns
+    keys, values, at = item.k, item.v, head
+    if options.kv_dtype != "":
+        keys = dequantize_head(item.k, head, stack.q.dtype, options.kv_dtype)
+        values = dequantize_head(item.v, head, stack.q.dtype, options.kv_dtype)
+        at = 0
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        clear_unseen(keys, at, item.unseen)  # a product transposes: 0 * NaN would spread
+    clear_unseen(values, at, item.unseen)
+    turned = transpose_keys(keys, at, program.identity)
+    for level in range(options.depth):
+        scores = score_tile(level, head, turned, stack, item, tensors, program)
+        row_max = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+        start, stop = columns.start + level, columns.stop + level
+        mask_and_reduce(scores, row_max, program.key_of_column, item.bound, start, stop)
+        p = nl.ndarray(scores.shape, dtype=stack.q.dtype, buffer=nl.sbuf)
+        acc_scale = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+        cell = level * program.heads + head
+        m_i, l_i = stack.maxima[:, cell : cell + 1], stack.sums[:, cell : cell + 1]
+        update_softmax(p, m_i, l_i, acc_scale, scores, row_max)
+        if options.has_dropout:
+            first_of_group = (program.first_head + head) * options.group_size
+            row = columns.token + level, columns.head + level
+            drop(p, item.quad, item.index.view(nl.uint32), row, first_of_group, program.philox)
+        weigh_values(stack.acc[:, level, head, :], acc_scale, p, values, at, program.identity)
+
+
+def finish(out_tile, lse_tile, level, stack, options):
+    """The results of one tile: out (P, heads, dim_v) and lse (P, heads)."""
+    heads = stack.acc.shape[2]
+    cells = level * heads
+    maxima, sums = stack.maxima[:, cells : cells + heads], stack.sums[:, cells : cells + heads]
+    scalars = stack.scalars[:, level]
+    total = nl.ndarray((P, heads), dtype=nl.float32, buffer=nl.sbuf)
+    top = nl.ndarray((P, heads), dtype=nl.float32, buffer=nl.sbuf)
+    weight = nl.ndarray((P, heads), dtype=nl.float32, buffer=nl.sbuf)
+    if options.has_sinks:
+        # one more key without a value, folded in last
+        sink = scalars[:, :, SINK]
+        nisa.tensor_tensor(dst=top, data1=maxima, data2=sink, op=nl.maximum)
+        nisa.tensor_tensor(dst=total, data1=maxima, data2=top, op=nl.subtract)
+        nisa.activation(dst=weight, op=nl.exp, data=total)
+        nisa.tensor_tensor(dst=total, data1=sink, data2=top, op=nl.subtract)
+        nisa.activation(dst=total, op=nl.exp, data=total)
+        tail = nl.ndarray((P, heads), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=tail, data1=sums, data2=weight, op=nl.multiply)
+        nisa.tensor_tensor(dst=total, data1=total, data2=tail, op=nl.add)
+        nisa.tensor_scalar(dst=weight, data=weight, op0=nl.multiply, operand0=options.keep_scale)
+    else:
+        nisa.tensor_copy(dst=top, src=maxima)
+        nisa.tensor_copy(dst=total, src=sums)
+        nisa.memset(dst=weight, value=options.keep_scale)
+    nisa.tensor_scalar(dst=total, data=total, op0=nl.maximum, operand0=TINY)
+    nisa.activation(dst=lse_tile, op=nl.log, data=total)
+    nisa.tensor_tensor(dst=lse_tile, data1=lse_tile, data2=top, op=nl.add)
+    nisa.reciprocal(dst=total, data=total)
+    nisa.tensor_tensor(dst=weight, data1=weight, data2=total, op=nl.multiply)
+    if options.has_scales:
+        nisa.tensor_tensor(
+            dst=weight, data1=weight, data2=scalars[:, :, VALUE_SCALE], op=nl.multiply
+        )
+    for head in range(heads):
+        nisa.activation(
+            dst=out_tile[:, head, :],
+            op=nl.copy,
+            data=stack.acc[:, level, head, :],
+            scale=weight[:, head : head + 1],
+        )
+
+
+def store_results(level, stack, index, tensors, program):
+    """Store one tile's rows where `index` names any: with the last item of a stack."""
+    heads, first, dim_v = program.heads, program.first_head, program.options.v_row.dim
+    out_tile = nl.ndarray((P, heads, dim_v), dtype=tensors.out.dtype, buffer=nl.sbuf)
+    lse_tile = nl.ndarray((P, heads), dtype=nl.float32, buffer=nl.sbuf)
+    finish(out_tile, lse_tile, level, stack, program.options)
+    rows = index[:, program.columns.store + level : program.columns.store + level + 1]
+    scatter_rows(tensors.out, out_tile, rows, RowLayout(0, 0, first * dim_v, heads * dim_v), 1)
+    scatter_rows(tensors.lse, lse_tile, rows, RowLayout(0, 0, first, heads), 1)
+
+
+def attend_item(number, stack, tensors, program):
+    """Everything that is done for one item."""
+    item = load_item(number, stack, tensors, program)
+    is_first = program.columns.is_first
+    begin_stack(stack, item.bound[:, is_first : is_first + 1])
+    for head in range(program.heads):
+        attend_head(head, stack, item, tensors, program)
+    for level in range(program.options.depth):
+        store_results(level, stack, item.index, tensors, program)
+
+
+def start_program(dtype, num_items, words, options):
+    """The heads and items of this core of the logical one, and the tiles that never change."""
+    programs, program = nl.num_programs(0), nl.program_id(0)
+    heads, first_head, first_item = options.num_kv_heads, 0, 0
+    if options.splits_heads:
+        heads = options.num_kv_heads // programs
+        first_head = program * heads
+    else:
+        num_items = num_items // programs
+        first_item = program * num_items
+    chunks, run = options.chunks, options.run
+    tile_k = chunks * run * P
+    identity = nl.shared_identity_matrix(P, dtype=dtype)
+    key_of_column = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=key_of_column, pattern=[[1, tile_k]])
+    key_of_partition = nl.ndarray((P, chunks * run), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=key_of_partition, pattern=[[P * run, chunks], [1, run]], channel_multiplier=run)
+    philox = None
+    if options.has_dropout:
+        philox = philox_constants(words, tile_k // 4)
+    return Program(
+        options=options,
+        columns=table_columns(options),
+        first_item=first_item,
+        num_items=num_items,
+        first_head=first_head,
+        heads=heads,
+        identity=identity,
+        key_of_column=key_of_column,
+        key_of_partition=key_of_partition,
+        philox=philox,
+    )
+
+
+def new_stack(dtype, program):
+    """A stack that has seen no key."""
+    depth, heads = program.options.depth, program.heads
+    head_dim, head_dim_v = program.options.k_row.dim, program.options.v_row.dim
+    q = nl.ndarray((P, depth, heads, head_dim), dtype=dtype, buffer=nl.sbuf)
+    maxima = nl.ndarray((P, depth * heads), dtype=nl.float32, buffer=nl.sbuf)
+    sums = nl.ndarray((P, depth * heads), dtype=nl.float32, buffer=nl.sbuf)
+    acc = nl.ndarray((P, depth, heads, head_dim_v), dtype=nl.float32, buffer=nl.sbuf)
+    scalars = nl.ndarray((P, depth, heads, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=q, value=0.0)
+    nisa.memset(dst=maxima, value=FLOOR)
+    nisa.memset(dst=sums, value=0.0)
+    nisa.memset(dst=acc, value=0.0)
+    nisa.memset(dst=scalars, value=0.0)
+    return Stack(q=q, scalars=scalars, maxima=maxima, sums=sums, acc=acc)
+
+
+def attention_kernel(
+    out,
+    lse,
+    q,
+    k,
+    v,
+    indices,
+    bounds,
+    positions,
+    count,
+    words,
+    row_scalars,
+    bias,
+    options,
+):
+    """Write the attention of the listed rows to out (num_rows, num_kv_heads * head_dim_v) and lse.
+
+    Front ends look for tensors among a kernel's own parameters only, so these are not grouped.
+
+    q: (num_rows, num_kv_heads * head_dim). k, v: their storage as (rows, row size), each row as
+    `options.k_row` and `v_row` say, in q's dtype or in bytes. indices (num_items, P, columns)
+    int32 and bounds (num_items, P, columns) float32: see `TableColumns`; an index of -1 is skipped.
+    positions (num_items, tile_k) int32, of the columns. count (1, 1) int32: how many of its items
+    each program runs, the same number for both, since NKI leaves it undefined when cores do that
+    loop differently. words (1, NUM_WORDS) int32: Philox's keys, offset, threshold. row_scalars
+    (num_rows, num_kv_heads * NUM_SCALARS) float32. bias (rows, tile_k) float32.
+
+    A row that sees no key has an lse of FLOOR.
+    """
+    program = start_program(q.dtype, indices.shape[0], words, options)
+    stack = new_stack(q.dtype, program)
+    tensors = Tensors(
+        out=out,
+        lse=lse,
+        q=q,
+        k=k,
+        v=v,
+        indices=indices,
+        bounds=bounds,
+        positions=positions,
+        row_scalars=row_scalars,
+        bias=bias,
+    )
+
+    def body(number):
+        attend_item(number, stack, tensors, program)
+
+    if options.is_dynamic:
+        count_tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=count_tile, src=count)
+        last = nisa.register_alloc()
+        nisa.register_load(last, count_tile)
+        nl.fori_loop(0, last, body)
+    else:
+        for number in range(program.num_items):
+            body(number)
+    return out, lse

@@ -1,0 +1,64 @@
+"""Rows of a tensor in HBM by index: one for each partition of a tile.
+
+NKI's table of DMA modes has gathers and scatters from the third generation on. On the second every
+row is a DMA of its own, whose start is a number in SBUF. An index of -1 is out of bounds: in mode
+`skip` its row is neither read nor written.
+"""
+
+from torch_paged_attn.backends.neuron.toolchain import nisa
+
+P = 128
+
+
+def pattern_of(rows, count, layout, heads, run):
+    """`count` rows of (heads, run, dim); a stretch of a row is one head of one token."""
+    return [
+        [rows.shape[1], count],
+        [layout.head_stride, heads],
+        [layout.token_stride, run],
+        [1, layout.dim],
+    ]
+
+
+def gather_rows(tile, rows, index, layout, heads, run, mode):
+    """tile[p] = the part of rows[index[p]] that `layout` describes; index is (P, 1) int32."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        for p in range(P):
+            row = rows.ap(
+                pattern=pattern_of(rows, 1, layout, heads, run),
+                offset=layout.offset,
+                scalar_offset=index[p : p + 1, 0:1],
+                indirect_dim=0,
+            )
+            nisa.dma_copy(dst=tile[p : p + 1], src=row, oob_mode=mode)
+    else:
+        gathered = rows.ap(
+            pattern=pattern_of(rows, P, layout, heads, run),
+            offset=layout.offset,
+            vector_offset=index,
+            indirect_dim=0,
+        )
+        nisa.dma_copy(dst=tile, src=gathered, oob_mode=mode, dge_mode=nisa.dge_mode.swdge)
+
+
+def scatter_rows(rows, tile, index, layout, heads):
+    """The part of rows[index[p]] that `layout` describes = tile[p]; no index comes twice."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        for p in range(P):
+            row = rows.ap(
+                pattern=pattern_of(rows, 1, layout, heads, 1),
+                offset=layout.offset,
+                scalar_offset=index[p : p + 1, 0:1],
+                indirect_dim=0,
+            )
+            nisa.dma_copy(dst=row, src=tile[p : p + 1], oob_mode=nisa.oob_mode.skip)
+    else:
+        scattered = rows.ap(
+            pattern=pattern_of(rows, P, layout, heads, 1),
+            offset=layout.offset,
+            vector_offset=index,
+            indirect_dim=0,
+        )
+        nisa.dma_copy(
+            dst=scattered, src=tile, oob_mode=nisa.oob_mode.skip, dge_mode=nisa.dge_mode.swdge
+        )

@@ -1,0 +1,209 @@
+"""The steps of flash attention on one tile of P query rows and `tile_k` keys, all on the chip.
+
+Columns of scores follow the order of keys. A gather leaves key `chunk * P * run + partition * run
++ t` on each partition, `run` neighbours side by side; transposing puts them in order again.
+"""
+
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+# The three lowest float32: the score of a masked key, as `range_select` writes it; the first value
+# of a maximum; and the lowest score of a key that a row sees. They are 2e31 apart, so that
+# exp(MASKED - FLOOR), exp(FLOOR - LOWEST) and exp(MASKED - LOWEST) are 0.
+MASKED = -3.4028234663852886e38
+FLOOR = MASKED + 2.0**104
+LOWEST = FLOOR + 2.0**104
+
+
+def spread(tile, column, width):
+    """One column of a whole (P, n) tile, repeated `width` times."""
+    pattern = [[tile.shape[1], tile.shape[0]], [0, width]]
+    return tile.ap(pattern=pattern, offset=column, dtype=tile.dtype)
+
+
+def transposed_tile(shape, dtype):
+    """PSUM for transposed values; the second generation transposes by products, in float32."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.psum)
+
+
+def transpose(dst, src, identity):
+    """dst (F, P) in PSUM = src (P, F) transposed."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        # a product with 1, exact in float32
+        nisa.nc_matmul(
+            dst=dst, stationary=src, moving=identity, is_moving_onezero=True, accumulate=False
+        )
+    else:
+        nisa.nc_transpose(dst=dst, data=src, engine=nisa.engine.tensor)
+
+
+def clear_unseen(tile, head, unseen):
+    """Zero the keys of tile (P, chunks, heads, run, dim) that no row sees: they may hold NaN."""
+    chunks, run, dim = tile.shape[1], tile.shape[3], tile.shape[4]
+    for chunk in range(chunks):
+        predicate = unseen.ap(pattern=[[chunks * run, P], [1, run], [0, dim]], offset=chunk * run)
+        nisa.tensor_copy_predicated(dst=tile[:, chunk, head], src=0.0, predicate=predicate)
+
+
+def outside(dst, values, bounds, start, stop):
+    """dst = values < bounds[start] or values >= bounds[stop], for each partition."""
+    below = nl.ndarray(values.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=below, data=values, op0=nl.less, operand0=bounds[:, start : start + 1])
+    nisa.scalar_tensor_tensor(
+        dst=dst,
+        data=values,
+        op0=nl.greater_equal,
+        operand0=bounds[:, stop : stop + 1],
+        op1=nl.logical_or,
+        operand1=below,
+    )
+
+
+def transpose_keys(keys, head, identity):
+    """Keys (P, chunks, heads, run, dim) as (P, dim / P, tile_k): dim on the partitions."""
+    chunks, run, dim = keys.shape[1], keys.shape[3], keys.shape[4]
+    steps = (dim + P - 1) // P
+    turned = nl.ndarray((P, steps, chunks * P * run), dtype=keys.dtype, buffer=nl.sbuf)
+    for step in range(steps):
+        start, stop = step * P, min(dim, step * P + P)
+        for chunk in range(chunks):
+            part = transposed_tile((stop - start, run, P), keys.dtype)
+            for t in range(run):
+                transpose(part[:, t, :], keys[:, chunk, head, t, start:stop], identity)
+            in_order = part.ap(pattern=[[run * P, stop - start], [1, P], [P, run]])
+            column = chunk * P * run
+            nisa.tensor_copy(
+                dst=turned[0 : stop - start, step, column : column + P * run], src=in_order
+            )
+    return turned
+
+
+def compute_scores(scores, q, keys, identity, scale, softcap):
+    """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys turned, scale divided by softcap."""
+    dim = q.shape[1]
+    product = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.psum)
+    for step in range(keys.shape[1]):
+        start, stop = step * P, min(dim, step * P + P)
+        part = transposed_tile((stop - start, P), q.dtype)
+        transpose(part, q[:, start:stop], identity)
+        q_turned = nl.ndarray((stop - start, P), dtype=q.dtype, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=q_turned, src=part)
+        nisa.nc_matmul(
+            dst=product,
+            stationary=q_turned,
+            moving=keys[0 : stop - start, step, :],
+            accumulate=step > 0,
+        )
+    if softcap > 0.0:
+        nisa.activation(dst=scores, op=nl.tanh, data=product, scale=scale)
+        nisa.tensor_scalar(dst=scores, data=scores, op0=nl.multiply, operand0=softcap)
+    else:
+        nisa.activation(dst=scores, op=nl.copy, data=product, scale=scale)
+
+
+def add_alibi(scores, key_position, position, slope):
+    """scores - slope * abs(key - position), for -abs(x) = min(x, -x)."""
+    distance = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=distance, data=key_position, op0=nl.subtract, operand0=position)
+    nisa.scalar_tensor_tensor(
+        dst=distance,
+        data=distance,
+        op0=nl.multiply,
+        operand0=-1.0,
+        op1=nl.minimum,
+        operand1=distance,
+    )
+    nisa.scalar_tensor_tensor(
+        dst=scores, data=distance, op0=nl.multiply, operand0=slope, op1=nl.add, operand1=scores
+    )
+
+
+def add_bias(scores, bias, index, offset):
+    """scores (P, tile_k) plus rows of bias (rows, tile_k), LOWEST at least; -inf masks instead."""
+    tile_k = scores.shape[1]
+    tile = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    row = RowLayout(0, 0, offset, tile_k)
+    gather_rows(tile, bias, index, row, 1, 1, nisa.oob_mode.error)
+    hidden = nl.ndarray((P, tile_k), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=hidden, data=tile, op0=nl.less, operand0=MASKED)
+    nisa.scalar_tensor_tensor(
+        dst=scores, data=tile, op0=nl.maximum, operand0=LOWEST, op1=nl.add, operand1=scores
+    )
+    nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=hidden)
+
+
+def mask_and_reduce(scores, row_max, key_of_column, bounds, start, stop):
+    """Mask the columns outside each row's range, and take the maximum of what is left."""
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        masked = nl.ndarray(scores.shape, dtype=nl.uint8, buffer=nl.sbuf)
+        outside(masked, key_of_column, bounds, start, stop)
+        nisa.tensor_copy_predicated(dst=scores, src=MASKED, predicate=masked)
+        nisa.tensor_reduce(dst=row_max, op=nl.maximum, data=scores, axis=1)
+    else:
+        nisa.range_select(
+            dst=scores,
+            on_true_tile=scores,
+            comp_op0=nl.greater_equal,
+            comp_op1=nl.less,
+            bound0=bounds[:, start : start + 1],
+            bound1=bounds[:, stop : stop + 1],
+            reduce_res=row_max,
+        )
+
+
+def update_softmax(p, m_i, l_i, acc_scale, scores, row_max):
+    """Fold scores into the running maximum and sum (P, 1); p = exp(scores - maximum)."""
+    row_sum = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=row_max, data1=row_max, data2=m_i, op=nl.maximum)
+    if nisa.get_nc_version() == nisa.nc_version.gen4:
+        nisa.exponential(dst=acc_scale, src=m_i, max_value=row_max)
+        nisa.exponential(
+            dst=p,
+            src=scores,
+            max_value=row_max,
+            reduce_res=row_sum,
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )
+    else:
+        shift = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=shift, data=row_max, op0=nl.multiply, operand0=-1.0)
+        nisa.activation(dst=acc_scale, op=nl.exp, data=m_i, bias=shift)
+        nisa.activation(
+            dst=p,
+            op=nl.exp,
+            data=scores,
+            bias=shift,
+            reduce_op=nl.add,
+            reduce_res=row_sum,
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )
+    nisa.tensor_copy(dst=m_i, src=row_max)
+    nisa.scalar_tensor_tensor(
+        dst=l_i, data=l_i, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=row_sum
+    )
+
+
+def weigh_values(acc, acc_scale, p, v, head, identity):
+    """acc (P, dim_v) = acc * acc_scale + p (P, tile_k) @ v (P, chunks, heads, run, dim_v)."""
+    chunks, run = v.shape[1], v.shape[3]
+    product = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.psum)
+    for chunk in range(chunks):
+        column = chunk * P * run
+        part = transposed_tile((P, run, P), p.dtype)
+        for t in range(run):
+            transpose(part[:, t, :], p[:, column + t : column + P * run : run], identity)
+        p_turned = nl.ndarray((P, run, P), dtype=p.dtype, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=p_turned, src=part)
+        for t in range(run):
+            nisa.nc_matmul(
+                dst=product,
+                stationary=p_turned[:, t, :],
+                moving=v[:, chunk, head, t, :],
+                accumulate=column + t > 0,
+            )
+    nisa.scalar_tensor_tensor(
+        dst=acc, data=acc, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=product
+    )

@@ -1,0 +1,156 @@
+"""The tables that the attention kernel loads with each item of a work list."""
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV
+from torch_paged_attn.backends.neuron.work_list import WorkList
+
+# float32 counts exactly to here
+EXACT = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How heads are given to the kernel: all KV heads together, or each KV or query head alone."""
+
+    num_kv_heads: int
+    group_size: int  # query heads of a KV head
+    planes: int  # 1, num_kv_heads, or all query heads
+
+    @property
+    def together(self) -> int:
+        """KV heads in a row that the kernel loads."""
+        return self.num_kv_heads if self.planes == 1 else 1
+
+    @property
+    def members(self) -> int:
+        """Query heads of a row's group that share an item."""
+        return 1 if self.planes == self.num_heads else self.group_size
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    def head_of(self, plane: Tensor) -> Tensor:
+        """The KV head of a plane; the first of all where they go together."""
+        return plane // self.group_size if self.members < self.group_size else plane
+
+    def member_of(self, plane: Tensor, member: Tensor) -> Tensor:
+        """Which head of its group a row belongs to."""
+        return plane % self.group_size if self.members < self.group_size else member
+
+    def row_of(self, plane: Tensor, token: Tensor, member: Tensor) -> Tensor:
+        """Rows are (token, member of the group), then the KV head unless all go together."""
+        row = token * self.group_size + self.member_of(plane, member)
+        return row if self.planes == 1 else row * self.num_kv_heads + self.head_of(plane)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkInfo:
+    """`attention_kernel`'s arguments of the same names, and the work list they come from.
+
+    Line i of the tables stands for `work`'s item `items[i]`; an idle line has any item there.
+    """
+
+    work: WorkList
+    indices: Tensor
+    bounds: Tensor
+    count: Tensor
+    positions: Tensor
+    items: Tensor
+
+    def to(self, device: torch.device) -> "WorkInfo":
+        """The tables on `device`; the rest stays on the host."""
+        names = ("indices", "bounds", "count", "positions")
+        return dataclasses.replace(self, **{n: getattr(self, n).to(device) for n in names})
+
+
+def bucket(num_items: int) -> int:
+    """The next 2**n or 3 * 2**n: every new shape is a compilation."""
+    power = 1 << (num_items - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and num_items <= power * 3 // 4 else power
+
+
+def deal(work: WorkList, programs: int) -> tuple[Tensor, Tensor, int]:
+    """Share the items among programs without splitting a stack; each program has as many lines.
+
+    Returns each line's item, whether the line is idle, and the largest number of items.
+    """
+    cuts = [0]
+    starts = work.is_first.nonzero()[:, 0]
+    for program in range(1, programs):
+        fair = work.num_items * program // programs
+        cuts.append(int(starts[(starts - fair).abs().argmin()]))
+    cuts.append(work.num_items)
+    most = max(b - a for a, b in itertools.pairwise(cuts))
+    lines = bucket(most)
+    place = torch.arange(lines)
+    first = torch.tensor(cuts[:-1])[:, None]
+    count = torch.tensor(cuts).diff()[:, None]
+    items = first + torch.minimum(place, (count - 1).clamp(min=0))
+    is_idle = (place >= count).flatten()
+    return items.flatten().clamp(max=work.num_items - 1), is_idle, most
+
+
+def lay_out(
+    work: WorkList,
+    heads: Heads,
+    rows: tuple[PagedKV, PagedKV],
+    slots: tuple[Tensor, Tensor],
+    token_in_sequence: Tensor | None,
+    run: int,
+    programs: int,
+) -> WorkInfo:
+    """The tables of a work list; `slots` are page and slot of each run of keys.
+
+    `programs` share the items (1: they share the heads).
+
+    Without `token_in_sequence` there is no dropout, and no columns for it.
+    """
+    items, is_idle, count = deal(work, programs)
+    stack = work.stack[items]
+    chunks = work.tile_k // (P * run)
+
+    plane = work.plane[:, None, None]
+    row = heads.row_of(plane, work.token, work.member)
+    skipped = torch.tensor(-1)
+    # a tile that has no row at all is not loaded either
+    first = work.is_first[items] & ~is_idle
+    last = work.is_last[items] & ~is_idle
+    has_rows = work.is_row.any(2, keepdim=True)
+    loaded = row.where(has_rows, skipped)[stack].where(first[:, None, None], skipped)
+    stored = row.where(work.is_row, skipped)[stack].where(last[:, None, None], skipped)
+    head = heads.head_of(work.plane)[work.stack, None]
+    keys = [r.row_of(slots[0], head, slots[1])[items].unflatten(1, (chunks, P)) for r in rows]
+    columns = [loaded, stored, *keys]
+    if token_in_sequence is not None:
+        query_head = heads.member_of(plane, work.member)
+        if heads.planes > 1:  # else the kernel adds the KV head's part
+            query_head = query_head + heads.head_of(plane) * heads.group_size
+        seed = (work.sequence[:, None, None] << 16 | query_head).expand_as(work.token)
+        columns += token_in_sequence[work.token][stack], seed[stack]
+    indices = torch.cat(columns, 1).transpose(1, 2)
+
+    nobody = torch.tensor(0)
+    start, stop, key_start, key_stop = (
+        edge[items].where(~is_idle.view(-1, *[1] * (edge.dim() - 1)), nobody)
+        for edge in (work.row_start, work.row_stop, work.key_start, work.key_stop)
+    )
+    columns = [start, stop, work.position.clamp(-EXACT, EXACT)[stack]]
+    columns += [x[:, None, None].expand(-1, 1, P) for x in (first, key_start, key_stop)]
+    bounds = torch.cat([c.float() for c in columns], 1).transpose(1, 2)
+
+    positions = (work.keys[items][..., None] + torch.arange(run)).flatten(1)
+    return WorkInfo(
+        work=work,
+        indices=indices.to(torch.int32).contiguous(),
+        bounds=bounds.contiguous(),
+        count=torch.tensor([[count]], dtype=torch.int32),
+        positions=positions.to(torch.int32),
+        items=items,
+    )

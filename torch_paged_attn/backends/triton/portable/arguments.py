@@ -1,0 +1,364 @@
+"""The arguments of the attention kernel, in groups, from a checked call.
+
+What a kernel is compiled for are `Options`, the types of the pointers and of the numbers, and which
+`Pointers`, `Strides` and `Scalars` are 1, a multiple of 16, or not there (None costs a launch
+nothing). `Sizes` differ from call to call, and no kernel is compiled for theirs. A later call of
+the same description needs new `pointers` and `sizes`; with a bias, whose strides are those of its
+size, `strides` too.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.dequant import as_stored
+from torch_paged_attn.backends.triton.portable.formats import Formats
+from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound, key_bound
+from torch_paged_attn.backends.triton.runtime.target import Target
+from torch_paged_attn.backends.triton.softmax import LOG2E
+
+# elements of partial results that a warp holds while it merges: 32 registers, on AMD chips, whose
+# compiler keeps more beside them, 8 of 32 lanes
+MERGED_BY_WARP = 1024
+MERGED_BY_AMD_WARP = 256
+
+# terms of a score that are summed in float32 before they meet others: one chain over a head of 256
+# would lose more bits than the formula does
+FLOAT32_CHAIN = 32
+
+
+class Pointers(NamedTuple):
+    """Tensors, or None."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    parts: Any  # partial results, see `combine.py`
+    counters: Any  # of programs that have left their part of a tile
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_k: Any
+    block_table: Any
+    crow: Any
+    col: Any
+    bias: Any
+    alibi: Any
+    sinks: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    out_scale: Any
+    rng: Any
+
+
+class Strides(NamedTuple):
+    """Strides in elements. That of a dimension a tensor is broadcast along is 0."""
+
+    q_token: Any
+    q_head: Any
+    k_page: Any  # 0 for packed keys, which are one long page
+    k_head: Any
+    k_slot: Any
+    v_page: Any
+    v_head: Any
+    v_slot: Any
+    crow: Any
+    col: Any
+    bias_head: Any
+    bias_token: Any
+    bias_key: Any
+    bias_width: Any  # no stride: the keys that a bias has, whose divisors are worth as much
+    alibi_batch: Any
+    alibi_head: Any
+    q_descale_batch: Any
+    q_descale_head: Any
+    k_descale_batch: Any
+    k_descale_head: Any
+    v_descale_batch: Any
+    v_descale_head: Any
+
+
+class Scalars(NamedTuple):
+    """Numbers that follow from the options of a call."""
+
+    num_heads: Any
+    left: Any
+    right: Any
+    scale: Any  # of a product
+    factor: Any  # a score times this is the exponent of two
+    softcap: Any
+    dropout_threshold: Any
+    dropout_scale: Any
+    min_units: Any  # the fewest units of work in a program
+
+
+class Sizes(NamedTuple):
+    """What differs from call to call."""
+
+    stride_table: Any
+    stride_crow_batch: Any
+    stride_crow_head: Any
+    stride_col_batch: Any
+    stride_col_head: Any
+    total_q: Any
+    max_keys: Any
+    num_pages: Any
+    batch: Any
+    layout_rows: Any
+    nnz: Any
+
+
+class Options(NamedTuple):
+    """Constants of a kernel."""
+
+    HEAD_DIM: int
+    K_LOW: int  # chunks of a row, see `gather_scatter.py`; of pairs, both halves
+    K_HIGH: int
+    HEAD_DIM_V: int
+    V_LOW: int
+    V_HIGH: int
+    OUT_LOW: int  # chunks of a row of results
+    OUT_HIGH: int
+    GROUP_SIZE: int
+    PACK: int  # heads in a tile
+    TOKENS: int  # queries in a tile
+    GAP: int
+    IS_PAGED: bool
+    PAGE_SIZE: int
+    HAS_LAYOUT: bool
+    Q_BLOCK: int
+    K_BLOCK: int
+    LAYOUT_GROUP: int  # query heads that share a layout
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    BIAS: str  # "", "bool" or "float"
+    RAW_SCORES: bool  # the scale joins the exponent
+    CHAIN: int
+    FIRST_PHASE: int
+    IS_SPLIT: bool
+    PART_ROWS: int
+    BLOCK_MERGED: int
+    FIXED_UNITS: int
+    SEARCH_WIDTH: int
+    IS_ONE_LOOK: bool
+    Q_FORMAT: str
+    K_FORMAT: str
+    OUT_FORMAT: str
+    IS_V_LIKE_K: bool  # one row offset is good for both
+    IS_PAIRED: bool
+    HAS_PTX: bool
+    IS_Q_NORMED: bool
+    DTYPE: tl.dtype  # of the products
+    IS_PRECISE: bool  # float32: sums are short, and no function is approximate
+    BLOCK_M: int
+    BLOCK_N: int
+
+
+def _row_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of page, head and slot."""
+    return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
+
+
+def _broadcast_strides(x: Tensor | None, *shape: int) -> tuple[int | None, ...]:
+    """Strides of a tensor broadcast to `shape`."""
+    return (None,) * len(shape) if x is None else x.expand(shape).stride()
+
+
+def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
+    """Whether nothing happens to the scores but one scale and masks."""
+    is_changed = call.softcap or call.alibi_slopes is not None
+    is_changed = is_changed or (call.attn_bias is not None and call.attn_bias.dtype != torch.bool)
+    is_raised = formats.is_paired and call.k.dtype == torch.int8
+    is_scaled = call.q_descale is not None or call.k_descale is not None
+    is_scaled = is_scaled or formats.is_q_normed or is_raised
+    return call.scale > 0 and not formats.is_precise and not (is_changed or is_scaled)
+
+
+def pointers(
+    call: AttentionCall,
+    formats: Formats,
+    target: Target,
+    results: tuple[Tensor, Tensor],
+    workspace: tuple[Tensor | None, Tensor | None],
+) -> Pointers:
+    """`workspace` are partial results and counters, for tiles that are shared."""
+    k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
+    if formats.is_paired:
+        k, v = k.view(torch.int16), v.view(torch.int16)
+    else:
+        k, v = as_stored(k, target)[0], as_stored(v, target)[0]
+    if bias is not None and bias.dtype == torch.bool:
+        bias = bias.view(torch.uint8)
+    return Pointers(
+        q=as_stored(call.q, target)[0],
+        k=k,
+        v=v,
+        out=as_stored(results[0], target)[0],
+        lse=results[1],
+        parts=workspace[0],
+        counters=workspace[1],
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        seqused_k=call.seqused_k,
+        block_table=call.block_table,
+        crow=None if layout is None else layout.crow_indices,
+        col=None if layout is None else layout.col_indices,
+        bias=bias,
+        alibi=call.alibi_slopes,
+        sinks=call.sinks,
+        q_descale=call.q_descale,
+        k_descale=call.k_descale,
+        v_descale=call.v_descale,
+        out_scale=call.out_scale,
+        rng=call.rng_state if call.dropout_p > 0.0 else None,
+    )
+
+
+def strides(call: AttentionCall, kernel_pointers: Pointers) -> Strides:
+    """The strides of what the pointers point to."""
+    batch, num_heads, num_kv_heads = call.batch, call.num_heads, call.num_kv_heads
+    k_page, k_head, k_slot = _row_strides(kernel_pointers.k)
+    v_page, v_head, v_slot = _row_strides(kernel_pointers.v)
+    bias_head, bias_token, bias_key = _broadcast_strides(call.attn_bias, num_heads, -1, -1)
+    alibi_batch, alibi_head = _broadcast_strides(call.alibi_slopes, batch, num_heads)
+    q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
+    kd_batch, kd_head = _broadcast_strides(call.k_descale, batch, num_kv_heads)
+    vd_batch, vd_head = _broadcast_strides(call.v_descale, batch, num_kv_heads)
+    return Strides(
+        q_token=call.q.stride(0),
+        q_head=call.q.stride(1),
+        k_page=k_page,
+        k_head=k_head,
+        k_slot=k_slot,
+        v_page=v_page,
+        v_head=v_head,
+        v_slot=v_slot,
+        crow=None if call.layout is None else call.layout.crow_indices.stride(-1),
+        col=None if call.layout is None else call.layout.col_indices.stride(-1),
+        bias_head=bias_head,
+        bias_token=bias_token,
+        bias_key=bias_key,
+        bias_width=None if call.attn_bias is None else call.attn_bias.shape[2],
+        alibi_batch=alibi_batch,
+        alibi_head=alibi_head,
+        q_descale_batch=q_batch,
+        q_descale_head=q_head,
+        k_descale_batch=kd_batch,
+        k_descale_head=kd_head,
+        v_descale_batch=vd_batch,
+        v_descale_head=vd_head,
+    )
+
+
+def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
+    """The numbers that a call's options stand for."""
+    left, right, dropout_p = call.window_size_left, call.window_right, call.dropout_p
+    return Scalars(
+        scale=call.scale,
+        factor=(call.scale if _has_raw_scores(call, formats) else 1.0) * LOG2E.value,
+        softcap=call.softcap or None,
+        left=left if is_bound(left) else None,
+        right=right if is_bound(right) else None,
+        dropout_threshold=int(dropout_p * 2.0**32) or None,
+        dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p else None,
+        num_heads=call.num_heads,
+        min_units=tiles.min_units,
+    )
+
+
+def sizes(call: AttentionCall) -> Sizes:
+    """What differs from call to call."""
+    crow_batch = crow_head = col_batch = col_head = layout_rows = nnz = None
+    if call.layout is not None:
+        crow, col = call.layout.crow_indices, call.layout.col_indices
+        crow_batch, crow_head, _ = (0, *crow.stride())[-3:]
+        col_batch, col_head, _ = (0, *col.stride())[-3:]
+        layout_rows, nnz = crow.shape[-1] - 1, col.shape[-1]
+    return Sizes(
+        total_q=call.total_q,
+        batch=call.batch,
+        max_keys=min(key_bound(call), 2**31 - 1),
+        num_pages=call.k.shape[0],
+        stride_table=None if call.block_table is None else call.block_table.stride(0),
+        stride_crow_batch=crow_batch,
+        stride_crow_head=crow_head,
+        stride_col_batch=col_batch,
+        stride_col_head=col_head,
+        layout_rows=layout_rows,
+        nnz=nnz,
+    )
+
+
+def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target) -> Options:
+    """The constants that a kernel is compiled with."""
+    layout, config, bias = call.layout, tiles.config, call.attn_bias
+    head_dim, head_dim_v, block_m = call.head_dim, call.head_dim_v, config.BLOCK_M
+    smallest = target.smallest_chunk(block_m)
+    (k_low, k_high), (v_low, v_high) = chunks(head_dim, smallest), chunks(head_dim_v, smallest)
+    if formats.is_paired:
+        k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
+    has_left = is_bound(call.window_size_left)
+    has_middle = layout is None and (block_m > 64 or bias is not None)
+    merged = MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP
+    return Options(
+        HEAD_DIM=head_dim,
+        K_LOW=k_low,
+        K_HIGH=k_high,
+        HEAD_DIM_V=head_dim_v,
+        V_LOW=v_low,
+        V_HIGH=v_high,
+        OUT_LOW=head_dim_v if formats.is_paired else v_low,
+        OUT_HIGH=0 if formats.is_paired else v_high,
+        GROUP_SIZE=call.group_size,
+        PACK=tiles.pack,
+        TOKENS=tiles.tokens,
+        GAP=tiles.gap,
+        IS_PAGED=call.page_size > 0,
+        PAGE_SIZE=call.page_size,
+        HAS_LAYOUT=layout is not None,
+        Q_BLOCK=0 if layout is None else layout.q_block_size,
+        K_BLOCK=0 if layout is None else layout.k_block_size,
+        LAYOUT_GROUP=1 if layout is None else call.num_heads // layout.crow_indices.shape[-2],
+        HAS_LEFT=has_left,
+        HAS_RIGHT=is_bound(call.window_right),
+        HAS_SOFTCAP=call.softcap > 0.0,
+        BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
+        RAW_SCORES=_has_raw_scores(call, formats),
+        CHAIN=FLOAT32_CHAIN if formats.is_precise else config.chain,
+        FIRST_PHASE=(0 if has_left else 1) if has_middle else 2,
+        IS_SPLIT=tiles.is_split,
+        PART_ROWS=tiles.part_rows,
+        BLOCK_MERGED=merged * config.num_warps,
+        FIXED_UNITS=tiles.fixed_units,
+        SEARCH_WIDTH=tiles.search_width,
+        IS_ONE_LOOK=tiles.is_one_look,
+        Q_FORMAT=formats.q,
+        K_FORMAT=formats.kv,
+        OUT_FORMAT=formats.out,
+        IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
+        IS_PAIRED=formats.is_paired,
+        HAS_PTX=target.converts_float8,
+        IS_Q_NORMED=formats.is_q_normed,
+        DTYPE=formats.product,
+        IS_PRECISE=formats.is_precise,
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.block_n,
+    )
+
+
+def compiler_options(tiles: Tiles, target: Target) -> dict[str, int]:
+    """What the compiler is told."""
+    config = tiles.config
+    told = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if target.is_hip and config.waves_per_eu:
+        told["waves_per_eu"] = config.waves_per_eu
+    if config.maxnreg and target.arch.startswith("sm"):
+        told["maxnreg"] = config.maxnreg
+    return told

@@ -1,0 +1,70 @@
+"""Tiles of keys and values from memory, on their way into the two products.
+
+A tile's rows come in two chunks: the low and the high elements of a head (`chunks` in
+`gather_scatter.py`), the second of which may be missing, or of 8-bit pairs the even and the odd
+ones. Each chunk is multiplied before the next one is loaded.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.dequant import decode_pairs, decode_raised_pairs
+from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, zero_unless
+from torch_paged_attn.backends.triton.portable.products import fold_values, scores
+
+
+@triton.jit
+def score_keys(queries, k_ptr, offsets, OPTIONS: tl.constexpr):
+    """Products of a tile of queries with the keys at these offsets."""
+    CHAIN: tl.constexpr = OPTIONS.CHAIN
+    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    LOW: tl.constexpr = OPTIONS.K_LOW
+    HIGH: tl.constexpr = OPTIONS.K_HIGH
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    if OPTIONS.IS_PAIRED:
+        pairs = load_rows(k_ptr, offsets, None, 0, LOW, LOW, False, "RAW", DTYPE)
+        if FORMAT == "INT8":
+            low, high = decode_raised_pairs(pairs, OPTIONS.HAS_PTX)
+        else:
+            low, high = decode_pairs(pairs, FORMAT, OPTIONS.HAS_PTX)
+        s = scores(queries.low, low, CHAIN)
+        s += scores(queries.high, high, CHAIN)
+    else:
+        low = load_rows(k_ptr, offsets, None, 0, LOW, HEAD_DIM, False, FORMAT, DTYPE)
+        s = scores(queries.low, low, CHAIN)
+        if HIGH > 0:
+            high = load_rows(k_ptr, offsets, None, LOW, HIGH, HEAD_DIM, False, FORMAT, DTYPE)
+            s += scores(queries.high, high, CHAIN)
+    return s
+
+
+@triton.jit
+def fold_value_tile(
+    acc, shrink, p, v_ptr, offsets, keep, OPTIONS: tl.constexpr, IS_CAREFUL: tl.constexpr
+):
+    """Add probabilities times the values at these offsets to both chunks of `acc`. With IS_CAREFUL
+    values that are not kept count as 0, whatever they hold.
+    """
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    LOW: tl.constexpr = OPTIONS.V_LOW
+    HIGH: tl.constexpr = OPTIONS.V_HIGH
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    acc_low, acc_high = acc
+    if OPTIONS.IS_PAIRED:
+        pairs = load_rows(v_ptr, offsets, None, 0, LOW, LOW, False, "RAW", DTYPE)
+        low, high = decode_pairs(pairs, FORMAT, OPTIONS.HAS_PTX)
+    else:
+        low = load_rows(v_ptr, offsets, None, 0, LOW, HEAD_DIM_V, False, FORMAT, DTYPE)
+    if IS_CAREFUL:
+        low = zero_unless(keep, low)
+    acc_low = fold_values(acc_low, shrink, p, low, IS_PRECISE)
+    if HIGH > 0:
+        if not OPTIONS.IS_PAIRED:
+            high = load_rows(v_ptr, offsets, None, LOW, HIGH, HEAD_DIM_V, False, FORMAT, DTYPE)
+        if IS_CAREFUL:
+            high = zero_unless(keep, high)
+        acc_high = fold_values(acc_high, shrink, p, high, IS_PRECISE)
+    return acc_low, acc_high

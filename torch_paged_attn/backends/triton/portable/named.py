@@ -1,0 +1,23 @@
+"""Named tuples made in device code.
+
+torch.compile prints a kernel with every function that it calls, but no classes: device code that
+makes a group of its own names the fields where it makes it.
+"""
+
+import triton
+
+
+@triton.constexpr_function
+def named(fields):
+    """The class of named tuples with these fields: `named("low high")(low=x, high=y)`."""
+    from collections import namedtuple
+
+    return namedtuple("Group", fields)
+
+
+@triton.constexpr_function
+def named_constants(items):
+    """Pairs of a name and a constant as a named tuple."""
+    from collections import namedtuple
+
+    return namedtuple("Group", [name for name, _ in items])(*[value for _, value in items])

@@ -1,0 +1,208 @@
+"""How the work of a call is cut: tiles of queries and keys, programs, and who shares what.
+
+`choose_tiles` goes by numbers alone: `Traits`, which calls of a model share, and three sizes. It
+looks at no tensor and keeps what it has chosen.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+
+from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.dequant import holds_pairs
+from torch_paged_attn.backends.triton.portable.formats import product_type
+from torch_paged_attn.backends.triton.portable.splits import (
+    SplitPlan,
+    plan_fixed_splits,
+    plan_splits,
+)
+from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
+from torch_paged_attn.backends.triton.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.tuning import Config, choose_config
+
+# windows this wide hide nothing: no sequence is as long
+UNBOUNDED = 2**30
+
+# programs along the second dimension of a grid
+MOST_IN_GRID = 65535
+
+# the most heads of a group that share a tile
+MOST_PACKED = 64
+
+# pairs of 8-bit numbers are taken apart for tiles of at most so many rows
+MOST_PAIRED_ROWS = 32
+
+# sequences that a program looks at at a time, to find its work: few kernels for all batches
+SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
+
+# rows of a tile, and tiles, when results must not depend on the batch
+INVARIANT_ROWS = 64
+INVARIANT_TILES = 256
+
+
+def is_bound(window: int) -> bool:
+    """Whether a window hides keys."""
+    return 0 <= window < UNBOUNDED
+
+
+def key_bound(call: AttentionCall) -> int:
+    """The most keys that a sequence may have."""
+    if call.block_table is None:
+        return call.k.shape[0]
+    return call.block_table.shape[1] * call.page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What decides about the tiles of a call, besides its sizes."""
+
+    target: Target
+    num_kv_heads: int
+    group_size: int
+    head_dim: int  # the larger of the two
+    itemsize: int  # of a factor in the products, if no pairs are taken apart
+    kv_itemsize: int
+    page_size: int
+    may_pair: bool
+    is_plain: bool  # nothing but scale and mask happens to a score
+    is_full: bool  # no window hides a key
+    q_block: int  # 0 without a layout
+    k_block: int
+    has_head_layouts: bool  # query heads of a group visit different blocks
+    is_invariant: bool  # results must not depend on the batch
+
+
+def traits_of(call: AttentionCall, target: Target) -> Traits:
+    """The traits of a call on a chip."""
+    q, k, layout = call.q, call.k, call.layout
+    may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k)
+    may_pair = may_pair and holds_pairs(call.v)
+    has_scores = call.softcap > 0.0 or call.attn_bias is not None or call.alibi_slopes is not None
+    return Traits(
+        target=target,
+        num_kv_heads=call.num_kv_heads,
+        group_size=call.group_size,
+        head_dim=max(call.head_dim, call.head_dim_v),
+        itemsize=product_type(q.dtype, may_pair, target).primitive_bitwidth // 8,
+        kv_itemsize=k.itemsize,
+        page_size=call.page_size,
+        may_pair=may_pair,
+        is_plain=not has_scores and call.dropout_p == 0.0 and layout is None,
+        is_full=not (is_bound(call.window_size_left) or is_bound(call.window_right)),
+        q_block=0 if layout is None else layout.q_block_size,
+        k_block=0 if layout is None else layout.k_block_size,
+        has_head_layouts=layout is not None and layout.crow_indices.shape[-2] == call.num_heads,
+        is_invariant=environment.BATCH_INVARIANT,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A choice: `config` with its BLOCK_M rows, of which `tokens` queries of `pack` heads are used,
+    and `block_n` keys at a time; the grid.
+    """
+
+    config: Config
+    pack: int
+    tokens: int
+    block_n: int
+    gap: int  # numbers between the tiles of two sequences, see `seqlen_info.py`
+    is_paired: bool
+    grid: tuple[int, ...]
+    is_split: bool
+    min_units: int  # units in a piece, see `work_info.py`: at least so many,
+    fixed_units: int  # or so many; 0 where all programs get the same
+    search_width: int
+    is_one_look: bool
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a partial result."""
+        return next_power_of_2(self.tokens * self.pack)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of the grid."""
+        return math.prod(self.grid)
+
+    def part_elements(self, head_dim_v: int) -> int:
+        """Elements of the workspace for partial results: two a program. Beside its values a row
+        has two numbers.
+        """
+        return 2 * self.num_programs * self.part_rows * (head_dim_v + 2) if self.is_split else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tiles(
+    traits: Traits,
+    total_q: int,
+    batch: int,
+    key_bound: int,
+    config: Config | None = None,
+    splits: SplitPlan | None = None,
+) -> Tiles:
+    """The tiles of a call of these sizes. `config` and `splits` override tables and rules."""
+    target, has_layout = traits.target, traits.k_block > 0
+    # query heads of a group that visit different blocks share no tile
+    pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
+    if config is None:
+        rows = -(-total_q // max(batch, 1)) * pack
+        tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
+        if traits.is_invariant:
+            rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
+        config = choose_config(
+            target.arch,
+            max(rows, pack),
+            traits.head_dim,
+            traits.itemsize,
+            traits.kv_itemsize,
+            traits.page_size,
+            tiles,
+            key_bound,
+            traits.is_plain,
+            traits.is_full,
+        )
+    # a tile of few rows takes the heads of a group in turns
+    pack = min(pack, config.BLOCK_M)
+    tokens, block_n = config.BLOCK_M // pack, config.BLOCK_N
+    if not has_layout and total_q % max(batch, 1) == 0 and not traits.is_invariant:
+        # probably all sequences have so many queries: rows without one are work to merge
+        tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
+    if has_layout:
+        tokens = min(1 << (tokens.bit_length() - 1), traits.q_block)
+        block_n = min(block_n, traits.k_block)
+    gap = 2 if has_layout else 1
+    grid_tiles = num_tiles(total_q, batch, tokens, gap)
+    grid_heads = traits.num_kv_heads * -(-traits.group_size // pack)
+
+    if splits is None and traits.is_invariant:
+        splits = plan_fixed_splits(grid_tiles, key_bound)
+    elif splits is None:
+        busy = max(min(batch, total_q), total_q // tokens)
+        slots = config.resident * target.multiprocessors
+        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64)
+    # the device counts units in 32 bits
+    is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
+    grid: tuple[int, ...] = (grid_tiles, grid_heads)
+    if is_split:
+        height = -(-splits.programs // MOST_IN_GRID)
+        grid = (grid_heads, -(-splits.programs // height), height)
+    looked_at = batch if is_split else 0
+    search_width = next((w for w in SEARCH_WIDTHS if looked_at <= w), SEARCH_WIDTHS[-1])
+    return Tiles(
+        config=config,
+        pack=pack,
+        tokens=tokens,
+        block_n=block_n,
+        gap=gap,
+        is_paired=traits.may_pair and config.BLOCK_M <= MOST_PAIRED_ROWS,
+        grid=grid,
+        is_split=is_split,
+        min_units=-(-splits.min_keys // block_n),
+        fixed_units=splits.fixed_keys // block_n,
+        search_width=search_width,
+        is_one_look=looked_at <= search_width,
+    )

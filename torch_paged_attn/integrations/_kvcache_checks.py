@@ -1,0 +1,157 @@
+"""Refusals of `flash_attn_with_kvcache`, all of them before the cache is written to.
+
+Shapes and dtypes are checked on every device. Values are read on a CPU, and on an accelerator only
+under `PAGED_ATTN_CHECK=1`; a compiled graph reads none.
+"""
+
+import itertools
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn import environment
+from torch_paged_attn.integrations import _constants
+from torch_paged_attn.ops.checks import names
+from torch_paged_attn.ops.flash_varlen import check, check_values
+
+OP = "flash_attn_with_kvcache"
+INT32 = (torch.int32,)
+# how shapes are spelled
+DIMS = {
+    "(batch,)": 1,
+    "(batch + 1,)": 1,
+    "(batch, max_pages)": 2,
+    "(positions, rotary_dim / 2)": 2,
+    "(total_new, num_kv_heads, head_dim)": 3,
+    "(pages, page_size, num_kv_heads, head_dim)": 4,
+}
+
+
+def fail(argument: str, came: str, allowed: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{OP}: {argument} {came}; allowed: {allowed}")
+
+
+def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    """Raise unless x is a tensor of a shape in DIMS and of one of `dtypes`, if there are any."""
+    if not isinstance(x, Tensor):
+        fail(name, f"is a {type(x).__name__}", f"a tensor {shape}", TypeError)
+    if x.dim() != DIMS[shape]:
+        fail(name, f"has shape {tuple(x.shape)}", shape)
+    if dtypes and x.dtype not in dtypes:
+        fail(name, f"has dtype {names((x.dtype,))}", names(dtypes))
+
+
+def check_per_sequence(
+    name: str, x: Tensor, size: int, shape: str, dtypes: tuple[torch.dtype, ...] = INT32
+) -> None:
+    check_tensor(name, x, shape, dtypes)
+    if x.shape[0] != size:
+        fail(name, f"has shape {tuple(x.shape)}", f"{shape} whose first dimension is {size}")
+
+
+def check_cu_seqlens_q(cu_seqlens_q: Tensor) -> None:
+    check_tensor("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", INT32)
+    if cu_seqlens_q.shape[0] == 0:
+        fail("cu_seqlens_q", "is empty", "(batch + 1,) entries, the first of them 0")
+
+
+def check_rotary(cos: Tensor, sin: Tensor, capacity: int, head_dim: int) -> None:
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_tensor(name, x, "(positions, rotary_dim / 2)")
+        if not x.dtype.is_floating_point:
+            fail(name, f"has dtype {names((x.dtype,))}", "a floating-point dtype")
+    if sin.shape != cos.shape:
+        allowed = f"rotary_cos' {tuple(cos.shape)}"
+        fail("rotary_sin", f"has shape {tuple(sin.shape)}", allowed)
+    if cos.shape[0] < capacity:
+        allowed = f"a row for each of the cache's {capacity} positions"
+        fail("rotary_cos", f"has {cos.shape[0]} rows", allowed)
+    if 2 * cos.shape[1] > head_dim:
+        allowed = f"rotary_dim / 2 columns, at most half of head_dim {head_dim}"
+        fail("rotary_cos", f"has {cos.shape[1]} columns", allowed)
+
+
+def check_descale(name: str, scale: Tensor | None) -> None:
+    if scale is not None and scale.dim() > 1:
+        fail(
+            name,
+            f"of shape (batch, num_kv_heads) = {tuple(scale.shape)} came with k and v",
+            "() or (num_kv_heads)",
+            NotImplementedError,
+        )
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the host may look at values of this call."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta":
+        return False
+    return x.device.type == "cpu" or environment.CHECK
+
+
+def check_batch_idx(cache_batch_idx: Tensor, cache_batch: int) -> None:
+    for b, row in enumerate(cache_batch_idx.tolist()):
+        if not 0 <= row < cache_batch:
+            allowed = f"rows 0 to {cache_batch - 1} of k_cache"
+            fail(f"cache_batch_idx[{b}]", f"is {row}", allowed, IndexError)
+
+
+def check_leftpad(cache_leftpad: Tensor, cache_seqlens: Tensor) -> None:
+    pairs = zip(cache_leftpad.tolist(), cache_seqlens.tolist(), strict=True)
+    for b, (leftpad, length) in enumerate(pairs):
+        if leftpad < 0 or 0 <= length < leftpad:
+            fail(f"cache_leftpad[{b}]", f"is {leftpad}", f"0 to cache_seqlens[{b}] = {length}")
+
+
+def check_bounds(name: str, bounds: Tensor, total: int, total_name: str) -> None:
+    """Raise unless bounds rise from 0 to at most `total`."""
+    values = bounds.tolist()
+    if values[0] != 0:
+        fail(f"{name}[0]", f"is {values[0]}", "0")
+    for i, (before, after) in enumerate(itertools.pairwise(values), start=1):
+        if after < before:
+            fail(f"{name}[{i}]", f"is {after}, below {before} before it", "nondecreasing bounds")
+    if values[-1] > total:
+        fail(f"{name}[-1]", f"is {values[-1]}", f"at most {total_name} = {total}")
+
+
+def check_room(cache_seqlens: Tensor, new: int | Tensor, capacity: int) -> None:
+    """Raise where new tokens pass the end of the table."""
+    lengths = cache_seqlens.tolist()
+    counts = [new] * len(lengths) if isinstance(new, int) else new.tolist()
+    longest = max((n + new for n, new in zip(lengths, counts, strict=True) if n >= 0), default=0)
+    if longest > capacity:
+        raise RuntimeError(
+            f"{OP}: cache_seqlens and the new tokens come to {longest}, past the end of the "
+            f"cache: its block_table (or its rows) has room for {capacity}"
+        )
+
+
+def check_gradients(arguments: dict[str, Any]) -> None:
+    """Raise for a gradient, which `flash_varlen` refuses after the cache was written to."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            allowed = "no requires_grad, or a call under torch.no_grad()"
+            fail(
+                name,
+                "requires grad, which a block table does not pass on",
+                allowed,
+                NotImplementedError,
+            )
+
+
+def check_attention(arguments: dict[str, Any]) -> None:
+    """Raise what `flash_varlen` would raise after the cache was written to."""
+    call = {name: x for name, x in arguments.items() if not name.startswith("max_seqlen")}
+    check(**call)
+    k, table = call["k"], call["block_table"]
+    first_keys = _constants.multiples(k.shape[2], table.shape[1], table)[:-1]
+    used = first_keys < call["seqused_k"][:, None]
+    outside = table.clamp(0, k.shape[0] - 1) != table
+    bounds = call["cu_seqlens_q"].tolist()
+    rising = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= call["q"].shape[0]
+    # rules for each value are slow in Python: they are for what looks wrong, to find the words
+    if not rising or bool((used & outside).any()):
+        check_values(**call)

@@ -1,0 +1,71 @@
+"""Schema, Python signature and documentation of an attention op, from the list of its arguments."""
+
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from torch_paged_attn.attention_call import Argument, arguments
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def schema(op: str) -> str:
+    """The op's schema. Nothing up to the last hint has a default: a hint has none."""
+    listed = arguments(op)
+    last_hint = max(i for i, x in enumerate(listed) if x.is_hint)
+    words = []
+    for i, x in enumerate(listed):
+        if x.keyword_only and not listed[i - 1].keyword_only:
+            words.append("*")
+        words.append(f"{x.kind} {x.name}" + (f"={x.default}" if i > last_hint else ""))
+    return f"{op}({', '.join(words)}) -> (Tensor out, Tensor softmax_lse)"
+
+
+def described(function: Function) -> Function:
+    """Show the op's whole signature, and its arguments in place of `{arguments}` in the docstring.
+
+    The function itself takes what it needs by name and passes the rest on.
+    """
+    listed = arguments(function.__name__)
+    parameters = [_parameter(x) for x in listed]
+    results = tuple[Tensor, Tensor]
+    signature = inspect.Signature(parameters, return_annotation=results)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": results}
+    if function.__doc__:  # python -OO drops it
+        function.__doc__ = re.sub(
+            r"^( *)\{arguments\}$",
+            lambda line: textwrap.indent(_documentation(listed), line[1]),
+            function.__doc__,
+            flags=re.MULTILINE,
+        )
+    return function
+
+
+def _parameter(x: Argument) -> inspect.Parameter:
+    default, annotation = x.default, x.type
+    if x.is_hint:
+        default, annotation = None, x.type | None
+    kind = inspect.Parameter.KEYWORD_ONLY if x.keyword_only else None
+    return inspect.Parameter(
+        x.name,
+        kind or inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+        annotation=annotation,
+    )
+
+
+def _documentation(listed: tuple[Argument, ...]) -> str:
+    """An entry per argument, or per neighbours of which the same is said."""
+    entries = []
+    for (shape, meaning), group in itertools.groupby(listed, lambda x: (x.shape, x.meaning)):
+        names = ", ".join(x.name for x in group)
+        text = f"{names}: {shape}{'. ' if shape else ''}{meaning}"
+        entries.append(textwrap.fill(text, 92, subsequent_indent="    ", break_on_hyphens=False))
+    return "\n".join(entries)
