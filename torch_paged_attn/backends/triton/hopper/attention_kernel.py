@@ -61,7 +61,7 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
 
 @gluon.jit(do_not_specialize=Sizes._fields)
 def _hopper_attention_fwd_kernel(
-    pointers, q_desc, k_desc, v_desc, out_desc,
+    q_desc, k_desc, v_desc, out_desc, pointers,
     num_pages, batch, total_q, lists_per_head, stride_table,
     scalars,
     OPTIONS: gl.constexpr,
