@@ -263,11 +263,11 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
     """Numbers that differ from call to call."""
     return Sizes(
-        total_q=call.total_q,
-        batch=call.batch,
         num_pages=call.k.shape[0],
-        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+        batch=call.batch,
+        total_q=call.total_q,
         lists_per_head=lists_per_head,
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
     )
 
 
