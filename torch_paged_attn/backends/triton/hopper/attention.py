@@ -60,6 +60,10 @@ LEAST_KEYS = 64
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
+# its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
+# multiplies the error of tanh
+LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
+
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
@@ -94,8 +98,10 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
         return "it has no dropout_p"
-    if call.scale <= 0.0:
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
+    if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
+        return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
         if page_size < 16 or page_size & (page_size - 1):
