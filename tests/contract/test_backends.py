@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 import torch_paged_attn
 from torch_paged_attn.ops import backend as protocol
 from torch_paged_attn.ops._library import OPS
