@@ -31,7 +31,7 @@ class Plans:
 
     def __call__(self, *tensors, **options):
         number = self.made = self.made + 1
-        return lambda *tensors: number
+        return lambda tensors, addresses: number
 
     def answer(self, tensors, op="op", **options):
         return call(op, self, tensors, options)
@@ -53,16 +53,22 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_tensors_get_a_plan_of_their_own(other):
+@pytest.mark.parametrize("guarded", [True, False])
+def test_other_tensors_get_a_plan_of_their_own(other, guarded, monkeypatch):
+    if not guarded:
+        monkeypatch.setattr(launch_cache, "_TensorGuards", None)
     plans = Plans()
-    assert plans.answer(inputs()) == 1
-    assert plans.answer(OTHERS[other](*inputs())) == 2
-    assert plans.answer(inputs()) == 1
+    for _ in range(3):
+        assert plans.answer(inputs()) == 1
+    for _ in range(3):
+        assert plans.answer(OTHERS[other](*inputs())) == 2
+        assert plans.answer(inputs()) == 1
 
 
 def test_another_op_option_or_environment_gets_a_plan_of_its_own(monkeypatch):
     plans = Plans()
-    assert plans.answer(inputs()) == 1
+    for _ in range(3):
+        assert plans.answer(inputs()) == 1
     assert plans.answer(inputs(), op="other") == 2
     assert plans.answer(inputs(), causal=True) == 3
     monkeypatch.setattr(environment, "BATCH_INVARIANT", True)
@@ -101,9 +107,11 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_in_any_mode_shares_the_plan_and_no_mode_sees_the_look_up(mode):
     plans, tensors = Plans(), inputs()
-    plans.answer(tensors)
+    for _ in range(3):
+        plans.answer(tensors)
     with MODES[mode]() as entered:
-        assert plans.answer(tensors) == 1
+        for _ in range(3):
+            assert plans.answer(tensors) == 1
     assert not getattr(entered, "seen", [])
 
 
@@ -117,14 +125,27 @@ def test_a_plan_that_cannot_be_made_leaves_nothing():
     assert Plans().answer(inputs()) == 1
 
 
-def test_a_plan_keeps_no_tensor_alive(kernels):
-    out, lse = torch.zeros(5, 2, 64), torch.zeros(2, 5)
-    key, cache = torch.zeros(3, 2, 64), torch.zeros(2, 4, 2, 16, 64)
-    kernels.merge_states(out, lse, out, lse)
-    kernels.reshape_and_cache(key, key, cache, torch.arange(3))
-    held = [weakref.ref(x) for x in (out, lse, key, cache)]
-    del out, lse, key, cache
-    assert [x() for x in held] == [None] * 4
+def test_a_plan_keeps_no_tensor_alive(kernels, device):
+    out, lse = torch.zeros(5, 2, 64, device=device), torch.zeros(2, 5, device=device)
+    key, cache = (torch.zeros(n, 2, 64, device=device) for n in (3, 8))
+    cache = cache.view(2, 4, 1, 2, 64)
+    cu_seqlens = torch.tensor([0, 3], device=device, dtype=torch.int32)
+    for _ in range(3):
+        kernels.merge_states(out, lse, out, lse)
+        kernels.reshape_and_cache(key[:, :1], key[:, :1], cache, torch.arange(3, device=device))
+        kernels.flash_varlen(key, key, key, cu_seqlens, None, 3, 3)
+    held = [weakref.ref(x) for x in (out, lse, key, cache, cu_seqlens)]
+    del out, lse, key, cache, cu_seqlens
+    assert [x() for x in held] == [None] * 5
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_call_without_queries_has_empty_results(batch, kernels, device):
+    q, kv = torch.zeros(0, 4, 64, device=device), torch.zeros(3, 2, 64, device=device)
+    bounds = torch.zeros(batch + 1, device=device, dtype=torch.int32)
+    for _ in range(2):
+        out, lse = kernels.flash_varlen(q, kv, kv, bounds, bounds, 0, 0)
+        assert out.shape == (0, 4, 64) and lse.shape == (4, 0)
 
 
 def test_clear_drops_plans_and_kernels():
@@ -220,7 +241,7 @@ def test_a_launch_goes_through_triton_once_then_hands_over_addresses(known):
     assert kernel.by_triton == [((2, 3, 1), (q, (k, None)), options)]
     assert launch.is_ready
     launch(k, (q, None))
-    launch(11, (q.data_ptr(), None))
+    launch.start(11, (q.data_ptr(), None))
     fixed = 2, 3, 1, STREAM, "fixed"
     assert kernel.by_launcher == [
         (*fixed, k.data_ptr(), (q.data_ptr(), None), 5, 4, 64),
@@ -277,20 +298,16 @@ def test_every_launch_goes_through_triton_where_only_triton_knows_how(why, known
 
 def test_a_tensor_map_is_described_once_and_only_so_many_are_kept(known, monkeypatch):
     monkeypatch.setattr(launch_cache, "MOST_MAPS", 2)
-    kernel, described = Kernel(), []
+    described = []
     maps = [
         types.SimpleNamespace(name=name, base=torch.zeros(1), block_shape=[8, 8], layout="swizzled")
         for name in "abc"
     ]
-    ready = ReadyKernel(
-        lambda *args: kernel.by_launcher.append(args[4:]),
-        (),
-        lambda x, i: described.append((x.name, i)) or [x.name, i],
-    )
+    ready = ReadyKernel(print, (), lambda x, i: described.append((x.name, i)) or [x.name, i])
     for a, b in ((0, 1), (0, 1), (2, 1), (0, 1)):
-        ready((1, 1, 1), (maps[a], 5, maps[b]), ("end",))
+        found = ready.addresses((maps[a], None, maps[b]))
     assert described == [("a", 0), ("b", 1), ("c", 0), ("a", 0)]
-    assert kernel.by_launcher[-1] == ("a", 0, 5, "b", 1, "end")
+    assert found == ["a", 0, None, "b", 1]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (5, 2, 8)])

@@ -1,5 +1,7 @@
 """`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each)."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -86,6 +88,7 @@ def merge_states(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
     check(out_a, lse_a, out_b, lse_b)
     total_q, num_heads, head_dim_v = out_a.shape
+    is_empty = total_q * num_heads == 0
     new_out = Allocation.like(out_a)
     new_lse = Allocation.like(lse_a)
     target = target_of(out_a.device)
@@ -112,13 +115,14 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
         BLOCK_R=block_r,
     )
 
-    def run(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        if lse.numel() == 0:
+        if is_empty:
             return out, lse
         if launch.is_ready:
-            launch(out_a, lse_a, out_b, lse_b, out, lse)
+            launch.start(*addresses, out.data_ptr(), lse.data_ptr())
         else:
+            out_a, lse_a, out_b, lse_b = tensors
             a, b, stored = (as_stored(x, target)[0] for x in (out_a, out_b, out))
             launch(a, lse_a, b, lse_b, stored, lse)
         return out, lse

@@ -6,6 +6,7 @@ is found there then is that of the one that writes, so that memory nobody initia
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,9 @@ class Pointers(NamedTuple):
     k_scale: Any
     v_scale: Any
     claims: Any  # by slot: the number of the token that writes it
+
+
+SLOTS = Pointers._fields.index("slots")
 
 
 class RowStrides(NamedTuple):
@@ -189,22 +193,25 @@ def _plan(
     v_scale: Tensor | None,
 ) -> Plan:
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    write = _Write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
+    write = _plan_write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
     v_offset = kv_cache.stride(0) * kv_cache.itemsize
 
-    def run(key: Tensor, value: Tensor, kv_cache: Tensor, *rest: Any) -> None:
-        if write.is_ready:
-            # half of a tensor costs more than the rest of this function
-            write(key, value, kv_cache, kv_cache.data_ptr() + v_offset, *rest)
-        else:
-            write(key, value, kv_cache[0], kv_cache[1], *rest)
+    def run(tensors: tuple[Any, ...], addresses: Any) -> None:
+        key, value, kv_cache, *rest = tensors
+
+        def halves() -> tuple[Any, ...]:
+            return key, value, kv_cache[0], kv_cache[1], *rest
+
+        key_address, value_address, k_address, *more = addresses
+        write(halves, (key_address, value_address, k_address, k_address + v_offset, *more))
 
     return run
 
 
 def _plan_split(*tensors: Any) -> Plan:
     check_split(*tensors)
-    return _Write(*tensors)
+    write = _plan_write(*tensors)
+    return lambda tensors, addresses: write(lambda: tensors, addresses)
 
 
 def _row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
@@ -214,92 +221,78 @@ def _row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides
     return RowStrides(token, head, page, cache_head, slot, stride_scale)
 
 
-class _Write:
-    """The launches for calls like one."""
+def _plan_write(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Callable[[Callable[[], tuple[Any, ...]], Any], None]:
+    """What writes into tensors like these. It asks for the tensors only if addresses will not do:
+    halves of a cache take longer to make than the rest of a call.
+    """
+    num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
+    num_slots = k_cache.shape[0] * k_cache.shape[2]
+    if num_tokens == 0:
+        return lambda tensors, addresses: None
+    target = target_of(key.device)
+    is_dependent = dependent_launch(target.overlaps_launches)
+    is_few = num_tokens <= FEW_TOKENS
+    launches = "one launch" if is_few else "two launches"
+    logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
+    new_claims = Allocation((num_slots,), torch.int32, key.device)
+    claim = Launch(
+        _claim_kernel,
+        (triton.cdiv(num_tokens, CLAIMED),),
+        stride_slot=slot_mapping.stride(0),
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        BLOCK=CLAIMED,
+        **is_dependent,
+    )
+    dim, dim_v = key.shape[2], value.shape[2]
+    elements = num_heads * max(dim, dim_v)
+    block_e = min(next_power_of_2(elements), BLOCK)
+    block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
+    copy = Launch(
+        _reshape_and_cache_kernel,
+        (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
+        strides=Strides(
+            k=_row_strides(key, k_cache, k_scale),
+            v=_row_strides(value, v_cache, v_scale),
+            slots=slot_mapping.stride(0),
+        ),
+        num_heads=num_heads,
+        page_size=k_cache.shape[2],
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        OPTIONS=Options(
+            DIM=dim,
+            DIM_V=dim_v,
+            SOURCE_FORMAT=stored_format(key.dtype, target),
+            CACHE_FORMAT=stored_format(k_cache.dtype, target),
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+            WIDTH=next(w for w in WIDTHS if num_tokens <= w) if is_few else 1,
+        ),
+        **is_dependent,
+    )
 
-    def __init__(
-        self,
-        key: Tensor,
-        value: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-    ) -> None:
-        num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
-        num_slots = k_cache.shape[0] * k_cache.shape[2]
-        self._target = target = target_of(key.device)
-        is_dependent = dependent_launch(target.overlaps_launches)
-        self._is_empty = num_tokens == 0
-        self._claim: Launch | None = None
-        if num_tokens > FEW_TOKENS:
-            self._new_claims = Allocation((num_slots,), torch.int32, key.device)
-            self._claim = Launch(
-                _claim_kernel,
-                (triton.cdiv(num_tokens, CLAIMED),),
-                stride_slot=slot_mapping.stride(0),
-                num_tokens=num_tokens,
-                num_slots=num_slots,
-                BLOCK=CLAIMED,
-                **is_dependent,
-            )
-        logger.debug(
-            "reshape_and_cache: %s for %d tokens",
-            "one launch" if self._claim is None else "two launches",
-            num_tokens,
-        )
-        dim, dim_v = key.shape[2], value.shape[2]
-        elements = num_heads * max(dim, dim_v)
-        block_e = min(next_power_of_2(elements), BLOCK)
-        block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
-        self._copy = Launch(
-            _reshape_and_cache_kernel,
-            (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
-            strides=Strides(
-                k=_row_strides(key, k_cache, k_scale),
-                v=_row_strides(value, v_cache, v_scale),
-                slots=slot_mapping.stride(0),
-            ),
-            num_heads=num_heads,
-            page_size=k_cache.shape[2],
-            num_tokens=num_tokens,
-            num_slots=num_slots,
-            OPTIONS=Options(
-                DIM=dim,
-                DIM_V=dim_v,
-                SOURCE_FORMAT=stored_format(key.dtype, target),
-                CACHE_FORMAT=stored_format(k_cache.dtype, target),
-                BLOCK_T=block_t,
-                BLOCK_E=block_e,
-                WIDTH=1 if self._claim is not None else next(w for w in WIDTHS if num_tokens <= w),
-            ),
-            **is_dependent,
-        )
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether addresses may stand for the caches."""
-        return self._copy.is_ready
-
-    def __call__(
-        self,
-        key: Tensor,
-        value: Tensor,
-        k_cache: Any,
-        v_cache: Any,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-    ) -> None:
-        if self._is_empty:
+    def write(tensors: Callable[[], tuple[Any, ...]], addresses: Any) -> None:
+        claims = None if is_few else new_claims()
+        if copy.is_ready:
+            if claims is None:
+                copy.start((*addresses, None))
+            else:
+                claim.start(addresses[SLOTS], claims.data_ptr())
+                copy.start((*addresses, claims.data_ptr()))
             return
-        claims = None
-        if self._claim is not None:
-            claims = self._new_claims()
-            self._claim(slot_mapping, claims)
-        if not self._copy.is_ready:
-            rows = key, value, k_cache, v_cache
-            key, value, k_cache, v_cache = (as_stored(x, self._target)[0] for x in rows)
-        rest = slot_mapping, k_scale, v_scale, claims
-        self._copy(Pointers(key, value, k_cache, v_cache, *rest))
+        *rows, slots, k_scale, v_scale = tensors()
+        if claims is not None:
+            claim(slots, claims)
+        k_new, v_new, k_old, v_old = (as_stored(x, target)[0] for x in rows)
+        copy(Pointers(k_new, v_new, k_old, v_old, slots, k_scale, v_scale, claims))
+
+    return write

@@ -316,7 +316,8 @@ def tile_options_of(options: Options) -> TileOptions:
 def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
     """Plan a call for which `unsupported` has no reason, and launch the kernels."""
     tensors = call.tensors()
-    return plan_attention(call, config)(*(tensors[name] for name in tensor_names(call.op)))
+    plan = plan_attention(call, config)
+    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
 
 
 def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
@@ -327,6 +328,8 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
 
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
+    if call.total_q == 0:
+        return lambda tensors, addresses: (new_out(), new_lse())
     chosen, packed_heads = choose_tiles(call)
     options = options_of(call, config or chosen, packed_heads)
     max_keys = min(_key_bound(call), 2**31 - 1)
@@ -351,10 +354,8 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
         num_warps=4,
     )
 
-    def run(*tensors: Any) -> tuple[Tensor, Tensor]:
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        if out.shape[0] == 0:
-            return out, lse
         q, k, v = tensors[:3]
         cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, sinks = pick(tensors)
         entries = spans = None

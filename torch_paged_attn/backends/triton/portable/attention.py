@@ -46,7 +46,7 @@ def attend(
     """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
     tensors = call.tensors()
     plan = plan_attention(call, config=config, splits=splits)
-    return plan(*(tensors[name] for name in tensor_names(call.op)))
+    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
 
 
 def plan_attention(
@@ -56,6 +56,8 @@ def plan_attention(
     target, device = target_of(call.q.device), call.q.device
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
+    if call.total_q == 0:
+        return lambda tensors, addresses: (new_out(), new_lse())
     traits = traits_of(call, target)
     tiles = choose_tiles(traits, call.total_q, call.batch, key_bound(call), config, splits)
     formats = formats_of(call, target, tiles.is_paired)
@@ -87,20 +89,19 @@ def plan_attention(
         node = node_arguments(pointers, strides, sizes, scalars, options)
         Launch(_graph_attention_fwd_kernel, tiles.grid, **node, **of_compiler)()
 
-    def run(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        if out.shape[0] == 0:
-            return out, lse
-        parts = counters = None
+        parts: Any = None
+        counters: Any = None
         if is_split:
             parts, counters = new_parts(), zeroed_counters(num_programs, device)
-        pointers = pick((*tensors, out, lse, parts, counters, None))
         if launch.is_ready:
-            launch(pointers)
+            scratch = (parts.data_ptr(), counters.data_ptr()) if is_split else (None, None)
+            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, None)))
             return out, lse
-        typed = zip(pointers, stored, strict=True)
+        picked = zip(pick((*tensors, out, lse, parts, counters, None)), stored, strict=True)
         pointers = arguments.Pointers(
-            *(x if t is None or t == x.dtype else x.view(t) for x, t in typed)
+            *(x if t is None or t == x.dtype else x.view(t) for x, t in picked)
         )
         if is_traced():
             launch_in_graph(pointers)

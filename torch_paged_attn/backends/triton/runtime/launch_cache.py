@@ -15,7 +15,9 @@ Plans hold no tensors. The launcher is known for one Triton, on NVIDIA's chips; 
 kernels that need scratch memory of Triton's, every launch is Triton's `kernel[grid](...)`.
 """
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -35,24 +37,30 @@ MOST_KERNELS = 512
 # tensor maps of a kernel
 MOST_MAPS = 1024
 
-# makes a call's results, given the tensors it was planned for or others like them
-Plan = Callable[..., Any]
+# makes a call's results, of the tensors it was planned for or others like them and of their
+# addresses, which a graph does not know
+Plan = Callable[[tuple[Any, ...], Any], Any]
 
 # the Triton whose launcher `ready_kernel` knows
 IS_KNOWN = (
     triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
 )
 
-# a mode such as that of torch.set_default_device sees every look at a tensor otherwise
-_no_torch_functions: Any = torch._C.DisableTorchFunction
+_has_function_modes: Any = torch._C._len_torch_function_stack
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+# what code that torch.compile writes compares its inputs with
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 _plans = LRU(MOST_PLANS)
 _kernels = LRU(MOST_KERNELS)
+# by op: that of the last call, mostly that of the next layer
+_last: dict[str, "Planned"] = {}
 
 
 def clear() -> None:
     """Drop all plans and kernels, and the memory that streams hold."""
+    _last.clear()
     _plans.clear()
     _kernels.clear()
     workspace.clear()
@@ -69,13 +77,12 @@ def call(
     """
     if is_traced():
         plan = make_plan(*tensors, **options)
-        return plan if plan is NotImplemented else plan(*tensors)
-    with _no_torch_functions():
-        first = tensors[0]
-        if first is not None and first.is_cuda and first.get_device() != _current_device():
-            with torch.cuda.device(first.device):
-                return _call(op, make_plan, tensors, options)
-        return _call(op, make_plan, tensors, options)
+        return plan if plan is NotImplemented else plan(tensors, None)
+    if _has_function_modes():
+        # such as that of torch.set_default_device, which would see every look at a tensor
+        with torch._C.DisableTorchFunction():
+            return _call(op, make_plan, tensors, options)
+    return _call(op, make_plan, tensors, options)
 
 
 def _call(
@@ -84,24 +91,78 @@ def _call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
-    key = op, environment.BATCH_INVARIANT, assumed(), described(tensors), *options.items()
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(*tensors, **options)
-        _plans.put(key, plan)
-    return plan(*tensors)
+    first = tensors[0]
+    if first is not None and first.is_cuda and first.get_device() != _current_device():
+        with torch.cuda.device(first.device):
+            return _call(op, make_plan, tensors, options)
+    addresses = [x if x is None else x.data_ptr() for x in tensors]
+    settings = environment.BATCH_INVARIANT, assumed(), options
+    last = _last.get(op)
+    if last is not None and last.fits(tensors, addresses, settings):
+        return last.plan(tensors, addresses)
+    key = op, *settings[:2], *described(tensors, addresses), *options.items()
+    planned = _plans.get(key)
+    if planned is None:
+        planned = Planned(make_plan(*tensors, **options), settings)
+        _plans.put(key, planned)
+    elif _TensorGuards is not None:
+        if planned.guard is None or planned is last:
+            planned.guard_against(tensors, addresses)
+        _last[op] = planned
+    return planned.plan(tensors, addresses)
 
 
-def described(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+class Planned:
+    """A plan, and what tells faster than a key whether a call fits: torch.compile's guard, which
+    compares all tensors at once. It also goes by the modes that are on (gradients, inference).
+    """
+
+    __slots__ = ("_settings", "_types", "guard", "plan")
+
+    def __init__(self, plan: Plan, settings: tuple[Any, ...]) -> None:
+        self.plan, self._settings = plan, settings
+        self._types: tuple[type, ...] = ()
+        self.guard: Callable[..., bool] | None = None
+
+    def guard_against(self, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+        """Make the guard, of tensors that the plan is for. There is none for tensors off multiples
+        of 16 bytes, because `fits` looks at all addresses at once, nor where one tensor comes
+        twice, which the guard refuses.
+        """
+        self.guard, given = None, [x for x in tensors if x is not None]
+        if _bits_of(addresses) & 15 == 0 and len(set(map(id, given))) == len(given):
+            self._types = tuple(map(type, tensors))
+            self.guard = _TensorGuards(
+                *given,
+                dynamic_dims_sizes=[list(x.shape) for x in given],
+                dynamic_dims_strides=[list(x.stride()) for x in given],
+            ).check
+
+    def fits(
+        self, tensors: tuple[Any, ...], addresses: list[Any], settings: tuple[Any, ...]
+    ) -> bool:
+        """Whether the plan is surely for a call. Where not, its key tells."""
+        return (
+            self.guard is not None
+            and settings == self._settings
+            and tuple(map(type, tensors)) == self._types
+            and _bits_of(addresses) & 15 == 0
+            and self.guard(*[x for x in tensors if x is not None])
+        )
+
+
+def _bits_of(addresses: list[Any]) -> int:
+    return functools.reduce(operator.or_, filter(None, addresses), 0)
+
+
+def described(tensors: tuple[Any, ...], addresses: list[Any]) -> list[Any]:
     """Everything about tensors that a plan may depend on: all but values and addresses. Of an
     address it is only how far off it lies from a multiple of 16 bytes.
     """
-    return tuple(
-        [
-            None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() & 15)
-            for x in tensors
-        ]
-    )
+    return [
+        None if x is None else (x.dtype, x.device, x.shape, x.stride(), address & 15)
+        for x, address in zip(tensors, addresses, strict=True)
+    ]
 
 
 def compiled_for(
@@ -137,26 +198,29 @@ def _bits(x: Any) -> Any:
 
 class Launch:
     """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
-    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, addresses may stand
-    for tensors.
+    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, `start` takes
+    addresses in place of tensors, and nothing is looked up.
     """
 
-    __slots__ = ("_constants", "_kernel", "grid", "kernel", "options")
+    __slots__ = ("_constants", "_ready", "grid", "is_ready", "kernel", "options")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self.kernel, self.options = kernel, options
         self.grid = (*grid, 1, 1)[:3]
-        self._kernel: ReadyKernel | None = None
+        self.is_ready = False
+        self._ready: ReadyKernel | None = None
         self._constants: tuple[Any, ...] = ()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether no launch goes through Triton any more."""
-        return self._kernel is not None
+    def start(self, *addresses: Any) -> None:
+        """Launch with addresses, None, and tuples of those."""
+        ready: Any = self._ready
+        ready.launcher(
+            *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
+        )
 
     def __call__(self, *pointers: Any) -> None:
-        if self._kernel is not None:
-            self._kernel(self.grid, pointers, self._constants)
+        if self._ready is not None:
+            self.start(*self._ready.addresses(pointers))
         elif is_traced():
             add_node(self.kernel, self.grid, pointers, self.options)
         elif IS_KNOWN and assumed() is None:
@@ -168,23 +232,31 @@ class Launch:
         return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
-        names = self.kernel.arg_names[len(pointers) :]
-        self._constants = tuple([self.options[name] for name in names])
+        """Take the kernel that is there, or have Triton find or compile one; and launch it."""
         key = compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
-        if ready is not None:
-            ready(self.grid, pointers, self._constants)
-        elif (ready := ready_kernel(self._through_triton(pointers))) is not None:
+        is_new = ready is None
+        if is_new:
+            ready = ready_kernel(self._through_triton(pointers))
+            if ready is None:
+                return
             _kernels.put(key, ready)
-        self._kernel = ready
+        names = self.kernel.arg_names[len(pointers) :]
+        self._constants = tuple([self.options[name] for name in names])
+        # in this order: another thread may look
+        self._ready = ready
+        self.is_ready = True
+        if not is_new:
+            self(*pointers)
 
 
 class ReadyKernel:
-    """Starts a compiled kernel on the current device. `describe_map` makes of a tensor map, and of
-    its number among the kernel's, the arguments that the launcher takes for it.
+    """A compiled kernel: `launcher` takes grid, stream, `fixed`, the kernel's addresses and its
+    constants. `describe_map` makes of a tensor map, and of its number among the kernel's, the
+    arguments that the launcher takes for it.
     """
 
-    __slots__ = ("_describe_map", "_device", "_fixed", "_launcher", "_maps")
+    __slots__ = ("_describe_map", "_maps", "device", "fixed", "launcher")
 
     def __init__(
         self,
@@ -192,25 +264,23 @@ class ReadyKernel:
         fixed: tuple[Any, ...],
         describe_map: Callable[[Any, int], list[Any]],
     ) -> None:
-        self._launcher, self._fixed, self._describe_map = launcher, fixed, describe_map
-        self._device = _current_device()
+        self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
+        self.device = _current_device()
         self._maps = LRU(MOST_MAPS)
 
-    def __call__(
-        self, grid: tuple[int, ...], pointers: tuple[Any, ...], constants: tuple[Any, ...]
-    ) -> None:
-        addresses: list[Any] = []
+    def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
+        """The launcher's arguments for tensors, None, tensor maps, and tuples of the first two."""
+        found: list[Any] = []
         maps = 0
         for x in pointers:
             if isinstance(x, tuple):
-                addresses.append(tuple([_address(y) for y in x]))
+                found.append(tuple([y if y is None else y.data_ptr() for y in x]))
             elif hasattr(x, "block_shape"):
-                addresses += self._map_arguments(x, maps)
+                found += self._map_arguments(x, maps)
                 maps += 1
             else:
-                addresses.append(_address(x))
-        stream = current_stream(self._device)
-        self._launcher(*grid, stream, *self._fixed, *addresses, *constants)
+                found.append(x if x is None else x.data_ptr())
+        return found
 
     def _map_arguments(self, tensor_map: Any, number: int) -> list[Any]:
         # an entry keeps its map alive, so that no other one is found where it was
@@ -220,10 +290,6 @@ class ReadyKernel:
             entry = tensor_map, self._describe_map(tensor_map, number)
             self._maps.put(key, entry)
         return entry[1]
-
-
-def _address(x: Any) -> Any:
-    return x if x is None or x.__class__ is int else x.data_ptr()
 
 
 def ready_kernel(compiled: Any) -> ReadyKernel | None:
