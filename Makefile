@@ -1,7 +1,7 @@
 # make run    real text through the ops: embed and serve          make test   everything CI checks
 # make bench  the CPU ops beside their peers                     make thorough   fuzz for hours
 # make test-gpu   the GPU's kernels, on a GPU                    make bench-gpu   the GPU ops beside their peers
-# make test-triton   compile them with another Triton
+# make test-triton   compile them with another Triton              make check   before a commit
 # make sanitize   the fuzz suite under AddressSanitizer and UndefinedBehaviorSanitizer
 
 SHELL := /bin/bash
@@ -18,7 +18,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run test check test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -97,6 +97,11 @@ test-triton: install .triton-$(TRITON)
 
 .triton-$(TRITON):
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)
+
+# For before a commit: what is quick, in under two minutes.
+check: lint
+	$(PYTEST) tests/contract tests/reference tests/packaging tests/cache tests/layouts -k "not compile and not symbols"
+	$(PYTEST) tests/backends tests/properties/test_wild_metadata.py --backend cpu
 
 lint: install
 	$(PYTHON) -m ruff check .

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,12 +65,17 @@ def extension_options() -> dict:
                 )
 
         def build_extension(self, extension) -> None:
-            for isa, flags in ISA_FLAGS.items():
-                extension.extra_objects += self.compile_plain(
+            def compile_isa(isa: str) -> list[str]:
+                return self.compile_plain(
                     [f"csrc/isa/{isa}.cpp"],
                     output_dir=self.build_temp,
-                    extra_postargs=[*KERNEL_FLAGS, *flags, *EXTRA_FLAGS],
+                    extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *EXTRA_FLAGS],
                 )
+
+            # compilers are processes: a thread for each, those that take longest first
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                for objects in threads.map(compile_isa, reversed(ISA_FLAGS)):
+                    extension.extra_objects += objects
             super().build_extension(extension)
 
     flags = [

@@ -18,6 +18,8 @@ class Sample:
 
     reason: str
     cases: dict[str, tuple[str, ...]]
+    # the reason for each problem of `agrees` that is left out
+    like: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 # Why a slow runner may leave a problem out: one that it runs, and what is different there.
@@ -88,6 +90,7 @@ SAMPLES: dict[str, Sample] = {
             "write_megabytes": (),
             "write_every_bfloat16": ("e4m3-0.3",),
         },
+        LIKE,
     ),
     "tpu": Sample(
         "a case is seconds of compiling",
@@ -132,6 +135,7 @@ SAMPLES: dict[str, Sample] = {
             "write_every_bfloat16": (),
             "write_slots": ("int32",),
         },
+        LIKE,
     ),
     "neuron-3": Sample(
         "an emulated call takes a second",

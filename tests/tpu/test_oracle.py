@@ -1,4 +1,4 @@
-"""The oracle sees: bugs put into the key stream are found, each in the way it shows."""
+"""Bugs put into the loader of keys and values are seen by the oracle, each in the way it shows."""
 
 import pytest
 from jax import lax
@@ -9,7 +9,7 @@ from pallas_oracle import observe
 
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.key_stream import KeyStream
+from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
@@ -49,7 +49,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
             def _(i=i):
                 self._copies(tile, 0, slot, i)[0].wait()
 
-    monkeypatch.setattr(KeyStream, "_wait", wait_for_keys_only)
+    monkeypatch.setattr(KvLoader, "_wait", wait_for_keys_only)
     results, complaints = attend(dma_mode)
     if dma_mode == "on_wait":  # the copy was never made
         assert results[0].isnan().any()
@@ -60,14 +60,14 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
 @pytest.mark.parametrize("dma_mode", ["on_wait", "eager"])
 def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatch):
     def copies(self, tile, page, slot, i):
-        k_done, v_done = self.semaphores.at[0, slot], self.semaphores.at[1, slot]
+        k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
         wrong = lax.rem(slot + 1, self.num_buffers)
         return (
-            pltpu.make_async_copy(self.k_hbm.at[page], self.k_buffers.at[wrong, i], k_done),
-            pltpu.make_async_copy(self.v_hbm.at[page], self.v_buffers.at[slot, i], v_done),
+            pltpu.make_async_copy(self.k_hbm.at[page], self.refs.k_buffers.at[wrong, i], k_done),
+            pltpu.make_async_copy(self.v_hbm.at[page], self.refs.v_buffers.at[slot, i], v_done),
         )
 
-    monkeypatch.setattr(KeyStream, "_copies", copies)
+    monkeypatch.setattr(KvLoader, "_copies", copies)
     results, complaints = attend(dma_mode)
     assert any("RACE DETECTED" in line for line in complaints)
     with pytest.raises(AssertionError):

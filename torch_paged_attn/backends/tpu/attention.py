@@ -6,21 +6,23 @@ compile anything anew.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from torch_paged_attn.backends.tpu.attention_kernel import Statics
-from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.launch import attend_tiles
-from torch_paged_attn.backends.tpu.layout_mask import WORD, Layout, lay_out_tiles
-from torch_paged_attn.backends.tpu.pages import keys_per_step, lay_out_pages
+from torch_paged_attn.backends.tpu.call import Call
+from torch_paged_attn.backends.tpu.config import Config, choose_config
+from torch_paged_attn.backends.tpu.kernel_arguments import Options
+from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles
+from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles
+from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E
-from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, Window, cut_queries
+from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
 
 FLOATS = ("float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -84,104 +86,51 @@ class Heads:
         return self.pad(x.reshape(num_tiles, max(1, heads // self.group_size), -1, keys), -jnp.inf)
 
 
-def attend(
-    q: Array,
-    k: Array,
-    v: Array | None,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array | None,
-    seqused_k: Array | None,
-    block_table: Array | None,
-    attn_bias: Array | None,
-    alibi_slopes: Array | None,
-    sinks: Array | None,
-    q_descale: Array | None,
-    k_descale: Array | None,
-    v_descale: Array | None,
-    out_scale: Array | None,
-    rng_state: Array | None,
-    *,
-    max_seqlen_q: int | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    dropout_p: float,
-    out_dtype: Any,
-    config: Config,
-    interpret: Any,
-    layout: Layout | None = None,
-) -> tuple[Array, Array]:
-    """`flash_varlen` of a call that it can do; `blocksparse` with a layout."""
-    op = "flash_varlen" if layout is None else "blocksparse"
-    total_q, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1] if block_table is None else k.shape[-3]
-    group_size = num_heads // num_kv_heads
-    out_dtype = jnp.dtype(out_dtype or q.dtype)
-    lengths, first_key = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    batch = lengths.query.shape[0]
+def unsupported(call: Call) -> str | None:
+    """Why there is no kernel for a valid call: the argument, what came, what is supported."""
+    queries, stored = (*FLOATS, *FLOAT8), (call.q.dtype.name, *FLOAT8, "int8")
+    if call.q.dtype.name not in queries:
+        return f"q has dtype {call.q.dtype.name}; supported: {', '.join(queries)}"
+    if call.k.dtype.name not in stored:
+        return f"k has dtype {call.k.dtype.name}; supported: {', '.join(stored)}"
+    if call.result_dtype.name not in queries:
+        return f"out_dtype is {call.result_dtype.name}; supported: {', '.join(queries)}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"), inline=True)
+def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array, Array]:
+    """`out` and `softmax_lse` of a call; NotImplementedError if there is no kernel for it."""
+    if (reason := unsupported(call)) is not None:
+        refuse(call.op, reason)
+    total_q, num_heads, batch = call.total_q, call.num_heads, call.batch
+    layout = call.layout
     if total_q == 0 or batch == 0:
-        out = jnp.zeros((total_q, num_heads, (k if v is None else v).shape[-1]), out_dtype)
+        out = jnp.zeros((total_q, num_heads, call.head_dim_v), call.result_dtype)
         return out, jnp.full((num_heads, total_q), -jnp.inf, jnp.float32)
 
-    if attn_bias is not None:
+    config = choose_config(config)
+    if call.attn_bias is not None:
         config = config.with_bias()
+    lengths, first_key = _lengths(call)
     widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
-    pages = lay_out_pages(k, v, lengths, first_key, block_table, widest_step=widest)
+    pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
     if pages.table.size > MOST_ENTRIES:
-        refuse(op, f"block_table has {pages.table.size} entries; supported: {MOST_ENTRIES}")
-    compute_dtype = jnp.dtype(jnp.bfloat16 if q.dtype.name in FLOAT8 else jnp.float32)
-    if q.dtype == jnp.bfloat16:
-        compute_dtype = q.dtype
-    q = q.astype(compute_dtype)
-    heads_of_tile = num_kv_heads if layout is None or layout.num_heads == 1 else 1
+        refuse(call.op, f"block_table has {pages.table.size} entries; supported: {MOST_ENTRIES}")
+    compute_dtype = _compute_dtype(call)
     config = config.fit(
-        heads_of_tile,
-        (head_dim, pages.head_dim_v),
+        call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
+        (call.head_dim, pages.head_dim_v),
         (compute_dtype.itemsize, pages.k.dtype.itemsize),
     )
-
-    def per_kv_head(descale: Array | None) -> Array:
-        factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
-        return jnp.broadcast_to(factor, (batch, num_kv_heads))
-
-    score_scale = out_factor = None
-    if q_descale is not None or k_descale is not None:
-        score_scale = per_kv_head(q_descale) * per_kv_head(k_descale)
-    if v_descale is not None or dropout_p > 0.0:
-        out_factor = per_kv_head(v_descale) / (1.0 - dropout_p)
-    # heads with a layout each have tiles each
-    apart = 1 if layout is None else layout.num_heads
-    block_sizes = (1, 1) if layout is None else (layout.q_block_size, layout.k_block_size)
-    unit = math.lcm(keys_per_step(pages.page_size), block_sizes[1])
-    tile_sizes = _tile_sizes(max_seqlen_q or total_q, group_size, config)
-    block_k = max(1, min(config.block_k, widest) // unit) * unit
-    statics = Statics(
-        tile_q=0,
-        group_size=0,
-        stack=0,
-        block_k=0,
-        step_k=0,
-        edge_k=0,
-        num_buffers=config.num_buffers,
-        num_cores=config.num_cores,
-        vmem_bytes=config.vmem_bytes,
-        softmax_scale=float(head_dim**-0.5 if softmax_scale is None else softmax_scale),
-        softcap=float(softcap),
-        window=Window(window_size_left, 0 if causal else window_size_right),
-        dropout_p=float(dropout_p),
-        heads_apart=apart,
-        block_sizes=block_sizes,
-        compute_dtype=compute_dtype,
-        # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
-        out_dtype=out_dtype if out_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32),
-        interpret=interpret,
-    )
+    q = call.q.astype(compute_dtype)
+    factors = _factors(call)
+    tile_sizes = _tile_sizes(call.max_seqlen_q or total_q, call.group_size, config)
+    is_short = lengths.query <= tile_sizes[0]
 
     results = []
-    is_short = lengths.query <= tile_sizes[0]
     for tile_q in tile_sizes:
+        options = choose_options(call, config, pages.page_size, tile_q, interpret)
         is_whole = len(tile_sizes) > 1 and tile_q == tile_sizes[0]
         cut = cut_queries(
             lengths,
@@ -189,70 +138,129 @@ def attend(
             total_q,
             tile_q=tile_q,
             is_whole=is_whole,
-            window=statics.window,
+            window=call.window,
             num_cores=config.num_cores,
         )
-        heads, stack = Heads(apart, num_heads // apart, tile_q), 1
-        if apart == 1:
-            stack = math.gcd(num_kv_heads, max(1, SUBLANES // (group_size * tile_q)))
-            heads = Heads(num_kv_heads // stack, group_size * stack, tile_q)
-        step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
-        whole_k = block_k // step_k * step_k
-        # with a bias every step is masked
-        is_halved = attn_bias is None and step_k % (2 * unit) == 0
-        tiles, tile_layout = cut.tiles, None
-        if layout is not None:
-            tiles, tile_layout = lay_out_tiles(
-                layout, tiles, tile_q=tile_q, block_k=whole_k, num_cores=config.num_cores
-            )
-            if tile_layout.visits.size > MOST_ENTRIES:
-                refuse(
-                    op,
-                    f"col_indices of {tile_layout.visits.size} blocks; supported: {MOST_ENTRIES}",
-                )
-        queries = heads.of_tokens(q, cut)
-        out, lse = attend_tiles(
-            queries.reshape(-1, queries.shape[1] // apart, *queries.shape[2:]),
-            pages,
-            tiles,
-            dataclasses.replace(
-                statics,
-                tile_q=tile_q,
-                group_size=heads.group_size,
-                stack=stack,
-                block_k=whole_k,
-                step_k=step_k,
-                edge_k=step_k // 2 if is_halved else step_k,
-            ),
-            sinks=None if sinks is None else heads.of_heads(sinks * LOG2_E),
-            slopes=None if alibi_slopes is None else heads.of_heads(alibi_slopes * LOG2_E),
-            score_scale=score_scale,
-            out_factor=out_factor,
-            bias=None if attn_bias is None else heads.of_bias(attn_bias, cut, whole_k),
-            rng=None if rng_state is None or dropout_p == 0.0 else _rng_words(rng_state),
-            layout=tile_layout,
-        )
-        out = out.reshape(queries.shape[:2] + out.shape[2:])
-        lse = lse.reshape(*queries.shape[:2], -1, 1)
-        results.append((heads.to_tokens(out, cut), heads.to_tokens(lse, cut)))
+        results.append(_attend_cut(call, q, pages, cut, factors, options))
     out, lse = results[-1]
     if len(tile_sizes) > 1:
-        of_token = jnp.searchsorted(cu_seqlens_q[1:], jnp.arange(total_q), side="right")
+        starts = call.cu_seqlens_q[1:]
+        of_token = jnp.searchsorted(starts, jnp.arange(total_q), side="right")
         chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
         out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
-    is_padding = (jnp.arange(total_q) >= cu_seqlens_q[-1])[:, None, None]
+    is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
     out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, lse)
-    return _to_storage(out, out_dtype, out_scale), lse[..., 0].T
+    return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
 
 
-def _lengths(
-    cu_seqlens_q: Array, cu_seqlens_k: Array | None, seqused_k: Array | None
-) -> tuple[Lengths, Array]:
+class Factors(NamedTuple):
+    """What scores and outputs are multiplied by, (batch, num_kv_heads), None for 1."""
+
+    score_scale: Array | None
+    out_factor: Array | None
+
+
+def _factors(call: Call) -> Factors:
+    def per_kv_head(descale: Array | None) -> Array:
+        factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
+        return jnp.broadcast_to(factor, (call.batch, call.num_kv_heads))
+
+    score_scale = out_factor = None
+    if call.q_descale is not None or call.k_descale is not None:
+        score_scale = per_kv_head(call.q_descale) * per_kv_head(call.k_descale)
+    if call.v_descale is not None or call.dropout_p > 0.0:
+        out_factor = per_kv_head(call.v_descale) / (1.0 - call.dropout_p)
+    return Factors(score_scale, out_factor)
+
+
+def _compute_dtype(call: Call) -> Any:
+    """What products are computed on."""
+    is_narrow = call.q.dtype.name in (*FLOAT8, "bfloat16")
+    return jnp.dtype(jnp.bfloat16 if is_narrow else jnp.float32)
+
+
+def choose_options(
+    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any
+) -> Options:
+    """What the kernel of tiles of `tile_q` tokens is compiled for."""
+    layout = call.layout
+    # heads with a layout each have tiles each
+    apart, block_sizes, most_k = 1, (1, 1), config.block_k
+    if layout is not None:
+        apart, block_sizes = layout.num_heads, (layout.q_block_size, layout.k_block_size)
+        most_k = min(most_k, WORD * layout.k_block_size)
+    group_size, stack = call.num_heads // apart, 1
+    if apart == 1:
+        stack = math.gcd(call.num_kv_heads, max(1, SUBLANES // (call.group_size * tile_q)))
+        group_size = call.group_size * stack
+    unit = math.lcm(keys_per_step(page_size), block_sizes[1])
+    block_k = max(1, most_k // unit) * unit
+    step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
+    # with a bias every step is masked
+    is_halved = call.attn_bias is None and step_k % (2 * unit) == 0
+    return Options(
+        tile_q=tile_q,
+        group_size=group_size,
+        stack=stack,
+        block_k=block_k // step_k * step_k,
+        step_k=step_k,
+        edge_k=step_k // 2 if is_halved else step_k,
+        config=config,
+        softmax_scale=call.scale,
+        softcap=float(call.softcap),
+        window=call.window,
+        dropout_p=float(call.dropout_p),
+        heads_apart=apart,
+        block_sizes=block_sizes,
+        compute_dtype=_compute_dtype(call),
+        # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
+        out_dtype=jnp.dtype(jnp.bfloat16 if call.result_dtype == jnp.bfloat16 else jnp.float32),
+        interpret=interpret,
+    )
+
+
+def _attend_cut(
+    call: Call, q: Array, pages: Pages, cut: Cut, factors: Factors, options: Options
+) -> tuple[Array, Array]:
+    """One launch: results of all tokens, of which those in the cut's tiles are meant."""
+    apart = options.heads_apart
+    heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
+    tiles, layout = cut.tiles, None
+    if call.layout is not None:
+        tiles, layout = lay_out_tiles(
+            call.layout,
+            tiles,
+            tile_q=options.tile_q,
+            block_k=options.block_k,
+            num_cores=options.config.num_cores,
+        )
+        if (entries := layout.visits.size) > MOST_ENTRIES:
+            refuse(call.op, f"col_indices of {entries} blocks; supported: {MOST_ENTRIES}")
+    queries = heads.of_tokens(q, cut)
+    modifiers = Modifiers(
+        sinks=None if call.sinks is None else heads.of_heads(call.sinks * LOG2_E),
+        slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E),
+        score_scale=factors.score_scale,
+        out_factor=factors.out_factor,
+        bias=None
+        if call.attn_bias is None
+        else heads.of_bias(call.attn_bias, cut, options.block_k),
+        rng=_rng_words(call.rng_state) if call.dropout_p > 0.0 else None,
+    )
+    num_tiles, num_kv_heads, *of_head = queries.shape
+    queries = queries.reshape(-1, num_kv_heads // apart, *of_head)
+    out, lse = attend_tiles(queries, pages, tiles, modifiers, layout, options)
+    out = out.reshape(num_tiles, num_kv_heads, *out.shape[2:])
+    lse = lse.reshape(num_tiles, num_kv_heads, -1, 1)
+    return heads.to_tokens(out, cut), heads.to_tokens(lse, cut)
+
+
+def _lengths(call: Call) -> tuple[Lengths, Array]:
     """Lengths, and where packed keys start."""
-    starts = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    key = starts[1:] - starts[:-1] if seqused_k is None else seqused_k
-    query = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
-    lengths = Lengths(cu_seqlens_q[:-1], query, key)
+    bounds = call.cu_seqlens_q
+    starts = bounds if call.cu_seqlens_k is None else call.cu_seqlens_k
+    key = starts[1:] - starts[:-1] if call.seqused_k is None else call.seqused_k
+    lengths = Lengths(bounds[:-1], bounds[1:] - bounds[:-1], key)
     return jax.tree.map(lambda x: x.astype(jnp.int32), (lengths, starts[:-1]))
 
 

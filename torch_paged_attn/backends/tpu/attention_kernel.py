@@ -25,91 +25,54 @@ from jax.experimental import pallas as pl
 from torch_paged_attn.backends.tpu import philox
 from torch_paged_attn.backends.tpu.config import LANES, MOST_HEADS, MOST_ROWS
 from torch_paged_attn.backends.tpu.float16 import widen
-from torch_paged_attn.backends.tpu.key_stream import Cursor, KeyStream
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.load_kv import Cursor, KvLoader
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, MASKED, Softmax, across, product
-from torch_paged_attn.backends.tpu.tiles import Tiles, Window
 
 
-@dataclasses.dataclass(frozen=True)
-class Statics:
-    """What a kernel is compiled for, besides shapes."""
-
-    tile_q: int
-    group_size: int  # of query heads: all those whose rows are stacked
-    stack: int  # KV heads whose rows are stacked
-    block_k: int
-    step_k: int
-    edge_k: int  # of a step that is masked
-    num_buffers: int
-    num_cores: int
-    vmem_bytes: int
-    softmax_scale: float
-    softcap: float
-    window: Window
-    dropout_p: float
-    # with a layout: 1, or how many heads have a layout of their own and so tiles of their own
-    heads_apart: int
-    block_sizes: tuple[int, int]
-    compute_dtype: Any
-    out_dtype: Any
-    interpret: Any
-
-
-def attention_kernel(*refs: Any, names: tuple[str, ...], statics: Statics, num_tiles: int) -> None:
+def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
     """What Pallas runs for each tile; `names` are those of `refs` (see `launch.py`)."""
-    ref = dict(zip(names, refs, strict=True))
+    named = Refs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
-    tile = step * statics.num_cores + core
-    tiles = Tiles(*(ref[name] for name in Tiles._fields))
-    stream = KeyStream.of(ref, tiles, num_tiles, statics)
-    softmax = Softmax(ref["m_i"], ref["l_i"], ref["acc"])
-    saved = ref["cursor"]
-
-    attention = TileAttention(ref, stream, softmax, statics, tile)
+    tile = step * options.config.num_cores + core
+    loader = KvLoader(named, options, num_tiles)
+    softmax = Softmax(named.m_i, named.l_i, named.acc)
+    attention = TileAttention(named, loader, softmax, options, tile)
+    saved = named.cursor
 
     @pl.when(step == 0)
     def _() -> None:
         attention.for_heads(softmax.reset)
-        for i, value in enumerate(stream.open(tile)):
+        for i, value in enumerate(loader.fill(tile)):
             saved[i] = value
 
     cursor = lax.fori_loop(
         0,
-        stream.turns(tile),
+        loader.turns(tile),
         attention.attend_turn,
         Cursor(*(saved[i] for i in range(len(Cursor._fields)))),
     )
     for i, value in enumerate(cursor):
         saved[i] = value
-
-    def finish(heads: list[Any]) -> None:
-        for head in heads:
-            sink = ref["sinks"][0, head] if "sinks" in ref else None
-            out, lse = softmax.finish(head, sink, statics.compute_dtype)
-            if "out_factor" in ref:
-                out = out * across(attention.factor("out_factor", head), out.shape[1])
-            ref["out"][0, head] = out.astype(ref["out"].dtype)
-            ref["lse"][0, pl.ds(head, 1), :] = lse
-
-    attention.for_heads(finish)
+    attention.for_heads(attention.finish)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileAttention:
     """One tile against the blocks of keys that it sees."""
 
-    ref: dict[str, Any]
-    stream: KeyStream
+    refs: Refs
+    loader: KvLoader
     softmax: Softmax
-    statics: Statics
+    options: Options
     tile: Array
 
     def for_heads(self, body: Callable[[list[Any]], None]) -> None:
         """`body(heads)` for all heads, as many at a time as are computed on together."""
         num_heads, rows = self.softmax.m_i.shape[:2]
         most = min(MOST_HEADS, max(1, MOST_ROWS // rows))
-        if self.statics.dropout_p > 0.0:
+        if self.options.dropout_p > 0.0:
             most = 1  # drawing numbers takes longer than any latency
         together = max(n for n in range(1, most + 1) if num_heads % n == 0)
 
@@ -121,35 +84,46 @@ class TileAttention:
         else:
             lax.fori_loop(0, num_heads // together, attend_some, None)
 
+    def finish(self, heads: list[Any]) -> None:
+        """Write the results of some heads, of which every key has been folded in."""
+        refs = self.refs
+        for head in heads:
+            sink = None if refs.sinks is None else refs.sinks[0, head]
+            out, lse = self.softmax.finish(head, sink, self.options.compute_dtype)
+            if refs.out_factor is not None:
+                out = out * across(self.factor(refs.out_factor, head), out.shape[1])
+            refs.out[0, head] = out.astype(refs.out.dtype)
+            refs.lse[0, pl.ds(head, 1), :] = lse
+
     def of_own_head(self, parts: Sequence[Array]) -> Array:
         """Each row (of rows, n) out of that part which belongs to the row's KV head."""
-        rows_each = self.statics.group_size // self.statics.stack * self.statics.tile_q
+        rows_each = self.options.group_size // self.options.stack * self.options.tile_q
         whole = parts[0]
         row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
         for i, part in enumerate(parts[1:], 1):
             whole = jnp.where(row < i * rows_each, whole, part)
         return whole
 
-    def factor(self, name: str, head: Any) -> Array:
+    def factor(self, factors: Any, head: Any) -> Array:
         """The KV heads' factors (rows, LANES), all lanes alike, of the tile's sequence."""
-        heads = [head * self.statics.stack + i for i in range(self.statics.stack)]
-        if self.statics.heads_apart > 1:
-            heads = [self.stream.kv_head(self.tile)]
+        heads = [head * self.options.stack + i for i in range(self.options.stack)]
+        if self.options.heads_apart > 1:
+            heads = [self.loader.kv_head(self.tile)]
         shape = self.softmax.m_i.shape[1:]
-        values = (self.ref[name][self.stream.tiles.sequence[self.tile], head] for head in heads)
+        values = (factors[self.refs.tiles.sequence[self.tile], head] for head in heads)
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
     def attend_turn(self, turn: Array, cursor: Cursor) -> Cursor:
         """Fold one block of keys into the softmax, and have another one fetched."""
-        block = self.stream.block(self.tile, turn)
-        slot, cursor = self.stream.next(cursor, self.tile, block)
-        first = block * self.stream.block_k
+        block = self.loader.block(self.tile, turn)
+        slot, cursor = self.loader.load_next(cursor, self.tile, block)
+        first = block * self.loader.block_k
         attend_step = functools.partial(self._attend_step, first, slot, turn)
-        if self.statics.step_k == self.stream.block_k:
+        if self.options.step_k == self.loader.block_k:
             attend_step(jnp.int32(0))
         else:
             lax.fori_loop(
-                *self._places(first, self.stream.block_k, self.statics.step_k),
+                *self._places(first, self.loader.block_k, self.options.step_k),
                 lambda step, _: attend_step(step),
                 None,
             )
@@ -157,7 +131,7 @@ class TileAttention:
 
     def _places(self, first: Array, keys: int, width: int) -> tuple[Array, Array]:
         """Which pieces of `width` of the keys from `first` on somebody sees."""
-        tiles = self.stream.tiles
+        tiles = self.refs.tiles
         start = jnp.maximum(tiles.start[self.tile] - first, 0)
         stop = jnp.minimum(tiles.stop[self.tile] - first, keys)
         return lax.div(start, jnp.int32(width)), lax.div(stop + (width - 1), jnp.int32(width))
@@ -167,15 +141,15 @@ class TileAttention:
 
         A step of which every row sees every key is folded as a whole, others piece by piece.
         """
-        tiles, statics = self.stream.tiles, self.statics
-        step_k, edge_k = statics.step_k, statics.edge_k
+        tiles, options = self.refs.tiles, self.options
+        step_k, edge_k = options.step_k, options.edge_k
         first_key = first + step * step_k
         is_full: Any = (tiles.full_start[self.tile] <= first_key) & (
             first_key + step_k <= tiles.full_stop[self.tile]
         )
         layout: LayoutMask | None = None
-        if "layout" in self.ref:
-            layout = LayoutMask(self.ref["layout"], statics, tiles.position[self.tile], turn)
+        if self.refs.layout is not None:
+            layout = LayoutMask(self.refs.layout, options, tiles.position[self.tile], turn)
             is_full &= layout.bits(step, step_k)[1]
 
         def attend_edge(place: Array, _: None) -> None:
@@ -190,7 +164,7 @@ class TileAttention:
             before = step * (step_k // edge_k)
             lax.fori_loop(before + start, before + stop, attend_edge, None)
 
-        if "bias" in self.ref:
+        if self.refs.bias is not None:
             attend_edges()
         else:
             attend = functools.partial(self._attend, first, slot, step, step_k, None)
@@ -208,41 +182,41 @@ class TileAttention:
         masked: bool,
     ) -> None:
         """Fold the keys of the block from `place * width` on, `width` of them."""
-        ref, stream, statics = self.ref, self.stream, self.statics
-        tiles, tile_q, dtype = stream.tiles, statics.tile_q, statics.compute_dtype
+        refs, loader, options = self.refs, self.loader, self.options
+        tiles, tile_q, dtype = refs.tiles, options.tile_q, options.compute_dtype
         first_key = first + place * width
-        num_pages = width // stream.page_size
+        num_pages = width // loader.page_size
         pages = pl.ds(place * num_pages, num_pages)
         shape = self.softmax.m_i.shape[1], width
         row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
 
         def stored(buffers: Any, head: Any) -> list[Array]:
-            heads = (head * statics.stack + i for i in range(statics.stack))
+            heads = (head * options.stack + i for i in range(options.stack))
             return [widen(buffers[slot, pages, i].reshape(width, -1), dtype) for i in heads]
 
         def score(head: Any, bias: Array | None) -> Array:
-            keys = stored(stream.k_buffers, head)
-            scores = self.of_own_head([product(ref["q"][0, head], k, 1) for k in keys])
-            scale: Any = statics.softmax_scale
-            if "score_scale" in ref:
-                scale = across(self.factor("score_scale", head) * scale, width)
-            if statics.softcap > 0.0:
-                scores = jnp.tanh(scores * (scale / statics.softcap)) * (statics.softcap * LOG2_E)
+            keys = stored(refs.k_buffers, head)
+            scores = self.of_own_head([product(refs.q[0, head], k, 1) for k in keys])
+            scale: Any = options.softmax_scale
+            if refs.score_scale is not None:
+                scale = across(self.factor(refs.score_scale, head) * scale, width)
+            if options.softcap > 0.0:
+                scores = jnp.tanh(scores * (scale / options.softcap)) * (options.softcap * LOG2_E)
             else:
                 scores = scores * (scale * LOG2_E)
-            if "slopes" in ref:
+            if refs.slopes is not None:
                 position = tiles.position[self.tile] - first_key + (row & (tile_q - 1))
                 distance = jnp.abs(lane - position).astype(jnp.float32)
-                scores = scores - ref["slopes"][0, head] * distance
+                scores = scores - refs.slopes[0, head] * distance
             return scores if bias is None else scores + bias * LOG2_E
 
         def attend_heads(heads: list[Any]) -> None:
             biases = [
-                stream.bias_of(slot, head, place, width) if "bias" in ref else None
+                loader.bias_of(slot, head, place, width) if refs.bias is not None else None
                 for head in heads
             ]
             scores = [score(head, bias) for head, bias in zip(heads, biases, strict=True)]
-            values = [stored(stream.v_buffers, head) for head in heads]
+            values = [stored(refs.v_buffers, head) for head in heads]
             if masked:
                 # without a bias all heads see the same
                 masks = [self._masks(first_key, place, layout, row, lane, bias) for bias in biases]
@@ -256,7 +230,7 @@ class TileAttention:
                 ]
 
             def weigh(i: int, p: Array) -> Array:
-                if statics.dropout_p > 0.0:
+                if options.dropout_p > 0.0:
                     p = jnp.where(self._keep(heads[i], first_key, row, lane), p, 0.0)
                 return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
 
@@ -274,8 +248,8 @@ class TileAttention:
         bias: Array | None,
     ) -> tuple[Array, Array]:
         """Which scores count, and of which keys the values do (width, 1)."""
-        statics, tiles = self.statics, self.stream.tiles
-        window, width, tile_q = statics.window, lane.shape[1], statics.tile_q
+        options, tiles = self.options, self.refs.tiles
+        window, width, tile_q = options.window, lane.shape[1], options.tile_q
         start, stop = tiles.start[self.tile] - first_key, tiles.stop[self.tile] - first_key
         position = tiles.position[self.tile] - first_key
         if tile_q > 1:
@@ -301,16 +275,16 @@ class TileAttention:
 
     def _keep(self, head: Any, first_key: Array, row: Array, lane: Array) -> Array:
         """Which probabilities survive dropout."""
-        tile_q, rng, tiles = self.statics.tile_q, self.ref["rng"], self.stream.tiles
+        tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
         query = tiles.first_query[self.tile] + (row & (tile_q - 1))
-        head = head * self.statics.group_size + lax.shift_right_logical(
+        head = head * self.options.group_size + lax.shift_right_logical(
             row, tile_q.bit_length() - 1
         )
         head = (tiles.sequence[self.tile] << 16) | head
         column, query, head = (x.astype(jnp.uint32) for x in (first_key + lane, query, head))
         seed_low, seed_high, offset = (rng[i].astype(jnp.uint32) for i in range(3))
         draws = philox.draw(column, query, head, (seed_low, seed_high), offset)
-        return draws >= jnp.uint32(int(self.statics.dropout_p * 2.0**32))
+        return draws >= jnp.uint32(int(self.options.dropout_p * 2.0**32))
 
 
 def _as_column(row: Array) -> Array:

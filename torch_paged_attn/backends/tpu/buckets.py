@@ -6,6 +6,7 @@ true counts need no arguments of their own: padding tokens lie behind `cu_seqlen
 sequences have no tokens and no keys, and padding slots are negative.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_paged_attn.attention_call import per_sequence_tensors
+from torch_paged_attn.backends.tpu.call import Call
 
 LEAST = 8
 
@@ -22,33 +24,31 @@ def bucket(count: int) -> int:
     return max(LEAST, 1 << max(count - 1, 0).bit_length())
 
 
-def pad_attention(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of an attention call, by name, in the shapes of their buckets."""
-    padded = dict(arguments)
-    total_q = arguments["q"].shape[0]
-    batch = arguments["cu_seqlens_q"].shape[0] - 1
-    padded["q"] = _grow(arguments["q"], 0, bucket(total_q))
-    if arguments["attn_bias"] is not None:
-        padded["attn_bias"] = _grow(arguments["attn_bias"], 1, bucket(total_q))
-    if arguments["block_table"] is None:
-        total_k = bucket(arguments["k"].shape[0])
-        padded["k"], padded["v"] = (_grow(arguments[name], 0, total_k) for name in "kv")
+def pad_attention(call: Call) -> Call:
+    """The call with the tensors, and the hint, of its buckets."""
+    total_q, batch = bucket(call.total_q), bucket(call.batch)
+    padded: dict[str, Any] = {
+        "q": _grow(call.q, 0, total_q),
+        "max_seqlen_q": bucket(int(call.max_seqlen_q)),
+    }
+    if call.attn_bias is not None:
+        padded["attn_bias"] = _grow(call.attn_bias, 1, total_q)
+    if call.block_table is None:
+        total_k = bucket(call.k.shape[0])
+        padded |= {"k": _grow(call.k, 0, total_k), "v": _grow(call.v, 0, total_k)}
     else:
-        max_pages = bucket(arguments["block_table"].shape[1])
-        padded["block_table"] = _grow(arguments["block_table"], 1, max_pages)
-    if arguments.get("col_indices") is not None:
-        nnz = bucket(arguments["col_indices"].shape[-1])
-        padded["col_indices"] = _grow(arguments["col_indices"], -1, nnz)
+        padded["block_table"] = _grow(call.block_table, 1, bucket(call.block_table.shape[1]))
+    if call.col_indices is not None:
+        padded["col_indices"] = _grow(call.col_indices, -1, bucket(call.col_indices.shape[-1]))
     # padded with zeros; what has fewer dimensions is not per sequence
     for name, dimensions in per_sequence_tensors().items():
-        tensor = padded.get(name)
+        tensor = padded.get(name, getattr(call, name))
         if tensor is not None and tensor.dim() == dimensions:
-            padded[name] = _grow(tensor, 0, bucket(batch))
+            padded[name] = _grow(tensor, 0, batch)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if arguments[name] is not None:
-            end = arguments[name][-1:].expand(bucket(batch) - batch)
-            padded[name] = torch.cat([arguments[name], end])
-    return padded
+        if (bounds := getattr(call, name)) is not None:
+            padded[name] = torch.cat([bounds, bounds[-1:].expand(batch - call.batch)])
+    return dataclasses.replace(call, **padded)
 
 
 def pad_tokens(key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

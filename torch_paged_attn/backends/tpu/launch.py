@@ -1,7 +1,7 @@
 """The launch of the attention kernel: which operand lies where, and what a grid step sees of it."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,41 +9,47 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.attention_kernel import Statics, attention_kernel
+from torch_paged_attn.backends.tpu.attention_kernel import attention_kernel
 from torch_paged_attn.backends.tpu.config import LANES
-from torch_paged_attn.backends.tpu.key_stream import Cursor
+from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.layout_mask import TileLayout
+from torch_paged_attn.backends.tpu.load_kv import Cursor
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.tiles import Tiles
+
+
+class Modifiers(NamedTuple):
+    """What changes scores or results, None where the call has it not.
+
+    Stacked KV heads count as one here, but for `score_scale` and `out_factor`.
+    """
+
+    bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), float32
+    sinks: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
+    slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
+    score_scale: Array | None  # (batch, num_kv_heads)
+    out_factor: Array | None  # (batch, num_kv_heads)
+    rng: Array | None  # three int32: the seed's low and high word, the offset
 
 
 def attend_tiles(
     q: Array,
     pages: Pages,
     tiles: Tiles,
-    statics: Statics,
-    *,
-    sinks: Array | None = None,
-    slopes: Array | None = None,
-    score_scale: Array | None = None,
-    out_factor: Array | None = None,
-    bias: Array | None = None,
-    rng: Array | None = None,
-    layout: TileLayout | None = None,
+    modifiers: Modifiers,
+    layout: TileLayout | None,
+    options: Options,
 ) -> tuple[Array, Array]:
-    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and lse without the last
-    axis, padded to whole lanes.
+    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to lse without the
+    last axis, padded to whole lanes.
 
-    Stacked KV heads count as one, but for `score_scale` and `out_factor` (batch, num_kv_heads).
-    `sinks` and `slopes` are (1 or batch, num_kv_heads, rows, 1), in base 2; `bias` (num_tiles, 1 or
-    num_kv_heads, rows, keys), float32; `rng` three int32: seed's low and high word, offset. With
-    `heads_apart` heads that have a layout each, `q` is (num_tiles * heads_apart, 1, rows,
-    head_dim), and so are tiles and layout.
+    Stacked KV heads count as one. With `heads_apart` heads that have a layout each, `q` is
+    (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.
     """
     num_tiles, heads, rows, _ = q.shape
-    apart = statics.heads_apart
-    num_cores, num_buffers = statics.num_cores, statics.num_buffers
-    block_pages = statics.block_k // pages.page_size
+    apart, config, bias = options.heads_apart, options.config, modifiers.bias
+    num_cores, num_buffers = config.num_cores, config.num_buffers
+    block_pages = options.block_k // pages.page_size
     lse_width = -(-rows // LANES) * LANES
 
     def of_tile(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
@@ -64,15 +70,12 @@ def attend_tiles(
     scalars["table_start"] = pages.table_start
     scalars["table"] = jnp.pad(pages.table, (0, block_pages))
     inputs = {"q": (q, pl.BlockSpec((1, *q.shape[1:]), of_tile)), "k_hbm": whole(pages.k, pl.ANY)}
-    for name, x in (("v_hbm", pages.v), ("bias", bias)):
+    if pages.v is not None:
+        inputs["v_hbm"] = whole(pages.v, pl.ANY)
+    for name, x in modifiers._asdict().items():
         if x is not None:
-            inputs[name] = whole(x, pl.ANY)
-    for name, x in (("sinks", sinks), ("slopes", slopes)):
-        if x is not None:
-            inputs[name] = of_heads(x)
-    for name, x in (("score_scale", score_scale), ("out_factor", out_factor), ("rng", rng)):
-        if x is not None:
-            inputs[name] = whole(x, pltpu.SMEM)
+            memory = pl.ANY if name == "bias" else pltpu.SMEM
+            inputs[name] = of_heads(x) if name in ("sinks", "slopes") else whole(x, memory)
 
     if layout is not None:
         scalars |= {"visits": layout.visits.reshape(-1), "num_visits": layout.num_visits}
@@ -82,7 +85,7 @@ def attend_tiles(
         )
         inputs["layout"] = words, here
 
-    buffer = (num_buffers, block_pages, heads * statics.stack, pages.page_size)
+    buffer = (num_buffers, block_pages, heads * options.stack, pages.page_size)
     scratch: dict[str, Any] = {
         "k_buffers": pltpu.VMEM((*buffer, pages.head_dim), pages.k.dtype),
         "v_buffers": pltpu.VMEM((*buffer, pages.head_dim_v), pages.k.dtype),
@@ -93,17 +96,17 @@ def attend_tiles(
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if bias is not None:
-        shape = (num_buffers, min(heads, bias.shape[1]), rows, statics.block_k)
+        shape = (num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
 
     names = (*scalars, *inputs, "out", "lse", *scratch)
-    kernel = functools.partial(attention_kernel, names=names, statics=statics, num_tiles=num_tiles)
+    kernel = functools.partial(attention_kernel, names=names, options=options, num_tiles=num_tiles)
     out = (num_tiles, heads, rows, pages.head_dim_v)
     lse = (num_tiles, heads, lse_width)
     return pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct(out, statics.out_dtype),
+            jax.ShapeDtypeStruct(out, options.out_dtype),
             jax.ShapeDtypeStruct(lse, jnp.float32),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -118,10 +121,10 @@ def attend_tiles(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=statics.vmem_bytes,
+            vmem_limit_bytes=config.vmem_bytes,
             # ids are clipped before the launch
             disable_bounds_checks=True,
         ),
-        interpret=statics.interpret,
-        name=f"paged_attn_{'flash_varlen' if layout is None else 'blocksparse'}_q{statics.tile_q}",
+        interpret=options.interpret,
+        name=f"paged_attn_{'flash_varlen' if layout is None else 'blocksparse'}_q{options.tile_q}",
     )(*scalars.values(), *(x for x, _ in inputs.values()))

@@ -1,8 +1,8 @@
 """A block-sparse layout as the kernel reads it: which blocks of keys a tile visits, and their bits.
 
-Blocks of the layout are coalesced: the kernel fetches and multiplies wide blocks of keys, and one
-32-bit word says, for a row of the layout, which of its blocks within a wide one are listed. All of
-it is computed on the device; a cost in memory of the layout as bits, one for each block.
+The kernel fetches and multiplies blocks of keys that are wider than the layout's. For a row of the
+layout, one 32-bit word says which of its blocks within a wide one are listed. The words are
+computed on the device, and take a bit of memory for each block of the layout.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.tiles import Tiles, busy_from
 
 WORD = 32
@@ -102,13 +103,13 @@ class LayoutMask:
     """What a tile sees of the block that it visits at this turn."""
 
     ref: Any  # its words in SMEM, (1, 1, turns * rows)
-    statics: Any
+    options: Options
     position: Array
     turn: Array
 
     @property
     def rows(self) -> int:
-        return num_rows(self.statics.tile_q, self.statics.block_sizes[0])
+        return num_rows(self.options.tile_q, self.options.block_sizes[0])
 
     def _word(self, row: int) -> Array:
         return self.ref[0, 0, self.turn * self.rows + row]
@@ -117,21 +118,21 @@ class LayoutMask:
         """Whether some, and whether all blocks of the keys from `place * width` on, `width` of
         them, are listed, for the tile's rows.
         """
-        count = width // self.statics.block_sizes[1]
+        count = width // self.options.block_sizes[1]
         ones = jnp.int32(-1 if count == WORD else (1 << count) - 1)
         some, every = jnp.int32(0), ones
-        inside = self.position & (self.statics.block_sizes[0] - 1)
+        inside = self.position & (self.options.block_sizes[0] - 1)
         for row in range(self.rows):
             bits = lax.shift_right_logical(self._word(row), place * count) & ones
             some |= bits
             # a row behind the tile's last one
-            is_beyond = row * self.statics.block_sizes[0] >= inside + self.statics.tile_q
+            is_beyond = row * self.options.block_sizes[0] >= inside + self.options.tile_q
             every &= jnp.where(is_beyond, ones, bits)
         return some != 0, every == ones
 
     def sees(self, token: Array, key: Array) -> Array:
         """Whether tokens of the tile see keys of the block, by the layout."""
-        q_block_size, k_block_size = self.statics.block_sizes
+        q_block_size, k_block_size = self.options.block_sizes
         inside = self.position & (q_block_size - 1)
         row = lax.shift_right_logical(inside + token, q_block_size.bit_length() - 1)
         word = jnp.full(token.shape, self._word(0), jnp.int32)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
@@ -52,18 +53,10 @@ def keys_per_step(page_size: int) -> int:
     return math.lcm(page_size, LANES)
 
 
-def lay_out_pages(
-    k: Array,
-    v: Array | None,
-    lengths: Lengths,
-    first_key: Array,
-    block_table: Array | None,
-    *,
-    widest_step: int,
-) -> Pages:
+def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step: int) -> Pages:
     """`first_key` (batch,) is where a packed sequence starts; `widest_step` bounds a block."""
+    k, v, block_table = call.k, call.v, call.block_table
     if block_table is None:
-        assert v is not None
         bound = (k.shape[0] + lengths.key.shape[0] * (REPAGED - 1)) // REPAGED
         return _repage(
             (k, v), lambda x, b, j: x[jnp.minimum(first_key[b] + j, x.shape[0] - 1)], lengths, bound

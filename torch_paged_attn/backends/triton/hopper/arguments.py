@@ -26,11 +26,12 @@ class Pointers(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers that differ from call to call of one model."""
 
-    total_q: int
-    batch: int
     num_pages: int
-    stride_table: int
+    batch: int
+    total_q: int
     lists_per_head: int  # lists of blocks; 0 without a layout
+    # not beside num_pages: ptxas would load both at once, and move more between register files
+    stride_table: int
 
 
 class Scalars(NamedTuple):

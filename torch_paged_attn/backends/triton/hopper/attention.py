@@ -60,6 +60,10 @@ LEAST_KEYS = 64
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
+# its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
+# multiplies the error of tanh
+LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
+
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
 
@@ -94,8 +98,10 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
         return "it has no dropout_p"
-    if call.scale <= 0.0:
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
+    if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
+        return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
         if page_size < 16 or page_size & (page_size - 1):
@@ -263,11 +269,11 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
     """Numbers that differ from call to call."""
     return Sizes(
-        total_q=call.total_q,
-        batch=call.batch,
         num_pages=call.k.shape[0],
-        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+        batch=call.batch,
+        total_q=call.total_q,
         lists_per_head=lists_per_head,
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
     )
 
 

@@ -1,0 +1,155 @@
+"""A call of `flash_varlen` or `blocksparse` as a JAX pytree, made from the one list of arguments.
+
+Its leaves are the tensors that are there; programs are compiled for the rest of it.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from torch_paged_attn.attention_call import arguments, defaults, tensor_names
+from torch_paged_attn.backends.tpu.layout_mask import Layout
+from torch_paged_attn.backends.tpu.tiles import Window
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# of both ops: a call of `flash_varlen` leaves the layout at its defaults
+_DEFAULTS = defaults("blocksparse") | defaults("flash_varlen")
+_TENSORS = tensor_names("blocksparse")
+# a hint that no kernel takes: no program is compiled for it
+_DROPPED = ("max_seqlen_k",)
+_COMPILED_FOR = ("op", *(name for name in _DEFAULTS if name not in (*_TENSORS, *_DROPPED)))
+
+
+def _field(default: Any) -> Any:
+    """A list's argument without a default has none here either, but None for a tensor's place."""
+    return dataclasses.field(default=None if default is dataclasses.MISSING else default)
+
+
+# `Any`, since mypy cannot see fields that a list makes
+_Arguments: Any = dataclasses.make_dataclass(
+    "_Arguments",
+    [(name, Any, _field(default)) for name, default in _DEFAULTS.items()],
+    frozen=True,
+    eq=False,
+    kw_only=True,
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=_TENSORS,
+    meta_fields=_COMPILED_FOR,
+    drop_fields=_DROPPED,
+)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Call(_Arguments):
+    """The arguments of one call, by their names, as JAX arrays or as torch tensors.
+
+    A cache that is one array, keys and values in its first dimension, is `k`; `v` is None then.
+    """
+
+    op: str
+
+    @classmethod
+    def of(cls, op: str, given: dict[str, Any]) -> "Call":
+        """From the arguments that a call of `op` gives."""
+        return cls(op=op, **defaults(op) | given)
+
+    @property
+    def total_q(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1] if self.block_table is None else self.k.shape[-3]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def head_dim_v(self) -> int:
+        return (self.k if self.v is None else self.v).shape[-1]
+
+    @property
+    def scale(self) -> float:
+        """The factor of `q . k`."""
+        given = self.softmax_scale
+        return float(self.head_dim**-0.5 if given is None else given)
+
+    @property
+    def window(self) -> Window:
+        return Window(self.window_size_left, 0 if self.causal else self.window_size_right)
+
+    @property
+    def result_dtype(self) -> Any:
+        return jnp.dtype(self.out_dtype or self.q.dtype)
+
+    @property
+    def layout(self) -> Layout | None:
+        """The block-sparse layout, if the op has one."""
+        if self.op != "blocksparse":
+            return None
+        pages = self.block_table
+        max_keys = self.k.shape[0] if pages is None else pages.shape[1] * self.k.shape[-2]
+        blocks = self.q_block_size, self.k_block_size
+        return Layout(self.crow_indices, self.col_indices, *blocks, max_keys)
+
+
+def static_names(op: str) -> tuple[str, ...]:
+    """The arguments of an op's JAX function that are no arrays."""
+    listed = tuple(x.name for x in arguments(op) if not x.is_tensor)
+    return (*listed, "config", "interpret")
+
+
+def described(function: Function) -> Function:
+    """Show the op's arguments in JAX's order: tensors, then the others by name."""
+    listed = arguments(function.__name__)
+    required, by_name = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for x in listed:
+        if x.is_tensor and x.default is dataclasses.MISSING:
+            parameters.append(_parameter(x.name, required, Array))
+        elif x.is_tensor:
+            parameters.append(_parameter(x.name, None, Array | None))
+    options = {x.name: None if x.is_hint else x.default for x in listed if not x.is_tensor}
+    for name, default in (options | {"config": None, "interpret": False}).items():
+        parameters.append(inspect.Parameter(name, by_name, default=default, annotation=Any))
+    signature = inspect.Signature(parameters, return_annotation=tuple[Array, Array])
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _parameter(name: str, default: Any, type_: Any) -> inspect.Parameter:
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, positional, default=default, annotation=type_)
+
+
+def bind(function: Callable[..., Any], tensors: tuple[Any, ...], options: dict[str, Any]) -> Call:
+    """The call that a `described` function was called with; TypeError for what it does not take."""
+    op = function.__name__
+    try:
+        given = inspect.signature(function).bind(*tensors, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"paged_attn::{op}: {error}") from None
+    return Call.of(op, given)

@@ -1,0 +1,77 @@
+"""What the attention kernel is given: its refs by name, and what it is compiled for."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from torch_paged_attn.backends.tpu.config import Config
+from torch_paged_attn.backends.tpu.tiles import Tiles, Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a kernel is compiled for, besides shapes."""
+
+    tile_q: int
+    group_size: int  # of query heads: all those whose rows are stacked
+    stack: int  # KV heads whose rows are stacked
+    block_k: int
+    step_k: int
+    edge_k: int  # of a step that is masked
+    config: Config
+    softmax_scale: float
+    softcap: float
+    window: Window
+    dropout_p: float
+    # with a layout: 1, or how many heads have a layout of their own and so tiles of their own
+    heads_apart: int
+    block_sizes: tuple[int, int]
+    compute_dtype: Any
+    out_dtype: Any
+    interpret: Any
+
+
+class Refs(NamedTuple):
+    """The kernel's memory; None is what the call does not have. Sizes: `launch.py`."""
+
+    # read before anything else, in SMEM
+    tiles: Tiles
+    table_start: Any  # (batch,)
+    table: Any  # with so many entries behind the last one as a block has pages
+    # inputs of a tile
+    q: Any  # (1, num_kv_heads, rows, head_dim)
+    k_hbm: Any  # (num_pages, num_kv_heads, page_size, head_dim)
+    v_hbm: Any
+    # outputs of a tile
+    out: Any  # (1, num_kv_heads, rows, head_dim_v)
+    lse: Any  # (1, num_kv_heads, rows up to whole lanes), in base 2
+    # scratch
+    k_buffers: Any  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
+    v_buffers: Any
+    semaphores: Any  # (3, num_buffers): of keys, of values, of biases
+    m_i: Any  # the state of the softmax
+    l_i: Any
+    acc: Any
+    cursor: Any  # where the loader stands between two tiles
+    visits: Any = None  # (num_tiles * n,) the blocks of each tile; None for all of them
+    num_visits: Any = None  # (num_tiles,)
+    layout: Any = None  # (1, 1, turns * rows) words of the tile's blocks
+    score_scale: Any = None  # (batch, num_kv_heads)
+    out_factor: Any = None  # (batch, num_kv_heads)
+    sinks: Any = None  # (1, num_kv_heads, rows, 1), in base 2, as are slopes and bias
+    slopes: Any = None  # (1, num_kv_heads, rows, 1)
+    bias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys)
+    bias_buffers: Any = None  # (num_buffers, 1 or num_kv_heads, rows, block_k)
+    rng: Any = None  # the seed's low and high word, and the offset
+
+    @classmethod
+    def named(cls, names: tuple[str, ...], refs: tuple[Any, ...]) -> "Refs":
+        """From refs in the order of a launch; the tiles' fields are refs of their own.
+
+        Without `v_hbm`, keys and values are one array, `k_hbm`.
+        """
+        given = dict(zip(names, refs, strict=True))
+        tiles = Tiles(*(given.pop(name) for name in Tiles._fields))
+        if "v_hbm" not in given:
+            whole = given["k_hbm"]
+            given |= {"k_hbm": whole.at[0], "v_hbm": whole.at[1]}
+        return cls(tiles=tiles, **given)

@@ -1,0 +1,175 @@
+"""Keys and values are copied from HBM into a ring of buffers, ahead of where they are used.
+
+A tile visits its blocks of keys one after the other, by turns: all blocks between its first and
+last key, or those of a list. Copies are started `num_buffers - 1` blocks ahead of the computation,
+across the ends of tiles and sequences, so that no tile starts with an empty ring.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+
+
+class Cursor(NamedTuple):
+    """Where the loader stands."""
+
+    tile: Array  # the next copy's
+    turn: Array
+    slot: Array  # the buffer that is computed on next
+
+
+@dataclasses.dataclass(frozen=True)
+class KvLoader:
+    """The ring of buffers of one kernel.
+
+    Each buffer has a semaphore for keys and one for values: a forgotten wait is then seen by the
+    interpreter, which two copies on one semaphore would hide.
+    """
+
+    refs: Refs
+    options: Options
+    num_tiles: int
+
+    @property
+    def num_buffers(self) -> int:
+        return self.refs.k_buffers.shape[0]
+
+    @property
+    def pages(self) -> int:
+        """Pages of a block."""
+        return self.refs.k_buffers.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.refs.k_buffers.shape[3]
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.pages * self.page_size
+
+    def turns(self, tile: Array) -> Array:
+        """How many blocks the tile visits."""
+        if self.refs.visits is not None:
+            return self.refs.num_visits[tile]
+        stop = lax.div(self.refs.tiles.stop[tile] + (self.block_k - 1), jnp.int32(self.block_k))
+        return stop - self._first_block(tile)
+
+    def block(self, tile: Array, turn: Array) -> Array:
+        """The block that the tile visits at this turn."""
+        if self.refs.visits is not None:
+            return self.refs.visits[tile * (self.refs.visits.shape[0] // self.num_tiles) + turn]
+        return self._first_block(tile) + turn
+
+    def kv_head(self, tile: Array) -> Array:
+        """The only KV head of a tile whose heads lie in tiles apart."""
+        group_size = self.options.heads_apart // self.refs.k_hbm.shape[1]
+        return lax.div(lax.rem(tile, jnp.int32(self.options.heads_apart)), jnp.int32(group_size))
+
+    def fill(self, tile: Array) -> Cursor:
+        """Start the copies of all buffers but one, from the core's first tile on."""
+        cursor = Cursor(self.refs.tiles.busy_from[tile], jnp.int32(0), jnp.int32(0))
+
+        def start(slot: Array, cursor: Cursor) -> Cursor:
+            return self._advance(cursor, slot)
+
+        return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
+
+    def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
+        """Wait for this block, and start the copy of one more: the block's buffer, the cursor."""
+        slot = cursor.slot
+        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
+        cursor = self._advance(cursor, free)
+        self._wait(tile, block, slot)
+        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
+
+    def _first_block(self, tile: Array) -> Array:
+        return lax.div(self.refs.tiles.start[tile], jnp.int32(self.block_k))
+
+    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
+        """Start the copy of the cursor's block into a buffer, and move on to the block behind."""
+        tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
+
+        @pl.when(cursor.tile < self.num_tiles)
+        def _():
+            self._start(tile, self.block(tile, cursor.turn), slot)
+
+        turn = cursor.turn + 1
+        is_done = turn >= self.turns(tile)
+        following = self.refs.tiles.busy_from[tile + self.options.config.num_cores]
+        return cursor._replace(
+            tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
+        )
+
+    def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
+        """The first and the end of the block's pages that some token of the tile sees."""
+        size = jnp.int32(self.page_size)
+        first = lax.div(self.refs.tiles.start[tile], size) - block * self.pages
+        stop = lax.div(self.refs.tiles.stop[tile] + (self.page_size - 1), size)
+        return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
+
+    def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:
+        """The bias (rows, width) of keys of the block in this buffer."""
+        head = head if self.refs.bias_buffers.shape[1] > 1 else 0
+        return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
+
+    def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
+        columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
+        heads = pl.ds(0, self.refs.bias.shape[1])
+        if self.options.heads_apart > 1:
+            head = lax.rem(tile, jnp.int32(self.options.heads_apart))
+            heads = pl.ds(head if self.refs.bias.shape[1] > 1 else 0, 1)
+        of_tokens = lax.div(tile, jnp.int32(self.options.heads_apart))
+        return pltpu.make_async_copy(
+            self.refs.bias.at[of_tokens, heads, :, columns],
+            self.refs.bias_buffers.at[slot],
+            self.refs.semaphores.at[2, slot],
+        )
+
+    def _copies(self, tile: Array, page: Array, slot: Array, i: int) -> tuple[Any, Any]:
+        k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
+        k_page, v_page = self.refs.k_hbm.at[page], self.refs.v_hbm.at[page]
+        if self.options.heads_apart > 1:
+            head = pl.ds(self.kv_head(tile), 1)
+            k_page, v_page = k_page.at[head], v_page.at[head]
+        return (
+            pltpu.make_async_copy(k_page, self.refs.k_buffers.at[slot, i], k_done),
+            pltpu.make_async_copy(v_page, self.refs.v_buffers.at[slot, i], v_done),
+        )
+
+    def _start(self, tile: Array, block: Array, slot: Array) -> None:
+        first, stop = self._live_pages(tile, block)
+        if self.refs.bias is not None:
+            self._bias_copy(tile, block, slot).start()
+        entry = self.refs.table_start[self.refs.tiles.sequence[tile]] + block * self.pages
+        for i in range(self.pages):
+            # a load that hangs on a condition costs more than one that nobody needs
+            page = self.refs.table[entry + i]
+
+            @pl.when((i >= first) & (i < stop))
+            def _(i=i, page=page):
+                for copy in self._copies(tile, page, slot, i):
+                    copy.start()
+
+    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
+        first, stop = self._live_pages(tile, block)
+        if self.refs.bias is not None:
+            self._bias_copy(tile, block, slot).wait()
+        if self.options.interpret is not True:
+            # one wait for as many bytes as all the pages have
+            for buffers, done in ((self.refs.k_buffers, 0), (self.refs.v_buffers, 1)):
+                copied = buffers.at[slot, pl.ds(first, stop - first)]
+                pltpu.make_async_copy(copied, copied, self.refs.semaphores.at[done, slot]).wait()
+            return
+        for i in range(self.pages):
+
+            @pl.when((i >= first) & (i < stop))
+            def _(i=i):
+                for copy in self._copies(tile, jnp.int32(0), slot, i):
+                    copy.wait()
