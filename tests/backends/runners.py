@@ -103,10 +103,10 @@ class TritonGpu(Runner):
 
     @contextlib.contextmanager
     def session(self):
-        from torch_paged_attn.backends.triton.runtime import recipes
+        from torch_paged_attn.backends.triton.runtime import launch_cache
 
-        # calls are planned anew: the environment may have changed since
-        recipes.forget()
+        # no plan of another test's is found
+        launch_cache.clear()
         yield
 
     @contextlib.contextmanager
