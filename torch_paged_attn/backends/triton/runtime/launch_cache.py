@@ -15,6 +15,7 @@ Plans hold no tensors. The launcher is known for one Triton, on NVIDIA's chips; 
 kernels that need scratch memory of Triton's, every launch is Triton's `kernel[grid](...)`.
 """
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -46,7 +47,9 @@ IS_KNOWN = (
     triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
 )
 
-_has_function_modes: Any = torch._C._len_torch_function_stack
+# how many modes such as torch.set_default_device's are on: they see every look at a tensor
+_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 # what code that torch.compile writes compares its inputs with
@@ -78,9 +81,8 @@ def call(
     if is_traced():
         plan = make_plan(*tensors, **options)
         return plan if plan is NotImplemented else plan(tensors, None)
-    if _has_function_modes():
-        # such as that of torch.set_default_device, which would see every look at a tensor
-        with torch._C.DisableTorchFunction():
+    if _function_modes():
+        with _without_function_modes():
             return _call(op, make_plan, tensors, options)
     return _call(op, make_plan, tensors, options)
 
@@ -105,50 +107,53 @@ def _call(
     if planned is None:
         planned = Planned(make_plan(*tensors, **options), settings)
         _plans.put(key, planned)
-    elif _TensorGuards is not None:
+    else:
         if planned.guard is None or planned is last:
-            planned.guard_against(tensors, addresses)
+            planned.guard = guard_against(tensors, addresses)
         _last[op] = planned
     return planned.plan(tensors, addresses)
 
 
-class Planned:
-    """A plan, and what tells faster than a key whether a call fits: torch.compile's guard, which
-    compares all tensors at once. It also goes by the modes that are on (gradients, inference).
-    """
+# the types of all arguments, and what compares the tensors among them
+Guard = tuple[tuple[type, ...], Callable[..., bool]]
 
-    __slots__ = ("_settings", "_types", "guard", "plan")
+
+class Planned:
+    """A plan, and a guard that tells faster than a key whether a call fits."""
+
+    __slots__ = ("_settings", "guard", "plan")
 
     def __init__(self, plan: Plan, settings: tuple[Any, ...]) -> None:
         self.plan, self._settings = plan, settings
-        self._types: tuple[type, ...] = ()
-        self.guard: Callable[..., bool] | None = None
-
-    def guard_against(self, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
-        """Make the guard, of tensors that the plan is for. There is none for tensors off multiples
-        of 16 bytes, because `fits` looks at all addresses at once, nor where one tensor comes
-        twice, which the guard refuses.
-        """
-        self.guard, given = None, [x for x in tensors if x is not None]
-        if _bits_of(addresses) & 15 == 0 and len(set(map(id, given))) == len(given):
-            self._types = tuple(map(type, tensors))
-            self.guard = _TensorGuards(
-                *given,
-                dynamic_dims_sizes=[list(x.shape) for x in given],
-                dynamic_dims_strides=[list(x.stride()) for x in given],
-            ).check
+        self.guard: Guard | None = None
 
     def fits(
         self, tensors: tuple[Any, ...], addresses: list[Any], settings: tuple[Any, ...]
     ) -> bool:
         """Whether the plan is surely for a call. Where not, its key tells."""
-        return (
-            self.guard is not None
-            and settings == self._settings
-            and tuple(map(type, tensors)) == self._types
-            and _bits_of(addresses) & 15 == 0
-            and self.guard(*[x for x in tensors if x is not None])
-        )
+        if (guard := self.guard) is None or settings != self._settings:
+            return False
+        types, check = guard
+        is_like = tuple(map(type, tensors)) == types and _bits_of(addresses) & 15 == 0
+        return is_like and check(*[x for x in tensors if x is not None])
+
+
+def guard_against(tensors: tuple[Any, ...], addresses: list[Any]) -> Guard | None:
+    """torch.compile's guard, which compares all tensors at once, and the modes that are on too.
+
+    None for tensors off multiples of 16 bytes, because `fits` looks at all addresses at once, and
+    where one tensor comes twice, which the guard refuses.
+    """
+    given = [x for x in tensors if x is not None]
+    is_off = _bits_of(addresses) & 15 != 0
+    if _TensorGuards is None or is_off or len(set(map(id, given))) < len(given):
+        return None
+    guards = _TensorGuards(
+        *given,
+        dynamic_dims_sizes=[list(x.shape) for x in given],
+        dynamic_dims_strides=[list(x.stride()) for x in given],
+    )
+    return tuple(map(type, tensors)), guards.check
 
 
 def _bits_of(addresses: list[Any]) -> int:
