@@ -56,11 +56,11 @@ def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _descale(scale: Tensor | None, b: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+def _descale(call: AttentionCall, scale: Tensor | None, b: int, dtype: torch.dtype) -> Tensor:
     """One factor per KV head, whichever of the three shapes it came in."""
     if scale is None:
-        return torch.ones(num_kv_heads, dtype=dtype, device="cpu")
-    return (scale[b] if scale.dim() == 2 else scale).to(dtype).expand(num_kv_heads)
+        return torch.ones(call.num_kv_heads, dtype=dtype, device=call.q.device)
+    return (scale[b] if scale.dim() == 2 else scale).to(dtype).expand(call.num_kv_heads)
 
 
 def attend(
@@ -70,17 +70,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`layout_mask(b, positions, keys)` is a further bool mask `(num_heads, Lq, Lk)`."""
     compute = precision.compute
-    num_heads = call.num_heads
-    out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute, device="cpu")
-    lse = torch.full((num_heads, call.total_q), float("-inf"), dtype=compute, device="cpu")
+    num_heads, device = call.num_heads, call.q.device
+    out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute, device=device)
+    lse = torch.full((num_heads, call.total_q), float("-inf"), dtype=compute, device=device)
     q_bounds = call.cu_seqlens_q.tolist()
     key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
 
     for b, key_len in enumerate(key_lens):
         rows = slice(q_bounds[b], q_bounds[b + 1])
         query_len = rows.stop - rows.start
-        positions = key_len - query_len + torch.arange(query_len, device="cpu")
-        keys = torch.arange(key_len, device="cpu")
+        positions = key_len - query_len + torch.arange(query_len, device=device)
+        keys = torch.arange(key_len, device=device)
         distance = keys[None, :] - positions[:, None]
         visible = _visible(call, distance).expand(num_heads, -1, -1)
         if layout_mask is not None:
@@ -91,7 +91,7 @@ def attend(
             visible = visible & (bias if bias.dtype == torch.bool else bias != float("-inf"))
         k_real = _real_rows(call, b, call.k, call.k_descale, visible, compute)
         v_real = _real_rows(call, b, call.v, call.v_descale, visible, compute)
-        q_scale = _descale(call.q_descale, b, call.num_kv_heads, compute)
+        q_scale = _descale(call, call.q_descale, b, compute)
         q_real = call.q[rows].transpose(0, 1).to(compute)
         q_real = q_real * q_scale.repeat_interleave(call.group_size)[:, None, None]
 
@@ -169,15 +169,15 @@ def _real_rows(
     seen = visible.unflatten(0, (heads, call.group_size)).any(2).any(1)  # (num_kv_heads, Lk)
     some = seen.any(0).nonzero()
     start, stop = (int(some[0]), int(some[-1]) + 1) if some.numel() else (0, 0)
-    real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute, device="cpu")
+    real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute, device=seen.device)
     if call.block_table is None:
         first = int((call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k)[b])
         rows = stored[first + start : first + stop]
     else:
-        keys = torch.arange(start, stop, device="cpu")
+        keys = torch.arange(start, stop, device=seen.device)
         pages = call.block_table[b].long()[keys // call.page_size]
         rows = stored[pages, :, keys % call.page_size]
     real[:, start:stop] = rows.transpose(0, 1).to(compute)
     real = real.masked_fill(~seen[..., None], 0.0)
-    real *= _descale(descale, b, heads, compute)[:, None, None]
+    real *= _descale(call, descale, b, compute)[:, None, None]
     return real.repeat_interleave(call.group_size, 0)

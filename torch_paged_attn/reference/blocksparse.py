@@ -22,7 +22,7 @@ def _layout_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -
     crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
     heads, num_rows = crow.shape[0], crow.shape[1] - 1
     num_cols = keys.numel() // layout.k_block_size + 1
-    listed = torch.zeros(heads, num_rows, num_cols, dtype=torch.bool, device="cpu")
+    listed = torch.zeros(heads, num_rows, num_cols, dtype=torch.bool, device=crow.device)
     for h in range(heads):
         bounds = crow[h].tolist()
         for row in range(num_rows):

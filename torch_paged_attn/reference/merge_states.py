@@ -12,7 +12,7 @@ def merge_states(
     """Arguments as in `ops.merge_states`, plus `precision`."""
     lse = torch.logaddexp(lse_a.to(precision.compute), lse_b.to(precision.compute))
     shift = lse.masked_fill(lse == float("-inf"), 0.0)
-    merged = torch.zeros(out_a.shape, dtype=precision.compute, device="cpu")
+    merged = torch.zeros(out_a.shape, dtype=precision.compute, device=out_a.device)
     weights, values = [], []
     for out, part in ((out_a, lse_a), (out_b, lse_b)):
         weight = (part - shift).exp()

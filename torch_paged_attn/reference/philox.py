@@ -45,11 +45,11 @@ def dropout_keep(
 ) -> Tensor:
     """Bool `(num_heads, query_len, key_len)`: True where a probability survives dropout."""
     seed, offset = (int(x) for x in rng_state.tolist())
-    quads = -(-key_len // 4)
-    column = torch.arange(quads, device="cpu").view(1, 1, -1)
-    row = torch.arange(query_len, device="cpu").view(1, -1, 1)
-    head = (sequence << 16 & MASK) | torch.arange(num_heads, device="cpu").view(-1, 1, 1)
-    offset_word = torch.tensor(offset & MASK, device="cpu").view(1, 1, 1)
+    quads, device = -(-key_len // 4), rng_state.device
+    column = torch.arange(quads, device=device).view(1, 1, -1)
+    row = torch.arange(query_len, device=device).view(1, -1, 1)
+    head = (sequence << 16 & MASK) | torch.arange(num_heads, device=device).view(-1, 1, 1)
+    offset_word = torch.tensor(offset & MASK, device=device).view(1, 1, 1)
     counter = torch.broadcast_tensors(column, row, head, offset_word)
     words = philox_4x32(counter, (seed & MASK, seed >> 32 & MASK))
     draws = torch.stack(words, -1).flatten(-2)[..., :key_len]
