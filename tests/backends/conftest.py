@@ -8,7 +8,7 @@ at the end of the output.
 import pytest
 import torch
 from runners import ALONE, RUNNERS
-from sampling import IS_THOROUGH, SAMPLES, chosen
+from sampling import IS_THOROUGH, NEVER, SAMPLES, chosen
 
 from torch_paged_attn.testing import PROBLEMS
 
@@ -104,6 +104,8 @@ def pytest_terminal_summary(terminalreporter, config):
     for name, reason in absent.items():
         terminalreporter.write_line(f"{name}: nothing, because {reason}")
     for name in running:
+        for test, reason in NEVER.get(name, {}).items():
+            terminalreporter.write_line(f"{name}: never {test}: {reason}")
         if IS_THOROUGH or name not in SAMPLES:
             continue
         sample = SAMPLES[name]

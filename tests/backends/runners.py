@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from dispatched import dispatched
+from sampling import IS_THOROUGH
 
 import torch_paged_attn
 from torch_paged_attn import environment
@@ -167,7 +168,7 @@ class Tpu(Runner):
     @contextlib.contextmanager
     def session(self):
         # a DMA that is waited for and never started blocks a thread of C++
-        faulthandler.dump_traceback_later(600, exit=True)
+        faulthandler.dump_traceback_later(3600 if IS_THOROUGH else 600, exit=True)
         yield
         faulthandler.cancel_dump_traceback_later()
 

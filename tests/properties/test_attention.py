@@ -79,6 +79,39 @@ ALIBI_ALONE = Problem(
     alibi="heads",
     descale="scalar",
     layout=Layout(256, 16, heads="one", batched=True, density=0.3),
+)  # dropout leaves a row of keys that hardly count: their logits' roundings, and the maximum's
+LEFT_BY_DROPOUT = Problem(
+    "left_by_dropout",
+    ((12, -3), (138, 0), (11, -8), (1, 27)),
+    num_heads=12,
+    num_kv_heads=3,
+    head_dim=245,
+    page_size=238,
+    cache_layout="mla",
+    causal=False,
+    window_size_right=48,
+    softmax_scale=1.0,
+    alibi="batch",
+    bias="float",
+    dropout_p=0.9,
+    seed=954,
+)
+# and here one whose probability float32 rounds as if it were nothing
+LOST_BY_FLOAT32 = Problem(
+    "lost_by_float32",
+    ((18, 0),),
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    dtype=torch.bfloat16,
+    kv_dtype=torch.int8,
+    page_size=176,
+    cache_layout="packed_last",
+    page_seed=3,
+    fused_qkv=True,
+    dropout_p=0.9,
+    layout=Layout(256, 256, heads="one", batched=True, density=0.7),
+    seed=23557,
 )
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
@@ -93,6 +126,7 @@ def same_bits(a, b):
 @example(FEW_LOGITS_OF_LONG_SUMS)
 @example(DROPOUT_THAT_MAGNIFIES)
 @example(LONG_SUMS)
+@example(LEFT_BY_DROPOUT)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())
@@ -101,6 +135,7 @@ def test_flash_varlen_agrees_with_the_reference(problem):
 @given(problems(layouts))
 @example(ALIBI_FAR_AWAY)
 @example(ALIBI_ALONE)
+@example(LOST_BY_FLOAT32)
 def test_blocksparse_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())
