@@ -21,7 +21,7 @@ from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles
 from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.refusal import refuse
-from torch_paged_attn.backends.tpu.softmax import LOG2_E
+from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -77,7 +77,9 @@ class Heads:
         """(1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, whole blocks)."""
         if bias.dtype == jnp.bool_:
             bias = jnp.where(bias, 0.0, -jnp.inf)
-        bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, 0), (0, -bias.shape[2] % block_k)))
+        else:
+            bias = base_2(bias.astype(jnp.float32))
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -bias.shape[2] % block_k)))
         x = bias[:, cut.token].swapaxes(0, 1)  # (num_tiles, heads, tile_q, keys)
         num_tiles, heads, _, keys = x.shape
         if heads == 1:
@@ -149,7 +151,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
         out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
     is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
-    out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, lse)
+    out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
 
 
@@ -238,7 +240,7 @@ def _attend_cut(
             refuse(call.op, f"col_indices of {entries} blocks; supported: {MOST_ENTRIES}")
     queries = heads.of_tokens(q, cut)
     modifiers = Modifiers(
-        sinks=None if call.sinks is None else heads.of_heads(call.sinks * LOG2_E),
+        sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
         slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E),
         score_scale=factors.score_scale,
         out_factor=factors.out_factor,

@@ -208,7 +208,7 @@ class TileAttention:
                 position = tiles.position[self.tile] - first_key + (row & (tile_q - 1))
                 distance = jnp.abs(lane - position).astype(jnp.float32)
                 scores = scores - refs.slopes[0, head] * distance
-            return scores if bias is None else scores + bias * LOG2_E
+            return scores if bias is None else scores + bias
 
         def attend_heads(heads: list[Any]) -> None:
             biases = [
