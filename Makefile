@@ -1,7 +1,7 @@
 # make run    real text through the ops: embed and serve          make test   everything CI checks
 # make bench  the CPU ops beside their peers                     make thorough   fuzz for hours
 # make test-gpu   the GPU's kernels, on a GPU                    make bench-gpu   the GPU ops beside their peers
-# make test-triton   compile them with another Triton
+# make test-triton   compile them with another Triton              make check   before a commit
 # make sanitize   the fuzz suite under AddressSanitizer and UndefinedBehaviorSanitizer
 
 SHELL := /bin/bash
@@ -18,7 +18,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run test check test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -43,16 +43,17 @@ PROCESSES ?= logical
 PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
 # The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
-# tests/triton turns Triton's interpreter on, so it has processes of its own.
+# Triton's interpreter is on for a whole process or off.
 test: install lint
 	$(PYTHON) -m torch_paged_attn
-	$(PYTEST) tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
-	$(PYTEST) tests/triton
+	$(PYTEST) tests --ignore tests/backends --ignore tests/triton --ignore tests/isa/test_aarch64.py
+	$(PYTEST) tests/backends
+	$(PYTEST) tests/triton tests/backends --backend triton-interpreter
 	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTEST) \
-	  tests/contract/test_errors.py tests/backends tests/properties/test_attention.py \
-	  tests/properties/test_wild_metadata.py --ignore tests/backends/test_cpu.py
+	  tests/contract/test_errors.py tests/properties/test_attention.py \
+	  tests/properties/test_wild_metadata.py
 	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
-	  PAGED_ATTN_CPU_ISA=$$isa $(PYTEST) tests/backends tests/properties; done
+	  PAGED_ATTN_CPU_ISA=$$isa $(PYTEST) tests/backends tests/properties --backend cpu; done
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
 test-neon: install
@@ -83,7 +84,8 @@ test-tpu: install
 FUZZ_SECONDS ?= 300
 test-gpu:
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTEST) --timeout 300 --timeout-method thread \
-	  tests/triton tests/backends --ignore tests/triton/test_cross_compile.py --ignore tests/triton/test_graphs.py -k "not cpu and not compiles_to"
+	  tests/triton tests/backends --backend triton --ignore tests/triton/test_cross_compile.py \
+	  --ignore tests/triton/test_graphs.py -k "not compiles_to"
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) tests/triton/fuzz.py --seconds $(FUZZ_SECONDS)
 
 # The compile matrix with another Triton than the one that is installed: make test-triton TRITON=3.9.0
@@ -96,6 +98,11 @@ test-triton: install .triton-$(TRITON)
 .triton-$(TRITON):
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)
 
+# For before a commit: what is quick, in under two minutes.
+check: lint
+	$(PYTEST) tests/contract tests/reference tests/packaging tests/cache tests/layouts -k "not compile and not symbols"
+	$(PYTEST) tests/backends tests/properties/test_wild_metadata.py --backend cpu
+
 lint: install
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -105,6 +112,8 @@ thorough: install
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/properties
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/triton/test_cross_compile.py
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/neuron tests/tpu -k fuzz
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/backends
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/backends --backend triton-interpreter
 
 sanitize: install
 	PYTHON=$(PYTHON) tools/sanitize.sh

@@ -9,6 +9,8 @@ import os
 import platform
 import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import setup
@@ -63,12 +65,17 @@ def extension_options() -> dict:
                 )
 
         def build_extension(self, extension) -> None:
-            for isa, flags in ISA_FLAGS.items():
-                extension.extra_objects += self.compile_plain(
+            def compile_isa(isa: str) -> list[str]:
+                return self.compile_plain(
                     [f"csrc/isa/{isa}.cpp"],
                     output_dir=self.build_temp,
-                    extra_postargs=[*KERNEL_FLAGS, *flags, *EXTRA_FLAGS],
+                    extra_postargs=[*KERNEL_FLAGS, *ISA_FLAGS[isa], *EXTRA_FLAGS],
                 )
+
+            # compilers are processes: a thread for each, those that take longest first
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                for objects in threads.map(compile_isa, reversed(ISA_FLAGS)):
+                    extension.extra_objects += objects
             super().build_extension(extension)
 
     flags = [
@@ -109,4 +116,9 @@ def options() -> dict:
         return {}
 
 
-setup(**options())
+if not (find_spec("setuptools.command.bdist_wheel") or find_spec("wheel")):
+    raise SystemExit(
+        "torch-paged-attn: this setuptools builds wheels only with the package wheel beside it;"
+        " pip install wheel, or pip install 'setuptools>=77'"
+    )
+setup(license="Apache-2.0", **options())

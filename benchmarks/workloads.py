@@ -50,7 +50,7 @@ class AttentionWorkload:
         """Raise AssertionError unless the result is accurate; says what was looked at."""
         out, lse = self.run()
         rows = self._rows()
-        self.truth = pooled([rows_alone(self.call, *span).truth() for span in self.spans])
+        self.truth = Truth.joined([rows_alone(self.call, *span).truth() for span in self.spans])
         assert_accurate(out[rows], lse[:, rows], self.truth)
         return f"{len(rows)} of {out.shape[0]} rows"
 
@@ -119,16 +119,6 @@ def rows_alone(call: Call, b: int, first: int, stop: int) -> Call:
         args["cu_seqlens_k"] = cumulative([args["k"].shape[0]])
     args["seqused_k"] = torch.tensor([key_len - (query_len - stop)], dtype=torch.int32)
     return dataclasses.replace(alone, args=args)
-
-
-def pooled(truths: list[Truth]) -> Truth:
-    """Several truths as one, rows laid end to end."""
-    return Truth(
-        torch.cat([t.out for t in truths]),
-        torch.cat([t.softmax_lse for t in truths], 1),
-        torch.cat([t.allowed for t in truths]),
-        torch.cat([t.luck for t in truths]),
-    )
 
 
 # calls that write elsewhere before the first slots come again: an engine has just computed what it

@@ -13,3 +13,9 @@ settings.register_profile("brief", derandomize=True, max_examples=25, **COMMON)
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("thorough", max_examples=5000, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backend", action="append", default=[], help="what tests/backends runs on: see there"
+    )

@@ -19,7 +19,7 @@ cxx=${CXX:-g++}
 export LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1
 export UBSAN_OPTIONS=print_stacktrace=1
-[ $# -gt 0 ] || set -- tests/backends tests/properties
+[ $# -gt 0 ] || set -- tests/backends tests/properties --backend cpu
 for isa in ${PAGED_ATTN_CPU_ISA:-$("$python" -c "$list")}; do
   echo "$isa"
   PAGED_ATTN_CPU_ISA=$isa "$python" -m pytest -q "$@"

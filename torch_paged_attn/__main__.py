@@ -1,7 +1,6 @@
 """`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op."""
 
 import argparse
-import importlib
 import importlib.metadata
 import json
 import platform
@@ -11,6 +10,7 @@ import torch
 
 from torch_paged_attn import __version__
 from torch_paged_attn.ops import _library
+from torch_paged_attn.ops.backend import serving
 
 # device -> the dispatch key its tensors carry
 DEVICES = {
@@ -42,15 +42,14 @@ def missing(key: str) -> str | None:
 
 def answer(key: str) -> dict[str, Any]:
     """Which backend answers on one dispatch key, or why none does."""
-    folder, reason = _library.choose_backend(key)
+    backend, reason = serving(key)
     if (no_device := missing(key)) is not None:
-        folder, reason = None, "; ".join(text for text in (no_device, reason) if text)
-    if folder is None:
+        backend, reason = None, "; ".join(text for text in (no_device, reason) if text)
+    if backend is None:
         return {"backend": None, "ops": [], "reason": reason}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     ops = [name for name in _library.OPS if has(f"paged_attn::{name}", key)]
-    notes = getattr(importlib.import_module(f"torch_paged_attn.backends.{folder}"), "notes", list)
-    return {"backend": folder, "ops": ops, "reason": None, "notes": notes()}
+    return {"backend": backend.name, "ops": ops, "reason": None, "notes": backend.notes()}
 
 
 def report() -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Argument(NamedTuple):
 
     @property
     def keyword_only(self) -> bool:
-        """Options are: what is neither a tensor nor a hint."""
+        """Options, which are neither tensors nor hints, are passed by name only."""
         return not self.is_tensor and not self.is_hint
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench, do_bench_cudagraph
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import flash_varlen
+from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
 from torch_paged_attn.backends.triton.portable.attention import attend
 
 DEVICE = "cuda"

@@ -124,10 +124,10 @@ def tables(read_ceiling: float) -> list[Table]:
             "host",
             "",
             {
-                "ours": figure("call", us),
-                "through torch.ops": figure("operator", us),
-                "FA3": figure("FA3", us),
-                "a new description": figure("first"),
+                "ours, inference": figure("ours (inference)", us),
+                "no_grad": figure("ours (no_grad)", us),
+                "grad": figure("ours (grad)", us),
+                "FA3, inference": figure("FA3 (inference)", us),
             },
         ),
     ]

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import torch
 from nki_emulator import emulated
 
-from torch_paged_attn.backends import neuron
+from torch_paged_attn.backends.neuron import BACKEND
 from torch_paged_attn.testing import Layout, Problem, build
 
 LONG = 512  # bytes of a descriptor from which a DMA is efficient
@@ -61,7 +61,7 @@ def cost_of(problem: Problem, generation: int = 3) -> Cost:
     call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
     with emulated(generation) as machine:
-        getattr(neuron, call.op)(**args)
+        BACKEND.function(call.op)(**args)
     engines: collections.Counter[str] = collections.Counter()
     matmuls = 0
     for (engine, instruction), count in machine.instructions.items():

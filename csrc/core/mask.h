@@ -12,18 +12,22 @@ namespace {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Times log2 e, a finite bias can leave the range of float32: masks hold torch.finfo(dtype).min, and
-// a row whose keys all carry it is the mean of their values. Beyond 2^127 logits are therefore
-// converted with half the slope: floats are 2^104 apart there, which every exponential takes for
-// infinitely far as it is.
-constexpr float STEEP = 0x1p127f, BEND = STEEP * (LOG2_E - 0.5f);
+// Times log2 e, a finite bias can leave the range of float32: masks hold torch.finfo(dtype).min,
+// and a row whose keys all carry it is the mean of their values. Logits past 2^127 are therefore
+// converted with half the slope. Floats are 2^104 apart there: either equal, or infinitely far for
+// an exponential.
+constexpr float STEEP = 0x1p127f, BEND = STEEP * (LOG2_E - 0.5f), LARGEST = 0x1.fffffep127f;
 
 PAGED_ATTN_INLINE float base_2(float logit) {
-  return fabsf(logit) <= STEEP ? logit * LOG2_E : 0.5f * logit + copysignf(BEND, logit);
+  if (!(fabsf(logit) > STEEP)) return logit * LOG2_E;
+  return 0.5f * logit + (logit < 0 ? -BEND : BEND);
 }
 
 PAGED_ATTN_INLINE float base_e(float logit) {
-  return fabsf(logit) <= STEEP * LOG2_E ? logit * LN_2 : 2 * (logit - copysignf(BEND, logit));
+  if (!(fabsf(logit) > STEEP * LOG2_E)) return logit * LN_2;
+  const float size = 2 * (fabsf(logit) - BEND);  // which rounding can bring past the largest
+  const float finite = size < LARGEST ? size : LARGEST;
+  return logit < 0 ? -finite : finite;
 }
 
 // One row of scores: a query token under one head.

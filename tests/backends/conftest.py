@@ -1,16 +1,91 @@
-"""Every backend that can run here, by name. A new backend joins the whole suite with one line."""
+"""One conformance suite for every backend: a test that takes `runner` runs on each that is chosen.
+
+`pytest tests/backends --backend NAME` chooses (repeat it for several, `neuron` is all its
+generations); by default it is all that can run in one process. What did not run, and why, stands
+at the end of the output.
+"""
 
 import pytest
 import torch
+from runners import ALONE, RUNNERS
+from sampling import IS_THOROUGH, SAMPLES, chosen
 
-DEVICES = {"cpu": "cpu"}
-if torch.cuda.is_available():
-    DEVICES["triton"] = "cuda"
+from torch_paged_attn.testing import PROBLEMS
 
 
-@pytest.fixture(params=DEVICES, scope="session")
-def device(request):
-    return torch.device(DEVICES[request.param])
+def names_of(asked):
+    """The runners that one `--backend` means: that of this name, or `neuron-2` and so on."""
+    return [
+        name
+        for name in RUNNERS
+        if name == asked or (name.rpartition("-")[0] == asked and name not in ALONE)
+    ]
+
+
+def selected(config):
+    """The runners that run, by name, and why others do not, but those that were not asked for."""
+    asked = config.getoption("--backend")
+    names = [name for a in asked for name in names_of(a)] if asked else list(RUNNERS)
+    running, absent = {}, {}
+    for name in names:
+        if not asked and name in ALONE:
+            absent[name] = f"it needs a process of its own: --backend {name}"
+        elif (reason := RUNNERS[name].missing()) is not None:
+            absent[name] = reason
+        else:
+            running[name] = RUNNERS[name]
+    return running, absent
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "over(cases): what a test runs over, by name; it takes `case`"
+    )
+    for asked in config.getoption("--backend"):
+        if not names_of(asked):
+            raise pytest.UsageError(f"--backend {asked}; there are {', '.join(RUNNERS)}")
+    for runner in selected(config)[0].values():
+        runner.prepare()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What only the CPU promises needs no other runner."""
+    if collection_path.name == "test_cpu.py" and "cpu" not in selected(config)[0]:
+        return True
+    return None
+
+
+def pytest_generate_tests(metafunc):
+    if "runner" not in metafunc.fixturenames:
+        return
+    runners, _ = selected(metafunc.config)
+    over = metafunc.definition.get_closest_marker("over")
+    test = metafunc.function.__name__.removeprefix("test_")
+    if over is None:
+        names = [name for name in runners if chosen(name, test, (test,))]
+        metafunc.parametrize("runner", [runners[n] for n in names], ids=names, indirect=True)
+        return
+    cases = over.args[0]
+    pairs = [(r, c) for r in runners for c in chosen(r, test, tuple(cases))]
+    metafunc.parametrize(
+        ("runner", "case"),
+        [(runners[r], cases[c]) for r, c in pairs],
+        ids=[f"{r}-{c}" for r, c in pairs],
+        indirect=["runner"],
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """A test that no runner runs is none."""
+    none = [i for i in items if getattr(i, "callspec", None) and "NOTSET" in i.callspec.id]
+    config.hook.pytest_deselected(items=none)
+    items[:] = [item for item in items if item not in none]
+
+
+@pytest.fixture
+def runner(request):
+    with request.param.session():
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +96,25 @@ def poison_allocations():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def forget_calls():
-    """Calls on a GPU are planned anew: the environment may have changed since."""
-    if "triton" in DEVICES:
-        from torch_paged_attn.backends.triton.runtime import recipes
-
-        recipes.forget()
+def pytest_terminal_summary(terminalreporter, config):
+    running, absent = selected(config)
+    terminalreporter.section("tests/backends: what did not run, and why")
+    if not absent and (IS_THOROUGH or running.keys().isdisjoint(SAMPLES)):
+        terminalreporter.write_line("everything ran")
+    for name, reason in absent.items():
+        terminalreporter.write_line(f"{name}: nothing, because {reason}")
+    for name in running:
+        if IS_THOROUGH or name not in SAMPLES:
+            continue
+        sample = SAMPLES[name]
+        terminalreporter.write_line(
+            f"{name}: {sample.reason}; HYPOTHESIS_PROFILE=thorough runs what it leaves out:"
+        )
+        for test, cases in sample.cases.items():
+            if test == "agrees":
+                left_out = [p for p in PROBLEMS if p not in cases]
+                like = [f"{p} ({sample.like[p]})" if p in sample.like else p for p in left_out]
+                terminalreporter.write_line(f"  agrees: left out {'; '.join(like)}")
+            else:
+                ran = f"only {', '.join(cases)} ran" if cases else "nothing ran"
+                terminalreporter.write_line(f"  {test}: {ran}")

@@ -1,26 +1,32 @@
-"""`flash_varlen` and `blocksparse` on every backend, over the named problems."""
+"""`flash_varlen` and `blocksparse` on every backend, over the named problems.
+
+Their inputs are hostile wherever nobody may look: `testing/inputs.py`.
+"""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
-from torch_paged_attn import environment
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+
+INF = float("inf")
 
 
 def over(keep):
     """Parametrise over the problems that `keep` picks."""
-    problems = [p for p in PROBLEMS.values() if keep(p)]
-    return pytest.mark.parametrize("problem", problems, ids=[p.name for p in problems])
+    return pytest.mark.over({name: p for name, p in PROBLEMS.items() if keep(p)})
 
 
-PROBLEM = over(lambda p: True)
+@functools.cache
+def truth(name):
+    return build(PROBLEMS[name]).truth()
 
 
 def bits(results):
     """Results as bytes: NaN equals NaN, and 0.0 is not -0.0."""
-    return [t.cpu().contiguous().view(torch.uint8) for t in results]
+    return [t.contiguous().view(torch.uint8) for t in results]
 
 
 def assert_same_bits(one, other):
@@ -28,55 +34,95 @@ def assert_same_bits(one, other):
         assert torch.equal(a, b)
 
 
-@PROBLEM
-def test_agrees_with_the_reference(problem, device):
-    call = build(problem)
-    out, lse = call.to(device).run()
-    assert out.dtype == (problem.out_dtype or problem.dtype)
+@over(lambda p: True)
+def test_agrees(case, runner):
+    out, lse = runner.attend(build(case))
+    assert out.dtype == (case.out_dtype or case.dtype)
     assert lse.dtype == torch.float32
     assert out.is_contiguous() and lse.is_contiguous()
-    assert_accurate(out, lse, call.truth())
+    assert_accurate(out, lse, truth(case.name))
 
 
-@PROBLEM
-def test_same_call_same_bits_whatever_the_hints(problem, device):
-    call = build(problem).to(device)
-    first = call.run()
-    assert_same_bits(first, call.run())
-    assert_same_bits(first, call.run(max_seqlen_q=0, max_seqlen_k=0))
-    assert_same_bits(first, call.run(max_seqlen_q=2**31 + 5, max_seqlen_k=2**40))
+@over(lambda p: True)
+def test_same_bits(case, runner):
+    """Twice, and whatever the hints."""
+    call = build(case)
+    first = runner.attend(call)
+    assert_same_bits(first, runner.attend(call))
+    if not runner.heeds_hints:
+        assert_same_bits(first, runner.attend(call, max_seqlen_q=0, max_seqlen_k=0))
+        assert_same_bits(first, runner.attend(call, max_seqlen_q=2**31 + 5, max_seqlen_k=2**40))
 
 
 @over(lambda p: p.page_size is not None)
-def test_order_of_pages_changes_no_bit(problem, device):
-    first = build(problem).to(device).run()
-    moved = dataclasses.replace(problem, page_seed=problem.page_seed + 1, spare_pages=9)
-    assert_same_bits(first, build(moved).to(device).run())
+def test_page_order(case, runner):
+    """The order of a cache's pages changes no bit."""
+    moved = dataclasses.replace(case, page_seed=case.page_seed + 1, spare_pages=9)
+    assert_same_bits(runner.attend(build(case)), runner.attend(build(moved)))
 
 
 @over(lambda p: p.dropout_p == 0.0)  # a dropout mask depends on the place in the batch
-def test_sequence_alone_equals_itself_in_the_batch(problem, device, monkeypatch):
-    monkeypatch.setattr(
-        environment, "BATCH_INVARIANT", True
-    )  # always so on the CPU, asked for on GPUs
-    call = build(problem)
-    out, lse = call.to(device).run()
-    bounds = call.args["cu_seqlens_q"].tolist()
-    for b in range(len(problem.seqs)):
-        rows = slice(bounds[b], bounds[b + 1])
-        assert_same_bits(call.alone(b).to(device).run(), (out[rows], lse[:, rows]))
+def test_alone(case, runner):
+    """A sequence alone has the bits that it has in its batch."""
+    call = build(case)
+    with runner.batch_invariant():
+        out, lse = runner.attend(call)
+        assert_accurate(out, lse, truth(case.name))
+        bounds = call.args["cu_seqlens_q"].tolist()
+        for b in range(len(case.seqs)):
+            rows = slice(bounds[b], bounds[b + 1])
+            assert_same_bits(runner.alone(call, b), (out[rows], lse[:, rows]))
 
 
-def test_padding_rows_are_zero(device):
-    problem = PROBLEMS["llama3_8b/mixed/f32"]
-    out, lse = build(problem).to(device).run()
-    assert (out[-problem.padding_rows :] == 0).all()
-    assert (lse[:, -problem.padding_rows :] == float("-inf")).all()
+@over(lambda p: p.dtype.itemsize > 1 and p.kv_dtype is None)
+def test_unseen_memory(case, runner):
+    """What nobody may look at is NaN in every problem, and zero here: no bit changes."""
+    call = build(case)
+    first = runner.attend(call)
+    for name in ("q", "k", "v"):
+        call.args[name][call.args[name].isnan()] = 0.0
+    assert_same_bits(first, runner.attend(call))
 
 
-def test_caches_are_only_read(device):
-    call = build(PROBLEMS["llama3_8b/mixed/bf16"]).to(device)
+@over(lambda p: p.dtype.itemsize > 1 and p.page_size is not None)
+def test_nan_stays(case, runner):
+    """A query that is NaN makes its own row NaN, if it sees a key, and touches no other."""
+    call = build(case)
+    out, lse = runner.attend(call)
+    call.args["q"][0] = float("nan")
+    poisoned, poisoned_lse = runner.attend(call)
+    if case.layout is None and not case.softcap:  # a softcap bounds NaN, too
+        assert poisoned[0].isnan().all() and poisoned_lse[:, 0].isnan().all()
+    assert_same_bits((poisoned[1:], poisoned_lse[:, 1:]), (out[1:], lse[:, 1:]))
+
+
+def test_padding_rows(runner):
+    """They are 0, and -inf in softmax_lse."""
+    problem = PROBLEMS["sglang/page1/f16"]
+    out, lse = runner.attend(build(dataclasses.replace(problem, padding_rows=2)))
+    assert (out[-2:] == 0).all()
+    assert (lse[:, -2:] == -INF).all()
+
+
+def test_inputs_are_only_read(runner):
+    call = build(PROBLEMS["sglang/page1/f16"])
     before = {name: t.clone() for name, t in call.args.items() if isinstance(t, torch.Tensor)}
-    call.run()
+    runner.attend(call)
     for name, tensor in before.items():
         assert_same_bits([tensor], [call.args[name]])
+
+
+def test_no_sequences(runner):
+    """An empty batch has an empty result."""
+    problem = dataclasses.replace(PROBLEMS["sglang/page1/f16"], seqs=())
+    out, lse = runner.attend(build(problem))
+    assert out.shape == (0, problem.num_heads, problem.head_dim)
+    assert lse.shape == (problem.num_heads, 0)
+
+
+def test_refuses(runner):
+    """What a backend cannot do it refuses by name."""
+    for name, changes, text in runner.refusals:
+        problem = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], **changes)
+        with pytest.raises(NotImplementedError, match=rf"paged_attn::flash_varlen: {text}"):
+            pytest.fail(f"{name}: {runner.attend(build(problem))}")

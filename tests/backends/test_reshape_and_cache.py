@@ -3,132 +3,162 @@
 import pytest
 import torch
 
-import torch_paged_attn
 from torch_paged_attn import reference
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+SHORT = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "i8",
+}
+FLOATS, EIGHT_BITS = tuple(SHORT)[:3], tuple(SHORT)[3:]
 PAIRS = [(f, f) for f in FLOATS] + [(f, e) for f in FLOATS for e in EIGHT_BITS]
+# how a cache lies, and its page size
+LAYOUTS = {"hnd": 32, "nhd": 16, "interleaved": 64, "packed_last": 5}
+SLOTS = 320
+WRITES = {
+    f"{SHORT[dtype]}-{SHORT[stored]}-{layout}": (dtype, stored, layout)
+    for dtype, stored in PAIRS
+    for layout in LAYOUTS
+}
 
 
-def make(
-    dtype, cache_dtype, layout="hnd", tokens=40, heads=3, num_pages=6, dim=24, dim_v=24, seed=0
-):
-    g = torch.Generator().manual_seed(seed)
-    page_size = 16
-    key = torch.randn(tokens, heads, dim, generator=g).to(dtype) * 3
-    value = torch.randn(tokens, heads, dim_v, generator=g).to(dtype) * 3
-    slots = torch.randperm(num_pages * page_size, generator=g)[:tokens]
-    slots[::7] = -1
-    if layout == "nhd":
-        caches = [torch.empty(num_pages, page_size, heads, n).transpose(1, 2) for n in (dim, dim_v)]
-    elif layout == "packed_last":
-        caches = torch.empty(num_pages, heads, page_size, dim + dim_v).split([dim, dim_v], -1)
+def make(dtype, cache_dtype, layout="hnd", tokens=150, heads=3, slots=SLOTS, dim=24, dim_v=24):
+    """Keys, values, caches full of 77, and slots: some negative, some next to one another."""
+    g = torch.Generator().manual_seed(0)
+    page_size = LAYOUTS[layout]
+    num_pages = -(-slots // page_size)
+    key = (torch.randn(tokens, heads, dim, generator=g) * 3).to(dtype)
+    value = (torch.randn(tokens, heads, dim_v, generator=g) * 3).to(dtype)
+    key[0] *= 100  # saturates
+    key[1] *= 1e-4  # subnormal in eight bits
+    mapping = torch.randperm(slots, generator=g)[:tokens]
+    mapping[20:50] = torch.arange(67, 97)
+    mapping[:20][(mapping[:20] >= 67) & (mapping[:20] < 97)] = -1
+    mapping[50:][(mapping[50:] >= 67) & (mapping[50:] < 97)] = -7
+    mapping[::7] = -1
+    if layout == "packed_last":  # keys beside values
+        both = torch.full((num_pages, heads, page_size, dim + dim_v), 77.0).to(cache_dtype)
+        caches = both.split([dim, dim_v], -1)
+    elif layout == "interleaved":  # pages of keys and of values take turns
+        both = torch.full((num_pages, 2, page_size, heads, max(dim, dim_v)), 77.0).to(cache_dtype)
+        caches = [both[:, i].transpose(1, 2)[..., :n] for i, n in ((0, dim), (1, dim_v))]
+    elif layout == "nhd":
+        shapes = ((num_pages, page_size, heads, n) for n in (dim, dim_v))
+        caches = [torch.full(shape, 77.0).to(cache_dtype).transpose(1, 2) for shape in shapes]
     else:
-        caches = [torch.empty(num_pages, heads, page_size, n) for n in (dim, dim_v)]
-    bases = {}
-    typed = []
-    for cache in caches:  # views of one storage stay views of one storage
-        key_ = cache.untyped_storage().data_ptr()
-        size = cache.untyped_storage().nbytes() // 4
-        base = bases.setdefault(key_, torch.full((size,), 77.0).to(cache_dtype))
-        typed.append(base.as_strided(cache.shape, cache.stride(), cache.storage_offset()))
-    return key, value, typed, slots
+        shapes = ((num_pages, heads, page_size, n) for n in (dim, dim_v))
+        caches = [torch.full(shape, 77.0).to(cache_dtype) for shape in shapes]
+    return key, value, tuple(caches), mapping
 
 
-def same_bytes(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def scales_of(cache_dtype):
+    if cache_dtype not in EIGHT_BITS:
+        return None, None
+    return torch.tensor(0.03), torch.tensor([0.5, 0.002, 0.1])
 
 
-@pytest.mark.parametrize("layout", ["hnd", "nhd", "packed_last"])
-@pytest.mark.parametrize("dtype, cache_dtype", PAIRS)
-def test_writes_what_the_reference_writes(dtype, cache_dtype, layout, device):
-    key, value, (k_cache, v_cache), slots = make(dtype, cache_dtype, layout, dim_v=17)
-    expected = (k_cache.clone(), v_cache.clone())
-    scales = (None, None)
-    if cache_dtype in EIGHT_BITS:
-        scales = (torch.tensor(0.03), torch.tensor([0.5, 0.002, 0.1]))
-    reference.reshape_and_cache_split(key, value, *expected, slots, *scales)
-    on_device = [t.to(device) if t is not None else None for t in (key, value, slots, *scales)]
-    caches = (k_cache.to(device), v_cache.to(device))
-    torch_paged_attn.reshape_and_cache(*on_device[:2], caches, *on_device[2:])
-    for cache, want in zip(caches, expected, strict=True):
-        assert same_bytes(cache.cpu(), want)
+def expected(key, value, caches, slots, *scales):
+    """What the reference writes into copies of the caches, one tensor or two."""
+    if isinstance(caches, torch.Tensor):
+        copy = caches.clone()
+        reference.reshape_and_cache(key, value, copy, slots, *scales)
+        return copy
+    copies = tuple(cache.clone() for cache in caches)
+    reference.reshape_and_cache_split(key, value, *copies, slots, *scales)
+    return copies
 
 
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_large_write(cache_dtype, layout, device):
-    """Megabytes, which may bypass a processor's caches: keys are whole cache lines, values not."""
-    sizes = {"tokens": 2048, "heads": 8, "num_pages": 160, "dim": 128, "dim_v": 136}
-    key, value, caches, slots = make(torch.bfloat16, cache_dtype, layout, **sizes)
-    expected = [cache.clone() for cache in caches]
+def assert_same_bytes(found, wanted):
+    pairs = (
+        [(found, wanted)] if isinstance(found, torch.Tensor) else zip(found, wanted, strict=True)
+    )
+    for a, b in pairs:
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_write(runner, *args):
+    wanted = expected(*args)
+    assert_same_bytes(runner.write(*args), wanted)
+
+
+@pytest.mark.over(WRITES)
+def test_write(case, runner):
+    dtype, cache_dtype, layout = case
+    args = *make(dtype, cache_dtype, layout, dim_v=17), *scales_of(cache_dtype)
+    check_write(runner, *args)
+
+
+@pytest.mark.over(
+    {f"{SHORT[d]}-{layout}": (d, layout) for d in (FLOATS[1], EIGHT_BITS[0]) for layout in LAYOUTS}
+)
+def test_write_megabytes(case, runner):
+    """They may bypass a processor's caches: keys are whole cache lines, values not."""
+    sizes = {"tokens": 2048, "heads": 8, "slots": 2560, "dim": 128, "dim_v": 136}
+    cache_dtype, layout = case
     scales = (torch.tensor(0.5), torch.tensor(0.3)) if cache_dtype in EIGHT_BITS else (None, None)
-    reference.reshape_and_cache_split(key, value, *expected, slots, *scales)
-    on_device = [t.to(device) if t is not None else None for t in (key, value, slots, *scales)]
-    caches = [cache.to(device) for cache in caches]
-    torch_paged_attn.reshape_and_cache(*on_device[:2], caches, *on_device[2:])
-    for cache, want in zip(caches, expected, strict=True):
-        assert same_bytes(cache.cpu(), want)
+    args = *make(torch.bfloat16, cache_dtype, layout, **sizes), *scales
+    check_write(runner, *args)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 0.3])
-@pytest.mark.parametrize("cache_dtype", EIGHT_BITS)
-def test_every_bfloat16(cache_dtype, scale, device):
+@pytest.mark.over(
+    {f"{SHORT[d]}-{scale}": (d, scale) for d in EIGHT_BITS for scale in (2.0, 2.0**-9, 0.3)}
+)
+def test_write_every_bfloat16(case, runner):
     """Ties, subnormals, infinities; scales that are a power of two and one that is none."""
+    cache_dtype, scale = case
     every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).view(-1, 1, 128)
     every = every.where(~every.isnan(), 0.0)
     caches = torch.zeros(2, 32, 1, 16, 128).to(cache_dtype)
-    expected, slots = caches.clone(), torch.arange(len(every))
     scales = (torch.tensor(scale), torch.tensor(scale))
-    reference.reshape_and_cache(every, every, expected, slots, *scales)
-    on_device = [t.to(device) for t in (every, every, caches, slots, *scales)]
-    torch_paged_attn.reshape_and_cache(*on_device)
-    assert same_bytes(on_device[2].cpu(), expected)
+    args = every, every, caches, torch.arange(len(every)), *scales
+    check_write(runner, *args)
 
 
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-def test_one_tensor_cache(slot_dtype, device):
+@pytest.mark.over({"int32": torch.int32, "int64": torch.int64})
+def test_write_slots(case, runner):
+    """One tensor for both caches, and slots of either type."""
     key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
-    kv_cache = torch.randn(2, 6, 3, 16, 24).bfloat16()
-    expected = kv_cache.clone()
-    reference.reshape_and_cache(key, value, expected, slots)
-    cache = kv_cache.to(device)
-    args = (key.to(device), value.to(device), cache, slots.to(device, slot_dtype))
-    torch_paged_attn.reshape_and_cache(*args)
-    assert same_bytes(cache.cpu(), expected)
+    args = key, value, torch.randn(2, 10, 3, 32, 24).bfloat16(), slots.to(case)
+    check_write(runner, *args)
 
 
-def test_rows_past_slot_mapping_are_padding(device):
+def test_write_outside(runner):
+    """A slot past the end: the CPU writes nothing at all, an accelerator skips the token."""
+    key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
+    slots[3], slots[4] = SLOTS, 2**62
+    cache = torch.randn(2, 10, 3, 32, 24).bfloat16()
+    if runner.skips_slots:
+        inside = slots.where(slots < SLOTS, -1)
+        wanted = expected(key, value, cache, inside)
+        assert_same_bytes(runner.write(key, value, cache, slots), wanted)
+    else:
+        with pytest.raises(IndexError, match="slot_mapping"):
+            runner.write(key, value, cache, slots)
+
+
+def test_write_padding(runner):
+    """Rows of key past the slots are none."""
     key, value, caches, slots = make(torch.float32, torch.float32)
-    expected = tuple(c.clone() for c in caches)
-    reference.reshape_and_cache_split(key, value, *expected, slots[:9])
-    caches = [c.to(device) for c in caches]
-    torch_paged_attn.reshape_and_cache(
-        key.to(device), value.to(device), caches, slots[:9].to(device)
-    )
-    for cache, want in zip(caches, expected, strict=True):
-        assert same_bytes(cache.cpu(), want)
+    args = key, value, caches, slots[:99]
+    check_write(runner, *args)
 
 
-def test_two_tokens_for_one_slot_one_wins_whole(device):
+def test_write_none(runner):
+    key, value, caches, slots = make(torch.float32, torch.float32)
+    check_write(runner, key, value, caches, slots[:0])
+
+
+def test_write_twice(runner):
+    """Of two tokens for one slot one wins, whole."""
     key, value, caches, slots = make(torch.float32, torch.float32)
     slots[:] = 5
-    caches = [c.to(device) for c in caches]
-    torch_paged_attn.reshape_and_cache(key.to(device), value.to(device), caches, slots.to(device))
+    written = runner.write(key, value, caches, slots)
     winners = {
-        int((cache[0, :, 5].cpu() == new).all((1, 2)).nonzero()[0, 0])
-        for cache, new in zip(caches, (key, value), strict=True)
+        int((cache[0, :, 5] == new).all((1, 2)).nonzero()[0, 0])
+        for cache, new in zip(written, (key, value), strict=True)
     }
     assert len(winners) == 1
-    if device.type == "cpu":
-        assert winners == {key.shape[0] - 1}
-
-
-def test_no_token_writes_nothing(device):
-    key, value, caches, _ = make(torch.float32, torch.float32)
-    before = [c.clone() for c in caches]
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    caches = [c.to(device) for c in caches]
-    torch_paged_attn.reshape_and_cache(key.to(device), value.to(device), caches, none)
-    assert all(same_bytes(c.cpu(), b) for c, b in zip(caches, before, strict=True))
+    assert not runner.last_wins or winners == {key.shape[0] - 1}

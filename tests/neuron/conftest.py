@@ -26,14 +26,14 @@ def machine(request):
 @pytest.fixture
 def run():
     """Run a `Call` on the backend."""
-    from torch_paged_attn.backends import neuron
+    from torch_paged_attn.backends.neuron import BACKEND
 
     def run(call, **changes):
         args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args | changes
         first = ["q", "k", "v", "crow_indices", "col_indices", "cu_seqlens_q", "cu_seqlens_k"]
         first += ["max_seqlen_q", "max_seqlen_k"]
         positional = [args.pop(name) for name in first if name in args]
-        return getattr(neuron, call.op)(*positional, **args)
+        return BACKEND.function(call.op)(*positional, **args)
 
     return run
 

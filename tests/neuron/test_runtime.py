@@ -14,8 +14,7 @@ from nki_emulator.signatures import signature
 
 import torch_paged_attn
 from torch_paged_attn import environment
-from torch_paged_attn.backends import neuron
-from torch_paged_attn.backends.neuron import runtime
+from torch_paged_attn.backends.neuron import BACKEND, reshape_and_cache, runtime
 
 ROOT = Path(torch_paged_attn.__file__).parent.parent
 
@@ -55,27 +54,27 @@ COMPILER = ("nki", "neuronxcc")
 
 def test_xla_is_neurons_where_the_runtime_says_so(front_end):
     front_end(*COMPILER, "torch_xla.runtime", device_type="NEURON")
-    assert neuron.load() is None
+    assert BACKEND.unsupported() is None
     front_end(*COMPILER, "torch_xla.runtime", device_type="TPU")
-    assert "torch_xla's runtime is TPU" in neuron.load()
+    assert "torch_xla's runtime is TPU" in BACKEND.unsupported()
     front_end(*COMPILER)
-    assert "torch_xla's runtime is not installed" in neuron.load()
+    assert "torch_xla's runtime is not installed" in BACKEND.unsupported()
 
 
 def test_privateuse1_is_neurons_where_it_is_called_so(front_end, monkeypatch):
     front_end(*COMPILER)
     device_named(monkeypatch, "neuron")
-    assert neuron.load() is None
+    assert BACKEND.unsupported() is None
     device_named(monkeypatch, "someone_elses")
-    assert "the device of PrivateUse1 is someone_elses" in neuron.load()
+    assert "the device of PrivateUse1 is someone_elses" in BACKEND.unsupported()
 
 
 def test_compiler_and_version_are_asked_for(front_end, monkeypatch):
     front_end("nki")
-    assert "neuronx-cc, the compiler" in neuron.load()
+    assert "neuronx-cc, the compiler" in BACKEND.unsupported()
     front_end(*COMPILER)
     monkeypatch.setattr(sys.modules["nki"], "__version__", "0.2.0")
-    assert "nki 0.2.0 is installed; 0.3 or newer is needed" in neuron.load()
+    assert "nki 0.2.0 is installed; 0.3 or newer is needed" in BACKEND.unsupported()
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -117,18 +116,17 @@ def test_a_traced_launch_is_a_node(hop, front_end):
 
 def test_a_traced_cache_write_launches_nodes_and_attention_stays_opaque(front_end):
     log = front_end(*COMPILER, runtime.NKI_HOPS[0])
-    write = neuron.traceable("reshape_and_cache.split")
+    write = BACKEND.traceable("reshape_and_cache.split")
     caches = torch.zeros(2, 4, 2, 8, 3).unbind(0)
     key = torch.randn(5, 2, 3)
     # the fake kernel returns what it is given
-    module = sys.modules[neuron.reshape_and_cache.__module__]
     with pytest.MonkeyPatch.context() as patch:
         kernel = lambda rows, index, cache, num_kv_heads, layout: cache  # noqa: E731
-        patch.setattr(module, "reshape_and_cache_kernel", kernel)
+        patch.setattr(reshape_and_cache, "reshape_and_cache_kernel", kernel)
         write(key, key, *caches, torch.arange(5))
     assert log == [("wrap_nki", (2,))] * 2
-    assert neuron.traceable("flash_varlen") is None and neuron.traceable("blocksparse") is None
-    assert neuron.traceable("merge_states") is neuron.merge_states
+    assert BACKEND.traceable("flash_varlen") is None and BACKEND.traceable("blocksparse") is None
+    assert BACKEND.traceable("merge_states") is BACKEND.function("merge_states")
 
 
 def test_only_a_lazy_tensor_is_written_back():
@@ -178,8 +176,8 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         raise ImportError('WRONG PACKAGE')
 
 sys.meta_path.insert(0, Stubs())
-from torch_paged_attn.backends import neuron
-print(neuron.load())
+from torch_paged_attn.backends.neuron import BACKEND
+print(BACKEND.unsupported())
 """
 
 

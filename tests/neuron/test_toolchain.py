@@ -10,8 +10,8 @@ import torch_paged_attn
 CODE = """
 import sys, types
 {before}
-from torch_paged_attn.backends import neuron
-print(neuron.load())
+from torch_paged_attn.backends.neuron import BACKEND
+print(BACKEND.unsupported())
 """
 
 

@@ -95,7 +95,7 @@ SHARED_BY_KERNELS = ("dequant", "seqlen_info", "softmax")
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
-    "ops": ("ops", "backends.cpu"),
+    "ops": ("ops",),
     "reference": ("reference",),
     "backends/cpu": ("backends.cpu", "ops"),
     "backends/tpu": ("backends.tpu", "ops"),

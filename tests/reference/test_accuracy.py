@@ -1,12 +1,13 @@
 """The accuracy rule sees the mistakes that kernels make, and lets a good kernel pass."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from torch_paged_attn.reference import flash_varlen
-from torch_paged_attn.testing import Truth, assert_close_as_baseline
+from torch_paged_attn.testing import Truth, assert_accurate, assert_close_as_baseline
 from torch_paged_attn.testing.inputs import cumulative
 
 
@@ -31,34 +32,94 @@ def online(q, k, v, tile=32, mistake=""):
     return (acc / total).transpose(0, 1).to(q.dtype)
 
 
-def verdict(keys, mistake="", seed=0):
+def problem(keys, rows=17, seed=0, dtype=torch.bfloat16):
+    """q, k, v of one sequence of four heads, and the truth about them."""
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, 4, 64, generator=g).bfloat16() for n in (17, keys, keys))
-    bounds = (cumulative([17]), cumulative([keys]))
-    truth = Truth.of(flash_varlen, q, k, v, *bounds)
-    result = online(q, k, v, mistake=mistake)
-    assert_close_as_baseline(result, truth.out, truth.allowed, truth.luck)
+    q, k, v = (torch.randn(n, 4, 64, generator=g).to(dtype) for n in (rows, keys, keys))
+    return (q, k, v), Truth.of(flash_varlen, q, k, v, cumulative([rows]), cumulative([keys]))
+
+
+def verdict(keys, mistake="", seed=0, dtype=torch.bfloat16):
+    args, truth = problem(keys, seed=seed, dtype=dtype)
+    assert_accurate(online(*args, mistake=mistake), truth.softmax_lse.float(), truth)
+
+
+def judge_all_numbers(out, truth):
+    """What the rule was before it judged rows."""
+    assert_close_as_baseline(out, truth.out, truth.allowed, truth.luck)
 
 
 @pytest.mark.parametrize("keys", [1, 5, 64, 513, 4096])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_good_kernel_passes(keys, seed):
-    verdict(keys, seed=seed)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_good_kernel(keys, seed, dtype):
+    verdict(keys, seed=seed, dtype=dtype)
 
 
 @pytest.mark.parametrize("keys", [513, 4096])
 @pytest.mark.parametrize(
     "mistake", ["drops the last key", "rounds scores", "rounds the accumulator"]
 )
-def test_a_mistake_is_found(keys, mistake):
-    with pytest.raises(AssertionError, match=r"(max|mean) error"):
+def test_mistake(keys, mistake):
+    with pytest.raises(AssertionError, match=r"(max|mean) error|row "):
         verdict(keys, mistake)
 
 
-def test_nan_and_lost_rows_are_found():
+def test_nan_and_lost_rows():
     golden = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(0)).double()
     for bad in (math.nan, math.inf, 0.0):
         actual = golden.float()
         actual[3] = bad
         with pytest.raises(AssertionError):
             assert_close_as_baseline(actual, golden, 1e-7 * golden.abs(), 1e-7 * golden.abs())
+
+
+@pytest.mark.parametrize("keys", [1, 2, 7, 64, 513])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_scaled_row(factor, keys, seed):
+    """About one unit in the last place of each number, all of them in one direction."""
+    args, truth = problem(keys, rows=2, seed=seed)
+    out = online(*args)
+    row, head = divmod(int(truth.out.norm(dim=-1).argmin()), 4)
+    out[row, head] *= factor
+    judge_all_numbers(out, truth)
+    with pytest.raises(AssertionError, match=f"row {row} of head {head}: error"):
+        assert_accurate(out, truth.softmax_lse.float(), truth)
+
+
+def test_row_without_one_key():
+    """One row of many, whose lost key is one of many, beside a larger row that sees one key."""
+    (q, k, v), truth = problem(513, rows=64)
+    alone, small = problem(1, rows=1)
+    truth = Truth.joined([small, truth])
+    out = torch.cat([online(*alone), online(q, k, v)])
+    assert_accurate(out, truth.softmax_lse.float(), truth)
+    out[41, 2] = online(q[40:41], k, v, mistake="drops the last key")[0, 2]
+    judge_all_numbers(out, truth)
+    with pytest.raises(AssertionError, match="row 41 of head 2: error"):
+        assert_accurate(out, truth.softmax_lse.float(), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "error, rows", [(9e-4, slice(None)), (5e-5, slice(3, 4)), (1e-5, slice(None))]
+)
+def test_lse(error, rows, dtype):
+    args, truth = problem(64, dtype=dtype)
+    lse = truth.softmax_lse.float()
+    out = online(*args)
+    assert_accurate(out, lse, truth)
+    lse[:, rows] += error
+    with pytest.raises(AssertionError, match="softmax_lse is off by"):
+        assert_accurate(out, lse, truth)
+
+
+def test_rows_without_a_key_are_exact():
+    _, truth = problem(64)
+    out, lse = torch.zeros(17, 4, 64), torch.full((4, 17), -math.inf)
+    truth = dataclasses.replace(truth, out=out.double(), softmax_lse=lse.double())
+    assert_accurate(out.bfloat16(), lse, truth)
+    lse[2, 5] = -1e30
+    with pytest.raises(AssertionError, match="rows that see no key"):
+        assert_accurate(out.bfloat16(), lse, truth)

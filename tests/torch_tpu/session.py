@@ -22,7 +22,7 @@ _loader._init_device_impl("tpu")  # what importing torch_tpu does where there is
 import torch_paged_attn  # noqa: E402
 from torch_paged_attn.backends.tpu import front_ends  # noqa: E402
 from torch_paged_attn.backends.tpu.binding import flash_varlen  # noqa: E402
-from torch_paged_attn.ops._library import choose_backend  # noqa: E402
+from torch_paged_attn.ops.backend import serving  # noqa: E402
 
 BATCH, PAGES, PAGE, KV_HEADS, HEADS, DIM = 8, 8, 128, 8, 32, 128
 
@@ -49,7 +49,7 @@ def lower(function, tensors, outputs):
     return op(*tensors)
 
 
-found = {"backend": choose_backend("PrivateUse1")[0]}
+found = {"backend": serving("PrivateUse1")[0].name}
 with FakeTensorMode() as mode:
     cache = (BATCH * PAGES, KV_HEADS, PAGE, DIM)
     arguments = (

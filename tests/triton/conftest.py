@@ -2,6 +2,7 @@
 
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,13 @@ def device():
 @pytest.fixture(scope="session")
 def kernels():
     """The backend's functions, called without the dispatcher: on a CPU it would pick C++."""
-    from torch_paged_attn.backends import triton as backend
+    from torch_paged_attn.backends.triton import BACKEND
 
-    return backend
+    ops = ("flash_varlen", "blocksparse", "merge_states", "reshape_and_cache")
+    functions = {op: BACKEND.function(op) for op in ops}
+    return types.SimpleNamespace(
+        **functions, reshape_and_cache_split=BACKEND.function("reshape_and_cache.split")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +53,9 @@ def run(kernels):
 @pytest.fixture(autouse=True)
 def forget_calls(kernels):
     """Every call of a test is planned: the environment may have changed."""
-    from torch_paged_attn.backends.triton.runtime import recipes
+    from torch_paged_attn.backends.triton.runtime import launch_cache
 
-    recipes.forget()
+    launch_cache.clear()
 
 
 @pytest.fixture(autouse=True)

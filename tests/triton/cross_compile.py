@@ -176,28 +176,28 @@ class Kernel:
 
 
 def _attention(problem: Problem) -> Callable[[], None]:
-    from torch_paged_attn.backends import triton as backend
+    from torch_paged_attn.backends.triton import BACKEND
 
     call = build(problem)
     args, options = dispatched(call.op, call.args)
-    return functools.partial(getattr(backend, call.op), *args, **options)
+    return functools.partial(BACKEND.function(call.op), *args, **options)
 
 
 def _cache_write(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends import triton as backend
+    from torch_paged_attn.backends.triton.reshape_and_cache import reshape_and_cache
 
     new = torch.zeros(9, 8, 128, dtype=source)
     cache = torch.zeros(2, 4, 8, 16, 128).to(stored)
     scale = torch.ones(8) if stored.itemsize == 1 else None
     slots = torch.arange(9)
-    return lambda: backend.reshape_and_cache(new, new, cache, slots, scale, scale)
+    return lambda: reshape_and_cache(new, new, cache, slots, scale, scale)
 
 
 def _merge(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends import triton as backend
+    from torch_paged_attn.backends.triton.merge_states import merge_states
 
     out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
-    return lambda: backend.merge_states(out, lse, out, lse)
+    return lambda: merge_states(out, lse, out, lse)
 
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:

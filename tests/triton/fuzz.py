@@ -27,13 +27,13 @@ LOST = 3  # how a worker ends that has told of a lost context
 def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
     from torch_paged_attn.attention_call import AttentionCall
-    from torch_paged_attn.backends import triton as backend
+    from torch_paged_attn.backends.triton import BACKEND
     from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 
     call = build(problem)
     args, options = dispatched(call.op, call.to("cuda").args)
     truth = call.truth()
-    first, again = (getattr(backend, call.op)(*args, **options) for _ in range(2))
+    first, again = (BACKEND.function(call.op)(*args, **options) for _ in range(2))
     assert_accurate(*first, truth)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     whole = getattr(AttentionCall, call.op)(*args, **options)

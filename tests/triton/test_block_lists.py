@@ -7,7 +7,7 @@ import pytest
 from torch_paged_attn.attention_call import BlockLayout
 from torch_paged_attn.backends.triton.hopper.block_lists import (
     SPAN,
-    build_block_lists,
+    plan_block_lists,
     shape_of_lists,
 )
 from torch_paged_attn.testing import PROBLEMS, Layout, build
@@ -63,8 +63,8 @@ def test_lists_what_the_rows_of_a_tile_list(name, tokens, block_n, causal, devic
     assert keys == min(layout.k_block_size, block_n)
     assert positions == max(layout.q_block_size, tokens)
 
-    lists = build_block_lists(moved, positions, keys, KEYS, causal)
-    entries, spans = (x.cpu() for x in lists)
+    build_lists = plan_block_lists(moved, positions, keys, KEYS, causal)
+    entries, spans = (x.cpu() for x in build_lists(moved.crow_indices, moved.col_indices))
     assert spans.shape[2:] == (-(-KEYS // positions), SPAN.value)
     outer = layout.crow_indices.shape[:-1]
     for b in range(spans.shape[0]):

@@ -36,7 +36,7 @@ def compiler():
 
 
 @pytest.mark.parametrize("arch, name", JOBS)
-def test_compiles_to_what_the_chip_has_room_for(arch, name, compiler):
+def test_compiles(arch, name, compiler):
     kernels = compiler(arch).submit(cross_compile.compile_call, arch, name).result()
     assert kernels
     for kernel in kernels:
@@ -44,7 +44,7 @@ def test_compiles_to_what_the_chip_has_room_for(arch, name, compiler):
 
 
 @pytest.mark.parametrize("arch", cross_compile.CHIPS)
-def test_every_entry_of_a_table_is_compiled(arch):
+def test_table_entries_compile(arch):
     with cross_compile.workers(1) as pool:
         taken, entries = pool.submit(fit_tiles.entries_of, arch).result()
     assert set(taken) == set(entries)

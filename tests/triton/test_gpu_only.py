@@ -1,11 +1,14 @@
 """What only a GPU can show: CUDA graphs, no host in the loop, caches past 2**31 elements."""
 
 import dataclasses
+import threading
+from typing import ClassVar
 
 import pytest
 import torch
 
-from torch_paged_attn.backends.triton.runtime import recipes
+import torch_paged_attn
+from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,17 +39,172 @@ def elsewhere(call):
     return dataclasses.replace(call, args=copied)
 
 
+MODES = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "grad": torch.enable_grad,
+    "default_device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.fixture
+def nothing_new(monkeypatch):
+    """Called, makes every plan and every launch through Triton an error from then on."""
+    from triton.runtime.jit import JITFunction
+
+    def start():
+        monkeypatch.setattr(launch_cache._plans, "put", None)
+        monkeypatch.setattr(JITFunction, "run", None)
+
+    return start
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_call_like_one_before_is_not_planned_again(name, monkeypatch):
+def test_a_call_like_one_before_is_not_planned_again(name, nothing_new):
     call = build(PROBLEMS[name]).to("cuda")
     others = elsewhere(call)
-    with torch.inference_mode():
-        want, _ = (call.run() for _ in range(2))
-        monkeypatch.setattr(recipes, "make", None)
-        for again in (call, others):
-            assert all(torch.equal(a, b) for a, b in zip(again.run(), want, strict=True))
-    # neither through the dispatcher
-    assert all(torch.equal(a, b) for a, b in zip(others.run(), want, strict=True))
+    want = call.run()
+    nothing_new()
+    for mode in MODES.values():
+        with mode():
+            for again in (call, others):
+                assert all(torch.equal(a, b) for a, b in zip(again.run(), want, strict=True))
+
+
+def decode(batch, context=90):
+    problem = PROBLEMS["llama3_8b/decode_b5/bf16"]
+    problem = dataclasses.replace(problem, seqs=((1, context),) * batch, page_seed=batch)
+    return build(problem)
+
+
+def test_a_new_size_takes_no_kernel_from_triton(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    decode(9).to("cuda").run()
+    calls = [(call.truth(), call.to("cuda")) for call in (decode(10), decode(12, 200))]
+    monkeypatch.setattr(JITFunction, "run", None)
+    for truth, call in calls:
+        assert_accurate(*call.run(), truth)
+
+
+def test_a_triton_that_is_not_known_launches_all_the_same(monkeypatch):
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"]).to("cuda")
+    want = call.run()
+    monkeypatch.setattr(launch_cache, "IS_KNOWN", False)
+    launch_cache.clear()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(call.run(), want, strict=True))
+
+
+class Noting(torch.Tensor):
+    """Notes the functions that are called with it."""
+
+    seen: ClassVar[list] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(str(function))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_sees_every_call():
+    call = build(PROBLEMS["llama3_8b/decode_b5/bf16"]).to("cuda")
+    want = call.run()
+    q = call.args["q"].as_subclass(Noting)
+    for number in range(1, 6):
+        out, _ = call.run(q=q)
+        assert isinstance(out, Noting)
+        assert torch.equal(out.as_subclass(torch.Tensor), want[0])
+        assert len([name for name in Noting.seen if "flash_varlen" in name]) == number
+
+
+def test_addresses_off_16_bytes_and_on_take_turns():
+    call = build(PROBLEMS["llama3_8b/decode_b5/bf16"]).to("cuda")
+    q = call.args["q"]
+    room = torch.zeros(q.numel() + 1, dtype=q.dtype, device="cuda")
+    off = room[1:].view(q.shape).copy_(q)
+    want = call.run()
+    for _ in range(3):
+        for x in (q, off):
+            assert all(torch.equal(a, b) for a, b in zip(call.run(q=x), want, strict=True))
+
+
+def test_many_sizes_leave_a_bounded_number_of_plans(monkeypatch):
+    monkeypatch.setattr(launch_cache._plans, "bound", 4)
+    new = torch.randn(40, 2, 64, device="cuda")
+    for n in (*range(1, 20), 3, 19):
+        out, _ = torch_paged_attn.merge_states(
+            new[:n], new[:2, :1, :n].reshape(2, n), new[:n], new[:2, :1, :n].reshape(2, n)
+        )
+        torch.testing.assert_close(out, new[:n])
+        assert len(launch_cache._plans) <= 4
+
+
+def test_threads_that_call_with_sizes_of_their_own_get_their_results(monkeypatch):
+    monkeypatch.setattr(launch_cache._plans, "bound", 3)
+    calls = [decode(batch).to("cuda") for batch in range(2, 10)]
+    wants = [call.run() for call in calls]
+    failures = []
+
+    def work(first):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        try:
+            with torch.cuda.stream(stream):
+                for i in range(40):
+                    number = (first + i) % len(calls)
+                    got = calls[number].run()
+                    if not all(map(torch.equal, got, wants[number])):
+                        failures.append(number)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(2 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_streams_give_their_counters_back():
+    call = decode(4, 2000).to("cuda")
+    call.run()
+    launch_cache.clear()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for priority in (0, -1):
+        for _ in range(32):
+            with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
+                call.run()
+    torch.cuda.synchronize()
+    assert 0 < len(workspace._counters) <= workspace.MOST_STREAMS
+    launch_cache.clear()
+    assert len(workspace._counters) == 0
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_a_call_of_a_new_size_may_be_captured():
+    decode(9).to("cuda").run()
+    call = decode(11)
+    truth, call = call.truth(), call.to("cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call.run()
+    for _ in range(3):
+        graph.replay()
+        assert_accurate(*captured, truth)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_may_be_another_one():
+    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+    truth, other = call.truth(), call.to("cuda:1")
+    for _ in range(3):
+        out, lse = other.run()
+        assert out.device.index == 1 and torch.cuda.current_device() == 0
+        assert_accurate(out, lse, truth)
 
 
 def test_values_within_keys_or_elsewhere():
@@ -57,9 +215,9 @@ def test_values_within_keys_or_elsewhere():
     doubled = torch.empty_like(call.args["k"])[..., : part.shape[-1]].copy_(2 * part)
     planned = {}
     for v in (part, copied, doubled):
-        recipes.forget()
+        launch_cache.clear()
         planned[id(v)] = call.run(v=v)
-    recipes.forget()
+    launch_cache.clear()
     for v in (part, copied, doubled, part, doubled, copied):
         got, want = call.run(v=v), planned[id(v)]
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

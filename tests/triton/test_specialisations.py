@@ -23,7 +23,7 @@ def specialisations(problems):
         return pool.submit(cross_compile.specialisations, "sm90", problems).result()
 
 
-def test_lengths_tables_and_caches_take_no_kernel_of_their_own():
+def test_one_kernel_for_all_lengths():
     lengths = (300, 301, 16 * 29, 16 * 30 - 1, 500)
     problems = [
         model([(1, n), (1, n // 3), (1, 2)], spare_pages=spare)
@@ -38,19 +38,19 @@ def test_lengths_tables_and_caches_take_no_kernel_of_their_own():
     assert found == {"_hopper_attention_fwd_kernel": 2, "_tile_order_kernel": 2}
 
 
-def test_batches_take_a_bounded_number():
+def test_few_kernels_for_all_batches():
     """A kernel for each number of sequences looked at at a time, and each class of tiles."""
     decode = [model([(1, 30 + b % 5)] * b) for b in (1, 2, 3, 5, 8, 11, 21, 32, 47, 90, 130, 200)]
     assert specialisations(decode)["_attention_fwd_kernel"] <= 6
 
 
-def test_compiling_ahead_is_nothing_to_do_on_a_cpu():
+def test_warmup_on_cpu():
     assert torch_paged_attn.warmup(8, 2, 64, device="cpu") is None
     with pytest.raises(ValueError, match="warmup: device is xla"):
         torch_paged_attn.warmup(8, 2, 64, device="xla")
 
 
-def test_layouts_of_other_sizes_take_no_kernel_of_their_own():
+def test_one_kernel_for_all_layout_sizes():
     layouts = (Layout(heads="all", density=density) for density in (0.1, 0.3, 0.5, 0.8))
     problems = [
         model([(1500 + 90 * i, 0), (130, 1000 * i)], layout=layout)
@@ -67,7 +67,7 @@ def test_layouts_of_other_sizes_take_no_kernel_of_their_own():
 @pytest.mark.parametrize(
     "layout, max_batch, max_tokens", [(None, 3, 24), ("shared", 2, 12), ("batched", 2, 12)]
 )
-def test_compiling_ahead_leaves_nothing_to_compile(layout, max_batch, max_tokens, monkeypatch):
+def test_warmup_compiles_everything(layout, max_batch, max_tokens, monkeypatch):
     from triton import knobs
 
     compiled = []

@@ -2,7 +2,11 @@
 
 import pytest
 
-from torch_paged_attn.backends.triton.hopper.tile_scheduler import Lengths, TileOptions, order_tiles
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+    Lengths,
+    TileOptions,
+    plan_tile_list,
+)
 from torch_paged_attn.testing.inputs import cumulative
 
 BATCHES = {
@@ -25,7 +29,8 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_alig
     total_q = sum(query_lens) + padding
     lengths = (*(x.to(device) for x in (cu_seqlens_q, cu_seqlens_k)), None)
     options = TileOptions(False, is_causal, is_aligned, TOKENS=tokens, BLOCK_N=block_n)
-    order = order_tiles(Lengths(*lengths), total_q, sum(key_lens), options).cpu()
+    list_tiles = plan_tile_list(len(seqs), total_q, sum(key_lens), options, device)
+    order = list_tiles(Lengths(*lengths)).cpu()
 
     expected = []
     for b, (query_len, key_len) in enumerate([*seqs, (padding, 0)]):

@@ -1,5 +1,7 @@
 """Tiles that no table of this machine's would choose."""
 
+import dataclasses
+
 import pytest
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -8,7 +10,7 @@ from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.testing import PROBLEMS, Problem, assert_accurate, build
 
 
-def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
+def test_group_wider_than_tile(kernels, device):
     """It takes the heads in turns: 40 of them here, 16 at a time."""
     from torch_paged_attn.backends.triton.portable.attention import attend
 
@@ -26,7 +28,7 @@ def test_a_tile_of_fewer_rows_than_a_group_has_heads(kernels, device):
         ("gemma2/window_softcap/bf16", Config(32, 16, 4, 1, chain=64)),
     ],
 )
-def test_tiles_of_few_rows_and_heads_in_chains(name, config, kernels, device):
+def test_chains(name, config, kernels, device):
     """What AMD's wide heads take."""
     from torch_paged_attn.backends.triton.portable.attention import attend
 
@@ -39,6 +41,27 @@ def test_tiles_of_few_rows_and_heads_in_chains(name, config, kernels, device):
     "sequences, programs",
     [(1, 66), (8, 64), (32, 64), (60, 66), (64, 64), (66, 66), (67, 66), (100, 66), (256, 64)],
 )
-def test_programs_that_share_tiles_evenly(sequences, programs):
+def test_even_splits(sequences, programs):
     """A few less than there is room for, so that a tile is whole or cut into equal parts."""
     assert plan_splits(sequences + 1, 8, sequences, 4096, 4 * 132, True).programs == programs
+
+
+def test_choose_tiles_is_kept():
+    """By numbers alone: a call of the same sizes gets the same tiles, whatever its tensors hold."""
+    from torch_paged_attn.backends.triton.portable.tiles import (
+        choose_tiles,
+        key_bound,
+        traits_of,
+    )
+    from torch_paged_attn.backends.triton.runtime.target import Target
+
+    target = Target.of_arch("sm90", 132)
+    problem = PROBLEMS["llama3_8b/decode_b5/bf16"]
+    found = []
+    for page_seed in (1, 2):
+        call = build(dataclasses.replace(problem, page_seed=page_seed))
+        call = AttentionCall.flash_varlen(**call.args)
+        traits = traits_of(call, target)
+        found.append(choose_tiles(traits, call.total_q, call.batch, key_bound(call)))
+    assert found[0] is found[1]
+    assert found[0].is_split and found[0].pack == call.group_size

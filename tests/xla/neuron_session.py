@@ -29,9 +29,8 @@ torch_xla.runtime.device_type = lambda: "NEURON"
 sys.modules["neuronxcc"] = types.ModuleType("neuronxcc")
 sys.modules["nki"] = front_ends.fake("nki", [])
 
-from torch_paged_attn.backends import neuron  # noqa: E402
-from torch_paged_attn.backends.neuron import runtime  # noqa: E402
-from torch_paged_attn.ops._library import choose_backend  # noqa: E402
+from torch_paged_attn.backends.neuron import BACKEND, runtime  # noqa: E402
+from torch_paged_attn.ops.backend import serving  # noqa: E402
 
 environment.NEURON_EMULATE = False
 ops = torch.ops.paged_attn
@@ -55,7 +54,7 @@ def on_xla(tree):
     return tree_map_only(torch.Tensor, lambda a: a.to("xla"), tree)
 
 
-found = {"backend": choose_backend("XLA")[0]}
+found = {"backend": serving("XLA")[0].name}
 
 for name in (
     "llama3_8b/mixed/bf16",
@@ -69,7 +68,7 @@ for name in (
     call = build(PROBLEMS[name])
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
     environment.NEURON_EMULATE = True
-    expected = getattr(neuron, call.op)(**args)
+    expected = BACKEND.function(call.op)(**args)
     environment.NEURON_EMULATE = False
     results = getattr(ops, call.op)(**on_xla(args))
     found[name] = all(

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 # what a call passes on its way to a wrapper, and only then
@@ -33,7 +32,8 @@ class Gate:
         packet, _, overload = name.partition(".")
         self.op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
         arguments = self.op._schema.arguments
-        self.names = [argument.name for argument in arguments]
+        # the positional arguments' names, "" for those that are no tensors
+        self.tensors = [a.name * ("Tensor" in str(a.type)) for a in arguments if not a.kwarg_only]
         self.written = [
             i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
         ]
@@ -59,27 +59,25 @@ class Gate:
             return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
     def check(self, args: tuple[Any, ...]) -> None:
-        """Raise if a result would need a gradient. Tensors are positional in every schema."""
+        """Raise if a result would need a gradient."""
         grad_mode = torch.is_grad_enabled()
         # there are tangents only inside a level of forward-mode AD
         dual_level: int = forward_ad._current_level
         if not grad_mode and dual_level < 0:
             return
-        for i, value in enumerate(args):
-            if not isinstance(value, Tensor):
+        for name, value in zip(self.tensors, args, strict=False):
+            if not name or value is None:
                 continue
             if grad_mode and value.requires_grad:
-                self._refuse(
-                    i, "requires grad", "no requires_grad, or a call under torch.no_grad()"
-                )
-            if dual_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-                self._refuse(i, "carries a tangent of forward-mode AD", "its primal")
-
-    def _refuse(self, i: int, came: str, allowed: str) -> None:
-        raise NotImplementedError(
-            f"{self.op._schema.name}: {self.names[i]} {came}, and no backend has a derivative yet;"
-            f" allowed: {allowed}"
-        )
+                came, allowed = "requires grad", "no requires_grad, or a call under torch.no_grad()"
+            elif dual_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+                came, allowed = "carries a tangent of forward-mode AD", "its primal"
+            else:
+                continue
+            raise NotImplementedError(
+                f"{self.op._schema.name}: {name} {came}, and no backend has a derivative yet;"
+                f" allowed: {allowed}"
+            )
 
     def refuse_vmap(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

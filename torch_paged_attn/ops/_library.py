@@ -1,7 +1,6 @@
 """The library that owns the `paged_attn` namespace: definitions, and the binding of backends."""
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -9,26 +8,12 @@ from typing import Any
 import torch
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops._again import ask_first
 from torch_paged_attn.ops._gradients import Gate
 from torch_paged_attn.ops._inlining import inline
+from torch_paged_attn.ops.backend import backends, backends_of, serving
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
-
-# Dispatch key -> folders under backends/, the first that can run here answers. A new backend is a
-# folder plus its name here.
-BACKENDS: dict[str, tuple[str, ...]] = {
-    "CPU": ("cpu",),
-    "CUDA": ("triton",),
-    "XLA": ("tpu", "neuron"),
-    "PrivateUse1": ("tpu", "neuron"),
-}
-if environment.NEURON_EMULATE:
-    BACKENDS["CPU"] = ("neuron",)
-
-# Backends whose compiled library registers its own kernels, so that a call meets no Python.
-COMPILED = frozenset({"cpu"})
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
@@ -67,17 +52,18 @@ def define(
     explain = functools.partial(_explain, gate, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
-    inline(name, LIBRARY, _serving)
+    inline(name, LIBRARY)
     OPS[name] = check, check_values
     return gate.op
 
 
 def bind_backends() -> None:
     """Bind every operator on every dispatch key; only compiled libraries are loaded right away."""
-    for key, folders in BACKENDS.items():
-        compiled = not COMPILED.isdisjoint(folders)
-        if compiled and choose_backend(key)[0] is not None:
-            if not torch.ops.paged_attn.cpu_sees_gradients():
+    for key in dict.fromkeys(key for backend in backends() for key in backend.dispatch_keys):
+        first = backends_of(key)[0]
+        if first.is_compiled and first.unsupported() is None:
+            # its library has bound its kernels
+            if not _sees_gradients():
                 for name, gate in GATES.items():
                     LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
             continue
@@ -96,24 +82,11 @@ def bind_backends() -> None:
                     torch._dynamo.disallow_in_graph(callee)
 
 
-def choose_backend(key: str) -> tuple[str | None, str]:
-    """The folder whose kernels answer on a dispatch key, or None and why each cannot run here."""
-    reasons = []
-    for folder in BACKENDS.get(key, ()):
-        reason = _backend(folder).load()
-        if reason is None:
-            return folder, ""
-        reasons.append(reason)
-    return None, "; ".join(reasons) or "no backend for this device yet"
-
-
-def _backend(folder: str) -> Any:
-    return importlib.import_module(f"torch_paged_attn.backends.{folder}")
-
-
-def _serving(key: str) -> Any:
-    folder, _ = choose_backend(key)
-    return _backend(folder) if folder is not None else None
+def _sees_gradients() -> bool:
+    try:
+        return torch.ops.paged_attn.cpu_sees_gradients()
+    except NotImplementedError:  # a library that was built before it could be asked
+        return False
 
 
 def _lazy(key: str, name: str) -> Callable[..., Any]:
@@ -130,19 +103,15 @@ def _lazy(key: str, name: str) -> Callable[..., Any]:
 
 def _kernel(key: str, name: str) -> Callable[..., Any]:
     """An op's function in the first backend that can run here, behind the checks."""
-    folder, reason = choose_backend(key)
-    if folder is None:
+    backend, reason = serving(key)
+    if backend is None:
         raise NotImplementedError(f"paged_attn::{name}: {reason}")
-    backend = _backend(folder)
-    function = getattr(backend, name.replace(".", "_"))
+    function = backend.function(name)
     check, check_values = OPS[name]
-    # a backend that knows calls again checks their metadata once
-    checks = [] if getattr(backend, "CHECKS_METADATA", False) else [check]
+    checks = [] if backend.checks_metadata else [check]
     if environment.CHECK:
         checks = [check, check_values]
     if not checks:
-        if hasattr(backend, "play"):
-            ask_first(backend.play)
         return GATES[name].guarded(function)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

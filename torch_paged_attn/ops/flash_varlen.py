@@ -28,6 +28,7 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 _flash_varlen = define(schema("flash_varlen"), check=check, check_values=check_values, fake=fake)
 
 _TENSORS = tensor_names("flash_varlen")
+# what the public functions pass on without a look
 BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
 
 

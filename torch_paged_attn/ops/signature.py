@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import Argument, arguments
 
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -52,10 +53,9 @@ def _parameter(x: Argument) -> inspect.Parameter:
     default, annotation = x.default, x.type
     if x.is_hint:
         default, annotation = None, x.type | None
-    kind = inspect.Parameter.KEYWORD_ONLY if x.keyword_only else None
     return inspect.Parameter(
         x.name,
-        kind or inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY if x.keyword_only else POSITIONAL,
         default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
         annotation=annotation,
     )

@@ -3,10 +3,8 @@
 from torch_paged_attn.reference.attention import (
     BASELINE,
     GOLDEN,
-    LOGITS,
-    MAGNITUDE,
-    SPREAD,
     Precision,
+    Sums,
 )
 from torch_paged_attn.reference.blocksparse import blocksparse
 from torch_paged_attn.reference.flash_varlen import flash_varlen
@@ -19,10 +17,8 @@ from torch_paged_attn.reference.reshape_and_cache import (
 __all__ = [
     "BASELINE",
     "GOLDEN",
-    "LOGITS",
-    "MAGNITUDE",
-    "SPREAD",
     "Precision",
+    "Sums",
     "blocksparse",
     "flash_varlen",
     "merge_states",

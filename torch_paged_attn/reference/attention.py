@@ -12,28 +12,39 @@ from torch_paged_attn.reference.philox import dropout_keep
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@dataclasses.dataclass
+class Sums:
+    """The sums `weights @ values` of one sequence: the rounding errors of a kernel scale with them.
+
+    `softmax` and `weights`, which dropout has thinned out, are `(heads, Lq, Lk)`. `logits` are the
+    magnitudes that each logit adds up: |q k|, ALiBi and bias. A kernel may round the probabilities
+    to `dtype`. `values` are `(heads, Lk, dim_v)`, or `(heads, Lq, Lk, dim_v)`.
+    """
+
+    rows: slice
+    softmax: Tensor
+    weights: Tensor
+    values: Tensor
+    logits: Tensor
+    dtype: torch.dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked.
 
-    `norm` 1 sums |p v| in place of p v, 2 takes the root of the sum of (p v)^2: what the rounding
-    errors of a sum, and of what is summed, scale with. With `logits` each p is multiplied by the
-    magnitudes that its logit adds up, |q k|, ALiBi and bias: what that one's errors scale with.
+    `observe` is shown the sums of each sequence.
     """
 
     compute: torch.dtype = torch.float32
     round_probabilities: bool = False
     round_out: bool = True
-    norm: int = 0
-    logits: bool = False
+    observe: Callable[[Sums], None] | None = None
 
 
 FLOAT32 = Precision()
 GOLDEN = Precision(torch.float64, round_out=False)
 BASELINE = Precision(torch.float32, round_probabilities=True)
-MAGNITUDE = Precision(torch.float64, round_out=False, norm=1)
-SPREAD = Precision(torch.float64, round_out=False, norm=2)
-LOGITS = Precision(torch.float64, round_out=False, norm=2, logits=True)
 
 
 def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,20 +119,20 @@ def attend(
         p = (s - shift).exp()
         total = (logits - shift).exp().sum(-1, keepdim=True)
         total = total.masked_fill(total == 0.0, 1.0)  # a row without a key: 0 / 1
+        undropped = p
         if call.dropout_p > 0.0:
             assert call.rng_state is not None  # the contract's checks require it
             keep = dropout_keep(call.rng_state, call.dropout_p, b, num_heads, query_len, key_len)
             p = p.masked_fill(~keep, 0.0) / (1.0 - call.dropout_p)
         if precision.round_probabilities:
             p = p.to(call.q.dtype).to(compute)
-        if precision.logits:
-            products = (q_real.abs() @ k_real.abs().mT) * abs(call.scale)
-            magnitude = sum((term.abs() for term in terms), products)
-            p = p * magnitude.masked_fill(~visible, 0.0)
-        summed = p @ v_real
-        if norm := precision.norm:
-            summed = (p**norm @ v_real.abs() ** norm) ** (1 / norm)
-        out[rows] = (summed / total).transpose(0, 1)
+        out[rows] = (p @ v_real / total).transpose(0, 1)
+        if precision.observe is not None:
+            magnitudes = (q_real.abs() @ k_real.abs().mT) * abs(call.scale)
+            magnitudes = sum((term.abs() for term in terms), magnitudes).masked_fill(~visible, 0.0)
+            values = v_real if call.out_scale is None else v_real / call.out_scale.to(compute)
+            sums = Sums(rows, undropped / total, p / total, values, magnitudes, call.q.dtype)
+            precision.observe(sums)
 
     if call.out_scale is not None:
         out = out / call.out_scale.to(compute)

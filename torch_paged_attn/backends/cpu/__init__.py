@@ -5,11 +5,23 @@ import functools
 import torch
 
 from torch_paged_attn import environment
+from torch_paged_attn.ops.backend import Backend
+
+
+class Cpu(Backend):
+    """Loads the library of kernels."""
+
+    name = "cpu"
+    dispatch_keys = ("CPU",)
+    is_compiled = True
+
+    def unsupported(self) -> str | None:
+        """None when the kernels are loaded, else the reason why not."""
+        return _load()
 
 
 @functools.cache
-def load() -> str | None:
-    """Load the kernels once. None when they are there, else the reason why not."""
+def _load() -> str | None:
     if not environment.LIBRARY.exists():
         return (
             "the CPU kernels are not built; with a C++ compiler, reinstall with"
@@ -20,3 +32,6 @@ def load() -> str | None:
     except OSError as error:
         return f"the CPU kernels do not load: {error.__cause__ or error}"
     return None
+
+
+BACKEND = Cpu()

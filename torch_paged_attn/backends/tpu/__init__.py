@@ -6,29 +6,29 @@ each, named like its op and taking its arguments as JAX arrays; no module of the
 Compiled by the TPU compiler and run by Pallas' interpreter; never yet run on a TPU.
 """
 
-import importlib.util
+from collections.abc import Callable
+from typing import Any
 
-from torch_paged_attn.backends.tpu.front_ends import missing
-
-if importlib.util.find_spec("jax") is not None:
-    from torch_paged_attn.backends.tpu.binding import (
-        blocksparse,
-        flash_varlen,
-        merge_states,
-        reshape_and_cache,
-        reshape_and_cache_split,
-    )
-
-    __all__ = [
-        "blocksparse",
-        "flash_varlen",
-        "load",
-        "merge_states",
-        "reshape_and_cache",
-        "reshape_and_cache_split",
-    ]
+from torch_paged_attn.ops.backend import Backend
 
 
-def load() -> str | None:
-    """None where the kernels can run, else the reason why not."""
-    return missing()
+class Tpu(Backend):
+    """Google's TPUs, by torch_tpu or torch_xla."""
+
+    name = "tpu"
+    dispatch_keys = ("XLA", "PrivateUse1")
+
+    def unsupported(self) -> str | None:
+        """Why it cannot run here, or None."""
+        from torch_paged_attn.backends.tpu import front_ends
+
+        return front_ends.missing()
+
+    def function(self, op: str) -> Callable[..., Any]:
+        """An op on torch tensors."""
+        from torch_paged_attn.backends.tpu import binding
+
+        return getattr(binding, op.replace(".", "_"))
+
+
+BACKEND = Tpu()

@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.portable.attention import attend
-from torch_paged_attn.backends.triton.runtime import recipes
+from torch_paged_attn.backends.triton.portable.attention import plan_attention
+from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.ops._again import UNKNOWN
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops.flash_varlen import check
 
 logger = logging.getLogger(__name__)
-
-# tensors after the two hints
-OPTIONAL_TENSORS = 10
 
 
 def why_portable(call: AttentionCall) -> str | None:
@@ -45,38 +42,38 @@ def why_opaque(call: AttentionCall) -> str | None:
     return None
 
 
-def answer(
-    call_of: Callable[..., AttentionCall],
-    check: Callable[..., None],
-    hints: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """The results of an operator called with these arguments: from a recipe, or checked, planned
-    and launched. Number `hints` and the next, which change nothing, are no part of a recipe.
+class AttentionOp:
+    """An attention operator, called with the arguments of its schema. The two hints, on which no
+    result depends, are no part of what a plan is for.
     """
-    op, rest = call_of.__name__, args[hints + 2 :]
-    tensors = *args[:hints], *rest, *(None,) * (OPTIONAL_TENSORS - len(rest))
 
-    def plan() -> tuple[Tensor, Tensor]:
-        check(*args, **kwargs)
-        call = call_of(*args, **kwargs)
+    def __init__(self, name: str, check: Callable[..., None]) -> None:
+        listed = [x for x in arguments(name) if not x.keyword_only]
+        self._name, self._check = name, check
+        self._call_of = getattr(AttentionCall, name)
+        self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
+        self._after_hints = len(listed) - self._hints - 2
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        at = self._hints
+        if args[at] < 0 or args[at + 1] < 0:
+            self._check(*args, **options)
+        rest = args[at + 2 :]
+        tensors = *args[:at], *rest, *(None,) * (self._after_hints - len(rest))
+        return launch_cache.call(self._name, self._plan, tensors, options)
+
+    def _plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
+        args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
+        self._check(*args, **options)
+        call = self._call_of(*args, **options)
         if is_traced():
-            return attend(call) if why_opaque(call) is None else NotImplemented
+            return plan_attention(call) if why_opaque(call) is None else NotImplemented
         reason = why_portable(call)
         if reason is None:
-            logger.debug("%s: the Hopper kernel", op)
-            return flash_varlen_sm90.attend(call)
-        logger.debug("%s: the portable kernel, because %s", op, reason)
-        return attend(call)
-
-    results: Any = UNKNOWN
-    if min(args[hints : hints + 2], default=0) >= 0:
-        results = recipes.play(op, tensors, kwargs)
-    return recipes.make(plan, op, tensors, kwargs) if results is UNKNOWN else results
+            logger.debug("%s: the Hopper kernel", self._name)
+            return flash_varlen_sm90.plan_attention(call)
+        logger.debug("%s: the portable kernel, because %s", self._name, reason)
+        return plan_attention(call)
 
 
-def flash_varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Arguments as in `ops.flash_varlen`."""
-    # the two hints come after q, k, v and the lengths
-    return answer(AttentionCall.flash_varlen, check, 5, args, kwargs)
+flash_varlen = AttentionOp("flash_varlen", check)

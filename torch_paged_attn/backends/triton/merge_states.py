@@ -1,18 +1,17 @@
 """`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each)."""
 
-import functools
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode
-from torch_paged_attn.backends.triton.runtime import recipes
-from torch_paged_attn.backends.triton.runtime.launch import launch
+from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
-from torch_paged_attn.ops._again import UNKNOWN
 from torch_paged_attn.ops.merge_states import check
 
 
@@ -83,41 +82,49 @@ def _merge_kernel(
 
 def merge_states(*tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.merge_states`."""
-    results = recipes.play("merge_states", tensors, {})
-    if results is UNKNOWN:
-        results = recipes.make(functools.partial(_merge, *tensors), "merge_states", tensors, {})
-    return results
+    return launch_cache.call("merge_states", _plan, tensors, {})
 
 
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
     check(out_a, lse_a, out_b, lse_b)
     total_q, num_heads, head_dim_v = out_a.shape
-    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
-    lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
-    if lse.numel() == 0:
-        return out, lse
+    is_empty = total_q * num_heads == 0
+    new_out = Allocation.like(out_a)
+    new_lse = Allocation.like(lse_a)
     target = target_of(out_a.device)
-    (a, fmt), (b, _), (stored, _) = (as_stored(x, target) for x in (out_a, out_b, out))
     width = next_power_of_2(max(head_dim_v, 1))
     block_r = max(1, 2048 // width)
-    launch(
+    launch = Launch(
         _merge_kernel,
         (triton.cdiv(total_q * num_heads, block_r),),
-        a,
-        lse_a,
-        b,
-        lse_b,
-        stored,
-        lse,
-        total_q,
-        num_heads,
-        *out_a.stride(),
-        *lse_a.stride(),
-        *out_b.stride(),
-        *lse_b.stride(),
+        total_q=total_q,
+        num_heads=num_heads,
+        stride_out_a_token=out_a.stride(0),
+        stride_out_a_head=out_a.stride(1),
+        stride_out_a_dim=out_a.stride(2),
+        stride_lse_a_head=lse_a.stride(0),
+        stride_lse_a_token=lse_a.stride(1),
+        stride_out_b_token=out_b.stride(0),
+        stride_out_b_head=out_b.stride(1),
+        stride_out_b_dim=out_b.stride(2),
+        stride_lse_b_head=lse_b.stride(0),
+        stride_lse_b_token=lse_b.stride(1),
         HEAD_DIM_V=head_dim_v,
         WIDTH=width,
-        FORMAT=fmt,
+        FORMAT=stored_format(out_a.dtype, target),
         BLOCK_R=block_r,
     )
-    return out, lse
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        if is_empty:
+            return out, lse
+        if launch.is_ready:
+            launch.start(*addresses, out.data_ptr(), lse.data_ptr())
+        else:
+            out_a, lse_a, out_b, lse_b = tensors
+            a, b, stored = (as_stored(x, target)[0] for x in (out_a, out_b, out))
+            launch(a, lse_a, b, lse_b, stored, lse)
+        return out, lse
+
+    return run

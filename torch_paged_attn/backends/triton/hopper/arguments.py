@@ -15,9 +15,9 @@ class Pointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
     lse: Any  # (num_heads, total_q) float32
-    tile_list: Any  # of `tile_scheduler.order_tiles`
+    tile_list: Any  # of `tile_scheduler.plan_tile_list`
     block_table: Any
-    entries: Any  # of `block_lists.build_block_lists`
+    entries: Any  # of `block_lists.plan_block_lists`
     spans: Any  # likewise
     alibi_slopes: Any
     sinks: Any
@@ -26,11 +26,12 @@ class Pointers(NamedTuple):
 class Sizes(NamedTuple):
     """Numbers that differ from call to call of one model."""
 
-    total_q: int
-    batch: int
     num_pages: int
-    stride_table: int
+    batch: int
+    total_q: int
     lists_per_head: int  # lists of blocks; 0 without a layout
+    # not beside num_pages: ptxas would load both at once, and move more between register files
+    stride_table: int
 
 
 class Scalars(NamedTuple):

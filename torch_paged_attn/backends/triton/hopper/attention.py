@@ -9,34 +9,48 @@ A launch is put together from three things, which change at different rates (`ar
   options, and its mean length. They give what the kernels are compiled for, and the scalars.
 - `sizes_of` and `grid_of` need total_q, batch, num_pages, the block table's stride and, with a
   layout, how many rows it has.
-- `tensor_maps` and `pointers_of` need memory. A tensor map depends on an address and on the
-  description, not on sizes.
+- `Boxes` make a tensor map of an address: it depends on that and on the description, not on sizes.
+
+`plan_attention` does the first two, and what it returns the third.
 """
 
 import functools
 import importlib.util
-from typing import Any
+import operator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Pointers, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import (
-    build_block_lists,
     number_of_entries,
+    number_of_lists,
+    plan_block_lists,
     shape_of_lists,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
     TileOptions,
     most_tiles,
-    order_tiles,
+    plan_tile_list,
 )
-from torch_paged_attn.backends.triton.runtime.launch import is_traced, launch_groups
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import HopperConfig, choose_hopper_config
+
+if TYPE_CHECKING:
+    from torch_paged_attn.backends.triton.hopper.tma import Boxes
+
+# tensors that the kernels read by address, and those of a layout
+READ_BY_ADDRESS = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
+)  # fmt: skip
+LAYOUT = ("crow_indices", "col_indices")
 
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
@@ -45,6 +59,10 @@ BLOCK_M = 64
 LEAST_KEYS = 64
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+
+# its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
+# multiplies the error of tanh
+LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
@@ -80,8 +98,10 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
         return "it has no dropout_p"
-    if call.scale <= 0.0:
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
+    if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
+        return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
         if page_size < 16 or page_size & (page_size - 1):
@@ -249,11 +269,11 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
     """Numbers that differ from call to call."""
     return Sizes(
-        total_q=call.total_q,
-        batch=call.batch,
         num_pages=call.k.shape[0],
-        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+        batch=call.batch,
+        total_q=call.total_q,
         lists_per_head=lists_per_head,
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
     )
 
 
@@ -265,71 +285,90 @@ def grid_of(call: AttentionCall, options: Options) -> int:
     return min(units, target_of(call.q.device).multiprocessors)
 
 
-def tensor_maps(call: AttentionCall, out: Tensor, options: Options) -> dict[str, Any]:
-    """By argument of the kernel: how the accelerator finds rows of q, k, v and out."""
+def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
+    """How the accelerator finds rows of tensors like q, k, v and out."""
     from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
 
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
-    boxes_of = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
+    of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
     heads, tokens = options.PACKED_HEADS, options.TOKENS
-    return {
-        "q_desc": ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
-        "k_desc": boxes_of(k, rows=rows, width=options.WIDTH),
-        "v_desc": boxes_of(v, rows=rows, width=options.WIDTH_V),
-        "out_desc": ragged_rows(out, rows=tokens, heads=heads, width=options.WIDTH_V),
-    }
+    return (
+        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        of_keys(k, rows=rows, width=options.WIDTH),
+        of_keys(v, rows=rows, width=options.WIDTH_V),
+        ragged_rows(out, rows=tokens, heads=heads, width=options.WIDTH_V),
+    )
 
 
-def _order_tiles(call: AttentionCall, options: Options) -> Tensor:
-    """Launch the kernel that lists the call's tiles of queries."""
-    return order_tiles(
-        Lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k),
-        call.total_q,
-        min(_key_bound(call), 2**31 - 1),
-        TileOptions(
-            IS_PAGED=options.PAGE_SIZE > 0,
-            IS_CAUSAL=options.IS_CAUSAL,
-            IS_ALIGNED=options.HAS_LAYOUT,
-            TOKENS=options.CONSUMERS * options.TOKENS,
-            BLOCK_N=options.BLOCK_N,
-        ),
+def tile_options_of(options: Options) -> TileOptions:
+    """What the kernel that lists the tiles is compiled for."""
+    return TileOptions(
+        IS_PAGED=options.PAGE_SIZE > 0,
+        IS_CAUSAL=options.IS_CAUSAL,
+        IS_ALIGNED=options.HAS_LAYOUT,
+        TOKENS=options.CONSUMERS * options.TOKENS,
+        BLOCK_N=options.BLOCK_N,
     )
 
 
 def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the kernels on a call for which `unsupported` has no reason."""
+    """Plan a call for which `unsupported` has no reason, and launch the kernels."""
+    tensors = call.tensors()
+    plan = plan_attention(call, config)
+    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+
+
+def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
+    """A plan for the tensors of calls like this one, in the order of the op's list."""
     from torch_paged_attn.backends.triton.hopper.attention_kernel import (
         _hopper_attention_fwd_kernel,
     )
 
-    out, lse = call.new_results()
+    results = call.new_results()
+    new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
-        return out, lse
+        return lambda tensors, addresses: (new_out(), new_lse())
     chosen, packed_heads = choose_tiles(call)
     options = options_of(call, config or chosen, packed_heads)
-    entries = spans = None
-    if call.layout is not None:
+    max_keys = min(_key_bound(call), 2**31 - 1)
+    list_tiles = plan_tile_list(
+        call.batch, call.total_q, max_keys, tile_options_of(options), call.q.device
+    )
+    build_lists, lists_per_head = None, 0
+    if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
-        entries, spans = build_block_lists(call.layout, *shape, _key_bound(call), options.IS_CAUSAL)
-    launch_groups(
+        build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
+        lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
+    q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, results[0], options)
+    names = tensor_names(call.op)
+    pick = operator.itemgetter(*(names.index(name) for name in READ_BY_ADDRESS))
+    pick_layout = operator.itemgetter(*(names.index(n) for n in LAYOUT)) if layout else None
+    launch = Launch(
         _hopper_attention_fwd_kernel,
         (grid_of(call, options),),
-        call.q.device,
-        **tensor_maps(call, out, options),
-        pointers=Pointers(
-            lse=lse,
-            tile_list=_order_tiles(call, options),
-            block_table=call.block_table,
-            entries=entries,
-            spans=spans,
-            alibi_slopes=call.alibi_slopes,
-            sinks=call.sinks,
-        ),
         scalars=scalars_of(call, packed_heads),
-        **sizes_of(call, 0 if spans is None else spans.shape[2])._asdict(),
+        **sizes_of(call, lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
     )
-    return out, lse
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        q, k, v = tensors[:3]
+        cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, sinks = pick(tensors)
+        entries = spans = None
+        if build_lists is not None and pick_layout is not None:
+            entries, spans = build_lists(*pick_layout(tensors))
+        tile_list = list_tiles(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k))
+        launch(
+            q_boxes.at(q.data_ptr()),
+            k_boxes.at(k.data_ptr()),
+            v_boxes.at(v.data_ptr()),
+            out_boxes.at(out.data_ptr()),
+            Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks),
+        )
+        return out, lse
+
+    return run

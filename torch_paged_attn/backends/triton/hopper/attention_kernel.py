@@ -61,8 +61,9 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
 
 @gluon.jit(do_not_specialize=Sizes._fields)
 def _hopper_attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, pointers, scalars,
-    total_q, batch, num_pages, stride_table, lists_per_head,
+    q_desc, k_desc, v_desc, out_desc, pointers,
+    num_pages, batch, total_q, lists_per_head, stride_table,
+    scalars,
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """The arguments are those of `arguments.py`. Sizes come one by one: Triton compiles a kernel
@@ -82,7 +83,7 @@ def _hopper_attention_fwd_kernel(
     keys = new_pipeline(dtype, k_shape, layout, KV_STAGES, CONSUMERS, KV_PARTS)
     values = new_pipeline(dtype, v_shape, layout, KV_STAGES, CONSUMERS, KV_PARTS)
     pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES))
-    sizes = Sizes(total_q, batch, num_pages, stride_table, lists_per_head)
+    sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(

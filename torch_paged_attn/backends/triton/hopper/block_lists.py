@@ -6,6 +6,7 @@ a block, or a piece of one. Lists follow from the layout alone, wherever a batch
 list is written where `col_indices` keeps the blocks of its rows, so that nothing is counted first.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.triton.runtime.launch import allocate, launch_groups
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
 # an entry: the number of a piece of keys, and below it a bit for each row of the list
 ROW_BITS = tl.constexpr(8)
@@ -143,49 +145,62 @@ def number_of_entries(layout: BlockLayout, keys_per_entry: int) -> int:
     return layout.col_indices.numel() * max(layout.k_block_size // keys_per_entry, 1)
 
 
-def build_block_lists(
+def number_of_lists(layout: BlockLayout, queries_per_list: int, key_bound: int) -> int:
+    """How many lists a head of a layout has."""
+    layout_rows = layout.crow_indices.shape[-1] - 1
+    rows = queries_per_list // layout.q_block_size
+    return min(-(-layout_rows // rows), -(-key_bound // queries_per_list))
+
+
+def plan_block_lists(
     layout: BlockLayout,
     queries_per_list: int,
     keys_per_entry: int,
     key_bound: int,
     is_causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """The lists for sequences of up to `key_bound` keys. Nothing is read on the host.
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What builds the lists of layouts like this one from `crow_indices` and `col_indices`, for
+    sequences of up to `key_bound` keys. Nothing is read on the host.
 
-    Returns `entries` of all lists, and `spans`, (batch or 1, H, lists of a head, 2): where each
+    It returns `entries` of all lists, and `spans`, (batch or 1, H, lists of a head, 2): where each
     list begins, and how many entries it has.
     """
     crow, col = layout.crow_indices, layout.col_indices
     batch, heads, bounds = (1, *crow.shape)[-3:]
     rows = queries_per_list // layout.q_block_size
-    lists = min(-(-(bounds - 1) // rows), -(-key_bound // queries_per_list))
-    entries = allocate((number_of_entries(layout, keys_per_entry),), torch.int32, col.device)
-    spans = allocate((batch, heads, lists, SPAN.value), torch.int32, col.device)
+    lists = number_of_lists(layout, queries_per_list, key_bound)
+    entries = number_of_entries(layout, keys_per_entry)
+    new_entries = Allocation((entries,), torch.int32, col.device)
+    new_spans = Allocation((batch, heads, lists, SPAN.value), torch.int32, col.device)
     crow_strides, col_strides = (0, *crow.stride())[-3:], (0, *col.stride())[-3:]
-    if spans.numel() > 0:
-        launch_groups(
-            _block_lists_kernel,
-            (lists, heads, batch),
-            col.device,
-            pointers=ListPointers(entries, spans, crow, col),
-            strides=ListStrides(crow_strides[-1], col_strides[-1]),
-            **ListSizes(
-                stride_crow_batch=crow_strides[0],
-                stride_crow_head=crow_strides[1],
-                stride_col_batch=col_strides[0],
-                stride_col_head=col_strides[1],
-                layout_rows=bounds - 1,
-                nnz=col.shape[-1],
-                num_pieces=-(-key_bound // keys_per_entry),
-            )._asdict(),
-            OPTIONS=ListOptions(
-                ROWS=rows,
-                Q_BLOCK_SIZE=layout.q_block_size,
-                KEYS_PER_ENTRY=keys_per_entry,
-                PIECES=layout.k_block_size // keys_per_entry,
-                IS_CAUSAL=is_causal,
-                SORTED=SORTED // rows,
-            ),
-            num_warps=1,
-        )
-    return entries, spans
+    launch = Launch(
+        _block_lists_kernel,
+        (lists, heads, batch),
+        strides=ListStrides(crow_strides[-1], col_strides[-1]),
+        **ListSizes(
+            stride_crow_batch=crow_strides[0],
+            stride_crow_head=crow_strides[1],
+            stride_col_batch=col_strides[0],
+            stride_col_head=col_strides[1],
+            layout_rows=bounds - 1,
+            nnz=col.shape[-1],
+            num_pieces=-(-key_bound // keys_per_entry),
+        )._asdict(),
+        OPTIONS=ListOptions(
+            ROWS=rows,
+            Q_BLOCK_SIZE=layout.q_block_size,
+            KEYS_PER_ENTRY=keys_per_entry,
+            PIECES=layout.k_block_size // keys_per_entry,
+            IS_CAUSAL=is_causal,
+            SORTED=SORTED // rows,
+        ),
+        num_warps=1,
+    )
+
+    def build(crow: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+        entries, spans = new_entries(), new_spans()
+        if batch * heads * lists > 0:
+            launch(ListPointers(entries, spans, crow, col))
+        return entries, spans
+
+    return build

@@ -95,5 +95,5 @@ def is_seen_whole(entries, row_mask, stop, KEYS_PER_ENTRY: gl.constexpr):
     common = row_mask
     for i in gl.static_range(len(entries)):
         common = common & entries[i]
-    last_stop = ((entries[len(entries) - 1] >> ROW_BITS) + 1) * KEYS_PER_ENTRY
-    return (common == row_mask) & (last_stop <= stop)
+    last = entries[len(entries) - 1] >> ROW_BITS
+    return (common == row_mask) & ((last + 1) * KEYS_PER_ENTRY <= stop)

@@ -61,6 +61,7 @@ class Rows(NamedTuple):
     stop_token: Any
     first_token: Any
     head: Any
+    box: Any  # in shared memory: the queries, and later the result
     is_sequence: Any  # by row: no slope and no sink belong to rows past the last sequence
     context_len: Any
     position: Any  # by row
@@ -131,11 +132,11 @@ def _clear_from(tile, first):
 
 
 @gluon.jit
-def _read_rows(r, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
-    pointers, scalars = params.pointers, params.scalars
+    pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
     first_key = work_info.get(tile, FIRST_KEY)
     kv_start = work_info.get(tile, KV_STOP) - OPTIONS.KV_STEP
     key_len = work_info.get(tile, KEY_LEN)
@@ -143,6 +144,7 @@ def _read_rows(r, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     stop_token = work_info.get(tile, STOP_TOKEN)
     first_token = work_info.get(tile, FIRST_TOKEN) + INDEX * TOKENS
     head = work_info.get(tile, HEAD)
+    box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * OPTIONS.CONSUMERS + INDEX)
     context_len = work_info.get(tile, CONTEXT_LEN)
     position = context_len + first_token + r // PACKED_HEADS
     b = work_info.get(tile, BATCH)
@@ -167,7 +169,7 @@ def _read_rows(r, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
         stop = gl.minimum(first_token + TOKENS, stop_token)
         row_mask = row_mask_of(context_len + first_token, context_len + stop, OPTIONS)
     return Rows(
-        first_key, kv_start, key_len, q_start, stop_token, first_token, head, is_sequence,
+        first_key, kv_start, key_len, q_start, stop_token, first_token, head, box, is_sequence,
         context_len, position, slope, full_start, full_stop, list_ptr, num_entries, row_mask,
     )  # fmt: skip
 
@@ -200,14 +202,14 @@ def _store_lse(m_i, l_i, rows, r, params, PACKED_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _store_result(acc, box, rows, out_desc):
-    """Write a result from where the queries lay, `box`."""
-    out = box
-    if acc.shape[1] < box.shape[-1]:
+def _store_result(acc, rows, out_desc):
+    """Write a result from where the queries lay."""
+    out = rows.box
+    if acc.shape[1] < out.shape[-1]:
         box_shape: gl.constexpr = out_desc.block_shape
         box_layout: gl.constexpr = out_desc.layout
-        out = _seen_as(box, box_shape, box_layout)
-    out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(box.dtype))
+        out = _seen_as(rows.box, box_shape, box_layout)
+    out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(out.dtype))
     fence_async_shared()
     store_rows(out_desc, rows.q_start, rows.stop_token, rows.first_token, rows.head, out)
 
@@ -238,9 +240,8 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     queries.consumer_wait(0)
     num_kv_tiles = pipelines.work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
-        rows = _read_rows(r, params, pipelines.work_info, tile, OPTIONS, INDEX)
-        box = queries.tiles.index(tile % queries.STAGES * CONSUMERS + INDEX)
-        q = box.reshape([BLOCK_M, WIDTH])
+        rows = _read_rows(r, params, pipelines, tile, OPTIONS, INDEX)
+        q = rows.box.reshape([BLOCK_M, WIDTH])
         kv_start = rows.kv_start
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
@@ -294,7 +295,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         acc = warpgroup_mma_wait(0, deps=[pending])
         values.consumer_release(n)
         n += 1
-        _store_result(scale_rows(acc, share), box, rows, params.out_desc)
+        _store_result(scale_rows(acc, share), rows, params.out_desc)
         if queries.STAGES == 1:
             tma.store_wait(0)
             queries.consumer_release(tile)

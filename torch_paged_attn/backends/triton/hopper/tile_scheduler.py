@@ -5,6 +5,7 @@ time rule), whatever lengths are mixed. Nothing is sorted: a tile's place is the
 with more work, and that of equal ones before it, both counted from the lengths in closed form.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_paged_attn.backends.triton.runtime.launch import allocate, launch_groups
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.seqlen_info import key_span, num_tiles, query_span
 
 # int32 words of a tile's entry, and of the header before the entries
@@ -135,27 +137,30 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
     return num_tiles(total_q, batch, tokens, 2 if is_aligned else 1)
 
 
-def order_tiles(lengths: Lengths, total_q: int, max_keys: int, options: TileOptions) -> Tensor:
-    """The tiles of sequences of up to `max_keys` keys, on the device.
+def plan_tile_list(
+    batch: int, total_q: int, max_keys: int, options: TileOptions, device: torch.device
+) -> Callable[[Lengths], Tensor]:
+    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device.
 
-    A header (units of work claimed: 0, number of tiles) and, for each tile: its sequence, its
-    first token, the sequence's first row and length, its first key and number of keys, and the
+    A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
+    its first token, the sequence's first row and length, its first key and number of keys, and the
     token after the tile's last.
     """
-    batch = lengths.cu_seqlens_q.shape[0] - 1
-    device = lengths.cu_seqlens_q.device
     tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
-    tile_list = allocate((tiles + 1, ENTRY.value), torch.int32, device)
-    launch_groups(
+    new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
+    launch = Launch(
         _tile_order_kernel,
         (-(-tiles // PLACED.value),),
-        device,
-        tile_list_ptr=tile_list,
-        lengths=lengths,
         batch=batch,
         total_q=total_q,
         max_keys=max_keys,
         OPTIONS=options,
         num_warps=4,
     )
-    return tile_list
+
+    def list_tiles(lengths: Lengths) -> Tensor:
+        tile_list = new_list()
+        launch(tile_list, lengths)
+        return tile_list
+
+    return list_tiles

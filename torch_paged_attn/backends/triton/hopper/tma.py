@@ -16,6 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torch_paged_attn.backends.triton.runtime.lru import LRU
+
 # the sizes that a tensor map is told: of the rows' axis, and of the two axes without a bound;
 # coordinates are 32 bits
 ROW_BOUND = gl.constexpr(2**30)
@@ -24,6 +26,9 @@ NO_BOUND = 2**31 - 2**16
 # a swizzle atom, the square in which the accelerator permutes 16-byte pieces: 8 rows of 128 bytes
 ATOM_ROWS = gl.constexpr(8)
 ATOM_WIDTH = gl.constexpr(64)
+
+# tensor maps that are kept for tensors of one description
+MOST_MAPS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,30 +41,46 @@ class _Address:
     def data_ptr(self) -> int:
         return self.pointer
 
-    def at(self, pointer: int) -> "_Address":
-        """The same tensor at another address."""
-        return _Address(pointer, self.dtype)
+
+class Boxes:
+    """The boxes of tensors of one description: `at` an address, a tensor map."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+    ) -> None:
+        self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
+        self._layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+        self._maps = LRU(MOST_MAPS)
+
+    def at(self, address: int) -> TensorDescriptor:
+        """The tensor map for a tensor that lies there."""
+        found = self._maps.get(address)
+        if found is None:
+            groups = [*self._shape], [*self._strides], [*self._box]
+            found = TensorDescriptor(_Address(address, self._dtype), *groups, self._layout)
+            self._maps.put(address, found)
+        return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _tensor_map(
-    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
-    box: tuple[int, ...],
-) -> TensorDescriptor:  # fmt: skip
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-    return TensorDescriptor(_Address(pointer, dtype), [*shape], [*strides], [*box], layout)
+# calls of other sizes share tensor maps, in which no number of tokens or pages has a place
+_boxes = functools.lru_cache(maxsize=256)(Boxes)
 
 
-def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> TensorDescriptor:
-    """Boxes of (1, 1, rows, heads, width) of x, (rows, heads, dim), of any strides."""
+def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
+    """Boxes of (1, 1, rows, heads, width) of tensors like x, (rows, heads, dim), of any strides."""
     row, head, _ = x.stride()
     shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, x.shape[1], x.shape[2]
     strides = 2**34 - row, row, row, head, 1
-    return _tensor_map(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, heads, width))
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width))
 
 
-def atoms_of_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Boxes of `rows` rows of one head of x, (rows, heads, dim), none of which is cut off.
+def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
+    """Boxes of `rows` rows of one head of tensors like x, (rows, heads, dim), none of which is cut
+    off.
 
     A box has the shape (1, rows / 8, width / 64, 8, 64) and lies in shared memory atom by atom. A
     box of whole rows would be loaded in pieces of 64 columns, which lie far apart where the box is
@@ -69,9 +90,7 @@ def atoms_of_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     tall, wide = ATOM_ROWS.value, ATOM_WIDTH.value
     shape = x.shape[1], ROW_BOUND.value, x.shape[2] // wide, tall, wide
     strides = head, tall * row, wide, row, 1
-    return _tensor_map(
-        x.data_ptr(), x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide)
-    )  # fmt: skip
+    return _boxes(x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide))
 
 
 # their names after Triton 3.6, and until then

@@ -19,7 +19,7 @@ from torch_paged_attn.backends.triton.portable.combine import is_last_arrival, m
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.query_tile import attend_tile, tile_at
 from torch_paged_attn.backends.triton.portable.work_info import find_work, sequence_info
-from torch_paged_attn.backends.triton.runtime.launch import follow
+from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
 
 
@@ -136,7 +136,7 @@ def _attention_fwd_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    follow(IS_DEPENDENT)
+    gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
         stride_table=stride_table,
         stride_crow_batch=stride_crow_batch,

@@ -1,7 +1,7 @@
-"""Reading rows of queries, keys and values: any head_dim in two powers of two, pages or packed.
+"""Reading and writing rows of queries, keys, values and results, and finding the pages of keys.
 
-A head_dim of 80 is read as 64 + 16 and one of 576 as 512 + 64: nobody pads, and no product works on
-more than it must.
+A row is read as one or two chunks of a power of two: a head_dim of 80 as 64 + 16, one of 576 as
+512 + 64. So no tensor is padded, and no product is wider than it must be.
 """
 
 import triton
@@ -23,7 +23,7 @@ def chunks(dim: int, smallest: int) -> tuple[int, int]:
 @triton.jit
 def load_rows(
     ptr,
-    rows,
+    offsets,
     keep,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -37,7 +37,7 @@ def load_rows(
     on and if not kept.
     """
     dims = START + STEP * tl.arange(0, WIDTH)
-    pointers = ptr + rows[:, None] + dims[None, :]
+    pointers = ptr + offsets[:, None] + dims[None, :]
     if START + STEP * (WIDTH - 1) >= STOP:
         inside = (dims < STOP)[None, :]
         if MASKED:
@@ -60,7 +60,7 @@ def zero_unless(keep, x):
 
 @triton.jit
 def store_rows(
-    rows,
+    pointers,
     x,
     keep,
     START: tl.constexpr,
@@ -73,8 +73,8 @@ def store_rows(
     dims = START + tl.arange(0, WIDTH)
     if scale_ptr is not None:
         x = x / tl.load(scale_ptr)
-    stored = encode(x, rows.dtype.element_ty, FORMAT)
-    tl.store(rows[:, None] + dims[None, :], stored, mask=keep[:, None] & (dims < STOP)[None, :])
+    stored = encode(x, pointers.dtype.element_ty, FORMAT)
+    tl.store(pointers[:, None] + dims[None, :], stored, mask=keep[:, None] & (dims < STOP)[None, :])
 
 
 @triton.jit

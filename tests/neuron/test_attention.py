@@ -1,4 +1,6 @@
-"""The ops on Neuron over the named problems: right on every generation, whoever shares the work."""
+"""What is Neuron's own in attention: loops, programs that share the work, dropout, fuzzed plans.
+`tests/backends` has the named problems.
+"""
 
 import dataclasses
 import functools
@@ -21,11 +23,6 @@ def over(names):
     return pytest.mark.parametrize("problem", [PROBLEMS[n] for n in names], ids=list(names))
 
 
-@functools.cache
-def truth(name):
-    return build(PROBLEMS[name]).truth()
-
-
 def pairs(bounds):
     return list(itertools.pairwise(bounds.tolist()))
 
@@ -33,25 +30,6 @@ def pairs(bounds):
 def same_bits(one, other):
     pairs = zip(one, other, strict=True)
     return all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs)
-
-
-@pytest.mark.parametrize("machine", GENERATIONS, indirect=True)
-@over(PROBLEMS)
-def test_agrees_with_the_reference(problem, run, machine):
-    out, lse = run(build(problem))
-    assert out.dtype == (problem.out_dtype or problem.dtype) and lse.dtype == torch.float32
-    assert out.is_contiguous() and lse.is_contiguous()
-    assert_accurate(out, lse, truth(problem.name))
-    assert machine.live == {"sbuf": 0, "psum": 0}
-
-
-@pytest.mark.parametrize("dims", [(1025, 8), (8, 513)])
-def test_refuses_what_no_tile_holds(dims, run, machine):
-    problem = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], head_dim=dims[0])
-    name = "k has head_dim 1025" if dims[0] > 1024 else "v has head_dim 513"
-    with pytest.raises(NotImplementedError, match=rf"flash_varlen: Neuron: {name}; supported: "):
-        run(build(dataclasses.replace(problem, head_dim_v=dims[1])))
-    assert not machine.instructions
 
 
 def test_heads_without_room_together_go_one_by_one(run, machine):
@@ -124,31 +102,6 @@ def test_dropout_has_the_reference_bits(layout, run, machine):
         assert torch.equal(kept, expected) and not kept.all()
 
 
-@over(["llama3_8b/decode_b5/bf16", "mistral/window/f32", "phi3_small/local_strided/bf16"])
-def test_order_of_pages_changes_no_bit(problem, run, machine):
-    moved = dataclasses.replace(problem, page_seed=problem.page_seed + 1, spare_pages=9)
-    assert same_bits(run(build(problem)), run(build(moved)))
-
-
-@over(["llama3_8b/mixed/bf16", "mpt/alibi_batch/f32", "blocksparse/batched/f32", "t5/bias/f32"])
-def test_sequence_alone_equals_itself_in_the_batch(problem, run, machine):
-    call = build(problem)
-    out, lse = run(call)
-    bounds = call.args["cu_seqlens_q"].tolist()
-    for b in range(len(problem.seqs)):
-        rows = slice(bounds[b], bounds[b + 1])
-        assert same_bits(run(call.alone(b)), (out[rows], lse[:, rows]))
-
-
-def test_a_nan_of_one_sequence_stays_there(run, machine):
-    call = build(PROBLEMS["llama3_8b/mixed/f32"])
-    out, lse = run(call)
-    call.args["q"][0] = float("nan")
-    poisoned, poisoned_lse = run(call)
-    assert poisoned[0].isnan().all() and poisoned_lse[:, 0].isnan().all()
-    assert same_bits((poisoned[1:], poisoned_lse[:, 1:]), (out[1:], lse[:, 1:]))
-
-
 @hypothesis.given(
     problems(st.one_of(st.none(), layouts)),
     st.sampled_from(GENERATIONS),
@@ -158,12 +111,11 @@ def test_a_nan_of_one_sequence_stays_there(run, machine):
 def test_fuzzed_plans_agree_with_the_reference(problem, generation, programs, is_dynamic):
     from nki_emulator import emulated
 
-    from torch_paged_attn.backends import neuron
-    from torch_paged_attn.backends.neuron import attention
+    from torch_paged_attn.backends.neuron import BACKEND, attention
 
     call = build(problem)
     args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
     with pytest.MonkeyPatch.context() as patch, emulated(generation):
         patch.setenv("NEURON_LOGICAL_NC_CONFIG", str(programs))
         patch.setattr(attention, "UNROLLED", 0 if is_dynamic else 2**20)
-        assert_accurate(*getattr(neuron, call.op)(**args), call.truth())
+        assert_accurate(*BACKEND.function(call.op)(**args), call.truth())

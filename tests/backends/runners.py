@@ -1,0 +1,266 @@
+"""Runners: how the conformance suite calls a backend. Tensors go in and come out on the CPU."""
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import os
+from unittest import mock
+
+import torch
+from dispatched import dispatched
+
+import torch_paged_attn
+from torch_paged_attn import environment
+
+
+def to_cpu(results):
+    return tuple(t.cpu() for t in results)
+
+
+class Runner:
+    """One way to run a backend; the defaults call the public functions on a device."""
+
+    name = ""
+    device = torch.device("cpu")
+    # bits depend on `max_seqlen_*`, which choose tiles
+    heeds_hints = False
+    # an accelerator skips a slot that is not in the cache, where the CPU raises
+    skips_slots = True
+    # the last of two tokens for one slot wins, rather than any one
+    last_wins = False
+    # (what makes a call impossible, changes to a problem, what the error says)
+    refusals = ()
+
+    def missing(self):
+        """Why it cannot run here, or None."""
+        return None
+
+    def prepare(self):
+        """Called once, before a kernel is imported."""
+
+    @contextlib.contextmanager
+    def session(self):
+        """Around each test."""
+        yield
+
+    @contextlib.contextmanager
+    def batch_invariant(self):
+        """Inside, a query's bits depend on its sequence alone."""
+        yield
+
+    def attend(self, call, **changes):
+        return to_cpu(call.to(self.device).run(**changes))
+
+    def alone(self, call, b):
+        """Sequence `b` of a call by itself."""
+        return self.attend(call.alone(b))
+
+    def write(self, key, value, caches, slots, *scales):
+        """The caches, one tensor or two, after a write; those that are given may be written."""
+        caches, *others = moved((caches, slots, *scales), self.device)
+        key, value = moved((key, value), self.device)
+        torch_paged_attn.reshape_and_cache(key, value, caches, *others)
+        return caches.cpu() if isinstance(caches, torch.Tensor) else to_cpu(caches)
+
+    def merge(self, *states):
+        return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device)))
+
+
+def moved(values, device):
+    """Tensors on a device, with their strides; views of one storage stay views of one storage."""
+    storages = {}
+
+    def move(value):
+        if isinstance(value, (tuple, list)):
+            return tuple(move(v) for v in value)
+        if not isinstance(value, torch.Tensor) or device.type == "cpu":
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in storages:
+            size = storage.nbytes() // value.itemsize
+            storages[storage.data_ptr()] = value.as_strided((size,), (1,), 0).to(device)
+        base = storages[storage.data_ptr()]
+        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return tuple(move(value) for value in values)
+
+
+class Cpu(Runner):
+    name = "cpu"
+    skips_slots = False
+    last_wins = True
+
+
+class TritonGpu(Runner):
+    """The Triton kernels on a GPU, through the dispatcher."""
+
+    name = "triton"
+    device = torch.device("cuda")
+
+    def missing(self):
+        return None if torch.cuda.is_available() else "no GPU"
+
+    @contextlib.contextmanager
+    def session(self):
+        from torch_paged_attn.backends.triton.runtime import recipes
+
+        # calls are planned anew: the environment may have changed since
+        recipes.forget()
+        yield
+
+    @contextlib.contextmanager
+    def batch_invariant(self):
+        with mock.patch.object(environment, "BATCH_INVARIANT", True):
+            yield
+
+
+class Functions(Runner):
+    """A backend's functions, called as the dispatcher calls them, with tensors on the CPU."""
+
+    folder = ""
+
+    def attend(self, call, **changes):
+        args, options = dispatched(call.op, call.args | changes)
+        return self._function(call.op)(*args, **options)
+
+    def write(self, key, value, caches, slots, *scales):
+        is_one = isinstance(caches, torch.Tensor)
+        op = "reshape_and_cache" if is_one else "reshape_and_cache.split"
+        self._function(op)(key, value, *([caches] if is_one else caches), slots, *scales)
+        return caches
+
+    def merge(self, *states):
+        return self._function("merge_states")(*states)
+
+    def _function(self, op):
+        module = importlib.import_module(f"torch_paged_attn.backends.{self.folder}")
+        return module.BACKEND.function(op)
+
+
+class TritonInterpreter(Functions, TritonGpu):
+    """The Triton kernels in Triton's interpreter, which a process has to itself."""
+
+    name, folder = "triton-interpreter", "triton"
+    device = torch.device("cpu")
+
+    def missing(self):
+        return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+    def prepare(self):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+class Tpu(Runner):
+    """The TPU kernels in Pallas' interpreter, watched for races and forgotten waits."""
+
+    name = "tpu"
+    heeds_hints = True
+    last_wins = True
+
+    def missing(self):
+        return None if importlib.util.find_spec("jax") else "jax is not installed"
+
+    def prepare(self):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    @contextlib.contextmanager
+    def session(self):
+        # a DMA that is waited for and never started blocks a thread of C++
+        faulthandler.dump_traceback_later(600, exit=True)
+        yield
+        faulthandler.cancel_dump_traceback_later()
+
+    def attend(self, call, **changes):
+        from jax_arrays import rng_words, to_jax
+
+        from torch_paged_attn.backends.tpu.config import Config
+
+        args = {name: to_jax(value) for name, value in (call.args | changes).items()}
+        if args.get("rng_state") is not None:
+            args["rng_state"] = rng_words(call.args["rng_state"])
+        # blocks and tiles so small that short sequences have several
+        args["config"] = Config(block_k=256, step_k=128, tile_rows=64)
+        return self._watch(call.op, **args)
+
+    def alone(self, call, b):
+        return self.attend(call.alone(b), max_seqlen_q=call.args["q"].shape[0])
+
+    def write(self, key, value, caches, slots, *scales):
+        from jax_arrays import to_jax
+
+        is_one = isinstance(caches, torch.Tensor)
+        op = "reshape_and_cache" if is_one else "reshape_and_cache_split"
+        tensors = [key, value, *([caches] if is_one else caches)]
+        slots = slots.clamp(-1, 2**31 - 1).int()  # JAX has no 64-bit integers unless asked to
+        written = self._watch(op, *(to_jax(t) for t in (*tensors, slots, *scales)))
+        return written[0] if is_one else written
+
+    def merge(self, *states):
+        from jax_arrays import to_jax, to_torch
+
+        from torch_paged_attn.backends.tpu.merge_states import merge_states
+
+        return tuple(to_torch(x) for x in merge_states(*(to_jax(t) for t in states)))
+
+    def _watch(self, op, *args, **options):
+        from jax_arrays import to_torch
+        from pallas_oracle import watch
+
+        file = "reshape_and_cache" if op.startswith("reshape") else op
+        module = importlib.import_module(f"torch_paged_attn.backends.tpu.{file}")
+        function = getattr(module, op)
+        results = watch(lambda i: function(*args, interpret=i, **options), "on_wait")
+        return tuple(to_torch(x) for x in (results if isinstance(results, tuple) else [results]))
+
+
+class Neuron(Functions):
+    """The Neuron kernels in the emulator, on one generation of the chip."""
+
+    folder = "neuron"
+    last_wins = True
+    refusals = (
+        (
+            "head_dim",
+            {"head_dim": 1025, "head_dim_v": 8},
+            "Neuron: k has head_dim 1025; supported: ",
+        ),
+        (
+            "head_dim_v",
+            {"head_dim": 8, "head_dim_v": 513},
+            "Neuron: v has head_dim 513; supported: ",
+        ),
+    )
+
+    def __init__(self, generation):
+        self.generation = generation
+        self.name = f"neuron-{generation}"
+
+    def missing(self):
+        # the emulator's bfloat16 and float8
+        return None if importlib.util.find_spec("ml_dtypes") else "ml_dtypes is not installed"
+
+    def prepare(self):
+        # CPU tensors stay with the CPU kernels: only the backend sees the switch
+        environment.NEURON_EMULATE = True
+
+    @contextlib.contextmanager
+    def session(self):
+        emulator = importlib.import_module("nki_emulator")
+        with emulator.emulated(self.generation) as machine:
+            yield
+            assert machine.live == {"sbuf": 0, "psum": 0}
+
+
+RUNNERS = {
+    runner.name: runner
+    for runner in (
+        Cpu(),
+        TritonGpu(),
+        TritonInterpreter(),
+        Tpu(),
+        *(Neuron(generation) for generation in (2, 3, 4)),
+    )
+}
+# a process of its own is needed by:
+ALONE = ("triton-interpreter",)

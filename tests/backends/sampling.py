@@ -1,0 +1,194 @@
+"""What of the conformance suite `make test` runs on each backend, and why it leaves out the rest.
+
+A runner runs every case of every test, but for what stands here. `HYPOTHESIS_PROFILE=thorough` runs
+all of them. A new problem or test runs everywhere until a line here says otherwise.
+"""
+
+import dataclasses
+import os
+
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The cases that a runner runs of some tests, by the test's name without `test_`; none is one
+    that it does not run.
+    """
+
+    reason: str
+    cases: dict[str, tuple[str, ...]]
+    # the reason for each problem of `agrees` that is left out
+    like: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+# Why a slow runner may leave a problem out: one that it runs, and what is different there.
+LIKE = {
+    "minilm/packed/f32": "as llama3_8b/prefill_ragged, without a mask",
+    "llama3_8b/prefill_ragged/bf16": "as llama3_8b/mixed, packed",
+    "llama3_8b/mixed/f32": "as odd_sizes, even ones",
+    "llama3_8b/mixed/bf16": "as llama3_8b/decode_b5 and prefill_ragged in one",
+    "llama3_8b/mixed/f16": "as sglang/page1, larger pages",
+    "llama3_8b/mixed/kv_e5m2": "as llama3_8b/mixed/kv_e4m3, another format",
+    "llama3_8b/prefill/e4m3": "as llama3_8b/mixed/kv_e4m3, queries in 8 bits too",
+    "llama3_8b/prefill/out_e4m3": "as llama3_8b/prefill_ragged, another store",
+    "llama3_70b_tp8/decode/bf16": "as llama3_8b/decode_b5, more keys",
+    "llama3_8b/prefill_2048/f32": "as llama3_8b/prefill_ragged, longer sums",
+    "gemma2/window_softcap/bf16": "as gpt_oss/sinks_window, with softcap",
+    "mistral/window/f32": "as gpt_oss/sinks_window, without sinks",
+    "mistral/window_both/f32": "as gpt_oss/sinks_window, on both sides",
+    "bloom/alibi/f16": "as mpt/alibi_batch, slopes for all sequences",
+    "t5/bias/f32": "as llama3_8b/speculative, a bias of floats",
+    "deepseek/prefill/bf16": "as llama3_8b/prefill_ragged, narrower values",
+    "vllm_cache/mixed/bf16": "as llama3_8b/decode_b5, other strides",
+    "transformers_cache/mixed/f32": "as llama3_8b/decode_b5, other strides",
+    "nano_vllm/cu_seqlens_k/bf16": "as llama3_8b/decode_b5, lengths in cu_seqlens_k",
+    "torch_varlen/packed_seqused/f32": "as more_queries_than_keys, more keys",
+    "tiny_head/bf16": "as odd_sizes, in 16 bits",
+    "phi3_small/local_strided/bf16": "as blocksparse/shared_layout, a layout for each head",
+    "blocksparse/wide_blocks/f16": "as blocksparse/shared_layout, larger blocks",
+}
+
+BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays")
+
+_WRITES = (
+    "f32-f32-hnd",
+    "bf16-bf16-nhd",
+    "f16-f16-packed_last",
+    "bf16-e4m3-interleaved",
+    "f32-i8-hnd",
+)
+
+SAMPLES: dict[str, Sample] = {
+    "triton-interpreter": Sample(
+        "an interpreted call takes seconds",
+        {
+            "agrees": (
+                "llama3_8b/prefill_ragged/bf16",
+                "llama3_8b/decode_b5/bf16",
+                "llama3_8b/mixed/kv_e4m3",
+                "llama3_8b/mixed/kv_int8",
+                "llama3_8b/prefill/out_e4m3",
+                "llama3_8b/speculative/bf16",
+                "mistral/window_both/f32",
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "sglang/page1/f16",
+                "training/dropout/f32",
+                "more_queries_than_keys/f32",
+                "odd_sizes/f32",
+                "deepseek_mla/decode/bf16",
+                "blocksparse/shared_layout/f32",
+                "blocksparse/batched/f32",
+            ),
+            "same_bits": ("sglang/page1/f16", "more_queries_than_keys/f32"),
+            "page_order": ("sglang/page1/f16",),
+            "alone": ("sglang/page1/f16",),
+            "unseen_memory": ("sglang/page1/f16",),
+            "nan_stays": ("sglang/page1/f16",),
+            "write": (*_WRITES, "f16-e5m2-packed_last"),
+            "write_megabytes": (),
+            "write_every_bfloat16": ("e4m3-0.3",),
+        },
+        LIKE,
+    ),
+    "tpu": Sample(
+        "a case is seconds of compiling",
+        {
+            "agrees": (
+                "minilm/packed/f32",
+                "llama3_8b/decode_b5/bf16",
+                "llama3_8b/mixed/bf16",
+                "llama3_8b/mixed/f16",
+                "llama3_8b/mixed/kv_e4m3",
+                "llama3_8b/mixed/kv_int8",
+                "llama3_8b/prefill/e4m3",
+                "llama3_8b/speculative/bf16",
+                "gemma2/window_softcap/bf16",
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "deepseek_mla/decode/bf16",
+                "sglang/page1/f16",
+                "training/dropout/f32",
+                "more_queries_than_keys/f32",
+                "odd_sizes/f32",
+                "phi3_small/local_strided/bf16",
+                "blocksparse/shared_layout/f32",
+                "blocksparse/batched/f32",
+                "blocksparse/wide_blocks/f16",
+            ),
+            "same_bits": ("llama3_8b/decode_b5/bf16",),
+            "page_order": ("llama3_8b/decode_b5/bf16",),
+            "alone": ("sglang/page1/f16",),
+            "unseen_memory": ("llama3_8b/decode_b5/bf16",),
+            "nan_stays": ("llama3_8b/mixed/f32",),
+            "write": (
+                "f32-f32-hnd",
+                "bf16-bf16-hnd",
+                "f16-f16-hnd",
+                "bf16-bf16-packed_last",
+                "f32-e4m3-hnd",
+                "f32-e5m2-hnd",
+                "f32-i8-hnd",
+            ),
+            "write_megabytes": (),
+            "write_every_bfloat16": (),
+            "write_slots": ("int32",),
+        },
+        LIKE,
+    ),
+    "neuron-3": Sample(
+        "an emulated call takes a second",
+        {
+            "same_bits": ("llama3_8b/mixed/bf16", "phi3_small/local_strided/bf16"),
+            "page_order": (
+                "llama3_8b/decode_b5/bf16",
+                "mistral/window/f32",
+                "phi3_small/local_strided/bf16",
+            ),
+            "alone": (
+                "llama3_8b/mixed/bf16",
+                "mpt/alibi_batch/f32",
+                "blocksparse/batched/f32",
+                "t5/bias/f32",
+            ),
+            "unseen_memory": ("llama3_8b/decode_b5/bf16", "blocksparse/batched/f32"),
+            "nan_stays": ("llama3_8b/mixed/f32",),
+            "write_megabytes": (),
+            "write_every_bfloat16": ("e5m2-2.0",),
+        },
+    ),
+}
+# what differs between the generations: gathers, transpositions, copies by ScalarE, the room in SBUF
+_OTHER_GENERATIONS = Sample(
+    "the generations differ in a few instructions: neuron-3 runs the others",
+    {
+        "agrees": (
+            "llama3_8b/decode_b5/bf16",
+            "llama3_8b/mixed/kv_e4m3",
+            "llama3_8b/mixed/kv_int8",
+            "llama3_8b/prefill/e4m3",
+            "llama3_8b/speculative/bf16",
+            "gemma2/window_softcap/bf16",
+            "deepseek_mla/decode/bf16",
+            "t5/bias/f32",
+            "training/dropout/f32",
+            "odd_sizes/f32",
+            "phi3_small/local_strided/bf16",
+            "blocksparse/batched/f32",
+        ),
+        **dict.fromkeys((*BITS, "merge_prefix"), ()),
+        "write": _WRITES,
+        "write_megabytes": (),
+        "write_every_bfloat16": (),
+    },
+)
+SAMPLES |= {"neuron-2": _OTHER_GENERATIONS, "neuron-4": _OTHER_GENERATIONS}
+
+
+def chosen(runner: str, test: str, cases: tuple[str, ...]) -> tuple[str, ...]:
+    """The cases of a test that a runner runs now."""
+    sample = SAMPLES.get(runner)
+    if IS_THOROUGH or sample is None or test not in sample.cases:
+        return cases
+    return tuple(case for case in cases if case in sample.cases[test])

@@ -1,0 +1,18 @@
+"""The table of what runs names what there is, and a reason for each problem that it leaves out."""
+
+import pytest
+from runners import RUNNERS
+from sampling import SAMPLES
+
+from torch_paged_attn.testing import PROBLEMS
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_table(name):
+    assert name in RUNNERS
+    for test, cases in SAMPLES[name].cases.items():
+        if not test.startswith("write"):
+            assert set(cases) <= set(PROBLEMS), test
+    if name not in ("neuron-2", "neuron-4"):  # neuron-3 runs what they leave out
+        left_out = set(PROBLEMS) - set(SAMPLES[name].cases.get("agrees", PROBLEMS))
+        assert left_out <= set(SAMPLES[name].like)

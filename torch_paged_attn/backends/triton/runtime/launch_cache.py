@@ -1,0 +1,315 @@
+"""What calls and launches like earlier ones need not work out again.
+
+Below the dispatcher, which has dealt with modes, subclasses and gradients. Two caches, each with an
+explicit key and a bound:
+
+- A *plan* does all of a call that depends on no value and no address: `make_plan` checks the call
+  and chooses tiles, grids and numbers, once for all layers of a step. Its key is what the tensors
+  are (`described`), the options, and what of the environment a plan depends on.
+- A *kernel* is ready to start: Triton's own launcher and the constants that it takes. Its key is
+  what the kernel is compiled for (`compiled_for`), in which no number of tokens, sequences or pages
+  has a place. So the first layer of a step of a new size makes a plan, but looks up no kernel in
+  Triton.
+
+Plans hold no tensors. The launcher is known for one Triton, on NVIDIA's chips; elsewhere, and for
+kernels that need scratch memory of Triton's, every launch is Triton's `kernel[grid](...)`.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from torch_paged_attn import environment
+from torch_paged_attn.backends.triton.runtime import workspace
+from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
+from torch_paged_attn.backends.triton.runtime.lru import LRU
+from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
+from torch_paged_attn.backends.triton.runtime.workspace import current_stream
+
+MOST_PLANS = 1024
+MOST_KERNELS = 512
+# tensor maps of a kernel
+MOST_MAPS = 1024
+
+# makes a call's results, of the tensors it was planned for or others like them and of their
+# addresses, which a graph does not know
+Plan = Callable[[tuple[Any, ...], Any], Any]
+
+# the Triton whose launcher `ready_kernel` knows
+IS_KNOWN = (
+    triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
+)
+
+_has_function_modes: Any = torch._C._len_torch_function_stack
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+# what code that torch.compile writes compares its inputs with
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+_plans = LRU(MOST_PLANS)
+_kernels = LRU(MOST_KERNELS)
+# by op: that of the last call, mostly that of the next layer
+_last: dict[str, "Planned"] = {}
+
+
+def clear() -> None:
+    """Drop all plans and kernels, and the memory that streams hold."""
+    _last.clear()
+    _plans.clear()
+    _kernels.clear()
+    workspace.clear()
+
+
+def call(
+    op: str,
+    make_plan: Callable[..., Plan],
+    tensors: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+) -> Any:
+    """The results of an op: of the plan for calls like this one, if there is one, else of
+    `make_plan(*tensors, **options)`.
+    """
+    if is_traced():
+        plan = make_plan(*tensors, **options)
+        return plan if plan is NotImplemented else plan(tensors, None)
+    if _has_function_modes():
+        # such as that of torch.set_default_device, which would see every look at a tensor
+        with torch._C.DisableTorchFunction():
+            return _call(op, make_plan, tensors, options)
+    return _call(op, make_plan, tensors, options)
+
+
+def _call(
+    op: str,
+    make_plan: Callable[..., Plan],
+    tensors: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+) -> Any:
+    first = tensors[0]
+    if first is not None and first.is_cuda and first.get_device() != _current_device():
+        with torch.cuda.device(first.device):
+            return _call(op, make_plan, tensors, options)
+    addresses = [x if x is None else x.data_ptr() for x in tensors]
+    settings = environment.BATCH_INVARIANT, assumed(), options
+    last = _last.get(op)
+    if last is not None and last.fits(tensors, addresses, settings):
+        return last.plan(tensors, addresses)
+    key = op, *settings[:2], *described(tensors, addresses), *options.items()
+    planned = _plans.get(key)
+    if planned is None:
+        planned = Planned(make_plan(*tensors, **options), settings)
+        _plans.put(key, planned)
+    elif _TensorGuards is not None:
+        if planned.guard is None or planned is last:
+            planned.guard_against(tensors, addresses)
+        _last[op] = planned
+    return planned.plan(tensors, addresses)
+
+
+class Planned:
+    """A plan, and what tells faster than a key whether a call fits: torch.compile's guard, which
+    compares all tensors at once. It also goes by the modes that are on (gradients, inference).
+    """
+
+    __slots__ = ("_settings", "_types", "guard", "plan")
+
+    def __init__(self, plan: Plan, settings: tuple[Any, ...]) -> None:
+        self.plan, self._settings = plan, settings
+        self._types: tuple[type, ...] = ()
+        self.guard: Callable[..., bool] | None = None
+
+    def guard_against(self, tensors: tuple[Any, ...], addresses: list[Any]) -> None:
+        """Make the guard, of tensors that the plan is for. There is none for tensors off multiples
+        of 16 bytes, because `fits` looks at all addresses at once, nor where one tensor comes
+        twice, which the guard refuses.
+        """
+        self.guard, given = None, [x for x in tensors if x is not None]
+        if _bits_of(addresses) & 15 == 0 and len(set(map(id, given))) == len(given):
+            self._types = tuple(map(type, tensors))
+            self.guard = _TensorGuards(
+                *given,
+                dynamic_dims_sizes=[list(x.shape) for x in given],
+                dynamic_dims_strides=[list(x.stride()) for x in given],
+            ).check
+
+    def fits(
+        self, tensors: tuple[Any, ...], addresses: list[Any], settings: tuple[Any, ...]
+    ) -> bool:
+        """Whether the plan is surely for a call. Where not, its key tells."""
+        return (
+            self.guard is not None
+            and settings == self._settings
+            and tuple(map(type, tensors)) == self._types
+            and _bits_of(addresses) & 15 == 0
+            and self.guard(*[x for x in tensors if x is not None])
+        )
+
+
+def _bits_of(addresses: list[Any]) -> int:
+    return functools.reduce(operator.or_, filter(None, addresses), 0)
+
+
+def described(tensors: tuple[Any, ...], addresses: list[Any]) -> list[Any]:
+    """Everything about tensors that a plan may depend on: all but values and addresses. Of an
+    address it is only how far off it lies from a multiple of 16 bytes.
+    """
+    return [
+        None if x is None else (x.dtype, x.device, x.shape, x.stride(), address & 15)
+        for x, address in zip(tensors, addresses, strict=True)
+    ]
+
+
+def compiled_for(
+    kernel: Any, pointers: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What a kernel is compiled for. Triton looks at types, at which addresses are multiples of 16
+    bytes, and at numbers: at how many bits they need, and whether they are 1 or multiples of 16
+    unless the kernel says `do_not_specialize`.
+    """
+    varying = {param.name for param in kernel.params if param.do_not_specialize}
+    numbers = [(n, _bits(x) if n in varying else _exactly(x)) for n, x in options.items()]
+    return kernel, _current_device(), tuple([_kind(x) for x in pointers]), *numbers
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, tuple):
+        return tuple([_kind(y) for y in x])
+    return x if x is None else (x.base.dtype, tuple(x.block_shape), repr(x.layout))
+
+
+def _exactly(x: Any) -> Any:
+    """A number, or a tuple of numbers: 1, 1.0 and True, which are equal, are of other types."""
+    return x, tuple(map(type, x)) if isinstance(x, tuple) else type(x)
+
+
+def _bits(x: Any) -> Any:
+    if type(x) is not int:
+        return _exactly(x)
+    return 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else "unsigned"
+
+
+class Launch:
+    """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
+    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, `start` takes
+    addresses in place of tensors, and nothing is looked up.
+    """
+
+    __slots__ = ("_constants", "_ready", "grid", "is_ready", "kernel", "options")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
+        self.kernel, self.options = kernel, options
+        self.grid = (*grid, 1, 1)[:3]
+        self.is_ready = False
+        self._ready: ReadyKernel | None = None
+        self._constants: tuple[Any, ...] = ()
+
+    def start(self, *addresses: Any) -> None:
+        """Launch with addresses, None, and tuples of those."""
+        ready: Any = self._ready
+        ready.launcher(
+            *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
+        )
+
+    def __call__(self, *pointers: Any) -> None:
+        if self._ready is not None:
+            self.start(*self._ready.addresses(pointers))
+        elif is_traced():
+            add_node(self.kernel, self.grid, pointers, self.options)
+        elif IS_KNOWN and assumed() is None:
+            self._make_ready(pointers)
+        else:
+            self._through_triton(pointers)
+
+    def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
+        return self.kernel[self.grid](*pointers, **self.options)
+
+    def _make_ready(self, pointers: tuple[Any, ...]) -> None:
+        """Take the kernel that is there, or have Triton find or compile one; and launch it."""
+        key = compiled_for(self.kernel, pointers, self.options)
+        ready = _kernels.get(key)
+        is_new = ready is None
+        if is_new:
+            ready = ready_kernel(self._through_triton(pointers))
+            if ready is None:
+                return
+            _kernels.put(key, ready)
+        names = self.kernel.arg_names[len(pointers) :]
+        self._constants = tuple([self.options[name] for name in names])
+        # in this order: another thread may look
+        self._ready = ready
+        self.is_ready = True
+        if not is_new:
+            self(*pointers)
+
+
+class ReadyKernel:
+    """A compiled kernel: `launcher` takes grid, stream, `fixed`, the kernel's addresses and its
+    constants. `describe_map` makes of a tensor map, and of its number among the kernel's, the
+    arguments that the launcher takes for it.
+    """
+
+    __slots__ = ("_describe_map", "_maps", "device", "fixed", "launcher")
+
+    def __init__(
+        self,
+        launcher: Callable[..., None],
+        fixed: tuple[Any, ...],
+        describe_map: Callable[[Any, int], list[Any]],
+    ) -> None:
+        self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
+        self.device = _current_device()
+        self._maps = LRU(MOST_MAPS)
+
+    def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
+        """The launcher's arguments for tensors, None, tensor maps, and tuples of the first two."""
+        found: list[Any] = []
+        maps = 0
+        for x in pointers:
+            if isinstance(x, tuple):
+                found.append(tuple([y if y is None else y.data_ptr() for y in x]))
+            elif hasattr(x, "block_shape"):
+                found += self._map_arguments(x, maps)
+                maps += 1
+            else:
+                found.append(x if x is None else x.data_ptr())
+        return found
+
+    def _map_arguments(self, tensor_map: Any, number: int) -> list[Any]:
+        # an entry keeps its map alive, so that no other one is found where it was
+        key = id(tensor_map), number
+        entry = self._maps.get(key)
+        if entry is None:
+            entry = tensor_map, self._describe_map(tensor_map, number)
+            self._maps.put(key, entry)
+        return entry[1]
+
+
+def ready_kernel(compiled: Any) -> ReadyKernel | None:
+    """A kernel that Triton has compiled and started once, or None where only Triton knows how."""
+    from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+
+    run = compiled.run
+    if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launcher, descriptions = run.launch, getattr(compiled.metadata, "tensordesc_meta", None)
+    if inspect.isfunction(launcher):
+        # it would describe every tensor map anew
+        launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
+    no_scratch = no_hooks = None, None
+    fixed = (
+        compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch,
+        compiled.packed_metadata, None, *no_hooks,
+    )  # fmt: skip
+
+    def describe_map(tensor_map: Any, number: int) -> list[Any]:
+        return make_tensordesc_arg(tensor_map, descriptions[number] if descriptions else None)
+
+    return ReadyKernel(launcher, fixed, describe_map)

@@ -1,0 +1,46 @@
+"""A dictionary with a bound."""
+
+import itertools
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+
+class LRU:
+    """Up to `bound` entries. The eighth of them that was read or put least recently makes room for
+    others: one entry at a time would be looked for at every new one.
+
+    Any number of threads may use it. Reading takes no lock.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        # value, and when it was last used
+        self._entries: dict[Hashable, list[Any]] = {}
+        self._now = itertools.count().__next__
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Any:
+        """The value put for `key`, or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry[1] = self._now()
+        return entry[0]
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Keep `value` for `key`."""
+        with self._lock:
+            if key not in self._entries and len(self._entries) >= self.bound:
+                by_use = sorted(self._entries, key=lambda k: self._entries[k][1])
+                for old in by_use[: max(self.bound // 8, 1)]:
+                    del self._entries[old]
+            self._entries[key] = [value, self._now()]
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,79 @@
+"""Backends: the protocol they follow, the list of all, and which one serves a device.
+
+A backend is a folder under `backends/` whose `__init__.py` defines `BACKEND`, an instance of a
+subclass of `Backend`. That file imports nothing that is heavy or may be missing: kernels are
+imported by the first call.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+# The folders of all backends. Of those that share a dispatch key, the first that can run answers.
+FOLDERS = ("tpu", "neuron", "triton", "cpu")
+
+
+class Backend:
+    """Kernels for the tensors of one or more dispatch keys, and what the dispatcher asks of them.
+
+    The defaults are those of a backend in Python: one file per op, checked before every call, and
+    one opaque node in a graph of torch.compile.
+    """
+
+    name: ClassVar[str]
+    """The backend's folder."""
+
+    dispatch_keys: ClassVar[tuple[str, ...]]
+    """The dispatch keys of the tensors that it takes: "CPU", "CUDA", "XLA", "PrivateUse1"."""
+
+    is_compiled: ClassVar[bool] = False
+    """Whether `unsupported` loads a library that registers kernels: no call meets Python."""
+
+    checks_metadata: ClassVar[bool] = False
+    """Whether its functions refuse what the op's `check` refuses, so that nobody else has to."""
+
+    def unsupported(self) -> str | None:
+        """Why it cannot run here, or None."""
+        return None
+
+    def function(self, op: str) -> Callable[..., Any]:
+        """The function that takes an op's arguments, `reshape_and_cache_split` for
+        `reshape_and_cache.split`; by default in the file that is named like the op.
+        """
+        file = op.partition(".")[0]
+        module = importlib.import_module(f"torch_paged_attn.backends.{self.name}.{file}")
+        return getattr(module, op.replace(".", "_"))
+
+    def traceable(self, op: str) -> Callable[..., Any] | None:
+        """The op as torch.compile traces it, kernel launches included, or None where a call stays
+        one opaque node. The function may answer NotImplemented: this call stays one node.
+        """
+        return None
+
+    def notes(self) -> list[str]:
+        """What else `python -m torch_paged_attn` says about it."""
+        return []
+
+
+@functools.cache
+def backends() -> tuple[Backend, ...]:
+    """All backends, in the order in which they are asked."""
+    modules = (importlib.import_module(f"torch_paged_attn.backends.{name}") for name in FOLDERS)
+    return tuple(module.BACKEND for module in modules)
+
+
+def backends_of(key: str) -> list[Backend]:
+    """The backends of a dispatch key, in the order in which they are asked."""
+    return [backend for backend in backends() if key in backend.dispatch_keys]
+
+
+def serving(key: str) -> tuple[Backend | None, str]:
+    """The backend that answers on a dispatch key, or None and why each cannot run here."""
+    reasons = []
+    for backend in backends_of(key):
+        reason = backend.unsupported()
+        if reason is None:
+            return backend, ""
+        reasons.append(reason)
+    return None, "; ".join(reasons) or "no backend for this device yet"
