@@ -46,3 +46,12 @@ def test_low_sink(sink, run):
     call = build(dataclasses.replace(PROBLEMS["gpt_oss/sinks_window/bf16"], seqs=seqs))
     call.args["sinks"].fill_(sink)
     assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+def test_nan_bias(run):
+    """A bias of NaN is a number that makes its row NaN, and no mask."""
+    call = build(dataclasses.replace(PROBLEMS["t5/bias/f32"], seqs=((3, 30),)))
+    call.args["attn_bias"][:, 1, 5] = float("nan")
+    out, lse = run(call, "on_wait")
+    assert out[1].isnan().all() and lse[:, 1].isnan().all()
+    assert out[::2].isfinite().all() and lse[:, ::2].isfinite().all()

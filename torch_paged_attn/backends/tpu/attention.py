@@ -1,8 +1,8 @@
-"""What `flash_varlen` and `blocksparse` share: from an op's arguments to tiles, launches, and back.
+"""`attend` runs a call of `flash_varlen` or `blocksparse`: tiles are cut, launched, put together.
 
-Prefill and decode of one batch run as two launches of one kernel: sequences of one token in tiles
-of one token, the others in long ones. No value is read on the host, and lengths that change do not
-compile anything anew.
+Prefill and decode of one batch are two launches of one kernel: sequences of one token in tiles of
+one token, the others in long tiles. No value is read on the host, and no program is compiled anew
+for other lengths.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SUBLANES = 8
 
-# int32 that fit into SMEM beside everything else
+# int32 that fit into SMEM beside the kernel's other scalars
 MOST_ENTRIES = 200_000
 
 # up to this many tokens of a sequence, all of them are one tile
@@ -37,7 +37,7 @@ SHORT = 8
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How rows of a tile come from heads: `row = g * tile_q + token` for head `g` of a group.
+    """Tokens are laid out as rows of tiles: `row = g * tile_q + token` for head `g` of a group.
 
     Stacked KV heads are one here, and their groups one.
     """
@@ -47,7 +47,7 @@ class Heads:
     tile_q: int
 
     def pad(self, rows: Array, value: float = 0.0) -> Array:
-        """(..., rows, n) up to whole registers."""
+        """(..., rows, n), padded to whole registers."""
         padding = ((0, 0), (0, 0), (0, -rows.shape[2] % SUBLANES), (0, 0))
         return jnp.pad(rows, padding, constant_values=value)
 
@@ -60,7 +60,7 @@ class Heads:
         )
 
     def to_tokens(self, x: Array, cut: Cut) -> Array:
-        """The way back."""
+        """(num_tiles, num_kv_heads, rows, n) as (total_q, num_heads, n)."""
         num_tiles, num_kv_heads, _, width = x.shape
         x = x[:, :, : self.group_size * self.tile_q]
         x = x.reshape(num_tiles, num_kv_heads, self.group_size, self.tile_q, width)
@@ -267,7 +267,9 @@ def _lengths(call: Call) -> tuple[Lengths, Array]:
 
 
 def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
-    """Tokens of a tile, a power of two: of short sequences, then of the others if there are any."""
+    """Tokens of a tile, powers of two: for sequences of one token and for longer ones, or one size
+    for both if none is longer than `SHORT`.
+    """
     if longest <= SHORT:
         return (1 << (longest - 1).bit_length(),)
     most = max(1, config.tile_rows // group_size)
@@ -288,7 +290,7 @@ def _rng_words(rng_state: Array) -> Array:
 
 
 def _to_storage(x: Array, dtype: Any, scale: Array | None) -> Array:
-    """Round to nearest even; the 8-bit formats saturate at their largest finite value."""
+    """Divide by the scale, round to nearest even; 8-bit formats saturate."""
     if scale is not None:
         x = x / scale.astype(jnp.float32)
     if dtype.name in FLOAT8:

@@ -1,4 +1,4 @@
-"""The launch of the attention kernel: which operand lies where, and what a grid step sees of it."""
+"""The launch of the attention kernel: where each operand lies, and which part a grid step gets."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from torch_paged_attn.backends.tpu.tiles import Tiles
 
 
 class Modifiers(NamedTuple):
-    """What changes scores or results, None where the call has it not.
+    """Operands that change scores or results, None where the call does not have them.
 
-    Stacked KV heads count as one here, but for `score_scale` and `out_factor`.
+    Stacked KV heads count as one, but in `score_scale` and `out_factor`.
     """
 
     bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2

@@ -1,7 +1,7 @@
 """The online softmax of a tile: FlashAttention-2 (arXiv 2307.08691, algorithm 1) in base 2.
 
-A row's sum is kept as one partial sum per lane until its tile is done, and its maximum in all lanes
-alike. Scores, maximum and sums are float32; probabilities are rounded for the second product.
+A row's sum is kept as one partial sum per lane until its tile is done, its maximum in every lane.
+Scores, maximum and sums are float32; probabilities are rounded for the second product.
 """
 
 import dataclasses
