@@ -22,7 +22,7 @@ class Tpu(Backend):
         """Why it cannot run here, or None."""
         from torch_paged_attn.backends.tpu import front_ends
 
-        return front_ends.missing()
+        return front_ends.unsupported()
 
     def function(self, op: str) -> Callable[..., Any]:
         """An op on torch tensors."""

@@ -1,8 +1,8 @@
-"""What `flash_varlen` and `blocksparse` share: from an op's arguments to tiles, launches, and back.
+"""`attend` runs a call of `flash_varlen` or `blocksparse`: tiles are cut, launched, put together.
 
-Prefill and decode of one batch run as two launches of one kernel: sequences of one token in tiles
-of one token, the others in long ones. No value is read on the host, and lengths that change do not
-compile anything anew.
+Prefill and decode of one batch are two launches of one kernel: sequences of one token in tiles of
+one token, the others in long tiles. No value is read on the host, and no program is compiled anew
+for other lengths.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles
 from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.refusal import refuse
-from torch_paged_attn.backends.tpu.softmax import LOG2_E
+from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
 
 FLOATS = ("float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SUBLANES = 8
 
-# int32 that fit into SMEM beside everything else
+# int32 that fit into SMEM beside the kernel's other scalars
 MOST_ENTRIES = 200_000
 
 # up to this many tokens of a sequence, all of them are one tile
@@ -37,7 +37,7 @@ SHORT = 8
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How rows of a tile come from heads: `row = g * tile_q + token` for head `g` of a group.
+    """Tokens are laid out as rows of tiles: `row = g * tile_q + token` for head `g` of a group.
 
     Stacked KV heads are one here, and their groups one.
     """
@@ -47,7 +47,7 @@ class Heads:
     tile_q: int
 
     def pad(self, rows: Array, value: float = 0.0) -> Array:
-        """(..., rows, n) up to whole registers."""
+        """(..., rows, n), padded to whole registers."""
         padding = ((0, 0), (0, 0), (0, -rows.shape[2] % SUBLANES), (0, 0))
         return jnp.pad(rows, padding, constant_values=value)
 
@@ -60,7 +60,7 @@ class Heads:
         )
 
     def to_tokens(self, x: Array, cut: Cut) -> Array:
-        """The way back."""
+        """(num_tiles, num_kv_heads, rows, n) as (total_q, num_heads, n)."""
         num_tiles, num_kv_heads, _, width = x.shape
         x = x[:, :, : self.group_size * self.tile_q]
         x = x.reshape(num_tiles, num_kv_heads, self.group_size, self.tile_q, width)
@@ -77,7 +77,9 @@ class Heads:
         """(1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, whole blocks)."""
         if bias.dtype == jnp.bool_:
             bias = jnp.where(bias, 0.0, -jnp.inf)
-        bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, 0), (0, -bias.shape[2] % block_k)))
+        else:
+            bias = base_2(bias.astype(jnp.float32))
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -bias.shape[2] % block_k)))
         x = bias[:, cut.token].swapaxes(0, 1)  # (num_tiles, heads, tile_q, keys)
         num_tiles, heads, _, keys = x.shape
         if heads == 1:
@@ -149,7 +151,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
         out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
     is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
-    out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, lse)
+    out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
 
 
@@ -238,7 +240,7 @@ def _attend_cut(
             refuse(call.op, f"col_indices of {entries} blocks; supported: {MOST_ENTRIES}")
     queries = heads.of_tokens(q, cut)
     modifiers = Modifiers(
-        sinks=None if call.sinks is None else heads.of_heads(call.sinks * LOG2_E),
+        sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
         slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E),
         score_scale=factors.score_scale,
         out_factor=factors.out_factor,
@@ -265,7 +267,9 @@ def _lengths(call: Call) -> tuple[Lengths, Array]:
 
 
 def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
-    """Tokens of a tile, a power of two: of short sequences, then of the others if there are any."""
+    """Tokens of a tile, powers of two: for sequences of one token and for longer ones, or one size
+    for both if none is longer than `SHORT`.
+    """
     if longest <= SHORT:
         return (1 << (longest - 1).bit_length(),)
     most = max(1, config.tile_rows // group_size)
@@ -286,7 +290,7 @@ def _rng_words(rng_state: Array) -> Array:
 
 
 def _to_storage(x: Array, dtype: Any, scale: Array | None) -> Array:
-    """Round to nearest even; the 8-bit formats saturate at their largest finite value."""
+    """Divide by the scale, round to nearest even; 8-bit formats saturate."""
     if scale is not None:
         x = x / scale.astype(jnp.float32)
     if dtype.name in FLOAT8:

@@ -3,14 +3,14 @@
 One grid step is one tile: a few tokens of one sequence, with all heads. The rows of a KV head are
 its group's, `row = g * tile_q + token`, so that a decode step's heads share the keys they read.
 Where these rows fill less than a register, several KV heads are stacked in one: their products stay
-apart, the softmax is shared. Keys arrive in blocks and are computed on in steps, of which those
-that nobody sees are skipped.
+apart, the softmax is shared. Keys are loaded in blocks and computed on in steps; those that no
+token of the tile sees are skipped.
 
 A step is latency: a product, a maximum over lanes, a power, a product. Several heads pass through
 these phases together, so that each works while the others wait.
 
 Steps of which every row sees every key are not masked. In the others masked scores are replaced,
-and values that nobody sees are zero: no NaN of a key that nobody sees is ever multiplied.
+and values that no row sees are set to zero, so that their NaN are not multiplied.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ class TileAttention:
             refs.lse[0, pl.ds(head, 1), :] = lse
 
     def of_own_head(self, parts: Sequence[Array]) -> Array:
-        """Each row (of rows, n) out of that part which belongs to the row's KV head."""
+        """One array (rows, n) of several, one for each stacked KV head: a row is its own head's."""
         rows_each = self.options.group_size // self.options.stack * self.options.tile_q
         whole = parts[0]
         row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
@@ -114,7 +114,7 @@ class TileAttention:
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
     def attend_turn(self, turn: Array, cursor: Cursor) -> Cursor:
-        """Fold one block of keys into the softmax, and have another one fetched."""
+        """Fold one block of keys into the softmax while others are loaded."""
         block = self.loader.block(self.tile, turn)
         slot, cursor = self.loader.load_next(cursor, self.tile, block)
         first = block * self.loader.block_k
@@ -130,7 +130,9 @@ class TileAttention:
         return cursor
 
     def _places(self, first: Array, keys: int, width: int) -> tuple[Array, Array]:
-        """Which pieces of `width` of the keys from `first` on somebody sees."""
+        """Pieces of `width` keys, counted from key `first` on: the first one that some token sees,
+        and the one behind the last.
+        """
         tiles = self.refs.tiles
         start = jnp.maximum(tiles.start[self.tile] - first, 0)
         stop = jnp.minimum(tiles.stop[self.tile] - first, keys)
@@ -181,7 +183,7 @@ class TileAttention:
         *,
         masked: bool,
     ) -> None:
-        """Fold the keys of the block from `place * width` on, `width` of them."""
+        """Fold piece `place` of a block, `width` keys, into the softmax."""
         refs, loader, options = self.refs, self.loader, self.options
         tiles, tile_q, dtype = refs.tiles, options.tile_q, options.compute_dtype
         first_key = first + place * width
@@ -208,7 +210,7 @@ class TileAttention:
                 position = tiles.position[self.tile] - first_key + (row & (tile_q - 1))
                 distance = jnp.abs(lane - position).astype(jnp.float32)
                 scores = scores - refs.slopes[0, head] * distance
-            return scores if bias is None else scores + bias * LOG2_E
+            return scores if bias is None else scores + bias
 
         def attend_heads(heads: list[Any]) -> None:
             biases = [
@@ -247,7 +249,7 @@ class TileAttention:
         lane: Array,
         bias: Array | None,
     ) -> tuple[Array, Array]:
-        """Which scores count, and of which keys the values do (width, 1)."""
+        """True for scores that count, and for keys (width, 1) that some row of the tile sees."""
         options, tiles = self.options, self.refs.tiles
         window, width, tile_q = options.window, lane.shape[1], options.tile_q
         start, stop = tiles.start[self.tile] - first_key, tiles.stop[self.tile] - first_key
@@ -267,14 +269,14 @@ class TileAttention:
         if layout is not None:
             visible &= layout.sees(row & (tile_q - 1), place * width + lane)
         if bias is not None:
-            visible &= bias > -jnp.inf
+            visible &= bias != -jnp.inf
         if layout is not None or bias is not None:
             visible &= (row & (tile_q - 1)) < tiles.num_tokens[self.tile]
             is_seen &= _as_column(jnp.any(visible, axis=0, keepdims=True))
         return visible, is_seen
 
     def _keep(self, head: Any, first_key: Array, row: Array, lane: Array) -> Array:
-        """Which probabilities survive dropout."""
+        """True for the probabilities that dropout keeps."""
         tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
         query = tiles.first_query[self.tile] + (row & (tile_q - 1))
         head = head * self.options.group_size + lax.shift_right_logical(

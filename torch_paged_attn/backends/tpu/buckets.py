@@ -1,9 +1,9 @@
-"""Shapes as a compiled program sees them: counts rounded up, so that serving does not recompile.
+"""Counts are rounded up to powers of two, so that serving does not recompile.
 
-How many sequences, tokens, pages and columns a call has changes from step to step, and each new
-shape would be compiled anew. Here, and only here, such counts become the next power of two. The
-true counts need no arguments of their own: padding tokens lie behind `cu_seqlens_q[-1]`, padding
-sequences have no tokens and no keys, and padding slots are negative.
+The numbers of sequences, tokens, pages and columns change from call to call, and XLA compiles for
+each shape. Here, and only here, they become the next power of two. The true counts need no
+arguments of their own: padding tokens lie behind `cu_seqlens_q[-1]`, padding sequences have no
+tokens and no keys, and padding slots are negative.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def bucket(count: int) -> int:
 
 
 def pad_attention(call: Call) -> Call:
-    """The call with the tensors, and the hint, of its buckets."""
+    """The call with tensors, and a hint, whose sizes are buckets."""
     total_q, batch = bucket(call.total_q), bucket(call.batch)
     padded: dict[str, Any] = {
         "q": _grow(call.q, 0, total_q),

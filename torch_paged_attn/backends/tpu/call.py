@@ -13,32 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from torch_paged_attn.attention_call import arguments, defaults, tensor_names
+from torch_paged_attn.attention_call import Argument, arguments, defaults, tensor_names
 from torch_paged_attn.backends.tpu.layout_mask import Layout
 from torch_paged_attn.backends.tpu.tiles import Window
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# of both ops: a call of `flash_varlen` leaves the layout at its defaults
-_DEFAULTS = defaults("blocksparse") | defaults("flash_varlen")
+# of both ops: a call of `flash_varlen` has None for a layout
+_NAMES = tuple(defaults("blocksparse"))
 _TENSORS = tensor_names("blocksparse")
 # a hint that no kernel takes: no program is compiled for it
 _DROPPED = ("max_seqlen_k",)
-_COMPILED_FOR = ("op", *(name for name in _DEFAULTS if name not in (*_TENSORS, *_DROPPED)))
+_COMPILED_FOR = ("op", *(name for name in _NAMES if name not in (*_TENSORS, *_DROPPED)))
 
-
-def _field(default: Any) -> Any:
-    """A list's argument without a default has none here either, but None for a tensor's place."""
-    return dataclasses.field(default=None if default is dataclasses.MISSING else default)
-
-
-# `Any`, since mypy cannot see fields that a list makes
+# `Any`, for mypy sees no fields that come from a list
 _Arguments: Any = dataclasses.make_dataclass(
-    "_Arguments",
-    [(name, Any, _field(default)) for name, default in _DEFAULTS.items()],
-    frozen=True,
-    eq=False,
-    kw_only=True,
+    "_Arguments", [(name, Any, None) for name in _NAMES], frozen=True, eq=False, kw_only=True
 )
 
 
@@ -123,26 +113,25 @@ def static_names(op: str) -> tuple[str, ...]:
 
 
 def described(function: Function) -> Function:
-    """Show the op's arguments in JAX's order: tensors, then the others by name."""
+    """Show the op's arguments as JAX takes them: tensors in their order, the others by name."""
     listed = arguments(function.__name__)
-    required, by_name = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
-    parameters = []
-    for x in listed:
-        if x.is_tensor and x.default is dataclasses.MISSING:
-            parameters.append(_parameter(x.name, required, Array))
-        elif x.is_tensor:
-            parameters.append(_parameter(x.name, None, Array | None))
     options = {x.name: None if x.is_hint else x.default for x in listed if not x.is_tensor}
-    for name, default in (options | {"config": None, "interpret": False}).items():
-        parameters.append(inspect.Parameter(name, by_name, default=default, annotation=Any))
+    options |= {"config": None, "interpret": False}
+    parameters = [_tensor(x) for x in listed if x.is_tensor]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Any)
+        for name, default in options.items()
+    ]
     signature = inspect.Signature(parameters, return_annotation=tuple[Array, Array])
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 
 
-def _parameter(name: str, default: Any, type_: Any) -> inspect.Parameter:
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, positional, default=default, annotation=type_)
+def _tensor(x: Argument) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if x.default is dataclasses.MISSING:
+        return inspect.Parameter(x.name, kind, annotation=Array)
+    return inspect.Parameter(x.name, kind, default=None, annotation=Array | None)
 
 
 def bind(function: Callable[..., Any], tensors: tuple[Any, ...], options: dict[str, Any]) -> Call:

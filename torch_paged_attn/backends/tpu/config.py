@@ -1,4 +1,4 @@
-"""How the kernels are cut for a TPU generation: explicit, else by the chip, else for any chip."""
+"""Sizes of tiles and blocks: the caller's, else the chip's, else those that suit any chip."""
 
 import dataclasses
 
@@ -25,20 +25,20 @@ class Config:
 
     block_k: int = 1024  # keys of a block: fetched together, rounded to whole pages
     step_k: int = 512  # keys of a step of a long tile: computed on together
-    num_buffers: int = 3  # blocks in VMEM: one is computed on, the others are on their way
+    num_buffers: int = 3  # blocks in VMEM: one is computed on while the others are loaded
     tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1
     vmem_bytes: int = 100 * MIB
 
     def fit(self, num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int]) -> "Config":
-        """With tiles of queries and blocks of keys halved until both fit VMEM together.
+        """Halve tiles of queries and blocks of keys until both fit VMEM together.
 
-        `widths` are head_dim and head_dim_v, `sizes` the bytes of what is computed on and of what
-        is stored.
+        `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
+        of one that is stored.
         """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
-        # q and out twice, for the next tile's are on their way; the softmax' state once, in float32
+        # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
         row = 2 * computed * (width + width_v) + 4 * (2 * LANES + width_v)
         tile = num_kv_heads * self.tile_rows * row
         block = self.num_buffers * num_kv_heads * self.block_k * stored * (width + width_v)
@@ -56,7 +56,7 @@ class Config:
         return smaller.fit(num_kv_heads, widths, sizes)
 
     def with_bias(self) -> "Config":
-        """With a bias, whose blocks are as many floats as there are scores."""
+        """Smaller sizes for a call with a bias, of which a block has a float for each score."""
         block_k = min(self.block_k, 256)
         return dataclasses.replace(
             self, block_k=block_k, step_k=min(self.step_k, block_k), tile_rows=128
@@ -77,7 +77,7 @@ CHIPS = {
 
 
 def choose_config(config: Config | None) -> Config:
-    """The caller's, else that of the chip which is there."""
+    """The caller's sizes, else those of the chip in this machine."""
     if config is not None:
         return config
     kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""

@@ -1,4 +1,4 @@
-"""float16 as bits: TPUs have no instructions for it, not even loads, but 16-bit integers have.
+"""float16 is read as 16-bit integers: TPUs have no instructions for it, not even loads.
 
 Numbers below 2**-14 become zero on a chip, which flushes float32 of that encoding.
 """
@@ -16,7 +16,7 @@ def to_bits(x: Array) -> Array:
 
 
 def widen(x: Array, dtype: jnp.dtype) -> Array:
-    """What is stored as `dtype`; int16 are the bits of float16, which become float32."""
+    """Stored numbers as `dtype`; int16 are the bits of float16, which become float32."""
     if x.dtype != jnp.int16:
         return x.astype(dtype)
     bits = x.astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The ways from torch to a TPU: each runs a JAX function on its own kind of tensors.
+"""Front ends: packages that put torch tensors on a TPU and run JAX functions on them.
 
 torch_tpu (PyTorch's PrivateUse1 backend named `tpu`) and torch_xla (the XLA key, which AWS Neuron
 shares) carry our ops by dispatch; torchax by registration (`torchax.py`).
@@ -22,18 +22,18 @@ Run = Callable[[Callable[..., Any], list[Tensor], int], Any]
 
 
 def current() -> Run:
-    """The front end of this process; `missing` has said that there is one."""
+    """The front end of this process: a backend is called when `unsupported` has no reason."""
     return run_torch_tpu if _is_torch_tpu() else run_torch_xla
 
 
-def missing() -> str | None:
-    """None where a front end leads to a TPU, else the reason why not. A process has one at most."""
+def unsupported() -> str | None:
+    """Why no front end leads to a TPU here, or None. A process has one front end at most."""
     if importlib.util.find_spec("jax") is None:
         return "jax is not installed: pip install 'torch-paged-attn[tpu]'"
     if _is_torch_tpu():
         return None
     if importlib.util.find_spec("torch_xla") is None:
-        return "no way to a TPU: neither torch_tpu nor torch_xla is installed"
+        return "neither torch_tpu nor torch_xla is installed"
     import torch_xla.runtime
 
     device = torch_xla.runtime.device_type()

@@ -1,4 +1,4 @@
-"""The launch of the attention kernel: which operand lies where, and what a grid step sees of it."""
+"""The launch of the attention kernel: where each operand lies, and which part a grid step gets."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from torch_paged_attn.backends.tpu.tiles import Tiles
 
 
 class Modifiers(NamedTuple):
-    """What changes scores or results, None where the call has it not.
+    """Operands that change scores or results, None where the call does not have them.
 
-    Stacked KV heads count as one here, but for `score_scale` and `out_factor`.
+    Stacked KV heads count as one, but in `score_scale` and `out_factor`.
     """
 
-    bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), float32
+    bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2
     sinks: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
     slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
     score_scale: Array | None  # (batch, num_kv_heads)
@@ -40,8 +40,8 @@ def attend_tiles(
     layout: TileLayout | None,
     options: Options,
 ) -> tuple[Array, Array]:
-    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to lse without the
-    last axis, padded to whole lanes.
+    """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
+    the last axis, padded to whole lanes.
 
     Stacked KV heads count as one. With `heads_apart` heads that have a layout each, `q` is
     (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.

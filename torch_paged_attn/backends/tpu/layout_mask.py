@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 class TileLayout(NamedTuple):
-    """Per tile; with `heads_apart` heads, tiles of the same tokens follow one another."""
+    """The layout per tile; with `heads_apart` heads, tiles of the same tokens are neighbours."""
 
     visits: Array  # (num_tiles, n) blocks of keys, those to visit first
     num_visits: Array  # (num_tiles,)
@@ -64,7 +64,7 @@ def _words(crow: Array, col: Array, num_blocks: int, blocks_per_word: int) -> Ar
 def lay_out_tiles(
     layout: Layout, tiles: Tiles, *, tile_q: int, block_k: int, num_cores: int
 ) -> tuple[Tiles, TileLayout]:
-    """The tiles again for each of the layout's heads, and what they visit."""
+    """The tiles, repeated for each of the layout's heads, and the blocks that they visit."""
     q_block_size, k_block_size = layout.q_block_size, layout.k_block_size
     num_blocks = max(1, -(-layout.max_keys // block_k))
     words = _words(layout.crow, layout.col, num_blocks, block_k // k_block_size)
@@ -100,7 +100,7 @@ def lay_out_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class LayoutMask:
-    """What a tile sees of the block that it visits at this turn."""
+    """The layout's bits for a tile and the block that it visits at this turn."""
 
     ref: Any  # its words in SMEM, (1, 1, turns * rows)
     options: Options
@@ -131,7 +131,7 @@ class LayoutMask:
         return some != 0, every == ones
 
     def sees(self, token: Array, key: Array) -> Array:
-        """Whether tokens of the tile see keys of the block, by the layout."""
+        """True where the layout lists the block of the token and the key."""
         q_block_size, k_block_size = self.options.block_sizes
         inside = self.position & (q_block_size - 1)
         row = lax.shift_right_logical(inside + token, q_block_size.bit_length() - 1)

@@ -1,8 +1,7 @@
-"""Keys and values as pages that one DMA fetches whole, all heads of a page together.
+"""Keys and values are laid out as pages, which one DMA loads whole, all heads of a page together.
 
-A cache of pages is read where it is. Packed keys, and pages that are no whole number of register
-tiles, are first laid out as pages by XLA: one more pass over the keys, which a prefill reads many
-times.
+A paged cache is read where it is. Packed keys, and pages that are no whole number of register
+tiles, are copied into pages by XLA first: one more pass over the keys.
 """
 
 import math
@@ -64,7 +63,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
 
     num_pages, page_size = k.shape[-4], k.shape[-2]
     batch, max_pages = block_table.shape
-    # ids nobody has checked must not read outside the cache
+    # ids are not checked on the device: a wrong one must not read outside the cache
     table = jnp.clip(block_table, 0, num_pages - 1)
     if page_size % (32 // k.dtype.itemsize) == 0 and keys_per_step(page_size) <= widest_step:
         start = jnp.arange(batch, dtype=jnp.int32) * max_pages
@@ -80,7 +79,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
 
 
 def _repage(caches: tuple[Array, Array], stored, lengths: Lengths, bound: int) -> Pages:
-    """`stored(x, sequence, key)` are rows `(num_kv_heads, dim)` for each of its indices."""
+    """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of x."""
     batch = lengths.key.shape[0]
     counts = -(-lengths.key // REPAGED)
     sequence, rank = count_up(counts, max(bound, 1))

@@ -1,8 +1,8 @@
-"""How the TPU backend says what it does not do."""
+"""The error for a valid call that this backend has no kernel for."""
 
 from typing import NoReturn
 
 
 def refuse(op: str, reason: str) -> NoReturn:
-    """Raise for what the contract allows and this backend does not do yet."""
+    """Raise for a call that `unsupported` has a reason against."""
     raise NotImplementedError(f"paged_attn::{op}: TPU: {reason}")

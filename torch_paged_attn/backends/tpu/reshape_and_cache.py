@@ -1,8 +1,8 @@
 """`reshape_and_cache` in JAX: tiles of the cache are read, changed and written back, pipelined.
 
-A row of 16 or 8 bits is half or a quarter of a register's row and nothing that a DMA can write, so
-the unit is a tile of a page's slots, all heads of it together. Tokens are sorted by slot: a tile is
-changed once, whoever's tokens fall into it, and of two tokens for one slot the later one is kept.
+A DMA cannot write one row of 16 or 8 bits, which is half or a quarter of a register's row, so the
+unit is a tile of a page's slots, all heads of it together. Tokens are sorted by slot: a tile is
+changed once for all tokens that fall into it, and of two tokens for one slot the later one is kept.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch_paged_attn.backends.tpu.refusal import refuse
 STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 NUM_BUFFERS = 16
 
-# tiles that are on their way in; the others' write-back has as many tiles of time to end
+# tiles that are being read ahead; a tile's write-back has as many tiles of time to end
 AHEAD = NUM_BUFFERS // 2
 
 
@@ -183,7 +183,7 @@ def _write(
 
 
 def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()) -> Array:
-    """For pages that are no whole number of tiles: XLA's scatter."""
+    """Write pages that are no whole number of tiles by XLA's scatter."""
     num_pages, _, page_size, _ = cache.shape[-4:]
     groups = _group(slots, num_pages * page_size, 1)
     kept = jnp.arange(slots.shape[0]) < groups.start[-1]
@@ -193,7 +193,7 @@ def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()
 
 
 def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
-    """As the cache holds it: rounded to nearest even, 8 bits saturated."""
+    """Convert to the cache's dtype: rounded to nearest even, 8 bits saturated."""
     if dtype.name not in STORED:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
@@ -205,12 +205,13 @@ def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
-def _check(op: str, key: Array, cache: Array) -> None:
-    if cache.dtype.name not in (key.dtype.name, *STORED):
-        names = ", ".join((key.dtype.name, *STORED))
-        refuse(
-            op, f"key has dtype {key.dtype.name}, its cache {cache.dtype.name}; allowed: {names}"
-        )
+def unsupported(key: Array, cache: Array) -> str | None:
+    """Why there is no kernel for a write: the argument, what came, what is supported."""
+    given, stored = key.dtype.name, cache.dtype.name
+    if stored not in (given, *STORED):
+        names = ", ".join((given, *STORED))
+        return f"key has dtype {given}, its cache {stored}; supported: {names}"
+    return None
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",), donate_argnames=("kv_cache",))
@@ -225,7 +226,8 @@ def reshape_and_cache(
     interpret: Any = False,
 ) -> Array:
     """Arguments as in the op; the cache is donated, and returned with the tokens in it."""
-    _check("reshape_and_cache", key, kv_cache)
+    if (reason := unsupported(key, kv_cache)) is not None:
+        refuse("reshape_and_cache", reason)
     new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, kv_cache)
     if slot_mapping.shape[0] == 0 or kv_cache.size == 0:
         return kv_cache
@@ -249,7 +251,8 @@ def reshape_and_cache_split(
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Arguments as in the op; the caches are donated, and returned with the tokens in them."""
-    _check("reshape_and_cache.split", key, k_cache)
+    if (reason := unsupported(key, k_cache)) is not None:
+        refuse("reshape_and_cache.split", reason)
     new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, k_cache)
     if slot_mapping.shape[0] == 0 or k_cache.size == 0:
         return k_cache, v_cache
@@ -262,7 +265,7 @@ def reshape_and_cache_split(
 def _new_rows(
     values: tuple[Array, Array], scales: tuple[Array | None, ...], slots: Array, cache: Array
 ) -> tuple[Array, ...]:
-    """Rows past the length of `slots` are padding."""
+    """New keys and values in the cache's dtype; rows past the length of `slots` are padding."""
     return tuple(
         _store(x[: slots.shape[0]], cache.dtype, scale)
         for x, scale in zip(values, scales, strict=True)

@@ -1,7 +1,7 @@
 """The online softmax of a tile: FlashAttention-2 (arXiv 2307.08691, algorithm 1) in base 2.
 
-A row's sum is kept as one partial sum per lane until its tile is done, and its maximum in all lanes
-alike. Scores, maximum and sums are float32; probabilities are rounded for the second product.
+A row's sum is kept as one partial sum per lane until its tile is done, its maximum in every lane.
+Scores, maximum and sums are float32; probabilities are rounded for the second product.
 """
 
 import dataclasses
@@ -17,9 +17,31 @@ from torch_paged_attn.backends.tpu.config import LANES
 
 LOG2_E = math.log2(math.e)
 
-# a row that has seen no key has this maximum, and a masked key less: its probability is exp2(-big)
-FLOOR = -1.0e38
-MASKED = -2.0e38
+# A masked key has this score, and a row that has seen no key this maximum: no logit is as low, not
+# even a bias of torch.finfo(float32).min, and exp2 of the difference is 0.
+MASKED = float(jnp.finfo(jnp.float32).min)
+FLOOR = MASKED + 2.0**104
+
+# Times log2(e), a finite bias can leave the range of float32: masks hold torch.finfo(float32).min,
+# and the result of a row whose keys all carry it is the mean of their values. From 2**127 on,
+# logits are converted with a slope of 1/2: floats are 2**104 apart there, which every exponential
+# takes for infinitely far as it is. BEND has trailing zeros enough for the lowest bias to come back
+# as it was.
+STEEP = 2.0**127
+BEND = math.ceil((LOG2_E - 0.5) * 2.0**22) * 2.0**105
+
+
+def base_2(logit: Array) -> Array:
+    """A natural logit times log2(e); what is finite stays finite."""
+    bent = 0.5 * logit + jnp.copysign(jnp.float32(BEND), logit)
+    return jnp.where(jnp.abs(logit) <= STEEP, logit * LOG2_E, bent)
+
+
+def base_e(logit: Array) -> Array:
+    """A natural logit from one in base 2, and -inf from that of a row that has seen no key."""
+    bent = jnp.maximum(2.0 * (logit - jnp.copysign(jnp.float32(BEND), logit)), MASKED)
+    natural = jnp.where(jnp.abs(logit) <= STEEP * LOG2_E, logit * math.log(2.0), bent)
+    return jnp.where(logit <= FLOOR, -jnp.inf, natural)
 
 
 def across(column: Array, width: int) -> Array:
@@ -99,7 +121,7 @@ class Softmax:
             self.acc[head] = self.acc[head] * across(rescale, weighed[i].shape[1]) + weighed[i]
 
     def finish(self, head: Any, sink: Array | None, dtype: Any) -> tuple[Array, Array]:
-        """The output (rows, head_dim_v), and the logarithm of the sum as one row; resets the head.
+        """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head.
 
         `sink` (rows, 1) is one logit more. The stores of the reset cost nothing here, where the
         arithmetic takes longer.
@@ -119,5 +141,4 @@ class Softmax:
         else:
             guess = pl.reciprocal(divisor, approx=True)
             out = acc * across(guess * (2.0 - divisor * guess), acc.shape[1])  # Newton's step
-        lse = _as_row(m) + jnp.log2(_as_row(divisor))
-        return out, jnp.where(lse < FLOOR / 2, -jnp.inf, lse * math.log(2.0))
+        return out, _as_row(m) + jnp.log2(_as_row(divisor))

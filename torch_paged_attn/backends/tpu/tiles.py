@@ -1,8 +1,8 @@
-"""A batch as tiles of query tokens, computed on the device: a new length is no new compilation.
+"""A batch is cut into tiles of query tokens, on the device: no program is compiled for a length.
 
 A tile is `tile_q` consecutive tokens of one sequence. The kernel walks the tiles and, for each,
 the keys that some token of it sees: cost follows what is visible, whatever the mix of prefill and
-decode. The shapes here are upper bounds; tiles beyond the batch's see no key.
+decode. Shapes are upper bounds; tiles behind the batch's last one see no key.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Window:
 
 
 class Lengths(NamedTuple):
-    """What a batch is made of, per sequence."""
+    """Where each sequence's tokens start, and its lengths."""
 
     first_query: Array  # (batch,) where its tokens start in q
     query: Array  # (batch,) Lq
@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Tiles, and how tokens go there and back."""
+    """Tiles, and where each token is in them."""
 
     tiles: Tiles
     token: Array  # (num_tiles, tile_q) in q

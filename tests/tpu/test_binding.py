@@ -1,0 +1,76 @@
+"""The ops on torch tensors, by a front end that copies them to JAX and back."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax_arrays import to_jax, to_torch
+
+from torch_paged_attn import environment
+from torch_paged_attn.attention_call import arguments
+from torch_paged_attn.backends.tpu import binding
+from torch_paged_attn.backends.tpu.call import Call
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+
+# each with a tensor that has an entry for every sequence, or words of its own
+CASES = {
+    "decode": ("llama3_8b/decode_b5/bf16", {}),
+    "bias": ("t5/bias/f32", {"seqs": ((3, 5), (1, 7))}),
+    "dropout": ("training/dropout/f32", {"seqs": ((3, 5), (1, 7))}),
+    "blocksparse": ("blocksparse/batched/f32", {"seqs": ((3, 5), (1, 7))}),
+}
+
+
+def dispatched(call, **changes):
+    """Arguments as the dispatcher passes them: all tensors and hints by position."""
+    given = call.args | changes
+    listed = arguments(call.op)
+    args = [given.get(x.name, x.default) for x in listed if not x.keyword_only]
+    return args, {x.name: given[x.name] for x in listed if x.keyword_only and x.name in given}
+
+
+@pytest.fixture
+def front_end(monkeypatch):
+    """Runs JAX functions on copies of torch tensors."""
+    monkeypatch.setattr(environment, "TPU_INTERPRET", True)
+
+    def run(function, tensors, _outputs):
+        return tuple(to_torch(x) for x in function(*(to_jax(t) for t in tensors)))
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES.values(), ids=CASES)
+def test_attention(name, changes, front_end):
+    call = build(dataclasses.replace(PROBLEMS[name], **changes))
+    args, options = dispatched(call)
+    out, lse = getattr(binding, call.op)(*args, run=front_end, **options)
+    assert_accurate(out, lse, call.truth())
+
+
+def test_calls_of_one_bucket_share_a_function():
+    """Neither lengths nor the hint that no kernel takes make a program anew; an option does."""
+    functions = []
+
+    def run(function, tensors, _outputs):
+        functions.append(function)
+        return torch.empty(8, 4, 8), torch.empty(4, 8)
+
+    for batch, max_seqlen_k, causal in ((3, 9, True), (5, 1000, True), (5, 1000, False)):
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32)
+        q, k, v = torch.zeros(3, batch, 4, 8)
+        binding.flash_varlen(q, k, v, cu_seqlens, None, 1, max_seqlen_k, causal=causal, run=run)
+    assert functions[0] is functions[1] is not functions[2]
+
+
+def test_call_is_a_pytree():
+    q, bounds = jnp.zeros((4, 2, 8)), jnp.arange(5, dtype=jnp.int32)
+    given = {"q": q, "k": q, "v": q, "cu_seqlens_q": bounds, "softcap": 3.0}
+    call = Call.of("flash_varlen", given | {"max_seqlen_k": 7})
+    leaves, structure = jax.tree.flatten(call)
+    assert [x.shape for x in leaves] == [q.shape] * 3 + [bounds.shape]
+    assert structure == jax.tree.structure(Call.of("flash_varlen", given))
+    assert structure != jax.tree.structure(Call.of("flash_varlen", given | {"softcap": 2.0}))
+    assert jax.tree.unflatten(structure, leaves).softcap == 3.0
