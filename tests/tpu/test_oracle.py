@@ -7,6 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_arrays import to_jax, to_torch
 from pallas_oracle import observe
 
+from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
@@ -15,26 +16,31 @@ from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
 
 
-def attend(dma_mode):
+def attended(dma_mode):
     """The result of `CALL`, and the oracle's complaints."""
     args = {name: to_jax(value) for name, value in CALL.args.items()}
     config = Config(block_k=256, step_k=128)
-    # the kernel is to be traced anew, with whatever was put into it
-    flash_varlen.clear_cache()
+    forget_kernels()
     results, complaints = observe(
         lambda interpret: flash_varlen(**args, config=config, interpret=interpret), dma_mode
     )
     return [to_torch(x) for x in results], complaints
 
 
+def forget_kernels():
+    """Have kernels traced anew, with whatever was put into them."""
+    for function in (flash_varlen, attend):
+        function.clear_cache()
+
+
 @pytest.fixture(autouse=True)
 def forget_seeded_kernels():
     yield
-    flash_varlen.clear_cache()
+    forget_kernels()
 
 
 def test_is_silent_about_the_kernel():
-    results, complaints = attend("on_wait")
+    results, complaints = attended("on_wait")
     assert not complaints
     assert_accurate(*results, CALL.truth())
 
@@ -50,7 +56,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
                 self._copies(tile, 0, slot, i)[0].wait()
 
     monkeypatch.setattr(KvLoader, "_wait", wait_for_keys_only)
-    results, complaints = attend(dma_mode)
+    results, complaints = attended(dma_mode)
     if dma_mode == "on_wait":  # the copy was never made
         assert results[0].isnan().any()
     else:  # it was made in time, and nobody took note
@@ -63,12 +69,16 @@ def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatc
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
         wrong = lax.rem(slot + 1, self.num_buffers)
         return (
-            pltpu.make_async_copy(self.k_hbm.at[page], self.refs.k_buffers.at[wrong, i], k_done),
-            pltpu.make_async_copy(self.v_hbm.at[page], self.refs.v_buffers.at[slot, i], v_done),
+            pltpu.make_async_copy(
+                self.refs.k_hbm.at[page], self.refs.k_buffers.at[wrong, i], k_done
+            ),
+            pltpu.make_async_copy(
+                self.refs.v_hbm.at[page], self.refs.v_buffers.at[slot, i], v_done
+            ),
         )
 
     monkeypatch.setattr(KvLoader, "_copies", copies)
-    results, complaints = attend(dma_mode)
+    results, complaints = attended(dma_mode)
     assert any("RACE DETECTED" in line for line in complaints)
     with pytest.raises(AssertionError):
         assert_accurate(*results, CALL.truth())

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-from torch_paged_attn.attention_call import defaults
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_tokens
-from torch_paged_attn.backends.tpu.call import Call
+from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.front_ends import Run, current
 from torch_paged_attn.backends.tpu.merge_states import merge_states as merge_states_jax
@@ -59,7 +58,7 @@ def _attend(
     run: Run | None, op: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """`args` and `options` are what the dispatcher calls `op` with."""
-    given = dict(zip(defaults(op), args, strict=False)) | options
+    given = dict(zip(DEFAULTS[op], args, strict=False)) | options
     if given.get("rng_state") is not None:
         given["rng_state"] = _words(given["rng_state"])
     if given.get("out_dtype") is not None:

@@ -18,6 +18,8 @@ from torch_paged_attn.backends.tpu.call import Call
 
 LEAST = 8
 
+PER_SEQUENCE = per_sequence_tensors()
+
 
 def bucket(count: int) -> int:
     """The next power of two, from 8."""
@@ -41,12 +43,13 @@ def pad_attention(call: Call) -> Call:
     if call.col_indices is not None:
         padded["col_indices"] = _grow(call.col_indices, -1, bucket(call.col_indices.shape[-1]))
     # padded with zeros; what has fewer dimensions is not per sequence
-    for name, dimensions in per_sequence_tensors().items():
+    for name, dimensions in PER_SEQUENCE.items():
         tensor = padded.get(name, getattr(call, name))
         if tensor is not None and tensor.dim() == dimensions:
             padded[name] = _grow(tensor, 0, batch)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        if (bounds := getattr(call, name)) is not None:
+        bounds = getattr(call, name)
+        if bounds is not None and batch > call.batch:
             padded[name] = torch.cat([bounds, bounds[-1:].expand(batch - call.batch)])
     return dataclasses.replace(call, **padded)
 

@@ -19,8 +19,10 @@ from torch_paged_attn.backends.tpu.tiles import Window
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+DEFAULTS = {op: defaults(op) for op in ("flash_varlen", "blocksparse")}
+
 # of both ops: a call of `flash_varlen` has None for a layout
-_NAMES = tuple(defaults("blocksparse"))
+_NAMES = tuple(DEFAULTS["blocksparse"])
 _TENSORS = tensor_names("blocksparse")
 # a hint that no kernel takes: no program is compiled for it
 _DROPPED = ("max_seqlen_k",)
@@ -28,7 +30,7 @@ _COMPILED_FOR = ("op", *(name for name in _NAMES if name not in (*_TENSORS, *_DR
 
 # `Any`, for mypy sees no fields that come from a list
 _Arguments: Any = dataclasses.make_dataclass(
-    "_Arguments", [(name, Any, None) for name in _NAMES], frozen=True, eq=False, kw_only=True
+    "_Arguments", [(name, Any, None) for name in _NAMES], eq=False, kw_only=True
 )
 
 
@@ -38,7 +40,7 @@ _Arguments: Any = dataclasses.make_dataclass(
     meta_fields=_COMPILED_FOR,
     drop_fields=_DROPPED,
 )
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Call(_Arguments):
     """The arguments of one call, by their names, as JAX arrays or as torch tensors.
 
@@ -50,7 +52,7 @@ class Call(_Arguments):
     @classmethod
     def of(cls, op: str, given: dict[str, Any]) -> "Call":
         """From the arguments that a call of `op` gives."""
-        return cls(op=op, **defaults(op) | given)
+        return cls(op=op, **DEFAULTS[op] | given)
 
     @property
     def total_q(self) -> int:
