@@ -135,7 +135,7 @@ SAMPLES: dict[str, Sample] = {
                 "f32-e4m3-hnd",
                 "f32-i8-hnd",
             ),
-            "write_every_bfloat16": (),
+            "write_every_bfloat16": ("e4m3-0.3", "e5m2-0.3", "i8-0.3"),
             "write_slots": ("int32",),
         },
         LIKE,

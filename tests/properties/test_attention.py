@@ -113,6 +113,18 @@ LOST_BY_FLOAT32 = Problem(
     layout=Layout(256, 256, heads="one", batched=True, density=0.7),
     seed=23557,
 )
+# 8-bit numbers as they are stored: float32 adds up products of thousands
+LARGE_LOGITS = Problem(
+    "large_logits",
+    ((52, 0), (91, 0), (129, 0)),
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=215,
+    dtype=torch.float16,
+    kv_dtype=torch.int8,
+    page_size=32,
+    softmax_scale=1.0,
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -127,6 +139,7 @@ def same_bits(a, b):
 @example(DROPOUT_THAT_MAGNIFIES)
 @example(LONG_SUMS)
 @example(LEFT_BY_DROPOUT)
+@example(LARGE_LOGITS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())

@@ -18,10 +18,11 @@ def test_rows_past_the_slots_are_padding(num, page_size):
     kv_cache = torch.zeros(2, 6, 3, page_size, 24)
     expected = kv_cache.clone()
     reference.reshape_and_cache(key, value, expected, slots)
+    tensors = key, value, kv_cache, slots
 
     def write(interpret):
-        arrays = (to_jax(t) for t in (key, value, kv_cache, slots))  # the cache is taken away
-        return reshape_and_cache(*arrays, interpret=interpret)
+        # the op takes the cache away
+        return reshape_and_cache(*(to_jax(t) for t in tensors), interpret=interpret)
 
     written = watch(write)
     assert torch.equal(to_torch(written), expected)

@@ -139,7 +139,9 @@ def _assert_rows(out: Tensor, truth: Truth) -> None:
 
 
 def _assert_lse(softmax_lse: Tensor, truth: Truth) -> None:
-    """The rule in float32, no more than LSE_TOLERANCE off anywhere; rows that see no key exact."""
+    """The rule in float32, and no more than LSE_TOLERANCE off anywhere, unless logits are so large
+    that float32 cannot add them up so closely; rows that see no key exact.
+    """
     lse, golden = softmax_lse.cpu().double(), truth.softmax_lse
     empty = golden == float("-inf")
     assert torch.equal(lse == float("-inf"), empty), "softmax_lse: the rows that see no key differ"
@@ -147,7 +149,7 @@ def _assert_lse(softmax_lse: Tensor, truth: Truth) -> None:
         return
     lse, golden, allowed = lse[~empty], golden[~empty], truth.lse_allowed[~empty]
     error, size = (lse - golden).abs(), golden.abs()
-    cap = LSE_TOLERANCE + 4.0 * EPS_FLOAT32 * size
+    cap = allowed.maximum(LSE_TOLERANCE + 4.0 * EPS_FLOAT32 * size)
     where = _largest(error - cap)
     assert error[where] <= cap[where], (
         f"softmax_lse is off by {error[where]:.3g}, allowed {cap[where]:.3g}:"

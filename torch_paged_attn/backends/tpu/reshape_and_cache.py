@@ -198,7 +198,9 @@ def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     if scale is not None:
-        x = x / jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
+        heads = jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
+        # of a broadcast XLA would take the reciprocal, which turns ties
+        x = x / lax.optimization_barrier(jnp.broadcast_to(heads, x.shape))
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(x), -128, 127).astype(dtype)
     limit = float(jnp.finfo(dtype).max)
