@@ -51,15 +51,6 @@ def count(length: int, like: Tensor) -> Tensor:
     return _keep(("count", length), like, make)
 
 
-def number(value: int, like: Tensor) -> Tensor:
-    """int64 (1,)."""
-
-    def make() -> Tensor:
-        return torch.full((1,), value, device=like.device)
-
-    return _keep(("number", value), like, make)
-
-
 def repeated(value: int, batch: int, like: Tensor) -> Tensor:
     """int32 (batch,) of one value."""
 
