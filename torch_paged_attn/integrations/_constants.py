@@ -16,6 +16,8 @@ from torch import Tensor
 MOST = 256  # the least recently used one goes first
 _kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _lock = Lock()
+# torch's own, without a Stream made in Python
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def clear() -> None:
@@ -60,6 +62,12 @@ def repeated(value: int, batch: int, like: Tensor) -> Tensor:
     return _keep(("repeated", value, batch), like, make)
 
 
+def _current_stream(device: torch.device) -> int:
+    if _raw_stream is not None and device.index is not None:
+        return _raw_stream(device.index)
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Tensor:
     stream = None
     if torch.compiler.is_compiling() or type(like) is not Tensor:
@@ -68,7 +76,7 @@ def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Te
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return make()
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = _current_stream(device)
     elif device.type != "cpu":
         return make()
     key = (*what, device, stream)

@@ -363,7 +363,7 @@ def flash_attn_with_kvcache(
         reshape_and_cache(*to_store)
     result, lse = flash_varlen(**arguments)
     if seqlen_q is not None:
-        result = result.reshape(*shape[:2], *result.shape[1:])
+        result = result.reshape(*shape[:3], v_cache.shape[3])
         lse = _per_sequence(lse, shape[0], seqlen_q) if return_softmax_lse else lse
     return _returned(result, lse, out, False, return_softmax_lse)
 

@@ -45,6 +45,8 @@ def first_positions(cache_seqlens: Tensor, new: int | Tensor) -> Tensor:
     A padding row has a negative length: its tokens end before position 0.
     """
     if not isinstance(new, Tensor):
+        if new == 1:
+            return cache_seqlens.clamp(min=-1)
         return cache_seqlens.masked_fill(cache_seqlens < 0, -new)
     return torch.where(cache_seqlens < 0, -new, cache_seqlens)
 
@@ -60,7 +62,10 @@ def positions(
     """
     batch = starts.shape[0]
     if cu_seqlens is None:
-        return starts[:, None] + torch.arange(total // max(batch, 1), device=starts.device), None
+        first = starts.unsqueeze(1).long()
+        if total == batch:
+            return first, None
+        return first + torch.arange(total // max(batch, 1), device=starts.device), None
     token = torch.arange(total, device=starts.device)
     sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
     padding = sequence == batch
@@ -87,12 +92,12 @@ def with_torch_operators(
         nowhere = torch.full((num_tokens,), -1, dtype=torch.int64, device=cache_seqlens.device)
         return nowhere, seqused_k
     position, sequence = positions(starts, cu_seqlens_k_new, num_tokens)
-    entry = torch.div(position, page_size, rounding_mode="floor")
+    entry = position // page_size
     column = entry.clamp(0, max_pages - 1)
     page = block_table.gather(1, column) if sequence is None else block_table[sequence, column]
     # page * page_size + position % page_size, in 64 bits; page -1 gives a negative slot
     slot = torch.add(position, page - entry, alpha=page_size)
-    return slot.masked_fill(column != entry, -1).flatten(), seqused_k
+    return slot.masked_fill_(column != entry, -1).flatten(), seqused_k
 
 
 def fake(

@@ -40,7 +40,7 @@ class Strides(NamedTuple):
 @triton.jit
 def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
     """How many sequences end at or before each token: the number of its own, `batch` if none."""
-    WIDTH: tl.constexpr = 128
+    WIDTH: tl.constexpr = 32
     ended = tl.zeros([BLOCK], tl.int32)
     for b0 in tl.range(0, batch, WIDTH):
         b = b0 + tl.arange(0, WIDTH)
@@ -148,7 +148,8 @@ def _plan(
         if launch.is_ready:
             launch.start((*addresses, slots.data_ptr(), lengths.data_ptr()))
         else:
-            launch(Pointers(*tensors, slots, lengths))
+            before, table, bounds = tensors
+            launch(Pointers(before, table, bounds, slots, lengths))
         return slots, lengths
 
     return run
