@@ -1,5 +1,7 @@
 """Slots of new tokens: the kernel computes what torch's operators do, to the last bit."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -121,6 +123,18 @@ def test_what_no_kernel_can_take_is_refused(name, kernels):
     for function in (kernels.append_slots, with_torch_operators, fake):
         with pytest.raises(ValueError, match=f"paged_attn::append_slots: {text}"):
             function(*change(arguments).values())
+
+
+def test_gpus_get_the_kernel_and_nothing_stops_at_autograd(kernels):
+    module = sys.modules["torch_paged_attn.ops.append_slots"]
+    assert module._gpu_kernel() is kernels.append_slots
+    for key in ("CUDA", "CompositeExplicitAutograd", "Autograd"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("paged_attn::append_slots", key)
+    # other devices compute it with torch operators
+    slots, after = append_slots(
+        int32([1, 2]).to("meta"), int32([[1], [2]], 2, 1).to("meta"), None, 4, 2
+    )
+    assert slots.shape == after.shape == (2,)
 
 
 def test_the_operator_is_one_node_of_a_graph(device):
