@@ -9,7 +9,6 @@ import pytest
 import torch
 from sequences import DECODE, DIM, DIM_V, HEADS, KV_HEADS, MIXED, NAN, Batch, cumulative
 
-from torch_paged_attn.integrations._kvcache import slots
 from torch_paged_attn.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -213,16 +212,6 @@ def test_slices_of_a_fused_projection():
         q, k, v, batch.cu_q, batch.cu_k, causal=True, return_softmax_lse=True
     )
     assert_accurate(out, lse, batch.truth(causal=True))
-
-
-# 6, 7. slots
-
-
-def test_slots_are_64_bit():
-    table = torch.tensor([[2**22 - 1]], dtype=torch.int32)
-    for position, sequence in ((torch.tensor([[5]]), None), (torch.tensor([5]), torch.tensor([0]))):
-        slot = slots(position, sequence, table, 2**10)
-        assert slot.flatten().tolist() == [(2**22 - 1) * 2**10 + 5]
 
 
 # 8, 9. out=, softmax_lse and the tuples

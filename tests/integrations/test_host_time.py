@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from sequences import DECODE, MIXED, Batch
+from sequences import DECODE, MIXED, Batch, cumulative
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,13 +39,18 @@ def operators(call):
     return seen.called
 
 
-def decode(new, page_size=4, **options):
+def decode(new, page_size=4, is_ragged=False, **options):
     """A call of three sequences, each with `new` queries and as many keys to append."""
     batch = Batch([max(new, 1)] * 3, [n + max(new, 1) for n in (6, 11, 0)])
     written = [n - new for n in batch.key_lens]
     k_cache, v_cache, table = batch.paged(page_size, written)
     if new:
-        options["k"], options["v"] = (x.unflatten(0, (3, new)) for x in batch.new(written))
+        k, v = batch.new(written)
+        if is_ragged:
+            options["cu_seqlens_k_new"] = cumulative([new] * 3)
+        else:
+            k, v = (x.unflatten(0, (3, new)) for x in (k, v))
+        options |= {"k": k, "v": v}
     lengths = torch.tensor(written, dtype=torch.int32)
     q = batch.q.unflatten(0, (3, -1))
     return lambda: flash_attn_with_kvcache(
@@ -57,13 +62,15 @@ def test_decode_takes_one_operator():
     assert operators(decode(0)) == {"paged_attn::flash_varlen": 1}
 
 
-@pytest.mark.parametrize(("new", "most"), [(1, 9), (4, 11)])
-def test_new_tokens_take_what_computes_slots(new, most, monkeypatch):
+APPENDING = ("append_slots", "reshape_and_cache.split", "flash_varlen")
+
+
+@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
+def test_new_tokens_take_two_operators_more(new, is_ragged, monkeypatch):
     monkeypatch.setattr(_kvcache_checks, "readable", lambda x: False)  # as on an accelerator
-    called = operators(decode(new))
-    assert called.pop("paged_attn::flash_varlen") == 1
-    assert called.pop("paged_attn::reshape_and_cache.split") == 1
-    assert called.total() <= most, called
+    called = operators(decode(new, is_ragged=is_ragged))
+    assert called == {f"paged_attn::{op}": 1 for op in APPENDING}
 
 
 def test_rows_and_numbers_take_no_more():

@@ -2,9 +2,9 @@
 
     python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only SUBSTRING] [--processes N]
 
-The calls are the named problems, those of `MORE`, and every kind of cache write and merge. Tiles,
-specialisations and compiler options are those of a launch, because a launch is what happens, up to
-the point where a kernel would be loaded.
+The calls are the named problems, those of `MORE`, and every kind of cache write, merge and look-up
+of slots. Tiles, specialisations and compiler options are those of a launch, because a launch is
+what happens, up to the point where a kernel would be loaded.
 """
 
 import argparse
@@ -200,6 +200,14 @@ def _merge(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: merge_states(out, lse, out, lse)
 
 
+def _append_slots(bounds: list[int] | None) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.append_slots import append_slots
+
+    seqlens, table = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 4, dtype=torch.int32)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    return lambda: append_slots(seqlens, table, cu_seqlens, 16, 18)
+
+
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     problems = PROBLEMS | MORE
     calls = {name: functools.partial(_attention, problems[name]) for name in problems}
@@ -208,6 +216,8 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
         for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
             write = functools.partial(_cache_write, dtype, stored)
             calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write
+    calls["append_slots/equal"] = functools.partial(_append_slots, None)
+    calls["append_slots/ragged"] = functools.partial(_append_slots, list(range(0, 20, 2)))
     return calls
 
 

@@ -33,6 +33,8 @@ def flash_varlen_arguments(
     s_aux: Tensor | None,
     max_seqlen_q: int | Tensor | None,
     max_seqlen_k: int | Tensor | None,
+    causal: bool,
+    softcap: float,
     dropout_p: float = 0.0,
     return_attn_probs: bool = False,
     **arguments: Any,
@@ -47,9 +49,13 @@ def flash_varlen_arguments(
         # seed and offset from the default generator of q's device: nothing is read on the host
         rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
         arguments |= {"dropout_p": dropout_p, "rng_state": rng_state}
-    left, right = (-1 if size is None else size for size in window_size)
-    if (left, right) != (-1, -1):
+    if window_size != (-1, -1):
+        left, right = (-1 if size is None else size for size in window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}
+    if causal:
+        arguments["causal"] = causal
+    if softcap:
+        arguments["softcap"] = softcap
     if out is not None:
         arguments["out_dtype"] = out.dtype
     elif q.dtype.itemsize == 1:

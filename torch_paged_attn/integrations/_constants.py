@@ -16,6 +16,8 @@ from torch import Tensor
 MOST = 256  # the least recently used one goes first
 _kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _lock = Lock()
+# torch's own, without a Stream made in Python
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def clear() -> None:
@@ -51,15 +53,6 @@ def count(length: int, like: Tensor) -> Tensor:
     return _keep(("count", length), like, make)
 
 
-def number(value: int, like: Tensor) -> Tensor:
-    """int64 (1,)."""
-
-    def make() -> Tensor:
-        return torch.full((1,), value, device=like.device)
-
-    return _keep(("number", value), like, make)
-
-
 def repeated(value: int, batch: int, like: Tensor) -> Tensor:
     """int32 (batch,) of one value."""
 
@@ -67,6 +60,12 @@ def repeated(value: int, batch: int, like: Tensor) -> Tensor:
         return torch.full((batch,), value, dtype=torch.int32, device=like.device)
 
     return _keep(("repeated", value, batch), like, make)
+
+
+def _current_stream(device: torch.device) -> int:
+    if _raw_stream is not None and device.index is not None:
+        return _raw_stream(device.index)
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -77,7 +76,7 @@ def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Te
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return make()
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = _current_stream(device)
     elif device.type != "cpu":
         return make()
     key = (*what, device, stream)

@@ -1,4 +1,4 @@
-"""Steps of `flash_attn_with_kvcache` before attention: block tables, rotation, new tokens' slots.
+"""Steps of `flash_attn_with_kvcache` before attention: block tables, new tokens, rotation.
 
 Torch operators on the device alone: nothing is read on the host of an accelerator.
 """
@@ -59,14 +59,18 @@ class NewTokens(NamedTuple):
     """The new tokens of all sequences, laid end to end.
 
     k, v: (total, num_kv_heads, head_dim)
-    lengths: of each sequence (batch,), or a number if they are equal
-    cu_seqlens: (batch + 1,) where each sequence's tokens start; None if lengths are equal
+    cu_seqlens: (batch + 1,) where each sequence's tokens start; None if all have as many
+    each: how many, 0 if cu_seqlens tells
     """
 
     k: Tensor
     v: Tensor
-    lengths: int | Tensor
     cu_seqlens: Tensor | None
+    each: int
+
+    def lengths(self) -> int | Tensor:
+        """How many tokens each sequence gets: (batch,), or a number for all."""
+        return self.each if self.cu_seqlens is None else self.cu_seqlens.diff()
 
 
 def new_tokens(
@@ -79,13 +83,13 @@ def new_tokens(
                 f"{checks.OP}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
                 f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        return NewTokens(k.flatten(0, 1), v.flatten(0, 1), k.shape[1], None)
+        return NewTokens(k.flatten(0, 1), v.flatten(0, 1), None, k.shape[1])
     checks.check_per_sequence("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "(batch + 1,)")
     for name, x in (("k", k), ("v", v)):
         checks.check_tensor(name, x, "(total_new, num_kv_heads, head_dim)")
     if may_read:
         checks.check_bounds("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "total_new")
-    return NewTokens(k, v, cu_seqlens_k_new.diff(), cu_seqlens_k_new)
+    return NewTokens(k, v, cu_seqlens_k_new, 0)
 
 
 def behind_leftpad(
@@ -104,54 +108,6 @@ def behind_leftpad(
     slot = (slot + cache_leftpad[:, None]).clamp(max=max(len(slot) - 1, 0))
     table = block_table.gather(1, slot // page_size) * page_size + (slot % page_size).int()
     return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], table
-
-
-def first_positions(cache_seqlens: Tensor, new: int | Tensor) -> Tensor:
-    """int32 (batch,): where the first of each sequence's new tokens goes.
-
-    new: how many tokens each sequence gets
-    A padding row has a negative length: its tokens end before position 0.
-    """
-    if not isinstance(new, int):
-        return torch.where(cache_seqlens < 0, -new, cache_seqlens)
-    if new == 1:
-        return cache_seqlens.clamp(min=-1)
-    return cache_seqlens.masked_fill(cache_seqlens < 0, -new)
-
-
-def positions(
-    starts: Tensor, new: int | Tensor | None, cu_seqlens: Tensor | None, total: int
-) -> tuple[Tensor, Tensor | None]:
-    """Positions of tokens, int32 or int64, the first of each sequence at `starts`.
-
-    new: if it is a number, sequences are of one length and positions (batch, new). Else they are
-        (total,), beside the sequence (total,) of each token; tokens past cu_seqlens[-1] are
-        padding at position -1
-    """
-    if isinstance(new, int):
-        first = starts[:, None]
-        return first if new == 1 else first + _constants.count(new, starts), None
-    assert cu_seqlens is not None
-    token = _constants.count(total, starts)
-    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    padding = sequence == starts.shape[0]
-    sequence = sequence.clamp(max=starts.shape[0] - 1)
-    position = token - cu_seqlens[sequence] + starts[sequence]
-    return position.masked_fill(padding, -1), sequence
-
-
-def slots(position: Tensor, sequence: Tensor | None, block_table: Tensor, page_size: int) -> Tensor:
-    """int64 slots of tokens, negative outside a sequence's pages and where the table has no page.
-
-    position: (batch, seqlen), or (total,) with the `sequence` (total,) of each token
-    """
-    # a divisor of 64 bits makes an index of 64 bits of any position
-    entry = position // _constants.number(page_size, position)
-    column = entry.clamp(0, max(block_table.shape[1] - 1, 0))
-    page = block_table.gather(1, column) if sequence is None else block_table[sequence, column]
-    # page * page_size + position % page_size, in 64 bits; page -1 gives a negative slot
-    slot = torch.add(position, page - entry, alpha=page_size)
-    return slot.masked_fill_(column != entry, -1)
 
 
 def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -30,15 +30,13 @@ from torch_paged_attn.integrations._arguments import (
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
     end_to_end,
-    first_positions,
     lengths_of,
     new_tokens,
     pages_of,
-    positions,
     rotate,
-    slots,
 )
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
+from torch_paged_attn.ops.append_slots import append_slots, positions
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -302,19 +300,24 @@ def flash_attn_with_kvcache(
         if may_read:
             checks.check_leftpad(cache_leftpad, cache_seqlens)
 
+    pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     to_store: tuple[Any, ...] | None = None
     if k is not None and v is not None:
         new = new_tokens(k, v, cu_seqlens_k_new, batch, may_read)
         if may_read:
-            checks.check_room(cache_seqlens, new.lengths, capacity)
-        starts = first_positions(cache_seqlens, new.lengths)
-        seqused_k = starts + new.lengths
-        position, sequence = positions(starts, new.lengths, new.cu_seqlens, new.k.shape[0])
+            checks.check_room(cache_seqlens, new.lengths(), capacity)
+        num_tokens, page_size = new.k.shape[0], k_cache.shape[1]
+        slot_mapping, seqused_k = append_slots(
+            cache_seqlens, table, new.cu_seqlens, page_size, num_tokens
+        )
         if rotary_cos is not None and rotary_sin is not None:
             rotary = rotary_cos, rotary_sin, rotary_interleaved
             checks.check_rotary(rotary_cos, rotary_sin, capacity, shape[-1])
+            starts = seqused_k - new.lengths()
+            position, _ = positions(starts, new.cu_seqlens, num_tokens)
             new = new._replace(k=rotate(new.k, position, *rotary))
-            q_position, owner = positions(starts, seqlen_q, cu_seqlens_q, q.shape[0])
+            ragged = None if seqlen_q is not None else cu_seqlens_q
+            q_position, owner = positions(starts, ragged, q.shape[0])
             if not causal and tuple(window_size) in ((-1, -1), (None, None)):
                 first = starts[:, None] if owner is None else starts[owner]
                 q_position = first.expand_as(q_position)
@@ -324,21 +327,19 @@ def flash_attn_with_kvcache(
             scales = k_descale, v_descale
             checks.check_descale("k_descale", k_descale)
             checks.check_descale("v_descale", v_descale)
-        if batch and capacity and new.k.shape[0]:
-            slot_mapping = slots(position, sequence, table, k_cache.shape[1]).flatten()
-            pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        if batch and capacity and num_tokens:
             to_store = new.k, new.v, pages, slot_mapping, *scales
 
     if cache_leftpad is not None:
         k_cache, v_cache, table = behind_leftpad(k_cache, v_cache, table, cache_leftpad)
+        pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         seqused_k = seqused_k - cache_leftpad
         if k is not None:
             seqused_k = seqused_k.clamp(min=0)  # of a row of padding, which has no keys
     arguments = flash_varlen_arguments(
         name,
         q,
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
+        *pages,
         block_table=table,
         out=out,
         window_size=window_size,
@@ -362,7 +363,7 @@ def flash_attn_with_kvcache(
         reshape_and_cache(*to_store)
     result, lse = flash_varlen(**arguments)
     if seqlen_q is not None:
-        result = result.reshape(*shape[:2], *result.shape[1:])
+        result = result.reshape(*shape[:3], v_cache.shape[3])
         lse = _per_sequence(lse, shape[0], seqlen_q) if return_softmax_lse else lse
     return _returned(result, lse, out, False, return_softmax_lse)
 

@@ -2,6 +2,7 @@
 but the CPU's compiled library, where it was built."""
 
 from torch_paged_attn.ops import _library
+from torch_paged_attn.ops import append_slots as append_slots  # internal: registered, not offered
 from torch_paged_attn.ops.blocksparse import blocksparse
 from torch_paged_attn.ops.flash_varlen import flash_varlen
 from torch_paged_attn.ops.merge_states import merge_states

@@ -1,0 +1,155 @@
+"""`append_slots` on GPUs: a program finds the slots of BLOCK new tokens, and adds up the lengths of
+as many sequences.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.ops.append_slots import check
+
+BLOCK = 128
+
+
+class Pointers(NamedTuple):
+    """Tensors; cu_seqlens_k_new may be None."""
+
+    cache_seqlens: Any
+    block_table: Any
+    cu_seqlens_k_new: Any
+    slot_mapping: Any
+    seqused_k: Any
+
+
+class Strides(NamedTuple):
+    """Strides in elements."""
+
+    cache_seqlens: int
+    page: int  # from one entry of a row of the table to the next
+    cu_seqlens_k_new: int
+
+
+@triton.jit
+def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
+    """How many sequences end at or before each token: the number of its own, `batch` if none."""
+    WIDTH: tl.constexpr = 32
+    ended = tl.zeros([BLOCK], tl.int32)
+    for b0 in tl.range(0, batch, WIDTH):
+        b = b0 + tl.arange(0, WIDTH)
+        end = tl.load(cu_seqlens_ptr + (b + 1) * stride, mask=b < batch, other=0)
+        has_ended = (b < batch)[None, :] & (end[None, :] <= token[:, None])
+        ended += tl.sum(has_ended.to(tl.int32), 1)
+    return ended
+
+
+@triton.jit(do_not_specialize=("stride_row", "max_pages", "batch", "num_tokens"))
+def _append_slots_kernel(
+    pointers,
+    strides,
+    stride_row,
+    page_size,
+    max_pages,
+    batch,
+    num_tokens,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    gdc_wait(IS_DEPENDENT)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+    # of sequence i, the tokens before and after
+    exists = i < batch
+    before = tl.load(pointers.cache_seqlens + i * strides.cache_seqlens, mask=exists, other=0)
+    if pointers.cu_seqlens_k_new is not None:
+        bound = pointers.cu_seqlens_k_new + i * strides.cu_seqlens_k_new
+        new = tl.load(bound + strides.cu_seqlens_k_new, mask=exists, other=0)
+        new -= tl.load(bound, mask=exists, other=0)
+    else:
+        new = num_tokens // batch
+    after = tl.where(before < 0, 0, before + new)
+    tl.store(pointers.seqused_k + i, after, mask=exists)
+
+    # of token i, its sequence b, and its position there
+    if pointers.cu_seqlens_k_new is not None:
+        stride = strides.cu_seqlens_k_new
+        b = _sequences_of(i, pointers.cu_seqlens_k_new, stride, batch, BLOCK)
+        exists = (i < num_tokens) & (b < batch)
+        first = tl.load(pointers.cu_seqlens_k_new + b * stride, mask=exists, other=0)
+    else:
+        exists = i < num_tokens
+        b = i // tl.maximum(new, 1)
+        first = b * new
+    before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=-1)
+    position = (i - first).to(tl.int64) + before
+    entry = position // page_size
+    exists = exists & (before >= 0) & (position >= 0) & (entry < max_pages)
+    row = pointers.block_table + b.to(tl.int64) * stride_row
+    page = tl.load(row + entry * strides.page, mask=exists, other=-1).to(tl.int64)
+    slot = page * page_size + position % page_size
+    tl.store(pointers.slot_mapping + i, tl.where(exists, slot, -1), mask=i < num_tokens)
+
+
+def append_slots(
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    cu_seqlens_k_new: Tensor | None,
+    page_size: int,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.append_slots`."""
+    tensors = cache_seqlens, block_table, cu_seqlens_k_new
+    options = {"page_size": page_size, "num_tokens": num_tokens}
+    return launch_cache.call("append_slots", _plan, tensors, options)
+
+
+def _plan(
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    cu_seqlens_k_new: Tensor | None,
+    *,
+    page_size: int,
+    num_tokens: int,
+) -> Plan:
+    check(cache_seqlens, block_table, cu_seqlens_k_new, page_size, num_tokens)
+    batch, max_pages = block_table.shape
+    device = cache_seqlens.device
+    new_slots = Allocation((num_tokens,), torch.int64, device)
+    new_lengths = Allocation((batch,), torch.int32, device)
+    is_empty = num_tokens == 0 and batch == 0
+    launch = Launch(
+        _append_slots_kernel,
+        (triton.cdiv(max(num_tokens, batch), BLOCK),),
+        strides=Strides(
+            cache_seqlens=cache_seqlens.stride(0),
+            page=block_table.stride(1),
+            cu_seqlens_k_new=0 if cu_seqlens_k_new is None else cu_seqlens_k_new.stride(0),
+        ),
+        stride_row=block_table.stride(0),
+        page_size=max(page_size, 1),
+        max_pages=max_pages if page_size else 0,
+        batch=batch,
+        num_tokens=num_tokens,
+        BLOCK=BLOCK,
+        **dependent_launch(target_of(device).overlaps_launches),
+    )
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        slots, lengths = new_slots(), new_lengths()
+        if is_empty:
+            return slots, lengths
+        if launch.is_ready:
+            launch.start((*addresses, slots.data_ptr(), lengths.data_ptr()))
+        else:
+            before, table, bounds = tensors
+            launch(Pointers(before, table, bounds, slots, lengths))
+        return slots, lengths
+
+    return run
