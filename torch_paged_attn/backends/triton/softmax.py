@@ -14,8 +14,10 @@ def finite_or_zero(m):
 
 @triton.jit
 def _exp(x):
-    """exp of x <= 0 to about one unit in the last place (Cephes' expf); chips are coarser."""
-    x = tl.maximum(x, -87.0)
+    """exp of x <= 0 to about one unit in the last place (Cephes' expf); chips are coarser.
+
+    Below -87 it is 0. NaN stays NaN, as it would not through a maximum.
+    """
     # rounded to a whole number of octaves by adding 1.5 * 2**23
     octaves = (x * LOG2E + 12582912.0) - 12582912.0
     r = tl.fma(octaves, -0.693359375, x)
@@ -27,7 +29,7 @@ def _exp(x):
     series = tl.fma(series, r, 5.0000001201e-1)
     value = tl.fma(series, r * r, r) + 1.0
     power = ((octaves.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return value * power
+    return tl.where(x < -87.0, 0.0, value * power)
 
 
 @triton.jit
@@ -41,16 +43,12 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.const
     m_new = tl.maximum(m_i, tl.max(s, 1))
     shift = finite_or_zero(m_new)
     if IS_PRECISE:
-        x = s - shift[:, None]
-        p = tl.where(x > -87.0, _exp(x), 0.0)
+        p = _exp(s - shift[:, None])
     elif IS_HUGE:
         p = tl.exp2((s - shift[:, None]) * factor)
     else:
         p = tl.exp2(s * factor - (shift * factor)[:, None])  # one fused multiply-add
-    if IS_PRECISE:
-        shrink = tl.where(m_i - shift > -87.0, _exp(m_i - shift), 0.0)
-    else:
-        shrink = tl.exp2((m_i - shift) * factor)
+    shrink = _exp(m_i - shift) if IS_PRECISE else tl.exp2((m_i - shift) * factor)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
 
 
