@@ -40,7 +40,7 @@ run: $(VENV)/built
 # The processes of a suite, which take tests from each other: one for each core. OpenMP's threads must
 # not spin while they wait, or they take the cores of other processes: three times as long.
 PROCESSES ?= logical
-PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal
+PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal --durations 15
 
 # The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
 # Triton's interpreter is on for a whole process or off.

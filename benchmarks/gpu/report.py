@@ -17,6 +17,21 @@ Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], float | None]]
 
 
+def by_variant(rows: dict[str, Row]) -> dict[str, Row]:
+    """Rows of `contender, variant (mode)` as a row for each variant: a step that is new, and one
+    that came again. Of a function beside its parts, the function is ours.
+    """
+    split: dict[str, Row] = {}
+    for problem, row in rows.items():
+        for name, value in row["figures"].items():
+            contender, _, mode = name.partition(" (")
+            contender, _, variant = contender.partition(", ")
+            contender = "ours" if contender == "with_kvcache" else contender
+            title = f"{problem}, {variant}" if variant else problem
+            split.setdefault(title, {"figures": {}})["figures"][f"{contender} ({mode}"] = value
+    return split
+
+
 def speedup(row: Row, peer: str, ours: str = "ours") -> float | None:
     """How many times as fast as a peer; None if that took no part."""
     figures = row["figures"]
@@ -39,11 +54,12 @@ class Table:
 
     def rows(self, document: dict[str, Any]) -> dict[str, Row]:
         """By what is left of their names; what was refused is left out."""
-        return {
+        rows = {
             row["problem"].removeprefix(self.prefix): row
             for row in document["parts"].get(self.part, ())
             if row["problem"].startswith(self.prefix) and "figures" in row
         }
+        return by_variant(rows) if self.part == "host" else rows
 
 
 def tables(read_ceiling: float) -> list[Table]:
