@@ -4,7 +4,6 @@ Its leaves are the tensors that are there; programs are compiled for the rest of
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -34,12 +33,6 @@ _Arguments: Any = dataclasses.make_dataclass(
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=_TENSORS,
-    meta_fields=_COMPILED_FOR,
-    drop_fields=_DROPPED,
-)
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Call(_Arguments):
     """The arguments of one call, by their names, as JAX arrays or as torch tensors.
@@ -106,6 +99,20 @@ class Call(_Arguments):
         max_keys = self.k.shape[0] if pages is None else pages.shape[1] * self.k.shape[-2]
         blocks = self.q_block_size, self.k_block_size
         return Layout(self.crow_indices, self.col_indices, *blocks, max_keys)
+
+
+def _flatten(call: Call) -> tuple[list[Any], tuple[Any, ...]]:
+    tensors = [getattr(call, name) for name in _TENSORS]
+    return tensors, tuple(getattr(call, name) for name in _COMPILED_FOR)
+
+
+def _unflatten(compiled_for: tuple[Any, ...], tensors: list[Any]) -> Call:
+    static = zip(_COMPILED_FOR, compiled_for, strict=True)
+    return Call(**dict(static), **dict(zip(_TENSORS, tensors, strict=True)))
+
+
+# not as a dataclass: JAX 0.7 drops the letters of a field's name instead of the field
+jax.tree_util.register_pytree_node(Call, _flatten, _unflatten)
 
 
 def static_names(op: str) -> tuple[str, ...]:
