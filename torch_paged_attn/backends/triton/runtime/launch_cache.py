@@ -307,7 +307,9 @@ def ready_kernel(compiled: Any) -> ReadyKernel | None:
     launcher, descriptions = run.launch, getattr(compiled.metadata, "tensordesc_meta", None)
     if inspect.isfunction(launcher):
         # it would describe every tensor map anew
-        launcher = inspect.getclosurevars(launcher).nonlocals["launcher"]
+        launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
+    if launcher is None:
+        return None
     no_scratch = no_hooks = None, None
     fixed = (
         compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch,
