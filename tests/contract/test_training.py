@@ -1,4 +1,4 @@
-"""How a gradient reaches the backward ops: eagerly, compiled, checkpointed. The reference answers."""
+"""How a gradient reaches the backward ops, which the reference answers here."""
 
 import itertools
 
@@ -57,7 +57,7 @@ SUBSETS = [s for n in (1, 2, 4) for s in itertools.combinations(INPUTS, n)][::3]
 
 @pytest.mark.parametrize("names", SUBSETS, ids="-".join)
 def test_some_of_the_inputs(names, reference_backward, monkeypatch):
-    op, args, leaves = case()
+    _, args, leaves = case()
     for name in INPUTS:
         leaves[name].requires_grad_(name in names)
     asked = {name: leaves[name] for name in names}
