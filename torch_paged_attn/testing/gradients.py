@@ -75,7 +75,7 @@ class Gradients:
                 golden_rows,
                 rounded.dtype,
                 allowed,
-                scale.luck,
+                scale.luck_of(observer.queries),
                 scale.row_error.maximum(2.0 * error.norm(dim=-1)),
                 scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs()),
             )
