@@ -20,6 +20,7 @@ Arguments::Arguments(const char* op, StableIValue* stack, uint64_t count)
 Arguments::~Arguments() {
   for (int i = 0; i < num_tensors_; ++i) aoti_torch_delete_tensor_object(tensors_[i]);
   for (int i = 0; i < num_boxes_; ++i) delete boxes_[i];
+  if (list_) torch_delete_list(list_);
 }
 
 StableIValue Arguments::next() {
@@ -65,6 +66,22 @@ std::optional<DType> Arguments::optional_dtype() {
   return box ? std::optional(dtype_of(to<int32_t>(*box))) : std::nullopt;
 }
 
+std::array<bool, 5> Arguments::mask() {
+  list_ = to<StableListHandle>(next());
+  std::array<bool, 5> values;
+  size_t size;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
+  if (size != values.size())
+    throw std::invalid_argument(std::string("paged_attn::") + op_ + ": output_mask has " +
+                                std::to_string(size) + " entries; allowed: 5");
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue item;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &item));
+    values[i] = to<bool>(item);
+  }
+  return values;
+}
+
 void Arguments::require(bool accepted) {
   if (taken_ != count_)
     throw std::logic_error(std::string("paged_attn: the schema is not the kernel's: ") + op_);
@@ -73,7 +90,7 @@ void Arguments::require(bool accepted) {
 }
 
 void Arguments::refuse() {
-  num_tensors_ = num_boxes_ = 0;  // the twin owns the stack from here on
+  num_tensors_ = num_boxes_ = 0, list_ = nullptr;  // the twin owns the stack from here on
   paged_attn::refuse(op_, stack_);
 }
 

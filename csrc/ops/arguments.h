@@ -2,6 +2,7 @@
 // the schema. The kernel owns what lies there.
 #pragma once
 
+#include <array>
 #include <optional>
 
 #include "tensor_view.h"
@@ -23,6 +24,7 @@ class Arguments {
   double number();
   std::optional<double> optional_number();
   std::optional<DType> optional_dtype();
+  std::array<bool, 5> mask();
 
   // Of those that were taken.
   bool on_cpu() const { return on_cpu_; }
@@ -43,9 +45,10 @@ class Arguments {
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
   bool grad_mode_, on_cpu_ = true, needs_gradient_ = false;
-  // what to give back: tensors, and the boxes in which optional values come
+  // what to give back: tensors, the boxes in which optional values come, a list
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];
+  StableListHandle list_ = nullptr;
   int num_tensors_ = 0, num_boxes_ = 0;
 };
 
