@@ -20,6 +20,8 @@ struct Kernels {
   void (*attend_backward)(const Backward&, const BackwardTask&, float* workspace);
   void (*reshape_and_cache)(const ReshapeAndCache&, int64_t task);
   void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
+  void (*merge_states_backward)(const MergeStatesBackward&, int64_t token_begin,
+                                int64_t token_end);
 };
 
 extern const Kernels kernels_generic;

@@ -3,11 +3,19 @@
 #include "kernels.h"
 #include "kernels/attention.h"
 #include "kernels/backward_statistics.h"
-#include "kernels/merge_states.h"
+#include "kernels/merge_states_backward.h"
 #include "kernels/reshape_and_cache.h"
 
-#define PAGED_ATTN_KERNELS(isa)                                                                  \
-  const paged_attn::Kernels paged_attn::kernels_##isa = {                                        \
-      #isa,           workspace_floats,  attend,       merge_splits, backward_statistics,        \
-      backward_floats, attend_backward, reshape_and_cache, merge_states,                         \
+#define PAGED_ATTN_KERNELS(isa)                                                       \
+  const paged_attn::Kernels paged_attn::kernels_##isa = {                             \
+      #isa,                                                                           \
+      workspace_floats,                                                               \
+      attend,                                                                         \
+      merge_splits,                                                                   \
+      backward_statistics,                                                            \
+      backward_floats,                                                                \
+      attend_backward,                                                                \
+      reshape_and_cache,                                                              \
+      merge_states,                                                                   \
+      merge_states_backward,                                                          \
   }

@@ -102,6 +102,11 @@ void merge_states(const paged_attn::MergeStates& call, int64_t token_begin, int6
   vectors.merge_states(call, token_begin, token_end);
 }
 
+void merge_states_backward(const paged_attn::MergeStatesBackward& call, int64_t token_begin,
+                           int64_t token_end) {
+  vectors.merge_states_backward(call, token_begin, token_end);
+}
+
 }  // namespace
 
 const paged_attn::Kernels paged_attn::kernels_amx = {
@@ -114,4 +119,5 @@ const paged_attn::Kernels paged_attn::kernels_amx = {
     attend_backward_by_tiles,
     reshape_and_cache,
     merge_states,
+    merge_states_backward,
 };

@@ -332,20 +332,22 @@ class BackwardOfTask {
   inline void attend_tile(int64_t group, int64_t i, uint32_t granules, int64_t rank, int64_t count,
                           bool any) {
     const QueryTile& tile = b.tiles[x.tiles + i];
+    float* sums = b.dq_sums + (x.sums + group * x.rows + tile.first_row) * w.stride_dk;
     rows = (tile.token_end - tile.token_begin) * a.group_size;
     any = any && see_columns<Product>(a, s, tile, granules, keys) && load_tile(tile, group);
     if (any) {
       multiply_rows();
-      finish_rows(tile, group);
+      finish_rows(tile, i > 0 ? &tile - 1 : nullptr, group);
       for (int64_t r = rows; r < max64(rows_across, rows_along); ++r) {
         memset(w.scores + r * KEY_TILE, 0, KEY_TILE * sizeof(float));
         memset(w.gradients + r * KEY_TILE, 0, KEY_TILE * sizeof(float));
       }
+      for (int64_t j = 0; b.dq && j < rows * w.stride_dk; j += CACHE_LINE / int(sizeof(float)))
+        __builtin_prefetch(sums + j, 1, 2);
       add_to_keys();
     }
     if (!b.dq) return;
     int32_t* turn = b.turns + x.turns + group * x.num_tiles + i;
-    float* sums = b.dq_sums + (x.sums + group * x.rows + tile.first_row) * w.stride_dk;
     if (rank > 0) wait(turn, int32_t(rank));
     if (any) {
       for (int j = 0; j < keys.num_runs; ++j) {
@@ -374,8 +376,22 @@ class BackwardOfTask {
     }
   }
 
+  // Asks for what the tile before this one, which comes next, will read: its rows lie far apart.
+  PAGED_ATTN_INLINE void fetch_next(const QueryTile* next, int64_t group, int64_t r) const {
+    if (next == nullptr) return;
+    const int64_t token = next->token_begin + r / a.group_size;
+    if (token >= next->token_end) return;
+    const int64_t head = group * a.group_size + r % a.group_size, bytes = bytes_of(a.q_dtype);
+    const int64_t q = (s.q_start + token) * a.q_stride_token + head * a.q_stride_head;
+    const int64_t o = (s.q_start + token) * b.dout_stride_token + head * b.dout_stride_head;
+    for (int64_t i = 0; i < a.head_dim * bytes; i += CACHE_LINE)
+      __builtin_prefetch((const char*)a.q + q * bytes + i, 0, 2);
+    for (int64_t i = 0; i < a.head_dim_v * bytes; i += CACHE_LINE)
+      __builtin_prefetch((const char*)b.dout + o * bytes + i, 0, 2);
+  }
+
   // scores become P, gradients dX
-  PAGED_ATTN_INLINE void finish_rows(const QueryTile& tile, int64_t group) {
+  PAGED_ATTN_INLINE void finish_rows(const QueryTile& tile, const QueryTile* next, int64_t group) {
     const float scale = logit_scale(a, s, task.kv_head);
     const bool plain = is_plain(a) && !a.dropout.enabled;
     for (int j = 0; j < keys.num_runs; ++j) {
@@ -384,6 +400,7 @@ class BackwardOfTask {
           plain && all_visible(a, s, tile.token_begin, tile.token_end - 1, keys.block, run.begin,
                                run.end);
       for (int64_t r = 0; r < rows; ++r) {
+        if (j == 0) fetch_next(next, group, r);
         float *scores = w.scores + r * KEY_TILE, *gradients = w.gradients + r * KEY_TILE;
         GradientRow g = {scale, w.lse_2[r], w.delta[r]};
         if (finished) {

@@ -68,29 +68,45 @@ std::optional<DType> Arguments::optional_dtype() {
 
 std::array<bool, 5> Arguments::mask() {
   list_ = to<StableListHandle>(next());
-  std::array<bool, 5> values;
+  std::array<bool, 5> mask = {};
   size_t size;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
-  if (size != values.size())
-    throw std::invalid_argument(std::string("paged_attn::") + op_ + ": output_mask has " +
-                                std::to_string(size) + " entries; allowed: 5");
-  for (size_t i = 0; i < size; ++i) {
+  is_malformed_ = size != mask.size();
+  for (size_t i = 0; i < mask.size() && !is_malformed_; ++i) {
     StableIValue item;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &item));
-    values[i] = to<bool>(item);
+    mask[i] = to<bool>(item);
   }
-  return values;
+  return mask;
 }
 
 void Arguments::require(bool accepted) {
+  require_all_taken();
+  if (!accepted || is_malformed_ || needs_gradient_) refuse();
+}
+
+bool Arguments::recorded(bool accepted, int num_results) {
+  require_all_taken();
+  if (!accepted || is_malformed_) refuse();
+  if (!needs_gradient_) return false;
+  give_back_to_stack();
+  record(op_, num_results, stack_);
+  return true;
+}
+
+void Arguments::require_all_taken() const {
   if (taken_ != count_)
     throw std::logic_error(std::string("paged_attn: the schema is not the kernel's: ") + op_);
-  // where an op has a derivative, `needs_gradient_` is what leads to it
-  if (!accepted || needs_gradient_) refuse();
+}
+
+// Another operator owns what lies on the stack from here on.
+void Arguments::give_back_to_stack() {
+  num_tensors_ = num_boxes_ = 0;
+  list_ = nullptr;
 }
 
 void Arguments::refuse() {
-  num_tensors_ = num_boxes_ = 0, list_ = nullptr;  // the twin owns the stack from here on
+  give_back_to_stack();
   paged_attn::refuse(op_, stack_);
 }
 

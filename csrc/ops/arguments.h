@@ -30,8 +30,12 @@ class Arguments {
   bool on_cpu() const { return on_cpu_; }
 
   // To be called when all are taken: raises what the Python twin says unless the call is `accepted`
-  // and no result would need a gradient.
+  // and no result would need a gradient. Of an op that has no derivative.
   void require(bool accepted);
+
+  // Of an op that has one: raises unless the call is `accepted`. Where a result needs a gradient,
+  // answers true: autograd has recorded the call, and its results are on the stack.
+  bool recorded(bool accepted, int num_results);
 
  private:
   static constexpr uint64_t MOST = 32;
@@ -39,12 +43,14 @@ class Arguments {
   StableIValue next();
   StableIValue* next_box();
   TensorView own(AtenTensorHandle);
+  void require_all_taken() const;
+  void give_back_to_stack();
   [[noreturn]] void refuse();
 
   const char* op_;
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
-  bool grad_mode_, on_cpu_ = true, needs_gradient_ = false;
+  bool grad_mode_, on_cpu_ = true, needs_gradient_ = false, is_malformed_ = false;
   // what to give back: tensors, the boxes in which optional values come, a list
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];
