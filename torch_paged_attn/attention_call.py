@@ -210,6 +210,11 @@ class AttentionCall:
             return own
         return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
 
+    def given(self) -> dict[str, Tensor]:
+        """The tensors that were given, in the order of the op's list."""
+        own = self.tensors()
+        return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
+
     @property
     def total_q(self) -> int:
         return self.q.shape[0]

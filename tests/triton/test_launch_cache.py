@@ -14,6 +14,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
 from torch_paged_attn.backends.triton.runtime.lru import LRU
+from torch_paged_attn.ops import _repeat
 from torch_paged_attn.testing import Problem
 
 STREAM = 7
@@ -56,7 +57,7 @@ OTHERS = {
 @pytest.mark.parametrize("guarded", [True, False])
 def test_other_tensors_get_a_plan_of_their_own(other, guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(launch_cache, "_TensorGuards", None)
+        monkeypatch.setattr(_repeat, "_TensorGuards", None)
     plans = Plans()
     for _ in range(3):
         assert plans.answer(inputs()) == 1
@@ -223,7 +224,7 @@ class Kernel:
 def known(monkeypatch):
     """Triton is the known one, and there is a GPU 0."""
     monkeypatch.setattr(launch_cache, "IS_KNOWN", True)
-    monkeypatch.setattr(launch_cache, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch_cache, "current_device", lambda: 0)
     monkeypatch.setattr(launch_cache, "current_stream", lambda device: STREAM + device)
     monkeypatch.setattr(launch_cache, "ready_kernel", Kernel.ready)
 
@@ -278,7 +279,7 @@ def test_what_a_kernel_is_compiled_for_is_the_key(name, known, monkeypatch):
     kernel = Kernel()
     some(kernel)(torch.zeros(4), (None,))
     if name == "device":
-        monkeypatch.setattr(launch_cache, "_current_device", lambda: 1)
+        monkeypatch.setattr(launch_cache, "current_device", lambda: 1)
     make, pointer = OTHER_LAUNCHES[name]
     make(kernel)(pointer(), (None,))
     assert len(kernel.by_triton) == 2
@@ -336,7 +337,7 @@ def launches(problems):
         found.append(((kernel.__name__, *own), theirs))
 
     JITFunction.run = note
-    launch_cache._current_device = lambda: 0
+    launch_cache.current_device = lambda: 0
     try:
         with cross_compile.elsewhere("sm90"):
             calls = [call() for call in cross_compile.CALLS.values()]

@@ -17,12 +17,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 # what a call passes on its way to a wrapper, and only then
 WRAPPING_KEYS = "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode"
 # autograd's own, and where a call arrives instead if autograd is off (inference mode)
 GATE_KEYS = "Autograd", "Python", "CompositeExplicitAutograd"
+
+
+def bump_versions(*written: Tensor) -> None:
+    """Tell autograd that tensors were written to through raw pointers."""
+    counted = [x for x in written if not x.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
 
 
 class Gate:
@@ -87,9 +95,7 @@ class Gate:
 
     def bump_versions(self, args: tuple[Any, ...]) -> None:
         """Tell autograd what a kernel writes through raw pointers."""
-        for i in self.written:
-            if args[i] is not None and not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
+        bump_versions(*[args[i] for i in self.written if args[i] is not None])
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A backend's function in Python, behind the gate."""

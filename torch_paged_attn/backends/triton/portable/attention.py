@@ -7,10 +7,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable import arguments
 from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.portable.formats import formats_of
@@ -27,7 +26,7 @@ from torch_paged_attn.backends.triton.runtime.launch import (
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation, zeroed_counters
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, scratch
 from torch_paged_attn.backends.triton.tuning import Config
 
 # what the kernel's pointers are called in the list of arguments, where the names differ
@@ -44,15 +43,14 @@ def attend(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
-    tensors = call.tensors()
     plan = plan_attention(call, config=config, splits=splits)
-    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+    return plan(tuple(call.given().values()), None)
 
 
 def plan_attention(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list."""
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
     target, device = target_of(call.q.device), call.q.device
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
@@ -61,12 +59,12 @@ def plan_attention(
     traits = traits_of(call, target)
     tiles = choose_tiles(traits, call.total_q, call.batch, key_bound(call), config, splits)
     formats = formats_of(call, target, tiles.is_paired)
-    new_parts = Allocation((tiles.part_elements(call.head_dim_v),), torch.float32, device)
+    num_parts = tiles.part_elements(call.head_dim_v)
     is_split, num_programs = tiles.is_split, tiles.num_programs
 
     pointers = arguments.pointers(call, formats, target, results, (None, None))
     stored = arguments.Pointers(*(x if x is None else x.dtype for x in pointers))
-    pick = _picker(call.op, pointers)
+    pick = _picker(list(call.given()), pointers)
     strides, sizes = arguments.strides(call, pointers), arguments.sizes(call)
     scalars = arguments.scalars(call, formats, tiles)
     options = arguments.options(call, formats, tiles, target)
@@ -91,14 +89,12 @@ def plan_attention(
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        parts: Any = None
-        counters: Any = None
-        if is_split:
-            parts, counters = new_parts(), zeroed_counters(num_programs, device)
+        held = scratch(num_parts, num_programs, device) if is_split else None
         if launch.is_ready:
-            scratch = (parts.data_ptr(), counters.data_ptr()) if is_split else (None, None)
-            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, None)))
+            shared = (None, None) if held is None else held.addresses
+            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *shared, None)))
             return out, lse
+        parts, counters = (None, None) if held is None else (held.parts, held.counters)
         picked = zip(pick((*tensors, out, lse, parts, counters, None)), stored, strict=True)
         pointers = arguments.Pointers(
             *(x if t is None or t == x.dtype else x.view(t) for x, t in picked)
@@ -112,9 +108,11 @@ def plan_attention(
     return run
 
 
-def _picker(op: str, pointers: arguments.Pointers) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Picks the kernel's pointers out of the op's tensors, results, scratch memory and None."""
-    names = [*tensor_names(op), "out", "lse", "parts", "counters", None]
+def _picker(
+    given: list[str], pointers: arguments.Pointers
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Picks the kernel's pointers out of the given tensors, results, scratch memory and None."""
+    names = [*given, "out", "lse", "parts", "counters", None]
     made = ("parts", "counters")
     sources = [
         ARGUMENTS.get(name, name) if name in made or x is not None else None

@@ -16,9 +16,7 @@ kernels that need scratch memory of Triton's, every launch is Triton's `kernel[g
 """
 
 import contextlib
-import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +30,23 @@ from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
+from torch_paged_attn.ops._repeat import (
+    REPEATS,
+    Repeat,
+    Repeats,
+    current_device,
+    function_modes,
+    repeatable,
+    trimmed,
+)
 
 MOST_PLANS = 1024
 MOST_KERNELS = 512
 # tensor maps of a kernel
 MOST_MAPS = 1024
 
-# makes a call's results, of the tensors it was planned for or others like them and of their
-# addresses, which a graph does not know
+# makes a call's results, of the tensors that are given, those it was planned for or others like
+# them, and of their addresses, which a graph does not know (None)
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
 # the Triton whose launcher `ready_kernel` knows
@@ -47,26 +54,32 @@ IS_KNOWN = (
     triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
 )
 
-# how many modes such as torch.set_default_device's are on: they see every look at a tensor
-_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+# modes such as torch.set_default_device's see every look at a tensor
 _without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-# what code that torch.compile writes compares its inputs with
-_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 _plans = LRU(MOST_PLANS)
 _kernels = LRU(MOST_KERNELS)
-# by op: that of the last call, mostly that of the next layer
-_last: dict[str, "Planned"] = {}
+# of calls that came through the dispatcher
+_repeats = Repeats()
 
 
 def clear() -> None:
     """Drop all plans and kernels, and the memory that streams hold."""
-    _last.clear()
+    REPEATS.clear()
+    _repeats.clear()
     _plans.clear()
     _kernels.clear()
     workspace.clear()
+
+
+class Planned:
+    """A plan, and what answers calls like the last one that it was for."""
+
+    __slots__ = ("plan", "repeat")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.repeat: Repeat | None = None
 
 
 def call(
@@ -77,11 +90,14 @@ def call(
 ) -> Any:
     """The results of an op: of the plan for calls like this one, if there is one, else of
     `make_plan(*tensors, **options)`.
+
+    tensors: in the order of the op
     """
+    tensors = trimmed(tensors)
     if is_traced():
         plan = make_plan(*tensors, **options)
-        return plan if plan is NotImplemented else plan(tensors, None)
-    if _function_modes():
+        return plan if plan is NotImplemented else plan(given(tensors), None)
+    if function_modes():
         with _without_function_modes():
             return _call(op, make_plan, tensors, options)
     return _call(op, make_plan, tensors, options)
@@ -94,79 +110,44 @@ def _call(
     options: dict[str, Any],
 ) -> Any:
     first = tensors[0]
-    if first is not None and first.is_cuda and first.get_device() != _current_device():
+    assert first is not None
+    if first.is_cuda and first.get_device() != current_device():
         with torch.cuda.device(first.device):
             return _call(op, make_plan, tensors, options)
-    addresses = [x if x is None else x.data_ptr() for x in tensors]
-    settings = environment.BATCH_INVARIANT, assumed(), options
-    last = _last.get(op)
-    if last is not None and last.fits(tensors, addresses, settings):
-        return last.plan(tensors, addresses)
-    key = op, *settings[:2], *described(tensors, addresses), *options.items()
+    target = assumed()
+    if target is None:
+        result = _repeats.find(op, tensors, options, first.get_device())
+        if result is not NotImplemented:
+            return result
+    key = op, environment.BATCH_INVARIANT, target, *described(tensors), *options.items()
     planned = _plans.get(key)
     if planned is None:
-        planned = Planned(make_plan(*tensors, **options), settings)
+        planned = Planned(make_plan(*tensors, **options))
         _plans.put(key, planned)
-    else:
-        if planned.guard is None or planned is last:
-            planned.guard = guard_against(tensors, addresses)
-        _last[op] = planned
-    return planned.plan(tensors, addresses)
+    repeat = planned.repeat
+    if target is None:
+        if (repeat is None or repeat.match(tensors, options) is None) and repeatable(tensors):
+            repeat = planned.repeat = Repeat(tensors, options, planned.plan)
+        if repeat is not None:
+            _repeats.leave(op, repeat)
+            if first.is_cuda:
+                REPEATS.leave(op, repeat)
+    present = given(tensors)
+    return planned.plan(present, [x.data_ptr() for x in present])
 
 
-# the types of all arguments, and what compares the tensors among them
-Guard = tuple[tuple[type, ...], Callable[..., bool]]
+def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Without what was not given."""
+    return tuple([x for x in tensors if x is not None])
 
 
-class Planned:
-    """A plan, and a guard that tells faster than a key whether a call fits."""
-
-    __slots__ = ("_settings", "guard", "plan")
-
-    def __init__(self, plan: Plan, settings: tuple[Any, ...]) -> None:
-        self.plan, self._settings = plan, settings
-        self.guard: Guard | None = None
-
-    def fits(
-        self, tensors: tuple[Any, ...], addresses: list[Any], settings: tuple[Any, ...]
-    ) -> bool:
-        """Whether the plan is surely for a call. Where not, its key tells."""
-        if (guard := self.guard) is None or settings != self._settings:
-            return False
-        types, check = guard
-        is_like = tuple(map(type, tensors)) == types and _bits_of(addresses) & 15 == 0
-        return is_like and check(*[x for x in tensors if x is not None])
-
-
-def guard_against(tensors: tuple[Any, ...], addresses: list[Any]) -> Guard | None:
-    """torch.compile's guard, which compares all tensors at once, and the modes that are on too.
-
-    None for tensors off multiples of 16 bytes, because `fits` looks at all addresses at once, and
-    where one tensor comes twice, which the guard refuses.
-    """
-    given = [x for x in tensors if x is not None]
-    is_off = _bits_of(addresses) & 15 != 0
-    if _TensorGuards is None or is_off or len(set(map(id, given))) < len(given):
-        return None
-    guards = _TensorGuards(
-        *given,
-        dynamic_dims_sizes=[list(x.shape) for x in given],
-        dynamic_dims_strides=[list(x.stride()) for x in given],
-    )
-    return tuple(map(type, tensors)), guards.check
-
-
-def _bits_of(addresses: list[Any]) -> int:
-    return functools.reduce(operator.or_, filter(None, addresses), 0)
-
-
-def described(tensors: tuple[Any, ...], addresses: list[Any]) -> list[Any]:
+def described(tensors: tuple[Any, ...]) -> list[Any]:
     """Everything about tensors that a plan may depend on: all but values and addresses. Of an
     address it is only how far off it lies from a multiple of 16 bytes.
     """
     return [
-        None if x is None else (x.dtype, x.device, x.shape, x.stride(), address & 15)
-        for x, address in zip(tensors, addresses, strict=True)
+        None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() & 15)
+        for x in tensors
     ]
 
 
@@ -179,7 +160,7 @@ def compiled_for(
     """
     varying = {param.name for param in kernel.params if param.do_not_specialize}
     numbers = [(n, _bits(x) if n in varying else _exactly(x)) for n, x in options.items()]
-    return kernel, _current_device(), tuple([_kind(x) for x in pointers]), *numbers
+    return kernel, current_device(), tuple([_kind(x) for x in pointers]), *numbers
 
 
 def _kind(x: Any) -> Any:
@@ -270,7 +251,7 @@ class ReadyKernel:
         describe_map: Callable[[Any, int], list[Any]],
     ) -> None:
         self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
-        self.device = _current_device()
+        self.device = current_device()
         self._maps = LRU(MOST_MAPS)
 
     def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
