@@ -301,6 +301,7 @@ def defaults(op: str) -> dict[str, Any]:
     return {x.name: x.default for x in arguments(op)}
 
 
+@functools.cache
 def option_names(op: str) -> tuple[str, ...]:
     """The arguments that are passed by name only."""
     return tuple(x.name for x in arguments(op) if x.keyword_only)

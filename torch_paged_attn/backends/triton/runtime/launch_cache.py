@@ -1,11 +1,12 @@
 """What calls and launches like earlier ones need not work out again.
 
-Below the dispatcher, which has dealt with modes, subclasses and gradients. Two caches, each with an
-explicit key and a bound:
+Below the dispatcher, which has dealt with modes, subclasses and gradients. Three caches, each with
+an explicit key and a bound:
 
 - A *plan* does all of a call that depends on no value and no address: `make_plan` checks the call
   and chooses tiles, grids and numbers, once for all layers of a step. Its key is what the tensors
   are (`described`), the options, and what of the environment a plan depends on.
+- A *kind* is what plans share for calls that differ in sizes alone.
 - A *kernel* is ready to start: Triton's own launcher and the constants that it takes. Its key is
   what the kernel is compiled for (`compiled_for`), in which no number of tokens, sequences or pages
   has a place. So the first layer of a step of a new size makes a plan, but looks up no kernel in
@@ -17,7 +18,7 @@ kernels that need scratch memory of Triton's, every launch is Triton's `kernel[g
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import triton
 from torch import Tensor
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
@@ -41,9 +43,13 @@ from torch_paged_attn.ops._repeat import (
 )
 
 MOST_PLANS = 1024
+MOST_KINDS = 256
 MOST_KERNELS = 512
 # tensor maps of a kernel
 MOST_MAPS = 1024
+
+# tensors whose first dimension is a size of the call
+SIZED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
 
 # makes a call's results, of the tensors that are given, those it was planned for or others like
 # them, and of their addresses, which a graph does not know (None)
@@ -58,6 +64,7 @@ IS_KNOWN = (
 _without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
 
 _plans = LRU(MOST_PLANS)
+_kinds = LRU(MOST_KINDS)
 _kernels = LRU(MOST_KERNELS)
 # of calls that came through the dispatcher
 _repeats = Repeats()
@@ -68,6 +75,7 @@ def clear() -> None:
     REPEATS.clear()
     _repeats.clear()
     _plans.clear()
+    _kinds.clear()
     _kernels.clear()
     workspace.clear()
 
@@ -141,6 +149,32 @@ def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     return tuple([x for x in tensors if x is not None])
 
 
+def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> Any:
+    """What `make_kind` makes of a call that differs from this one in sizes alone: in numbers of
+    queries, keys, sequences and pages. It depends on none of these, and keeps no tensor.
+    """
+    if is_traced():
+        return make_kind(call)
+    tensors = [_kind_of_tensor(name, x) for name, x in call.given().items()]
+    options = [getattr(call, name) for name in option_names("flash_varlen")]
+    if (layout := call.layout) is not None:
+        options += layout.q_block_size, layout.k_block_size
+    key = make_kind, environment.BATCH_INVARIANT, assumed(), call.q.device, *tensors, *options
+    kind = _kinds.get(key)
+    if kind is None:
+        kind = make_kind(call)
+        _kinds.put(key, kind)
+    return kind
+
+
+def _kind_of_tensor(name: str, x: Tensor) -> tuple[Any, ...]:
+    offset = x.data_ptr() & 15
+    if name == "block_table":
+        return name, offset, x.stride(1)
+    shape = x.shape[1:] if name in SIZED else x.shape
+    return name, offset, x.dtype, shape, x.stride()
+
+
 def described(tensors: tuple[Any, ...]) -> list[Any]:
     """Everything about tensors that a plan may depend on: all but values and addresses. Of an
     address it is only how far off it lies from a multiple of 16 bytes.
@@ -182,6 +216,12 @@ def _bits(x: Any) -> Any:
     return 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else "unsigned"
 
 
+def _are_short(numbers: Iterable[int | None]) -> bool:
+    """Whether all numbers have 32 bits."""
+    given = [x for x in numbers if x is not None]
+    return min(given) >= -(2**31) and max(given) < 2**31
+
+
 class Launch:
     """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
     tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, `start` takes
@@ -214,6 +254,23 @@ class Launch:
         else:
             self._through_triton(pointers)
 
+    def resized(self, grid: tuple[int, ...], **sizes: Any) -> "Launch":
+        """A launch of another grid and other sizes, for which no kernel is compiled: if this one is
+        ready, so is that. Of the sizes the same are None.
+        """
+        launch = Launch(self.kernel, grid, **self.options | sizes)
+        before = [self.options[name] for name in sizes]
+        if self.is_ready and _are_short(before) and _are_short(sizes.values()):
+            launch._take(self._ready, len(self.kernel.arg_names) - len(self._constants))
+        return launch
+
+    def _take(self, ready: "ReadyKernel | None", num_pointers: int) -> None:
+        names = self.kernel.arg_names[num_pointers:]
+        self._constants = tuple([self.options[name] for name in names])
+        # in this order: another thread may look
+        self._ready = ready
+        self.is_ready = True
+
     def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
         return self.kernel[self.grid](*pointers, **self.options)
 
@@ -227,11 +284,7 @@ class Launch:
             if ready is None:
                 return
             _kernels.put(key, ready)
-        names = self.kernel.arg_names[len(pointers) :]
-        self._constants = tuple([self.options[name] for name in names])
-        # in this order: another thread may look
-        self._ready = ready
-        self.is_ready = True
+        self._take(ready, len(pointers))
         if not is_new:
             self(*pointers)
 
