@@ -297,18 +297,41 @@ def test_every_launch_goes_through_triton_where_only_triton_knows_how(why, known
     assert len(kernel.by_triton) == 3 and not launch.is_ready
 
 
+class Maps:
+    def __init__(self, name):
+        self.name = name
+
+    def at(self, address):
+        return f"{self.name} at {address}"
+
+
 def test_a_tensor_map_is_described_once_and_only_so_many_are_kept(known, monkeypatch):
     monkeypatch.setattr(launch_cache, "MOST_MAPS", 2)
-    described = []
-    maps = [
-        types.SimpleNamespace(name=name, base=torch.zeros(1), block_shape=[8, 8], layout="swizzled")
-        for name in "abc"
-    ]
-    ready = ReadyKernel(print, (), lambda x, i: described.append((x.name, i)) or [x.name, i])
-    for a, b in ((0, 1), (0, 1), (2, 1), (0, 1)):
-        found = ready.addresses((maps[a], None, maps[b]))
-    assert described == [("a", 0), ("b", 1), ("c", 0), ("a", 0)]
-    assert found == ["a", 0, None, "b", 1]
+    described, a, b = [], Maps("a"), Maps("b")
+    ready = ReadyKernel(print, (), lambda x, i: described.append((x, i)) or [x, i])
+    for number, boxes, address in ((0, a, 16), (1, b, 16), (0, a, 16), (0, a, 32), (1, b, 16)):
+        found = ready.map_arguments(number, boxes, address)
+        assert found == [f"{boxes.name} at {address}", number]
+    assert described == [("a at 16", 0), ("b at 16", 1), ("a at 32", 0), ("b at 16", 1)]
+
+
+def test_pointers_become_addresses_and_tensor_maps_arguments(known):
+    x = torch.zeros(1)
+    tensor_map = types.SimpleNamespace(base=x, block_shape=[8, 8], layout="swizzled")
+    ready = ReadyKernel(print, (), lambda x, i: [f"map {i}"])
+    found = ready.addresses((tensor_map, None, x, (x, None), tensor_map))
+    assert found == ["map 0", None, x.data_ptr(), (x.data_ptr(), None), "map 1"]
+
+
+def test_a_launch_of_other_sizes_is_ready_if_numbers_are_as_short(known):
+    kernel, q = Kernel(), torch.zeros(4)
+    launch = some(kernel)
+    assert not launch.resized((4,), tokens=6).is_ready
+    launch(q, (None,))
+    resized = launch.resized((4,), tokens=6)
+    resized.start(q.data_ptr(), (None,))
+    assert kernel.by_launcher == [(4, 1, 1, STREAM, "fixed", q.data_ptr(), (None,), 6, 4, 64)]
+    assert not launch.resized((4,), tokens=2**31).is_ready
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (5, 2, 8)])

@@ -80,15 +80,12 @@ class Repeat:
         return given, addresses
 
 
-class Repeats:
+class Repeats(dict[str, tuple[Repeat, ...]]):
     """Of each op the repeats that were left last."""
-
-    def __init__(self) -> None:
-        self._by_op: dict[str, tuple[Repeat, ...]] = {}
 
     def find(self, op: str, tensors: tuple[Any, ...], options: dict[str, Any], device: int) -> Any:
         """The result of a call that repeats one of them on a device, or NotImplemented."""
-        for repeat in self._by_op.get(op, ()):
+        for repeat in self.get(op, ()):
             if repeat.device == device and (found := repeat.match(tensors, options)) is not None:
                 result = repeat.run(*found)
                 if result is not NotImplemented:
@@ -98,19 +95,13 @@ class Repeats:
     def run_of(self, op: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Run | None:
         """What would answer a call that repeats one of them."""
         tensors = trimmed(tensors)
-        found = (x for x in self._by_op.get(op, ()) if x.match(tensors, options) is not None)
+        found = (x for x in self.get(op, ()) if x.match(tensors, options) is not None)
         return next((x.run for x in found), None)
 
     def leave(self, op: str, repeat: Repeat) -> None:
         """Keep it for the calls to come."""
-        others = [x for x in self._by_op.get(op, ()) if x is not repeat]
-        self._by_op[op] = (repeat, *others[: MOST - 1])
-
-    def clear(self) -> None:
-        self._by_op.clear()
-
-    def __contains__(self, op: str) -> bool:
-        return op in self._by_op
+        others = [x for x in self.get(op, ()) if x is not repeat]
+        self[op] = (repeat, *others[: MOST - 1])
 
 
 # of calls of the public functions
@@ -123,11 +114,18 @@ def repeated(op: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
     tensors: all that the op may take, in its order
     options: what it takes beside them, without the tensors
     """
-    if torch.compiler.is_compiling() or op not in REPEATS or environment.CHECK:
+    if (
+        torch.compiler.is_compiling()
+        or op not in REPEATS
+        or function_modes()
+        or forward_ad._current_level >= 0
+        or _is_profiled()
+        or environment.CHECK
+    ):
         return NotImplemented
-    if function_modes() or forward_ad._current_level >= 0 or _is_profiled():
-        return NotImplemented
-    return REPEATS.find(op, trimmed(tensors), options, current_device())
+    if tensors[-1] is None:
+        tensors = trimmed(tensors)
+    return REPEATS.find(op, tensors, options, current_device())
 
 
 def trimmed(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ from torch_paged_attn.backends.triton.runtime.launch import (
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
 from torch_paged_attn.backends.triton.runtime.target import Target, target_of
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation, scratch
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import Config
 
 # what the kernel's pointers are called in the list of arguments, where the names differ
@@ -83,12 +83,15 @@ class Kind:
         else:
             launch = kind.launch.resized(tiles.grid, **sizes._asdict())
         new_out, new_lse = kind.results(call.total_q)
-        num_parts, num_programs = tiles.part_elements(call.head_dim_v), tiles.num_programs
-        is_split, device, pick = tiles.is_split, self.device, kind.pick
+        scratch = None
+        if tiles.is_split:
+            sizes_of_scratch = tiles.part_elements(call.head_dim_v), tiles.num_programs
+            scratch = ScratchOf(*sizes_of_scratch, self.device)
+        pick = kind.pick
 
         def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
             out, lse = new_out(), new_lse()
-            held = scratch(num_parts, num_programs, device) if is_split else None
+            held = None if scratch is None else scratch()
             if launch.is_ready:
                 shared = (None, None) if held is None else held.addresses
                 launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *shared, None)))

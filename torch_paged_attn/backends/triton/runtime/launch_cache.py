@@ -244,6 +244,11 @@ class Launch:
             *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
         )
 
+    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
+        """What `start` takes for the kernel's tensor map of that number: of such boxes, there."""
+        ready: Any = self._ready
+        return ready.map_arguments(number, boxes, address)
+
     def __call__(self, *pointers: Any) -> None:
         if self._ready is not None:
             self.start(*self._ready.addresses(pointers))
@@ -315,20 +320,19 @@ class ReadyKernel:
             if isinstance(x, tuple):
                 found.append(tuple([y if y is None else y.data_ptr() for y in x]))
             elif hasattr(x, "block_shape"):
-                found += self._map_arguments(x, maps)
+                found += self._describe_map(x, maps)
                 maps += 1
             else:
                 found.append(x if x is None else x.data_ptr())
         return found
 
-    def _map_arguments(self, tensor_map: Any, number: int) -> list[Any]:
-        # an entry keeps its map alive, so that no other one is found where it was
-        key = id(tensor_map), number
-        entry = self._maps.get(key)
-        if entry is None:
-            entry = tensor_map, self._describe_map(tensor_map, number)
-            self._maps.put(key, entry)
-        return entry[1]
+    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
+        """The launcher's arguments for the tensor map of such boxes at an address."""
+        found = self._maps.get(key := (number, boxes, address))
+        if found is None:
+            found = self._describe_map(boxes.at(address), number)
+            self._maps.put(key, found)
+        return found
 
 
 def ready_kernel(compiled: Any) -> ReadyKernel | None:

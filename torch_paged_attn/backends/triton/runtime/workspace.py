@@ -94,27 +94,43 @@ class Scratch:
         self.addresses = parts.data_ptr(), counters.data_ptr()
 
 
-def scratch(num_parts: int, num_counters: int, device: torch.device) -> Scratch:
-    """At least as much scratch memory, for the next launch on the current stream."""
-    if device.type != "cuda" or is_traced():
-        counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        return Scratch(_new_parts(num_parts, device), counters)
-    index = device.index
-    if _is_capturing():
-        counters = _of_graph(index, -(-num_counters // LINE) * LINE)
-        return Scratch(_new_parts(num_parts, device), counters)
-    held = _scratch.get((index, current_stream(index)))
-    if held is not None and held.num_counters >= num_counters:
-        if held.num_parts >= num_parts:
+class ScratchOf:
+    """Called, at least as much scratch memory for the next launch on the current stream."""
+
+    __slots__ = ("_device", "_is_kept", "_num_counters", "_num_parts")
+
+    def __init__(self, num_parts: int, num_counters: int, device: torch.device) -> None:
+        self._num_parts, self._num_counters = num_parts, num_counters
+        self._device = device
+        self._is_kept = device.type == "cuda" and not is_traced()
+
+    def __call__(self) -> Scratch:
+        if not self._is_kept:
+            counters = torch.zeros(self._num_counters, dtype=torch.int32, device=self._device)
+            return Scratch(self._new_parts(), counters)
+        index = self._device.index
+        if _is_capturing():
+            counters = _of_graph(index, -(-self._num_counters // LINE) * LINE)
+            return Scratch(self._new_parts(), counters)
+        held = _scratch.get((index, current_stream(index)))
+        if held is None or held.num_counters < self._num_counters:
+            held = self._grown()
+        if held.num_parts >= self._num_parts:
             return held
-        if num_parts > MOST_PARTS:
-            return Scratch(_new_parts(num_parts, device), held.counters)
-    # while torch.compile runs what is to become a graph, all that its thread allocates comes from
-    # the graph's pool, where nothing can be kept
-    with ThreadPoolExecutor(1) as elsewhere:
-        stream = torch.cuda.current_stream(index)
-        held = elsewhere.submit(_grow, index, stream, num_parts, num_counters).result()
-    return held if held.num_parts >= num_parts else scratch(num_parts, num_counters, device)
+        if self._num_parts > MOST_PARTS:
+            return Scratch(self._new_parts(), held.counters)
+        return self._grown()
+
+    def _new_parts(self) -> Tensor:
+        return _new_parts(self._num_parts, self._device)
+
+    def _grown(self) -> Scratch:
+        # while torch.compile runs what is to become a graph, all that its thread allocates comes
+        # from the graph's pool, where nothing can be kept
+        stream = torch.cuda.current_stream(self._device.index)
+        with ThreadPoolExecutor(1) as elsewhere:
+            sizes = self._num_parts, self._num_counters
+            return elsewhere.submit(_grow, self._device.index, stream, *sizes).result()
 
 
 def _new_parts(count: int, device: torch.device) -> Tensor:
