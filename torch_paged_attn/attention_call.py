@@ -235,7 +235,7 @@ class AttentionCall:
             return own
         return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
 
-    def given(self) -> dict[str, Tensor]:
+    def given_tensors(self) -> dict[str, Tensor]:
         """The tensors that were given, in the order of the op's list."""
         own = self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}

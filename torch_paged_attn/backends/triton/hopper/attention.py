@@ -315,7 +315,7 @@ def tile_options_of(options: Options) -> TileOptions:
 def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
     """Plan a call for which `unsupported` has no reason, and launch the kernels."""
     plan = plan_attention(call, config)
-    return plan(tuple(call.given().values()), None)
+    return plan(tuple(call.given_tensors().values()), None)
 
 
 def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
@@ -333,7 +333,7 @@ class Kind:
 
     def __init__(self, call: AttentionCall) -> None:
         # what is not given is the None behind the tensors
-        names = list(call.given())
+        names = list(call.given_tensors())
         places = {name: i for i, name in enumerate(names)}
         self.pick = operator.itemgetter(*(places.get(x, len(names)) for x in READ_BY_ADDRESS))
         self.pick_layout = operator.itemgetter(*(places.get(x, 0) for x in LAYOUT))

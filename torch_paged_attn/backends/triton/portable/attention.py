@@ -50,7 +50,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
     plan = plan_attention(call, config=config, splits=splits)
-    return plan(tuple(call.given().values()), None)
+    return plan(tuple(call.given_tensors().values()), None)
 
 
 def plan_attention(
@@ -119,7 +119,7 @@ class LaunchKind:
         self._out_shape, self._num_heads = out.shape[1:], call.num_heads
         self._out_dtype, self._device = out.dtype, call.q.device
         self._stored = [x if x is None else x.dtype for x in pointers]
-        self.pick = _picker(list(call.given()), pointers)
+        self.pick = _picker(list(call.given_tensors()), pointers)
         self._strides = arguments.strides(call, pointers)
         self._scalars = arguments.scalars(call, formats, tiles)
         self._options = arguments.options(call, formats, tiles, target)

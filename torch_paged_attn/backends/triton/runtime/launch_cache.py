@@ -155,7 +155,7 @@ def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> A
     """
     if is_traced():
         return make_kind(call)
-    tensors = [_kind_of_tensor(name, x) for name, x in call.given().items()]
+    tensors = [_kind_of_tensor(name, x) for name, x in call.given_tensors().items()]
     options = [getattr(call, name) for name in option_names("flash_varlen")]
     if (layout := call.layout) is not None:
         options += layout.q_block_size, layout.k_block_size

@@ -91,7 +91,9 @@ class Scratch:
     def __init__(self, parts: Tensor, counters: Tensor) -> None:
         self.parts, self.counters = parts, counters
         self.num_parts, self.num_counters = parts.numel(), counters.numel()
-        self.addresses = parts.data_ptr(), counters.data_ptr()
+        # what is traced has none
+        both = () if is_traced() else (parts, counters)
+        self.addresses = tuple(x.data_ptr() for x in both)
 
 
 class ScratchOf:
