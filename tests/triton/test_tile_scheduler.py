@@ -4,8 +4,8 @@ import pytest
 
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
-    TileList,
     TileOptions,
+    plan_tile_list,
 )
 from torch_paged_attn.testing.inputs import cumulative
 
@@ -29,7 +29,7 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_alig
     total_q = sum(query_lens) + padding
     lengths = (*(x.to(device) for x in (cu_seqlens_q, cu_seqlens_k)), None)
     options = TileOptions(False, is_causal, is_aligned, TOKENS=tokens, BLOCK_N=block_n)
-    list_tiles = TileList(len(seqs), total_q, sum(key_lens), options, device)
+    list_tiles = plan_tile_list(len(seqs), total_q, sum(key_lens), options, device)
     order = list_tiles(Lengths(*lengths)).cpu()
 
     expected = []

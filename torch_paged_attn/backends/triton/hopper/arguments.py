@@ -15,7 +15,7 @@ class Pointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
     lse: Any  # (num_heads, total_q) float32
-    tile_list: Any  # of `tile_scheduler.TileList`
+    tile_list: Any  # of `tile_scheduler.plan_tile_list`
     block_table: Any
     entries: Any  # of `block_lists.plan_block_lists`
     spans: Any  # likewise

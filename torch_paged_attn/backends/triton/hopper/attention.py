@@ -31,12 +31,13 @@ from torch_paged_attn.backends.triton.hopper.block_lists import (
     shape_of_lists,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
-    TileList,
+    Lengths,
     TileOptions,
     most_tiles,
+    plan_tile_list,
 )
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
@@ -320,128 +321,67 @@ def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Ten
 
 def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
     """A plan for the given tensors of calls like this one, in the order of the op's list."""
+    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
+        _hopper_attention_fwd_kernel,
+    )
+
+    results = call.new_results()
+    new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
-        new_out, new_lse = map(Allocation.like, call.new_results())
         return lambda tensors, addresses: (new_out(), new_lse())
     chosen, packed_heads = choose_tiles(call)
-    kind = kind_of(call, Kind)
-    return kind.plan(call, config or chosen, packed_heads)
+    options = options_of(call, config or chosen, packed_heads)
+    max_keys = min(_key_bound(call), 2**31 - 1)
+    list_tiles = plan_tile_list(
+        call.batch, call.total_q, max_keys, tile_options_of(options), call.q.device
+    )
+    build_lists, lists_per_head = None, 0
+    if (layout := call.layout) is not None:
+        shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
+        build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
+        lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
+    q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, results[0], options)
+    # what is not given is the None behind the tensors
+    names = list(call.given_tensors())
+    places = {name: i for i, name in enumerate(names)}
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
+    pick_layout = operator.itemgetter(*(places[name] for name in LAYOUT)) if layout else None
+    launch = Launch(
+        _hopper_attention_fwd_kernel,
+        (grid_of(call, options),),
+        scalars=scalars_of(call, packed_heads),
+        **sizes_of(call, lists_per_head)._asdict(),
+        OPTIONS=options,
+        num_warps=4,
+    )
 
-
-class Kind:
-    """What calls share that differ in sizes alone."""
-
-    def __init__(self, call: AttentionCall) -> None:
-        # what is not given is the None behind the tensors
-        names = list(call.given_tensors())
-        places = {name: i for i, name in enumerate(names)}
-        self.pick = operator.itemgetter(*(places.get(x, len(names)) for x in READ_BY_ADDRESS))
-        self.pick_layout = operator.itemgetter(*(places.get(x, 0) for x in LAYOUT))
-        self._launches: dict[tuple[HopperConfig, int], LaunchKind] = {}
-
-    def plan(self, call: AttentionCall, config: HopperConfig, packed_heads: int) -> Plan:
-        """The plan for a call of this kind."""
-        kind = self._launches.get((config, packed_heads))
-        if kind is None:
-            kind = self._launches[config, packed_heads] = LaunchKind(call, config, packed_heads)
-        new_out, new_lse = kind.results(call.total_q)
-        list_tiles, build_lists, launch = kind.sized(call)
-        pick, pick_layout = self.pick, self.pick_layout
-        q_boxes, k_boxes, v_boxes, out_boxes = kind.boxes
-
-        def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-            out, lse = new_out(), new_lse()
-            *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
-            entries = spans = None
-            if build_lists is not None:
-                entries, spans = build_lists(*pick_layout(tensors))
-            if not launch.is_ready or addresses is None:
-                q, k, v = tensors[:3]
-                launch(
-                    q_boxes.at(q.data_ptr()),
-                    k_boxes.at(k.data_ptr()),
-                    v_boxes.at(v.data_ptr()),
-                    out_boxes.at(out.data_ptr()),
-                    Pointers(
-                        lse, list_tiles(lengths), block_table, entries, spans, alibi_slopes, sinks
-                    ),
-                )
-                return out, lse
-            *at, table_at, alibi_at, sinks_at = pick((*addresses, None))
-            tile_list, of_map = list_tiles(lengths, tuple(at)), launch.map_arguments
-            launch.start(
-                *of_map(0, q_boxes, addresses[0]),
-                *of_map(1, k_boxes, addresses[1]),
-                *of_map(2, v_boxes, addresses[2]),
-                *of_map(3, out_boxes, out.data_ptr()),
-                (
-                    lse.data_ptr(),
-                    tile_list.data_ptr(),
-                    table_at,
-                    None if entries is None else entries.data_ptr(),
-                    None if spans is None else spans.data_ptr(),
-                    alibi_at,
-                    sinks_at,
-                ),
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
+        entries = spans = None
+        if build_lists is not None and pick_layout is not None:
+            entries, spans = build_lists(*pick_layout(tensors))
+        if not launch.is_ready or addresses is None:
+            q, k, v = tensors[:3]
+            tile_list = list_tiles(Lengths(*lengths))
+            launch(
+                q_boxes.at(q.data_ptr()),
+                k_boxes.at(k.data_ptr()),
+                v_boxes.at(v.data_ptr()),
+                out_boxes.at(out.data_ptr()),
+                Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks),
             )
             return out, lse
-
-        return run
-
-
-class LaunchKind:
-    """What launches share that differ in sizes and grid alone."""
-
-    def __init__(self, call: AttentionCall, config: HopperConfig, packed_heads: int) -> None:
-        out, _ = call.new_results()
-        self._options = options_of(call, config, packed_heads)
-        self._scalars = scalars_of(call, packed_heads)
-        self._out_shape, self._num_heads = out.shape[1:], call.num_heads
-        self._out_dtype, self._device = out.dtype, out.device
-        self._tile_list: TileList | None = None
-        self._launch: Launch | None = None
-        self.boxes = boxes_of(call, out, self._options)
-
-    def results(self, total_q: int) -> tuple[Allocation, Allocation]:
-        """`out` and `softmax_lse` of so many queries."""
-        return (
-            Allocation((total_q, *self._out_shape), self._out_dtype, self._device),
-            Allocation((self._num_heads, total_q), torch.float32, self._device),
+        *starts, table, slopes, sink = pick((*addresses, None))
+        tile_list, boxes_at = list_tiles(Lengths(*lengths), tuple(starts)), launch.map_arguments
+        lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
+        launch.start(
+            *boxes_at(0, q_boxes, addresses[0]),
+            *boxes_at(1, k_boxes, addresses[1]),
+            *boxes_at(2, v_boxes, addresses[2]),
+            *boxes_at(3, out_boxes, out.data_ptr()),
+            (lse.data_ptr(), tile_list.data_ptr(), table, *lists, slopes, sink),
         )
+        return out, lse
 
-    def sized(self, call: AttentionCall) -> tuple[TileList, Any, Launch]:
-        """For the sizes of a call: what lists its tiles, what lists its blocks if it has a layout,
-        and the launch.
-        """
-        from torch_paged_attn.backends.triton.hopper.attention_kernel import (
-            _hopper_attention_fwd_kernel,
-        )
-
-        options, layout = self._options, call.layout
-        build_lists, lists_per_head = None, 0
-        if layout is not None:
-            shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
-            build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
-            lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
-        sizes, grid = sizes_of(call, lists_per_head)._asdict(), (grid_of(call, options),)
-        tile_list = TileList(
-            call.batch,
-            call.total_q,
-            min(_key_bound(call), 2**31 - 1),
-            tile_options_of(options),
-            self._device,
-            self._tile_list,
-        )
-        if self._launch is None:
-            launch = Launch(
-                _hopper_attention_fwd_kernel,
-                grid,
-                scalars=self._scalars,
-                **sizes,
-                OPTIONS=options,
-                num_warps=4,
-            )
-            self._tile_list, self._launch = tile_list, launch
-        else:
-            launch = self._launch.resized(grid, **sizes)
-        return tile_list, build_lists, launch
+    return run

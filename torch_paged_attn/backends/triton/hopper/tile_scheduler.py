@@ -5,6 +5,7 @@ time rule), whatever lengths are mixed. Nothing is sorted: a tile's place is the
 with more work, and that of equal ones before it, both counted from the lengths in closed form.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -136,39 +137,34 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
     return num_tiles(total_q, batch, tokens, 2 if is_aligned else 1)
 
 
-class TileList:
-    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device.
+def plan_tile_list(
+    batch: int, total_q: int, max_keys: int, options: TileOptions, device: torch.device
+) -> Callable[..., Tensor]:
+    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
+    `Lengths`, and their addresses if they are known.
 
     A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
     its first token, the sequence's first row and length, its first key and number of keys, and the
-    token after the tile's last. `like`: another one, that differs in sizes alone.
+    token after the tile's last.
     """
+    tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
+    new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
+    launch = Launch(
+        _tile_order_kernel,
+        (-(-tiles // PLACED.value),),
+        batch=batch,
+        total_q=total_q,
+        max_keys=max_keys,
+        OPTIONS=options,
+        num_warps=4,
+    )
 
-    def __init__(
-        self,
-        batch: int,
-        total_q: int,
-        max_keys: int,
-        options: TileOptions,
-        device: torch.device,
-        like: "TileList | None" = None,
-    ) -> None:
-        tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
-        self._new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
-        grid, sizes = (-(-tiles // PLACED.value),), (batch, total_q, max_keys)
-        named = dict(zip(("batch", "total_q", "max_keys"), sizes, strict=True))
-        if like is None:
-            self._launch = Launch(_tile_order_kernel, grid, **named, OPTIONS=options, num_warps=4)
-        else:
-            self._launch = like._launch.resized(grid, **named)
-
-    def __call__(
-        self, lengths: tuple[Any, ...], addresses: tuple[Any, ...] | None = None
-    ) -> Tensor:
-        """A list for such `Lengths`, whose addresses make it faster."""
-        tile_list, launch = self._new_list(), self._launch
+    def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
+        tile_list = new_list()
         if launch.is_ready and addresses is not None:
             launch.start(tile_list.data_ptr(), addresses)
         else:
-            launch(tile_list, Lengths(*lengths))
+            launch(tile_list, lengths)
         return tile_list
+
+    return list_tiles
