@@ -10,7 +10,6 @@ import torch
 import torch_paged_attn
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
 from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache
-from torch_paged_attn.ops import _repeat
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -308,42 +307,28 @@ def kvcache_step(batch, pages=8, page_size=16, heads=8, kv_heads=2, dim=64):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_repeated_steps_are_those_that_the_dispatcher_takes(mode, monkeypatch):
-    """Lengths grow, new tokens differ, two sizes take turns: repeats against none."""
+def test_steps_of_the_plans_of_earlier_ones_are_those_of_new_plans(mode):
+    """Lengths grow, new tokens differ, and two sizes take turns."""
 
-    def steps():
+    def steps(forget):
         outs = []
         problems = [kvcache_step(3), kvcache_step(4)]
         for i in range(6):
             for q, k_cache, v_cache, k, v, lengths, table in problems:
-                outs.append(
-                    flash_attn_with_kvcache(
-                        q + i, k_cache, v_cache, k * i, v + i, cache_seqlens=lengths + i,
-                        block_table=table, causal=True,
-                    )
+                forget()
+                out = flash_attn_with_kvcache(
+                    q + i, k_cache, v_cache, k * i, v + i, cache_seqlens=lengths + i,
+                    block_table=table, causal=True,
                 )  # fmt: skip
+                outs.append(out)
         return [*outs, *(x for problem in problems for x in problem[1:3])]
 
-    answered = []
-    find = _repeat.Repeats.find
-
-    def noted(*args):
-        result = find(*args)
-        answered.append((args[1], result is not NotImplemented))
-        return result
-
     with MODES[mode]():
-        monkeypatch.setattr(_repeat.Repeats, "find", lambda *args: NotImplemented)
-        wants = steps()
-        launch_cache.clear()
-        monkeypatch.setattr(_repeat.Repeats, "find", noted)
-        gots = steps()
+        wants, gots = steps(launch_cache.clear), steps(lambda: None)
     assert all(map(torch.equal, gots, wants))
-    if mode != "default_device":
-        assert answered.count(("flash_attn_with_kvcache", True)) == 10
 
 
-def test_repeats_are_of_their_stream_and_of_no_graph():
+def test_steps_on_streams_and_in_graphs():
     q, k_cache, v_cache, k, v, lengths, table = kvcache_step(3)
 
     def step():

@@ -11,10 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torch_paged_attn import environment
-from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
+from torch_paged_attn.backends.triton.runtime import guard, launch_cache, workspace
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
 from torch_paged_attn.backends.triton.runtime.lru import LRU
-from torch_paged_attn.ops import _repeat
 from torch_paged_attn.testing import Problem
 
 STREAM = 7
@@ -57,7 +56,7 @@ OTHERS = {
 @pytest.mark.parametrize("guarded", [True, False])
 def test_other_tensors_get_a_plan_of_their_own(other, guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(_repeat, "_TensorGuards", None)
+        monkeypatch.setattr(guard, "_TensorGuards", None)
     plans = Plans()
     for _ in range(3):
         assert plans.answer(inputs()) == 1

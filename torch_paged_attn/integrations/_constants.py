@@ -18,9 +18,6 @@ _kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
 _lock = Lock()
 # torch's own, without a Stream made in Python
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-is_capturing: Any = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
 
 
 def clear() -> None:
@@ -65,8 +62,7 @@ def repeated(value: int, batch: int, like: Tensor) -> Tensor:
     return _keep(("repeated", value, batch), like, make)
 
 
-def current_stream(device: torch.device) -> int:
-    """The handle of a GPU's current stream."""
+def _current_stream(device: torch.device) -> int:
     if _raw_stream is not None and device.index is not None:
         return _raw_stream(device.index)
     return torch.cuda.current_stream(device).cuda_stream
@@ -78,9 +74,9 @@ def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Te
         return make()
     device = like.device
     if device.type == "cuda":
-        if is_capturing():
+        if torch.cuda.is_current_stream_capturing():
             return make()
-        stream = current_stream(device)
+        stream = _current_stream(device)
     elif device.type != "cpu":
         return make()
     key = (*what, device, stream)

@@ -35,9 +35,7 @@ from torch_paged_attn.integrations._kvcache import (
     pages_of,
     rotate,
 )
-from torch_paged_attn.integrations._repeat_kvcache import OpCall, attention_call, leave
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
-from torch_paged_attn.ops._repeat import repeated
 from torch_paged_attn.ops.append_slots import append_slots, positions
 
 Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
@@ -267,18 +265,6 @@ def flash_attn_with_kvcache(
     if page_table is not None and block_table is not None:
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
-    # what most calls give, and all that a repeat knows of
-    usual = q, k_cache, v_cache, k, v, cache_seqlens, table, k_descale, v_descale, s_aux
-    options = {"scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap}
-    is_usual = (
-        rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is q_descale is None
-        and cu_seqlens_q is cu_seqlens_k_new is out is None
-        and not return_softmax_lse
-    )
-    if is_usual:
-        repeat = repeated(name, usual, options)
-        if repeat is not NotImplemented:
-            return repeat
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must come together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
@@ -316,16 +302,14 @@ def flash_attn_with_kvcache(
 
     pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     to_store: tuple[Any, ...] | None = None
-    calls: list[OpCall] = []
     if k is not None and v is not None:
         new = new_tokens(k, v, cu_seqlens_k_new, batch, may_read)
         if may_read:
             checks.check_room(cache_seqlens, new.lengths(), capacity)
         num_tokens, page_size = new.k.shape[0], k_cache.shape[1]
-        sizes = {"page_size": page_size, "num_tokens": num_tokens}
-        found = append_slots(cache_seqlens, table, new.cu_seqlens, **sizes)
-        slot_mapping, seqused_k = found
-        calls.append(OpCall("append_slots", (cache_seqlens, table), sizes, found))
+        slot_mapping, seqused_k = append_slots(
+            cache_seqlens, table, new.cu_seqlens, page_size, num_tokens
+        )
         if rotary_cos is not None and rotary_sin is not None:
             rotary = rotary_cos, rotary_sin, rotary_interleaved
             checks.check_rotary(rotary_cos, rotary_sin, capacity, shape[-1])
@@ -345,8 +329,6 @@ def flash_attn_with_kvcache(
             checks.check_descale("v_descale", v_descale)
         if batch and capacity and num_tokens:
             to_store = new.k, new.v, pages, slot_mapping, *scales
-            stored = *to_store[:2], *pages, *to_store[3:]
-            calls.append(OpCall("reshape_and_cache.split", stored, {}))
 
     if cache_leftpad is not None:
         k_cache, v_cache, table = behind_leftpad(k_cache, v_cache, table, cache_leftpad)
@@ -380,9 +362,6 @@ def flash_attn_with_kvcache(
             checks.check_attention(arguments)
         reshape_and_cache(*to_store)
     result, lse = flash_varlen(**arguments)
-    if is_usual:
-        constants = cu_seqlens_q, table, cache_seqlens
-        leave(usual, options, [*calls, attention_call(arguments)], constants, (*shape[:3], -1))
     if seqlen_q is not None:
         result = result.reshape(*shape[:3], v_cache.shape[3])
         lse = _per_sequence(lse, shape[0], seqlen_q) if return_softmax_lse else lse

@@ -92,13 +92,6 @@ class Recorded(torch.autograd.Function):
         return None, None, None, *ctx.derivative.backward(ctx, ctx.needs_input_grad[3:], gradients)
 
 
-def bump_versions(*written: Tensor) -> None:
-    """Tell autograd that tensors were written to through raw pointers."""
-    counted = [x for x in written if not x.is_inference()]
-    if counted:
-        torch.autograd.graph.increment_version(counted)
-
-
 class Gate:
     """Looks whether a call of one operator needs a gradient."""
 
@@ -229,14 +222,17 @@ class Gate:
 
     def bump_versions(self, args: tuple[Any, ...]) -> None:
         """Tell autograd what a kernel writes through raw pointers."""
-        bump_versions(*[args[i] for i in self.written if args[i] is not None])
+        counted = [x for i in self.written if (x := args[i]) is not None and not x.is_inference()]
+        if counted:
+            torch.autograd.graph.increment_version(counted)
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A backend's function in Python, behind the gate."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            self.refuse_tangents(args)
-            if self.asking(args):
+            if forward_ad._current_level >= 0:
+                self.refuse_tangents(args)
+            if torch.is_grad_enabled() and self.asking(args):
                 return self.twin(*args, **kwargs)
             if self.written:
                 self.bump_versions(args)

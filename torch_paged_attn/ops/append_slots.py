@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import LIBRARY
-from torch_paged_attn.ops._repeat import repeated
 from torch_paged_attn.ops.backend import serving
 from torch_paged_attn.ops.checks import check_devices, check_dim, check_dtype, check_lengths, fail
 
@@ -157,10 +156,6 @@ def append_slots(
         last entry get slot -1. If it is None, all sequences get num_tokens / batch
     """
     args = cache_seqlens, block_table, cu_seqlens_k_new, page_size, num_tokens
-    options = {"page_size": page_size, "num_tokens": num_tokens}
-    result = repeated(OP, args[:3], options)
-    if result is not NotImplemented:
-        return result
     # the compilers of other devices see through torch's operators alone
     if cache_seqlens.device.type in ("cpu", "cuda"):
         return _append_slots(*args)

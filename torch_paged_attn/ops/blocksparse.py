@@ -7,11 +7,10 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops._repeat import repeated
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.checks import check_dtype, fail
-from torch_paged_attn.ops.flash_varlen import NAMED, fill_hints, put_in_place
+from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
 from torch_paged_attn.ops.signature import described, schema
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -135,13 +134,8 @@ def blocksparse(
 
     Sources: BigBird (arXiv 2007.14062), Phi-3 (arXiv 2404.14219), section 2.
     """
-    if not NAMED.isdisjoint(options):
-        tensors = put_in_place("blocksparse", tensors, options)
+    if tensors and options:
+        refuse_twice("blocksparse", tensors, options)
     first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    if type(hints[0]) is type(hints[1]) is int and hints[0] >= 0 <= hints[1]:
-        given = *first, seqused_k, block_table, *tensors
-        result = repeated("blocksparse", given, options)
-        if result is not NotImplemented:
-            return result
     return _blocksparse(*first, *hints, seqused_k, block_table, *tensors, **options)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops._repeat import repeated
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.signature import described, schema
@@ -38,7 +37,6 @@ _flash_varlen = define(
 _TENSORS = tensor_names("flash_varlen")
 # what the public functions pass on without a look
 BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
-NAMED = frozenset(BEHIND_BLOCK_TABLE)
 
 
 def fill_hints(
@@ -62,18 +60,11 @@ def fill_hints(
     return max_seqlen_q, max_seqlen_k
 
 
-def put_in_place(
-    op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
-) -> tuple[Tensor | None, ...]:
-    """The tensors behind block_table by position, of which options held some by name."""
-    found = [*tensors]
-    for i, name in enumerate(BEHIND_BLOCK_TABLE):
+def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+    """Raise for a tensor given both by position and by name: torch's own error names neither."""
+    for name in BEHIND_BLOCK_TABLE[: len(tensors)]:
         if name in options:
-            if i < len(tensors):  # torch's own error names neither
-                raise TypeError(f"paged_attn::{op}: {name} came twice; allowed: once")
-            found += [None] * (i - len(found))
-            found.append(options.pop(name))
-    return tuple(found)
+            raise TypeError(f"paged_attn::{op}: {name} came twice; allowed: once")
 
 
 @described
@@ -128,14 +119,9 @@ def flash_varlen(
     Sources: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180), ALiBi
     (arXiv 2108.12409), sinks as in gpt-oss (arXiv 2508.10925).
     """
-    if not NAMED.isdisjoint(options):
-        tensors = put_in_place("flash_varlen", tensors, options)
+    if tensors and options:
+        refuse_twice("flash_varlen", tensors, options)
     hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    if type(hints[0]) is type(hints[1]) is int and hints[0] >= 0 <= hints[1]:
-        given = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *tensors
-        result = repeated("flash_varlen", given, options)
-        if result is not NotImplemented:
-            return result
     return _flash_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *hints, seqused_k, block_table, *tensors, **options
     )

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops._repeat import repeated
 from torch_paged_attn.ops.checks import (
     FLOAT,
     check_devices,
@@ -99,5 +98,4 @@ def merge_states(
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.
     """
-    result = repeated("merge_states", (out_a, lse_a, out_b, lse_b), {})
-    return _merge_states(out_a, lse_a, out_b, lse_b) if result is NotImplemented else result
+    return _merge_states(out_a, lse_a, out_b, lse_b)

@@ -5,9 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops._gradients import bump_versions
 from torch_paged_attn.ops._library import define
-from torch_paged_attn.ops._repeat import repeated
 from torch_paged_attn.ops.checks import (
     FLOAT,
     QUANTISED,
@@ -203,17 +201,9 @@ def reshape_and_cache(
             skip that token.
     """
     if isinstance(kv_cache, Tensor):
-        result = repeated(OP, (key, value, kv_cache, slot_mapping, k_scale, v_scale), {})
-        if result is not NotImplemented:
-            bump_versions(kv_cache)
-            return
         _reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
         return
     if not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2:
         came = f"is {kv_cache!r}" if kv_cache is None else f"is a {type(kv_cache).__name__}"
         fail(OP, "kv_cache", came, "a tensor, or a pair (k_cache, v_cache)")
-    result = repeated(f"{OP}.split", (key, value, *kv_cache, slot_mapping, k_scale, v_scale), {})
-    if result is not NotImplemented:
-        bump_versions(*kv_cache)
-        return
     _reshape_and_cache_split(key, value, *kv_cache, slot_mapping, k_scale, v_scale)

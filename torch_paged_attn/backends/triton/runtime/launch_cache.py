@@ -5,7 +5,8 @@ an explicit key and a bound:
 
 - A *plan* does all of a call that depends on no value and no address: `make_plan` checks the call
   and chooses tiles, grids and numbers, once for all layers of a step. Its key is what the tensors
-  are (`described`), the options, and what of the environment a plan depends on.
+  are (`described`), the options, and what of the environment a plan depends on. The plans of the
+  last calls are found without it, by a guard.
 - A *kind* is what plans share for calls that differ in sizes alone.
 - A *kernel* is ready to start: Triton's own launcher and the constants that it takes. Its key is
   what the kernel is compiled for (`compiled_for`), in which no number of tokens, sequences or pages
@@ -28,20 +29,14 @@ from torch import Tensor
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
+from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
-from torch_paged_attn.ops._repeat import (
-    REPEATS,
-    Repeat,
-    Repeats,
-    current_device,
-    function_modes,
-    repeatable,
-    trimmed,
-)
 
+# plans of an op that a call looks at first: those of layers that alternate, and of prefill
+MOST_RECENT = 4
 MOST_PLANS = 1024
 MOST_KINDS = 256
 MOST_KERNELS = 512
@@ -60,20 +55,20 @@ IS_KNOWN = (
     triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
 )
 
-# modes such as torch.set_default_device's see every look at a tensor
+# how many modes such as torch.set_default_device's are on: they see every look at a tensor
+_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
 
 _plans = LRU(MOST_PLANS)
 _kinds = LRU(MOST_KINDS)
 _kernels = LRU(MOST_KERNELS)
-# of calls that came through the dispatcher
-_repeats = Repeats()
+# by op, those of the last calls first
+_recent: dict[str, tuple[tuple[Guard, Plan], ...]] = {}
 
 
 def clear() -> None:
     """Drop all plans and kernels, and the memory that streams hold."""
-    REPEATS.clear()
-    _repeats.clear()
+    _recent.clear()
     _plans.clear()
     _kinds.clear()
     _kernels.clear()
@@ -81,13 +76,13 @@ def clear() -> None:
 
 
 class Planned:
-    """A plan, and what answers calls like the last one that it was for."""
+    """A plan, and a guard that tells faster than a key whether a call fits."""
 
-    __slots__ = ("plan", "repeat")
+    __slots__ = ("guard", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.repeat: Repeat | None = None
+        self.guard: Guard | None = None
 
 
 def call(
@@ -98,14 +93,8 @@ def call(
 ) -> Any:
     """The results of an op: of the plan for calls like this one, if there is one, else of
     `make_plan(*tensors, **options)`.
-
-    tensors: in the order of the op
     """
-    tensors = trimmed(tensors)
-    if is_traced():
-        plan = make_plan(*tensors, **options)
-        return plan if plan is NotImplemented else plan(given(tensors), None)
-    if function_modes():
+    if _function_modes() and not is_traced():
         with _without_function_modes():
             return _call(op, make_plan, tensors, options)
     return _call(op, make_plan, tensors, options)
@@ -117,31 +106,39 @@ def _call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
+    # what is traced has types of its own, which no guard knows
+    for guard, plan in _recent.get(op, ()):
+        if (found := guard.match(tensors, options)) is not None:
+            return plan(*found)
+    if is_traced():
+        plan = make_plan(*tensors, **options)
+        return plan if plan is NotImplemented else plan(given(tensors), None)
     first = tensors[0]
-    assert first is not None
-    if first.is_cuda and first.get_device() != current_device():
+    if first is not None and first.is_cuda and first.get_device() != current_device():
         with torch.cuda.device(first.device):
             return _call(op, make_plan, tensors, options)
-    target = assumed()
-    if target is None:
-        result = _repeats.find(op, tensors, options, first.get_device())
-        if result is not NotImplemented:
-            return result
-    key = op, environment.BATCH_INVARIANT, target, *described(tensors), *options.items()
+    key = op, environment.BATCH_INVARIANT, assumed(), *described(tensors), *options.items()
     planned = _plans.get(key)
     if planned is None:
         planned = Planned(make_plan(*tensors, **options))
         _plans.put(key, planned)
-    repeat = planned.repeat
-    if target is None:
-        if (repeat is None or repeat.match(tensors, options) is None) and repeatable(tensors):
-            repeat = planned.repeat = Repeat(tensors, options, planned.plan)
-        if repeat is not None:
-            _repeats.leave(op, repeat)
-            if first.is_cuda:
-                REPEATS.leave(op, repeat)
+    _guard(op, planned, tensors, options)
     present = given(tensors)
     return planned.plan(present, [x.data_ptr() for x in present])
+
+
+def _guard(
+    op: str, planned: Planned, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
+) -> None:
+    """Have the next call of an op look at this plan first."""
+    guard = planned.guard
+    if guard is None or guard.match(tensors, options) is None:
+        if Guard.unsupported(tensors) is not None:
+            return
+        guard = planned.guard = Guard(tensors, options)
+    # another thread may be reading the tuple: it is never changed
+    others = [x for x in _recent.get(op, ()) if x[1] is not planned.plan]
+    _recent[op] = ((guard, planned.plan), *others[: MOST_RECENT - 1])
 
 
 def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
