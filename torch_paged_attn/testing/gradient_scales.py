@@ -125,7 +125,7 @@ class GradientObserver:
         weight = weight.masked_fill(sums.lse == float("-inf"), 0.0)
         u = ((weight * off.d).square() + (weight * sums.d * off.lse).square()).sum(1)
         scale.off.copy_((scale.off.square() + u).sqrt() + ROW * (weight * sums.d).abs().sum(1))
-        scale.shared.copy_(scale.off)
+        scale.luck.copy_(scale.off)
         scale.row_error.copy_(2.0 * scale.off[:, 0])
         scale.row_along.fill_(float("inf"))
 
@@ -199,8 +199,10 @@ class _Off:
         x = sums.scored
         softcap, kept = x.call.softcap, 1.0 - x.call.dropout_p
         magnitudes = x.magnitudes()
-        logit = LOGIT * magnitudes
-        lse = LOGIT * (sums.p * magnitudes).norm(dim=-1, keepdim=True)
+        # softmax_lse is rounded when it is saved, and its difference from a logit
+        size = sums.lse.abs().masked_fill(sums.lse == float("-inf"), 0.0)
+        logit = LOGIT * (magnitudes + size)
+        lse = LOGIT * ((sums.p * magnitudes).norm(dim=-1, keepdim=True) + size)
         lse += max(2.0 * EPS_FLOAT32, min(eps, EPS_BFLOAT16) / EXPONENTIAL)
         product = LOGIT * (sums.dout.abs() @ x.v.abs().mT) / kept
 
