@@ -51,7 +51,7 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
             mock.patch.object(JITFunction, "run"),
         ):
             call()()
-    return taken, list(tuning._table(arch))
+    return taken, list(tuning.table(arch))
 
 
 def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
@@ -59,7 +59,7 @@ def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
     from torch_paged_attn.backends.triton.portable import tiles
     from torch_paged_attn.backends.triton.tuning import portable as tuning
 
-    with mock.patch.dict(tuning._table(arch), {entry: tile}):
+    with mock.patch.dict(tuning.table(arch), {entry: tile}):
         tuning.choose_config.cache_clear()
         tiles.choose_tiles.cache_clear()
         kernels = cross_compile.compile_call(arch, name)
