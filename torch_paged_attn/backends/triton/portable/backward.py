@@ -144,6 +144,18 @@ class _Kernels:
         return self._launch(_attention_dbias_kernel, self.config.dbias, grid)
 
 
+def differentiate(
+    call: BackwardCall, *, config: BackwardConfig | None = None
+) -> tuple[Tensor, ...]:
+    """Plan the call and launch the kernels: dq, dk, dv, dbias, dsinks. `config` overrides tables
+    and rules.
+    """
+    own = {"dout": call.dout, "dlse": call.dlse, "out": call.out, "softmax_lse": call.softmax_lse}
+    given = call.forward.tensors() | own
+    plan = plan_backward(call, config=config)
+    return plan(tuple(given.get(name) for name in tensor_names(call.forward.op)), None)
+
+
 def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -> Plan:
     """A plan for the tensors of calls like this one, in the order of `tensor_names`. `config`
     overrides tables and rules.

@@ -144,10 +144,11 @@ def _add_query_tile(
 def _query_memory(head, b, q_start, pointers, strides, sizes, OPTIONS: tl.constexpr):
     """Where a head's queries, the gradients of their results, and rows of a bias are; its slope."""
     q_start, head = tl.cast(q_start, tl.int64), tl.cast(head, tl.int64)
-    bias_ptr = pointers.bias
+    # what is not there is 0: a function returns no None
+    bias_ptr = 0
     slope = 0.0
     if OPTIONS.BIAS != "":
-        bias_ptr += q_start * strides.bias_token + head * strides.bias_head
+        bias_ptr = pointers.bias + (q_start * strides.bias_token + head * strides.bias_head)
     if pointers.alibi is not None:
         at = b * strides.alibi_batch + head * strides.alibi_head
         slope = tl.load(pointers.alibi + at, mask=b < sizes.batch, other=0.0)
@@ -246,6 +247,7 @@ def _attention_dkdv_kernel(
         nnz=nnz,
     )
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     # the first keys of a causal sequence are seen by the most queries: they start first
     number, kv_head = tl.program_id(0), tl.program_id(1)
     bounds = pointers.cu_seqlens_k
@@ -292,9 +294,9 @@ def _attention_dkdv_kernel(
         dv = tl.where(is_key, dv[0], 0.0), tl.where(is_key, dv[1], 0.0)
         store_chunks(
             pointers.dk + at * OPTIONS.HEAD_DIM, dk, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH,
-            OPTIONS.HEAD_DIM, OPTIONS.K_FORMAT,
+            OPTIONS.HEAD_DIM, FORMAT,
         )  # fmt: skip
         store_chunks(
             pointers.dv + at * OPTIONS.HEAD_DIM_V, dv, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH,
-            OPTIONS.HEAD_DIM_V, OPTIONS.K_FORMAT,
+            OPTIONS.HEAD_DIM_V, FORMAT,
         )  # fmt: skip

@@ -44,6 +44,7 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
     """What stays of a tile of queries: its rows, the queries, the gradients of their results, and
     their statistics.
     """
+    FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     rows = rows_of(tile, sizes, OPTIONS)
     is_query = rows.exists & (tile.b < sizes.batch)
     queries = load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
@@ -52,7 +53,7 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
     offsets = rows.row * strides.dout_token + head * strides.dout_head
     dout = load_chunks(
         pointers.dout, offsets, is_query, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
-        True, OPTIONS.Q_FORMAT, OPTIONS.DTYPE,
+        True, FORMAT, OPTIONS.DTYPE,
     )  # fmt: skip
     first_tile = tile.q_start // 64 + tile.b
     lse = load_statistics(pointers.statistics, head, first_tile, rows.token, is_query, sizes, False)
@@ -116,11 +117,14 @@ def key_tile_gradients(
 def key_memory(tile, rows, keys, pointers, strides, OPTIONS: tl.constexpr):
     """Where a tile's keys, values, list of blocks, and rows of a bias are."""
     kv_head, k_start = tl.cast(rows.kv_head, tl.int64), tl.cast(tile.k_start, tl.int64)
-    col_ptr, bias_rows = pointers.col, pointers.bias
+    # what is not there is 0: a function returns no None
+    col_ptr = 0
+    bias_rows = 0
     if OPTIONS.HAS_LAYOUT:
-        col_ptr += keys.col_start
+        col_ptr = pointers.col + keys.col_start
     if OPTIONS.BIAS != "":
-        bias_rows += rows.row * strides.bias_token + rows.head.to(tl.int64) * strides.bias_head
+        head = rows.head.to(tl.int64)
+        bias_rows = pointers.bias + (rows.row * strides.bias_token + head * strides.bias_head)
     return named("col k v bias_rows")(
         col=col_ptr,
         k=pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head),
@@ -134,7 +138,8 @@ def store_dbias(ds, j, rows, head, pointers, strides, sizes, OPTIONS: tl.constex
     """Write a tile of dS where the bias has these keys, to a head of the bias's gradient."""
     row_ptr = pointers.dbias + (head * sizes.total_q + rows.row) * strides.bias_width
     there = rows.exists[:, None] & (j < strides.bias_width)[None, :]
-    stored = encode(ds, pointers.dbias.dtype.element_ty, OPTIONS.DBIAS_FORMAT)
+    FORMAT: tl.constexpr = OPTIONS.DBIAS_FORMAT
+    stored = encode(ds, pointers.dbias.dtype.element_ty, FORMAT)
     tl.store(row_ptr[:, None] + j.to(tl.int64)[None, :], stored, mask=there)
 
 
@@ -143,6 +148,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
+    FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     HAS_DBIAS: tl.constexpr = pointers.dbias is not None
     rows, queries, statistics = load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS)
     head = tl.cast(rows.first_head, tl.int64)
@@ -191,8 +197,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     high = tl.where(has_seen, dq[1] * scalars.scale, 0.0)
     dq_rows = pointers.dq + (rows.row * scalars.num_heads + head) * OPTIONS.HEAD_DIM
     store_chunks(
-        dq_rows, (low, high), rows.exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM,
-        OPTIONS.Q_FORMAT,
+        dq_rows, (low, high), rows.exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, FORMAT,
     )  # fmt: skip
 
 
