@@ -10,7 +10,17 @@ from torch_paged_attn.attention_call import AttentionCall
 
 FLASH = ("dout", "dlse", "q", "k", "v", "out", "softmax_lse")
 BLOCK = ("dout", "dlse", "q", "k", "v", "crow_indices", "col_indices", "out", "softmax_lse")
-REST = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "attn_bias", "alibi_slopes", "sinks", "rng_state")
+REST = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "seqused_k",
+    "attn_bias",
+    "alibi_slopes",
+    "sinks",
+    "rng_state",
+)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

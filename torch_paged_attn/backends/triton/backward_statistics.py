@@ -61,16 +61,27 @@ class StatisticsStrides(NamedTuple):
 
 
 @triton.jit
-def load_statistics(statistics_ptr, head, first_tile, token, exists, sizes, IS_DELTA: tl.constexpr):
-    """The lse, or with IS_DELTA D, of a head's tokens. `first_tile` is the sequence's."""
-    ROWS: tl.constexpr = 64
-    tiles = sizes.total_q // ROWS + sizes.batch + 1
-    first = (head.to(tl.int64) * tiles + first_tile) * (2 * ROWS)
-    at = token // ROWS * (2 * ROWS) + token % ROWS
-    if IS_DELTA:
-        return tl.load(statistics_ptr + first + ROWS + at, mask=exists, other=0.0)
-    else:
-        return tl.load(statistics_ptr + first + at, mask=exists, other=float("inf"))
+def statistics_of(statistics_ptr, head, first_tile, sizes):
+    """Where a sequence's statistics of a head begin; `first_tile` is the sequence's."""
+    tiles = sizes.total_q // 64 + sizes.batch + 1
+    return statistics_ptr + (head.to(tl.int64) * tiles + first_tile) * 128
+
+
+@triton.jit
+def load_statistics(sequence_ptr, token, exists):
+    """lse and D of a sequence's tokens."""
+    at = token // 64 * 128 + token % 64
+    lse = tl.load(sequence_ptr + at, mask=exists, other=float("inf"))
+    return lse, tl.load(sequence_ptr + 64 + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def load_statistics_of_tile(
+    sequence_ptr, first_token, TOKENS: tl.constexpr, IS_DELTA: tl.constexpr
+):
+    """lse, or D, of TOKENS neighbours: at most 64, the first of them a multiple of TOKENS."""
+    at = first_token // 64 * 128 + first_token % 64 + (64 if IS_DELTA else 0)
+    return tl.load(sequence_ptr + at + tl.arange(0, TOKENS))
 
 
 @triton.jit(do_not_specialize=("dlse_head", "lse_head", "total_q", "batch"))

@@ -9,7 +9,11 @@ they come.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.backward_statistics import load_statistics
+from torch_paged_attn.backends.triton.backward_statistics import (
+    load_statistics,
+    load_statistics_of_tile,
+    statistics_of,
+)
 from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
     load_chunks,
@@ -81,6 +85,8 @@ def _add_query_tile(
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+    # with a layout, tiles begin at positions
+    IS_ALIGNED: tl.constexpr = BLOCK_M <= 64 and not OPTIONS.HAS_LAYOUT
     token = first_token + tl.arange(0, BLOCK_M)
     exists = token < queries.query_len
     # what stands for a query outside the range is one inside: no load needs a mask
@@ -95,9 +101,11 @@ def _add_query_tile(
     )  # fmt: skip
     s = chunk_scores(keys.k, q, OPTIONS.K_HIGH, OPTIONS.CHAIN)
     # lse is +inf where there is no query: its probabilities are 0
-    lse = load_statistics(
-        pointers.statistics, head, queries.first_tile, token, exists, sizes, False
-    )
+    if IS_ALIGNED:
+        lse = load_statistics_of_tile(memory.statistics, first_token, BLOCK_M, False)
+        delta = 0.0
+    else:
+        lse, delta = load_statistics(memory.statistics, token, exists)
     position, keys_of_tile = (queries.past + token)[None, :], keys.j[:, None]
     seen = exists[None, :]
     if IS_MASKED:
@@ -128,9 +136,8 @@ def _add_query_tile(
         dout = zero_chunks_unless(has_seen, dout, OPTIONS.V_HIGH)
     kept = dropped(p, survives, pointers, scalars).to(DTYPE)
     dv = add_chunk_products(dv, kept, dout, OPTIONS.V_HIGH, IS_PRECISE)
-    delta = load_statistics(
-        pointers.statistics, head, queries.first_tile, token, exists, sizes, True
-    )
+    if IS_ALIGNED:
+        delta = load_statistics_of_tile(memory.statistics, first_token, BLOCK_M, True)
     dp = chunk_scores(keys.v, dout, OPTIONS.V_HIGH, OPTIONS.CHAIN)
     dp = dropped(dp, survives, pointers, scalars)
     _, dx = gradient_of_scores(
@@ -141,9 +148,11 @@ def _add_query_tile(
 
 
 @triton.jit
-def _query_memory(head, b, q_start, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """Where a head's queries, the gradients of their results, and rows of a bias are; its slope."""
-    q_start, head = tl.cast(q_start, tl.int64), tl.cast(head, tl.int64)
+def _query_memory(head, b, queries, pointers, strides, sizes, OPTIONS: tl.constexpr):
+    """Where a head's queries, the gradients of their results, their statistics, and rows of a bias
+    are; its slope.
+    """
+    q_start, head = tl.cast(queries.q_start, tl.int64), tl.cast(head, tl.int64)
     # what is not there is 0: a function returns no None
     bias_ptr = 0
     slope = 0.0
@@ -152,9 +161,10 @@ def _query_memory(head, b, q_start, pointers, strides, sizes, OPTIONS: tl.conste
     if pointers.alibi is not None:
         at = b * strides.alibi_batch + head * strides.alibi_head
         slope = tl.load(pointers.alibi + at, mask=b < sizes.batch, other=0.0)
-    return named("q dout bias slope")(
+    return named("q dout statistics bias slope")(
         q=pointers.q + (q_start * strides.q_token + head * strides.q_head),
         dout=pointers.dout + (q_start * strides.dout_token + head * strides.dout_head),
+        statistics=statistics_of(pointers.statistics, head, queries.q_start // 64 + b, sizes),
         bias=bias_ptr,
         slope=slope,
     )
@@ -170,7 +180,7 @@ def _dkdv_of_tile(keys, queries, kv_head, pointers, strides, sizes, scalars, OPT
     dv = zero_chunks(OPTIONS.BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
     for in_group in tl.range(0, OPTIONS.GROUP_SIZE):
         head = kv_head * OPTIONS.GROUP_SIZE + in_group
-        memory = _query_memory(head, keys.b, queries.q_start, pointers, strides, sizes, OPTIONS)
+        memory = _query_memory(head, keys.b, queries, pointers, strides, sizes, OPTIONS)
         i_start = queries.start // BLOCK_M
         i_stop = tl.where(queries.start < queries.stop, tl.cdiv(queries.stop, BLOCK_M), i_start)
         rows_ptr = pointers.listing_rows
@@ -267,7 +277,7 @@ def _attention_dkdv_kernel(
         start, stop, full_start, full_stop = _queries_of(
             first_key, query_len, key_len, scalars, OPTIONS
         )
-        queries = named("q_start query_len past start stop full_start full_stop first_tile")(
+        queries = named("q_start query_len past start stop full_start full_stop")(
             q_start=q_start,
             query_len=query_len,
             past=key_len - query_len,
@@ -275,7 +285,6 @@ def _attention_dkdv_kernel(
             stop=stop,
             full_start=full_start,
             full_stop=full_stop,
-            first_tile=q_start // 64 + b,
         )
         j = first_key + tl.arange(0, BLOCK_N)
         head = kv_head.to(tl.int64)

@@ -8,7 +8,7 @@ pair of query and key comes by exactly once.
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.backward_statistics import load_statistics
+from torch_paged_attn.backends.triton.backward_statistics import load_statistics, statistics_of
 from torch_paged_attn.backends.triton.dequant import encode
 from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
@@ -55,11 +55,8 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
         pointers.dout, offsets, is_query, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
         True, FORMAT, OPTIONS.DTYPE,
     )  # fmt: skip
-    first_tile = tile.q_start // 64 + tile.b
-    lse = load_statistics(pointers.statistics, head, first_tile, rows.token, is_query, sizes, False)
-    delta = load_statistics(
-        pointers.statistics, head, first_tile, rows.token, is_query, sizes, True
-    )
+    statistics = statistics_of(pointers.statistics, head, tile.q_start // 64 + tile.b, sizes)
+    lse, delta = load_statistics(statistics, rows.token, is_query)
     return rows, queries, named("dout lse delta")(dout=dout, lse=lse, delta=delta)
 
 
