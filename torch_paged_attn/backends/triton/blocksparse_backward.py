@@ -3,5 +3,6 @@ and dV those of its columns (`portable/transposed_lists.py`).
 """
 
 from torch_paged_attn.backends.triton.flash_varlen_backward import BackwardOp
+from torch_paged_attn.ops.blocksparse_backward import check
 
-blocksparse_backward = BackwardOp("blocksparse")
+blocksparse_backward = BackwardOp("blocksparse", check)

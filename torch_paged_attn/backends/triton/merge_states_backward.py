@@ -1,6 +1,7 @@
 """`merge_states_backward` on GPUs: one program has BLOCK_R rows (a query token of one head each).
 
-    w = exp(lse_part - lse)      dout_part = w dout      dlse_part = w (dout . (out_part - out) + dlse)
+    w = exp(lse_part - lse)
+    dout_part = w dout      dlse_part = w (dout . (out_part - out) + dlse)
 
 A part without weight has gradients 0, whatever it holds.
 """
@@ -17,6 +18,7 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.ops.merge_states_backward import check
 
 
 class MergePointers(NamedTuple):
@@ -143,6 +145,7 @@ def _plan(
     out: Tensor,
     softmax_lse: Tensor,
 ) -> Plan:
+    check(dout, dlse, out_a, lse_a, out_b, lse_b, out, softmax_lse)
     total_q, num_heads, head_dim_v = out.shape
     is_empty = total_q * num_heads == 0
     target = target_of(out.device)
@@ -168,7 +171,7 @@ def _plan(
         BLOCK_R=block_r,
     )
 
-    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
         made = tuple(new() for new in new_results)
         if not is_empty:
             pointers = (x if x is None else as_stored(x, target)[0] for x in (*tensors, *made))

@@ -11,7 +11,6 @@ launched.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,18 +35,7 @@ from torch_paged_attn.backends.triton.tuning import (
     Config,
     choose_backward_config,
 )
-from torch_paged_attn.backward_call import BackwardCall
-
-
-@functools.cache
-def tensor_names(op: str) -> tuple[str, ...]:
-    """The tensors of a backward, in the order of its schema."""
-    layout = ("crow_indices", "col_indices") if op == "blocksparse" else ()
-    return (
-        *("dout", "dlse", "q", "k", "v", *layout, "out", "softmax_lse"),
-        *("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-        *("attn_bias", "alibi_slopes", "sinks", "rng_state"),
-    )
+from torch_paged_attn.backward_call import BackwardCall, tensor_names
 
 
 def _gap(has_layout: bool) -> int:
@@ -150,14 +138,11 @@ def differentiate(
     """Plan the call and launch the kernels: dq, dk, dv, dbias, dsinks. `config` overrides tables
     and rules.
     """
-    own = {"dout": call.dout, "dlse": call.dlse, "out": call.out, "softmax_lse": call.softmax_lse}
-    given = call.forward.tensors() | own
-    plan = plan_backward(call, config=config)
-    return plan(tuple(given.get(name) for name in tensor_names(call.forward.op)), None)
+    return plan_backward(call, config=config)(tuple(call.tensors().values()), None)
 
 
 def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of `tensor_names`. `config`
+    """A plan for the tensors of calls like this one, in the order of the op's list. `config`
     overrides tables and rules.
     """
     # a row of dout lies in one piece, and an expanded one is written out
@@ -181,7 +166,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     new_results = [Allocation.like(x) for x in results]
     # what kernels write besides what is wanted
     spare = [Allocation.like(x) for x in (forward.q, forward.k, forward.v)]
-    names = tensor_names(forward.op)
+    names = tensor_names(call.op)
     gather = backward_arguments.pointers_of(call, kernels.target)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
@@ -197,7 +182,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
         if sink_parts is not None:
             made[4] = sink_parts.sum(1).neg_()
         if dkdv is not None:
-            lists = (None, None, None)
+            lists: tuple[Tensor | None, ...] = (None, None, None)
             if lists_of is not None:
                 lists = lists_of(given["crow_indices"], given["col_indices"])
             dk = made[1] if wants_dk else spare[1]()

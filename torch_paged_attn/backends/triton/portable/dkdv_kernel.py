@@ -103,9 +103,8 @@ def _add_query_tile(
     # lse is +inf where there is no query: its probabilities are 0
     if IS_ALIGNED:
         lse = load_statistics_of_tile(memory.statistics, first_token, BLOCK_M, False)
-        delta = 0.0
     else:
-        lse, delta = load_statistics(memory.statistics, token, exists)
+        lse, far_delta = load_statistics(memory.statistics, token, exists)
     position, keys_of_tile = (queries.past + token)[None, :], keys.j[:, None]
     seen = exists[None, :]
     if IS_MASKED:
@@ -138,6 +137,8 @@ def _add_query_tile(
     dv = add_chunk_products(dv, kept, dout, OPTIONS.V_HIGH, IS_PRECISE)
     if IS_ALIGNED:
         delta = load_statistics_of_tile(memory.statistics, first_token, BLOCK_M, True)
+    else:
+        delta = far_delta
     dp = chunk_scores(keys.v, dout, OPTIONS.V_HIGH, OPTIONS.CHAIN)
     dp = dropped(dp, survives, pointers, scalars)
     _, dx = gradient_of_scores(
