@@ -116,12 +116,16 @@ class _Kernels:
 
         return self._launch(_attention_dkdv_kernel, self.config.dkdv, grid, total_k=total_k)
 
-    def dq(self) -> Launch:
-        """The kernel of dQ, and of a bias that each head has of its own."""
+    def dq(self, *, is_beside: bool) -> Launch:
+        """The kernel of dQ, and of a bias that each head has of its own. `is_beside`: it comes
+        right after that of dK and dV.
+        """
         heads = self.call.forward.num_heads
-        return self._launch(
-            _attention_dq_kernel, self.config.dq, lambda config: (self._query_tiles(config), heads)
-        )
+
+        def grid(config: Config) -> tuple[int, ...]:
+            return self._query_tiles(config), heads
+
+        return self._launch(_attention_dq_kernel, self.config.dq, grid, IS_BESIDE=is_beside)
 
     def dbias(self, width: int) -> Launch:
         """The kernel of a bias that heads share, of so many keys."""
@@ -158,7 +162,12 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     is_natural = kernels.formats.is_precise or (bias is not None and bias.dtype != torch.bool)
     statistics_of = plan_statistics(call, natural=is_natural)
     dkdv = kernels.dkdv() if wants_dk or wants_dv else None
-    dq = kernels.dq() if wants_dq or (wants_dbias and not is_shared) else None
+    has_dbias = wants_dbias and not is_shared
+    # only the blocks that are listed are visited
+    is_zeroed = has_dbias and layout is not None
+    dq = None
+    if wants_dq or has_dbias:
+        dq = kernels.dq(is_beside=dkdv is not None and not is_zeroed)
     dbias = kernels.dbias(bias.shape[2]) if is_shared and bias is not None else None
     lists_of = None
     if layout is not None and dkdv is not None:
@@ -189,8 +198,8 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
             dv = made[2] if wants_dv else spare[2]()
             dkdv(gather(given, statistics=statistics, dk=dk, dv=dv, lists=lists))
         if dq is not None:
-            of_heads = made[3] if wants_dbias and not is_shared else None
-            if of_heads is not None and layout is not None:
+            of_heads = made[3] if has_dbias else None
+            if of_heads is not None and is_zeroed:
                 of_heads.zero_()
             first = made[0] if wants_dq else spare[0]()
             dq(gather(given, statistics=statistics, dq=first, dbias=of_heads))

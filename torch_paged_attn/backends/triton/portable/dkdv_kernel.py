@@ -32,7 +32,7 @@ from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.transposed_lists import listing_rows
-from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
+from torch_paged_attn.backends.triton.runtime.launch import gdc_launch_dependents, gdc_wait
 from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
 
 
@@ -244,6 +244,7 @@ def _attention_dkdv_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     gdc_wait(IS_DEPENDENT)
+    gdc_launch_dependents(IS_DEPENDENT)
     sizes = Sizes(
         stride_table=stride_table,
         stride_crow_batch=stride_crow_batch,

@@ -227,9 +227,13 @@ def _attention_dq_kernel(
     nnz,
     scalars,
     OPTIONS: tl.constexpr,
+    IS_BESIDE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    gdc_wait(IS_DEPENDENT)
+    # beside the kernel of dK and dV, whose programs found the statistics complete, this one's take
+    # the room that its last ones leave; what follows must find both at their end
+    if not IS_BESIDE:
+        gdc_wait(IS_DEPENDENT)
     sizes = Sizes(
         stride_table=stride_table,
         stride_crow_batch=stride_crow_batch,
@@ -248,3 +252,5 @@ def _attention_dq_kernel(
     tile = query_tile_of_program(number, tl.program_id(1), pointers, sizes, OPTIONS)
     if tile.first_token < tile.query_len:
         _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS)
+    if IS_BESIDE:
+        gdc_wait(IS_DEPENDENT)
