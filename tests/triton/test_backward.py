@@ -1,5 +1,7 @@
 """What is the Triton backward's own: statistics, transposed lists, what is launched, tiles."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -60,16 +62,16 @@ def test_transposed_lists(device):
     crow, col = args["crow_indices"], args["col_indices"]
     wild = col.clone()
     wild[0, 0, 0] = -7
-    for col in (col, wild):
-        layout = BlockLayout(crow, col, 16, 32)
+    for entries in (col, wild):
+        layout = BlockLayout(crow, entries, 16, 32)
         columns = -(-250 // 32)
-        rows, starts, counts = plan_transposed_lists(layout, 250)(crow, col)
+        rows, starts, counts = plan_transposed_lists(layout, 250)(crow, entries)
         for b in range(2):
             for h in range(2):
                 of_column = [[] for _ in range(columns)]
                 bounds = crow[b, h].tolist()
-                for row, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-                    for c in col[b, h, first:stop].tolist():
+                for row, (first, stop) in enumerate(itertools.pairwise(bounds)):
+                    for c in entries[b, h, first:stop].tolist():
                         if 0 <= c < columns:
                             of_column[c].append(row)
                 at = 2 * b + h
