@@ -49,15 +49,18 @@ def parts_of(
     for name, x, shape in zip(names, tensors, shapes, strict=True):
         check_dim(OP, name, x, shape)
     batch = cache_seqlens.shape[0]
-    rows = []
+    rows: list[Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.shape[0] != batch:
             fail(OP, name, f"has a batch of {x.shape[0]}", f"that of cache_seqlens, {batch}")
         rows.append(x.flatten(0, 1))
         if rows[-1].data_ptr() != x.data_ptr():
             fail(OP, name, f"has strides {x.stride()}", "sequences that lie end to end")
+    q_rows, key, value = rows
     return Parts(
-        *rows,
+        q_rows,
+        key,
+        value,
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
         cu_seqlens_q=cache_seqlens.new_empty(batch + 1),
