@@ -54,7 +54,7 @@ IS_FITTED = importlib.metadata.version("triton").startswith("3.6.")
 LEFT_OVER = {"cuda": 64, "hip": 0}
 
 # The same for calls that are known to take more: the tiles of sm90 were timed, and are faster than
-# smaller ones that spill less, with a bias or dropout too.
+# smaller ones that spill less, with a bias or dropout too, and in a backward.
 KNOWN = {
     ("sm90", "llama3_8b/mixed/bf16"): 704,
     ("sm90", "llama3_8b/mixed/f16"): 704,
@@ -69,6 +69,15 @@ KNOWN = {
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("sm90", "d64/prefill_bias/bf16"): 128,
     ("sm90", "d256/prefill_softcap/bf16"): 256,
+    ("sm90", "backward/training/long/bf16"): 128,
+    ("sm90", "backward/tiny_head/bf16"): 128,
+    ("sm90", "backward/d64/causal/bf16"): 128,
+    ("sm90", "backward/training/mqa_window/f16"): 384,
+    ("sm90", "backward/training/gpt_oss/bf16"): 384,
+    ("sm90", "backward/llama3_8b/prefill_ragged/bf16"): 448,
+    ("sm90", "backward/training/head_dim_80/bf16"): 128,
+    ("sm90", "backward/d128/causal/bf16"): 448,
+    ("sm90", "backward/d128/full/bf16"): 192,
 }
 
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -2,8 +2,8 @@
 instructions do the work.
 
 Every chip compiles a sixth of the calls and every call is compiled for one chip or two, and of the
-backward three calls for a chip each; with the `thorough` profile, all of them. `cross_compile.py`
-prints what other chips make of them.
+backward three calls for a chip each; with the `thorough` profile, all of them, of the backward
+those whose tiles have been fitted. `cross_compile.py` prints what other chips make of them.
 """
 
 import contextlib
@@ -20,15 +20,29 @@ IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 FEW = {
     ("sm90", "backward/d128/causal/bf16"),
     ("gfx942", "backward/d128/everything/bf16"),
-    ("sm86", "backward/d64/one_bias/bf16"),
+    ("sm86", "backward/d128/everything/bf16"),
 }
+
+
+def is_fitted(arch, name):
+    """Whether somebody looked at the tiles of a backward's call on a chip. TODO: all of them, once
+    `fit_tiles.py` has been run for what the tables leave to the rule of thumb.
+    """
+    _, width, kind, dtype = name.split("/") if name.count("/") == 3 else ("", "", "", "")
+    if arch == "sm90":
+        return dtype == "bf16" and width != "d576"
+    return arch != "gfx1100" and (width, dtype) == ("d128", "bf16") and kind != "one_bias"
+
+
 JOBS = [
     (arch, name)
     for i, arch in enumerate(cross_compile.CHIPS)
     for j, name in enumerate(cross_compile.CALLS)
-    if IS_THOROUGH
-    or (arch, name) in FEW
-    or ((i + j) % 6 == 0 and not name.startswith(cross_compile.BACKWARDS))
+    if (
+        (arch, name) in FEW or (IS_THOROUGH and is_fitted(arch, name))
+        if name.startswith(cross_compile.BACKWARDS)
+        else IS_THOROUGH or (i + j) % 6 == 0
+    )
 ]
 
 
