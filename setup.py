@@ -102,7 +102,7 @@ def extension_options() -> dict:
 
 
 def wheel_for_every_python() -> type:
-    """The command that makes a wheel. The library calls nothing of Python's C API: torch loads it."""
+    """The command that makes a wheel: the library needs torch, and nothing of Python."""
     try:
         from setuptools.command.bdist_wheel import bdist_wheel
     except ImportError:  # before setuptools 70.1

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention import register_flash_attention_impl
 
-from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
+from torch_paged_attn.ops import (
+    blocksparse,
+    blocksparse_backward,
+    flash_varlen,
+    flash_varlen_backward,
+    merge_states,
+    merge_states_backward,
+    reshape_and_cache,
+)
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
@@ -33,12 +41,15 @@ __all__ = [
     "PagedBatch",
     "PagedKVCache",
     "blocksparse",
+    "blocksparse_backward",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "flash_varlen",
+    "flash_varlen_backward",
     "layouts",
     "merge_states",
+    "merge_states_backward",
     "reshape_and_cache",
     "warmup",
 ]
