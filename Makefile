@@ -18,7 +18,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test check test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run test check test-gpu test-triton test-neon test-xla test-hub test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -72,6 +72,15 @@ test-xla: .venv-xla/installed
 	python3 -m venv .venv-xla
 	.venv-xla/bin/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0 torchax==0.0.7 \
 	  jax==0.7.1 jaxlib==0.7.1 flax==0.12.0 pytest==9.2.0
+	touch $@
+
+# Hugging Face programs that know nothing of this package, in an environment that can load hub kernels.
+test-hub: .venv-hub/installed
+	.venv-hub/bin/python -m pytest --confcutdir tests/hub tests/hub
+
+.venv-hub/installed: $(VENV)/built
+	python3 -m venv .venv-hub
+	.venv-hub/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 transformers==5.17.0 kernels==0.16.2 psutil accelerate pytest==9.2.0
 	touch $@
 
 # The real TPU compiler, libtpu (586 MB): kernels compile ahead of time, their schedules are counted.
@@ -128,4 +137,4 @@ bench-gpu:
 	$(PYTHON) benchmarks/gpu/report.py benchmarks/results/cuda/gpu.json
 
 clean:
-	rm -rf $(VENV) .venv-xla .triton-* build *.egg-info torch_paged_attn/*.so
+	rm -rf $(VENV) .venv-xla .venv-hub .triton-* build *.egg-info torch_paged_attn/*.so
