@@ -30,7 +30,7 @@ model = LlamaForCausalLM._from_config(config, attn_implementation=sys.argv[1]).e
 prompts = [[1, 2, 3, 4, 5], [7, 8], list(range(20, 40))]
 greedy = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
 if sys.argv[2] == "batch":
-    paging = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64)
+    paging = ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=64)
     results = model.generate_batch(
         prompts, generation_config=greedy, continuous_batching_config=paging
     )
