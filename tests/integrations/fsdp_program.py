@@ -21,12 +21,11 @@ from torch_paged_attn.integrations import transformers as paged
 STEPS = 3
 
 
-def step(model, optimizer, rows):
-    """One step on documents laid end to end; the loss is a sum, so that halves add up."""
+def step(model, optimizer, rows, tokens):
+    """One step on documents laid end to end; the loss is that of `tokens` predictions."""
     row = torch.cat(rows)[None]
     positions = torch.cat([torch.arange(len(x)) for x in rows])[None]
     labels = row.masked_fill(positions == 0, -100)
-    tokens = sum(LENGTHS) - len(LENGTHS)
     loss = model(
         row, position_ids=positions, labels=labels, num_items_in_batch=tokens, use_cache=False
     ).loss
@@ -46,11 +45,13 @@ def main():
     for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    sharded.set_gradient_divide_factor(1.0)
-    for model, rows in ((whole, documents()), (sharded, documents()[rank::2])):
+    tokens = sum(LENGTHS) - len(LENGTHS)
+    # FSDP takes the mean of both processes' gradients
+    ways = (whole, documents(), tokens), (sharded, documents()[rank::2], tokens / 2)
+    for model, rows, share in ways:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(STEPS):
-            step(model, optimizer, rows)
+            step(model, optimizer, rows, share)
     expected = dict(whole.named_parameters())
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), expected[name])

@@ -112,6 +112,8 @@ def test_trainer_reaches_the_loss_of_eager_attention(tmp_path):
 
     def train(attention):
         model = model_of(LlamaForCausalLM, LLAMA, attention)
+        if attention == paged.NAME:
+            model.gradient_checkpointing_enable()
         arguments = TrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=4,
@@ -122,7 +124,6 @@ def test_trainer_reaches_the_loss_of_eager_attention(tmp_path):
             logging_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
-            gradient_checkpointing=attention == paged.NAME,
         )
         result = Trainer(model, arguments, data_collator=collate, train_dataset=rows).train()
         return result.training_loss
