@@ -21,6 +21,7 @@ Prints two tables and draws examples/out/train.png.
 
 import argparse
 import ast
+import copy
 import os
 import sys
 import time
@@ -187,7 +188,8 @@ class Run:
 
 def new(kind, config, attention):
     torch.manual_seed(0)
-    return kind._from_config(config, attn_implementation=attention)
+    # a model keeps the config it is given, and writes its attention into it
+    return kind._from_config(copy.deepcopy(config), attn_implementation=attention)
 
 
 def llama(attention):
