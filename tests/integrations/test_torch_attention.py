@@ -113,3 +113,36 @@ def test_restore_brings_torch_back(activated):
         varlen.varlen_attn(batch.q, *equal_heads(batch), *lengths_of(batch))
     activate_flash_attention_impl(NAME)  # and back again, for the fixture to restore
     assert current_flash_attention_impl() == NAME
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients(activated, compiled):
+    batch = Batch(*MIXED, dim_v=16)
+    inputs = [x.clone().requires_grad_() for x in (batch.q, *equal_heads(batch))]
+    function = varlen.varlen_attn
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out = function(*inputs, *lengths_of(batch), window_size=(-1, 0), scale=0.3)
+    expected, _ = flash_varlen(*inputs, *lengths_of(batch), causal=True, softmax_scale=0.3)
+    weight = torch.randn(out.shape, generator=batch.generator)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_gradients_of_dense_batches_with_dropout(activated):
+    q, k, v = torch.randn(3, 2, 9, 4, 16)
+    options = None, None, 9, 9, 0.5, True
+    out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *options, False)
+    dout = torch.randn(out.shape)
+    got = torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *options, rng_state, torch.empty(0)
+    )
+    inputs = [x.flatten(0, 1).clone().requires_grad_() for x in (q, k, v)]
+    bounds = torch.tensor([0, 9, 18], dtype=torch.int32)
+    packed, _ = flash_varlen(
+        *inputs, bounds, causal=True, dropout_p=0.5, rng_state=rng_state.view(torch.int64)
+    )
+    assert torch.equal(packed, out.flatten(0, 1))
+    wanted = torch.autograd.grad(packed, inputs, dout.flatten(0, 1))
+    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(got, wanted, strict=True))
