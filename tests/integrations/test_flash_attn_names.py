@@ -216,3 +216,22 @@ def test_nothing_is_installed_by_an_import():
         "assert not {'flash_attn', 'flash_attn_interface'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_is_of_the_backward(deterministic):
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        calls = ()
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.paged_attn.flash_varlen_backward.default:
+                self.calls += ((kwargs or {}).get("deterministic", True),)
+            return op(*args, **(kwargs or {}))
+
+    q, k, v = (torch.randn(14, 4, 8, requires_grad=True) for _ in range(3))
+    with Seen() as seen:
+        out = flash_attn.flash_attn_varlen_func(
+            q, k, v, BOUNDS, BOUNDS, 9, 9, deterministic=deterministic
+        )
+        out.sum().backward()
+    assert seen.calls == (deterministic,)

@@ -16,9 +16,10 @@ is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, p
 any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
 any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
 
-These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read), `num_splits`,
-`pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument that is not offered raises
-NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
+`deterministic=False`, flash-attn's default, lets a backward add up in any order where that is
+faster. These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read),
+`num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument that is not offered
+raises NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
 """
 
 from torch_paged_attn.integrations.flash_attn._install import install, uninstall
