@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.attention import is_dynamic, refuse, rows_of, unsupported
-from torch_paged_attn.backends.neuron.backward_plan import plan_backward, score_width
+from torch_paged_attn.backends.neuron.backward_plan import plan_backward
 from torch_paged_attn.backends.neuron.bias import BiasRows, lay_out_bias
 from torch_paged_attn.backends.neuron.kernels.attention_backward import attention_backward_kernel
 from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
@@ -131,8 +131,8 @@ def _launch_all(call: BackwardCall, numbers: RowNumbers, results: Sums) -> Sums:
     heads = Heads(forward.num_kv_heads, forward.group_size, forward.num_kv_heads)
     scalars = numbers.scalars(forward, heads)
 
-    for info in plan.launches:
-        tile_k = info.work.tile_k
+    for step in plan.launches:
+        info, tile_k = step.info, step.info.work.tile_k
         bias_rows = torch.zeros(1, tile_k, device=device)
         dbias_rows = torch.zeros(1, tile_k, device=device)
         laid_out = None
@@ -168,7 +168,8 @@ def _launch_all(call: BackwardCall, numbers: RowNumbers, results: Sums) -> Sums:
                 depth=info.work.depth,
                 chunks=tile_k // P,
                 run=1,
-                width=score_width(*dims, tile_k),
+                width=step.width,
+                levels=step.levels,
                 scale=_factor(forward),
                 softcap=float(forward.softcap),
                 out_scale=float(forward.scale),
@@ -180,8 +181,9 @@ def _launch_all(call: BackwardCall, numbers: RowNumbers, results: Sums) -> Sums:
                 wants_dq=wants_dq,
                 wants_dkv=wants_dkv,
                 wants_dbias=wants_dbias,
-                adds_dq=plan.adds_dq,
-                adds_dkv=plan.adds_dkv,
+                adds_dq=step.adds_dq,
+                adds_dkv=step.adds_dkv,
+                sums_dkv=plan.adds_dkv,
                 is_dynamic=is_dynamic(info, 1),
             ),
         )

@@ -2,9 +2,13 @@
 
 A span's rows (one sequence, one KV head) are cut into stacks as deep as SBUF holds them, its keys
 into stretches. Each stack meets each stretch of which it sees a key in one rectangle: the rows that
-see any of the stretch, and only these. Rectangle (i, j) of n by m goes to launch (i - j) modulo the
-larger, so that no launch has a row, or a key, in two rectangles; launches that a span does not need
-are left out. All this depends on the sequence alone, and so do the bits of its gradients.
+see any of the stretch, and the keys that they see. Rectangle (i, j) of n by m goes to launch
+(i - j) modulo the larger, so that no launch has a row, or a key, in two rectangles; launches that a
+span does not need are left out. All this depends on the sequence alone, and so do the bits of its
+gradients.
+
+In a rectangle on the diagonal the first row is the first that sees the first key. There the kernel
+skips pairs of tiles by what it is compiled for.
 """
 
 import dataclasses
@@ -13,47 +17,63 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.neuron.columns import count_up
+from torch_paged_attn.backends.neuron.kernels.query_tile import P
 from torch_paged_attn.backends.neuron.work_list import Batch, Spans, Stacks
 
-# keys of a stretch where some are hidden from some rows, and how many stretches a span has before
-# they grow
-STRETCH = 1024
-MOST_STRETCHES = 16
 
-# tiles of keys: a span takes the first that holds it, else the last
-KEY_TILES = (128, 512, 1024)
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large stacks, stretches and tiles are."""
+
+    depths: tuple[int, ...]  # tiles of rows in a stack: the first that holds a rectangle's
+    key_tiles: tuple[int, ...]  # the same for its keys, of which there may be several of the last
 
 
 @dataclasses.dataclass(frozen=True)
 class Rectangles:
-    """`(num_rectangles,)` each."""
+    """`(num_rectangles,)` each; `kind` is what launches of one kernel have in common."""
 
     span: Tensor
     first_row: Tensor
     stop_row: Tensor
     key_start: Tensor
     key_stop: Tensor
-    launch: Tensor
-    tile_k: Tensor
-    adds_dq: bool  # whether some row, or some key, belongs to several
-    adds_dkv: bool
+    kind: "Kinds"
 
-    def chosen(self, which: Tensor, depth: int) -> Stacks:
+    def stacks(self, which: Tensor, depth: int) -> Stacks:
         """Some of them, as stacks of `depth` tiles."""
         parts = self.span, self.first_row, self.stop_row, self.key_start, self.key_stop
-        return Stacks(*(part[which] for part in parts), depth=depth)
+        return Stacks(*(part[which] for part in parts), depth=depth, is_aligned=False)
 
 
-def cut(
-    batch: Batch, spans: Spans, group_size: int, stack_rows: int, tiles: tuple[int, ...]
-) -> Rectangles:
-    """The rectangles of all spans but the padding tokens'; `tiles` are the tiles of keys."""
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """`(num_rectangles,)` each."""
+
+    launch: Tensor
+    depth: Tensor
+    tile_k: Tensor
+    is_diagonal: Tensor
+    adds_dq: Tensor  # whether an earlier launch has a row of it
+    adds_dkv: Tensor  # or a key
+
+    def stacked(self) -> Tensor:
+        """`(num_rectangles, 6)`."""
+        parts = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return torch.stack([part.long() for part in parts], 1)
+
+
+def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes) -> Rectangles:
+    """The rectangles of all spans but the padding tokens'."""
     _, lengths, key_lens = batch.sequences()
     left, right = batch.window_size_left, batch.window_size_right
     length, key_len = spans.length, key_lens[spans.sequence]
     past = key_len - lengths[spans.sequence]
+    stack_rows = sizes.depths[-1] * P
     num_stacks = -(-length * group_size // stack_rows)
-    stretch = _stretch(key_len, left >= 0 or right >= 0)
+    stretch = key_len.clamp(min=1)
+    if left >= 0 or right >= 0:
+        stretch = stretch.clamp(max=sizes.key_tiles[-1])
     num_stretches = -(-key_len // stretch)
 
     span, rank = count_up(num_stacks * num_stretches)
@@ -72,28 +92,50 @@ def cut(
     span, i, j, start, stop, first_row, stop_row = (
         part[sees] for part in (span, i, j, start, stop, first_row, stop_row)
     )
+    # the keys that these rows see
+    position = past[span] + first_row // group_size
+    last_position = past[span] + (stop_row - 1) // group_size
+    low, _ = batch.visible(position, key_len[span])
+    _, high = batch.visible(last_position, key_len[span])
+    key_start, key_stop = torch.maximum(start, low), torch.minimum(stop, high)
+
+    num_tiles, num_keys = -(-(stop_row - first_row) // P), key_stop - key_start
     turns = torch.maximum(num_stacks, num_stretches)[span]
-    limits = torch.tensor(tiles)
-    fitting = torch.searchsorted(limits, key_len[span]).clamp(max=len(tiles) - 1)
-    return Rectangles(
-        span=span,
-        first_row=first_row,
-        stop_row=stop_row,
-        key_start=start,
-        key_stop=stop,
-        launch=_ranks(span, (i - j) % turns),
-        tile_k=limits[fitting],
-        adds_dq=_has_equals(span, i),
-        adds_dkv=_has_equals(span, j),
+    launch = _ranks(span, (i - j) % turns)
+    is_diagonal = torch.zeros_like(sees[sees])
+    if right >= 0:
+        is_diagonal = (position + right == key_start) & (first_row % group_size == 0)
+    kind = Kinds(
+        launch=launch,
+        depth=_first_that_holds(num_tiles, sizes.depths),
+        tile_k=_first_that_holds(num_keys, sizes.key_tiles),
+        is_diagonal=is_diagonal,
+        adds_dq=launch > _least(launch, span * (rank.max() + 1) + i if len(span) else span),
+        adds_dkv=launch > _least(launch, span * (rank.max() + 1) + j if len(span) else span),
     )
+    return Rectangles(span, first_row, stop_row, key_start, key_stop, kind)
 
 
-def _stretch(key_len: Tensor, hides: bool) -> Tensor:
-    """Keys of a stretch of each span: a multiple of every tile."""
-    needed = (-(-key_len // STRETCH)).clamp(min=1)
-    if hides:
-        needed = -(-needed // MOST_STRETCHES)
-    return needed * STRETCH
+def levels(
+    is_diagonal: bool, batch: Batch, group_size: int, depth: int, tile_k: int, width: int
+) -> tuple[tuple[int, int], ...]:
+    """For every `width` keys of a tile, the first tile of rows that may see some, and their end."""
+    if not is_diagonal:
+        return ((0, depth),) * (tile_k // width)
+    left, right = batch.window_size_left, batch.window_size_right
+    found = []
+    for first in range(0, tile_k, width):
+        # the first row sees the first key, and each group_size rows one more
+        begin, end = first * group_size // P, depth
+        if left >= 0:
+            end = min(end, -(-(first + width + left + right) * group_size // P))
+        found.append((min(begin, depth), end))
+    return tuple(found)
+
+
+def _first_that_holds(count: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    limits = torch.tensor(sizes)
+    return limits[torch.searchsorted(limits, count).clamp(max=len(sizes) - 1)]
 
 
 def _ranks(group: Tensor, value: Tensor) -> Tensor:
@@ -106,7 +148,8 @@ def _ranks(group: Tensor, value: Tensor) -> Tensor:
     return place - torch.searchsorted(owner, group)
 
 
-def _has_equals(group: Tensor, value: Tensor) -> bool:
-    """Whether two members of a group have one value."""
-    pairs = torch.stack([group, value], 1)
-    return len(pairs.unique(dim=0)) < len(pairs)
+def _least(value: Tensor, group: Tensor) -> Tensor:
+    """The smallest value of each one's group."""
+    _, place = group.unique(return_inverse=True)
+    least = torch.full_like(place, 2**62).scatter_reduce(0, place, value, "amin")
+    return least[place] if len(group) else value

@@ -95,7 +95,7 @@ class Spans:
 @dataclasses.dataclass(frozen=True)
 class Stacks:
     """Up to `depth` tiles of rows of one span each, and the stretch of keys that they meet:
-    `(num_stacks,)` tensors.
+    `(num_stacks,)` tensors. Tiles of keys begin at multiples of their size, or at `key_start`.
     """
 
     span: Tensor
@@ -104,6 +104,7 @@ class Stacks:
     key_start: Tensor
     key_stop: Tensor
     depth: int
+    is_aligned: bool = True
 
 
 def spans_of(batch: Batch, planes: int, layout: BlockLayout | None) -> Spans:
@@ -205,7 +206,8 @@ def list_items(
     start, stop = row_start[:, 0], row_stop[:, -1]
     columns: Columns
     if layout is None:
-        columns = Stretch.over(start, stop, tile_k)
+        grid = tile_k if stacks.is_aligned else 1
+        columns = Stretch.over(start, stop, grid)
     else:
         csr = layout.crow_indices, layout.col_indices
         head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)

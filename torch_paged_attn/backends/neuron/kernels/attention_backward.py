@@ -138,7 +138,7 @@ def turn_scores(turned, dx, place, identity):
     nisa.tensor_copy(dst=turned[:, :, place * P : place * P + P], src=part)
 
 
-def sum_over_keys(stack, first_level, half, dx_turned, item):
+def sum_over_keys(stack, first_level, part, dx_turned, item):
     """Add keys over the turned gradients of some tiles to their turned dq."""
     chunks, columns = dx_turned.shape[1], dx_turned.shape[2]
     dim = stack.q.shape[2]
@@ -148,7 +148,7 @@ def sum_over_keys(stack, first_level, half, dx_turned, item):
         for chunk in range(chunks):
             nisa.nc_matmul(
                 dst=product,
-                stationary=item.k[:, half * chunks + chunk, 0, 0, start:stop],
+                stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
                 moving=dx_turned[:, chunk, :],
                 accumulate=chunk > 0,
             )
@@ -157,9 +157,10 @@ def sum_over_keys(stack, first_level, half, dx_turned, item):
         nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
 
 
-def attend_half(half, turned, stack, item, tensors, program):
-    """Everything that is done for `width` keys of an item."""
+def attend_part(part, turned, stack, item, tensors, program):
+    """Everything that is done for `width` keys of an item, and the tiles that see some of them."""
     options, width = program.options, program.options.width
+    begin, end = options.levels[part]
     dim, dim_v = options.k_row.dim, options.v_row.dim
     dk, dv = None, None
     if options.wants_dkv:
@@ -167,22 +168,22 @@ def attend_half(half, turned, stack, item, tensors, program):
         dk = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
         shape_v = min(dim_v, P), turned.v.shape[1], width
         dv = nl.ndarray(shape_v, dtype=nl.float32, buffer=nl.psum)
-    tiles = min(TOGETHER, options.depth)
-    for first_level in range(0, options.depth, tiles):
+    for first_level in range(begin, end, TOGETHER):
+        tiles = min(TOGETHER, end - first_level)
         dx_turned = nl.ndarray((P, width // P, tiles * P), dtype=stack.q.dtype, buffer=nl.sbuf)
         for place in range(tiles):
             level = first_level + place
-            p, dx = differentiate(level, half, turned, stack, item, tensors, program)
+            p, dx = differentiate(level, part, turned, stack, item, tensors, program)
             if options.wants_dkv:
-                sum_over_queries(dv, stack.dout[:, level], p, level > 0)
-                sum_over_queries(dk, stack.q[:, level], dx, level > 0)
+                sum_over_queries(dv, stack.dout[:, level], p, level > begin)
+                sum_over_queries(dk, stack.q[:, level], dx, level > begin)
             if options.wants_dq:
                 turn_scores(dx_turned, dx, place, program.identity)
         if options.wants_dq:
-            sum_over_keys(stack, first_level, half, dx_turned, item)
+            sum_over_keys(stack, first_level, part, dx_turned, item)
     if options.wants_dkv:
-        store_keys(tensors.dk, dk, options.out_scale, half, stack, item, program)
-        store_keys(tensors.dv, dv, options.keep_scale, half, stack, item, program)
+        store_keys(tensors.dk, dk, options.out_scale, part, stack, item, program)
+        store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
 
 
 def add_prior(rows, target, index, stack):
@@ -193,27 +194,27 @@ def add_prior(rows, target, index, stack):
     nisa.tensor_tensor(dst=rows, data1=rows, data2=prior, op=nl.add)
 
 
-def store_keys(target, sums, scale, half, stack, item, program):
+def store_keys(target, sums, scale, part, stack, item, program):
     """Store scale * sums (dim, dim / P, width), turned, as rows of dk or dv."""
     options, columns = program.options, program.columns
     dim, chunks = target.shape[1], options.width // P
     identity = program.identity
-    if options.adds_dkv:
+    if options.sums_dkv:
         identity = stack.exact
     scaled = nl.ndarray(sums.shape, dtype=target.dtype, buffer=nl.sbuf)
     for step in range(sums.shape[1]):
         size = min(dim - step * P, P)
-        part = scaled[0:size, step, :]
-        nisa.activation(dst=part, op=nl.copy, data=sums[0:size, step, :], scale=scale)
+        dst, source = scaled[0:size, step, :], sums[0:size, step, :]
+        nisa.activation(dst=dst, op=nl.copy, data=source, scale=scale)
     for chunk in range(chunks):
         rows = nl.ndarray((P, dim), dtype=target.dtype, buffer=nl.sbuf)
         for step in range(sums.shape[1]):
             size = min(dim - step * P, P)
-            part = transposed_tile((P, size), target.dtype)
+            piece = transposed_tile((P, size), target.dtype)
             source = scaled[0:size, step, chunk * P : chunk * P + P]
-            transpose(part, source, identity[0:size, 0:size])
-            nisa.tensor_copy(dst=rows[:, step * P : step * P + size], src=part)
-        place = columns.keys + half * chunks + chunk
+            transpose(piece, source, identity[0:size, 0:size])
+            nisa.tensor_copy(dst=rows[:, step * P : step * P + size], src=piece)
+        place = columns.keys + part * chunks + chunk
         index = item.index[:, place : place + 1]
         if options.adds_dkv:
             add_prior(rows, target, index, stack)
@@ -242,8 +243,9 @@ def differentiate_item(number, stack, tensors, program):
     options = program.options
     item = load_item(number, stack, tensors, program)
     turned = turn(stack, item, program)
-    for half in range(options.chunks * P // options.width):
-        attend_half(half, turned, stack, item, tensors, program)
+    for part in range(options.chunks * P // options.width):
+        if options.levels[part][0] < options.levels[part][1]:
+            attend_part(part, turned, stack, item, tensors, program)
     if options.wants_dq:
         for level in range(options.depth):
             store_queries(level, stack, item.index, tensors, program)

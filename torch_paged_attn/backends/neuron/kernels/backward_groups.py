@@ -24,6 +24,7 @@ class BackwardOptions(nl.NKIObject):
     chunks: int  # of P keys in an item
     run: int  # 1
     width: int  # columns of a tile of scores: products of this many fit in PSUM
+    levels: Any  # for every `width` columns, the first tile and the end of those that see some
     scale: float  # of scores; divided by softcap if there is one
     softcap: float
     out_scale: float  # of dq and dk
@@ -35,8 +36,9 @@ class BackwardOptions(nl.NKIObject):
     wants_dq: bool
     wants_dkv: bool
     wants_dbias: bool
-    adds_dq: bool  # to what earlier launches have left in dq, in float32
+    adds_dq: bool  # to what earlier launches have left in dq
     adds_dkv: bool
+    sums_dkv: bool  # some launch does: dk and dv are float32
     is_dynamic: bool  # a loop on the chip, else unrolled
 
 
