@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.plan_cache import keep_plans
 from torch_paged_attn.ops.backend import Backend
 
@@ -26,6 +27,12 @@ class Neuron(Backend):
 
         return runtime.unsupported()
 
+    def unsupported_backward(self, call: AttentionCall) -> str | None:
+        """Why it has no gradient of a call, or None; it continues "q requires grad, and "."""
+        if call.layout is not None:
+            return f"the {self.name} backend has no blocksparse_backward"
+        return None
+
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Attention stays one opaque node: its work lists are made on the host from what the
         tensors hold. So do writes into caches between whose elements something else lies, such as
@@ -34,7 +41,7 @@ class Neuron(Backend):
         from torch_paged_attn.backends.neuron.paged_kv import is_dense
         from torch_paged_attn.backends.neuron.runtime import can_trace, traced
 
-        if op == "merge_states":
+        if op.startswith("merge_states"):
             return self.function(op)
         if not op.startswith("reshape_and_cache") or not can_trace():
             return None
