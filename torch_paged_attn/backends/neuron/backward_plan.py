@@ -20,7 +20,7 @@ from torch_paged_attn.backends.neuron.plan_cache import PlanCache
 from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.tile_sizes import STACK_BYTES, TileSizes
-from torch_paged_attn.backends.neuron.work_info import TokenMajor, WorkInfo, lay_out
+from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import list_items, spans_of
 
 # what rectangles are rounded up to
@@ -79,8 +79,10 @@ def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
     scores, their gradient, what is transposed, and the sum over keys.
     """
 
+    steps = -(-head_dim // P), -(-head_dim_v // P)
+
     def banks(width: int) -> int:
-        return sum(-(--(-dim // P) * width // BANK_FLOATS) for dim in (head_dim, head_dim_v))
+        return sum(-(-n * width // BANK_FLOATS) for n in steps)
 
     return next(n for n in (512, 256, 128) if n <= tile_k and banks(n) <= PSUM_BANKS - 4)
 
@@ -141,12 +143,13 @@ def _make(
     return BackwardPlan(launches, *adds)
 
 
-def _with_key_rows(info: WorkInfo, heads: TokenMajor, slots: Tensor) -> WorkInfo:
-    """The tables with the rows of dk and dv, (token, KV head): -1 for what no row of an item sees."""
+def _with_key_rows(info: WorkInfo, heads: Heads, slots: Tensor) -> WorkInfo:
+    """The tables with the rows of dk and dv, (token, KV head): -1 where no row sees the key."""
     work, items = info.work, info.items
     column = torch.arange(work.tile_k)
     is_seen = (column >= work.key_start[:, None]) & (column < work.key_stop[:, None])
     row = slots * heads.num_kv_heads + work.plane[work.stack, None]
-    row = row.where(is_seen, torch.tensor(-1))[items].where(~info.is_idle[:, None], torch.tensor(-1))
+    is_seen = is_seen[items] & ~info.is_idle[:, None]
+    row = row[items].where(is_seen, torch.tensor(-1))
     columns = row.unflatten(1, (-1, P)).transpose(1, 2).to(torch.int32)
     return dataclasses.replace(info, indices=torch.cat([info.indices, columns], 2).contiguous())

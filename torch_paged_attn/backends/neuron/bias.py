@@ -44,7 +44,9 @@ class Lines:
         place = work.token - work.token[:, :1, :1]
         keys = (work.keys[..., None] + torch.arange(run)).flatten(1)
         return cls(
-            item, first[work.stack][item] + rank, start[:-1, None, None] + place[work.stack],
+            item,
+            first[work.stack][item] + rank,
+            start[:-1, None, None] + place[work.stack],
             keys[item],
         )
 
@@ -71,8 +73,8 @@ def lay_out_bias(attn_bias: Tensor, info: WorkInfo, heads: Heads, run: int) -> B
     if attn_bias.shape[2] == 0:  # no sequence has a key
         rows = torch.zeros(len(sources), num_lines, work.tile_k, device=device)
     else:
-        at = token[:, None].to(device), keys.to(device)
-        rows = torch.stack([attn_bias[head[:, None].to(device), *at] for head in sources])
+        at_token, at_key = token[:, None].to(device), keys.to(device)
+        rows = torch.stack([attn_bias[h[:, None].to(device), at_token, at_key] for h in sources])
     if rows.dtype == torch.bool:
         rows = torch.zeros(rows.shape, device=device).masked_fill(~rows, float("-inf"))
     rows = rows.float()

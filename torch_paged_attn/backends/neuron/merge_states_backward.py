@@ -1,4 +1,4 @@
-"""`merge_states_backward` on Neuron: elementwise, so that the graph compiler fuses plain PyTorch."""
+"""`merge_states_backward` on Neuron: elementwise, as `merge_states`."""
 
 import torch
 from torch import Tensor

@@ -42,8 +42,15 @@ class Rectangles:
 
     def stacks(self, which: Tensor, depth: int) -> Stacks:
         """Some of them, as stacks of `depth` tiles."""
-        parts = self.span, self.first_row, self.stop_row, self.key_start, self.key_stop
-        return Stacks(*(part[which] for part in parts), depth=depth, is_aligned=False)
+        return Stacks(
+            self.span[which],
+            self.first_row[which],
+            self.stop_row[which],
+            self.key_start[which],
+            self.key_stop[which],
+            depth,
+            is_aligned=False,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

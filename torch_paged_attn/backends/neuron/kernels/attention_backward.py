@@ -80,9 +80,7 @@ def begin_stack(stack, is_first):
     nisa.tensor_copy(dst=begins, src=is_first)
     size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2]
     predicate = begins.ap(pattern=[[1, size], [0, width]])
-    nisa.tensor_copy_predicated(
-        dst=stack.dq.reshape((size, width)), src=0.0, predicate=predicate
-    )
+    nisa.tensor_copy_predicated(dst=stack.dq.reshape((size, width)), src=0.0, predicate=predicate)
 
 
 def load_item(number, stack, tensors, program):
@@ -274,9 +272,10 @@ def attention_backward_kernel(
     q, dq: (total_q * num_heads, head_dim); dout: the same of head_dim_v. k, v: their storage as
     (rows, row size), each row as `options.k_row` and `v_row` say. dk, dv: (total_k * num_kv_heads,
     head_dim or head_dim_v). indices (num_items, P, columns) int32 and bounds (num_items, P,
-    columns) float32: see `BackwardColumns`; an index of -1 is skipped. positions, count, words, bias:
-    as in `attention_kernel`. row_scalars (total_q * num_heads, NUM_SCALARS) float32. dbias (rows,
-    tile_k) float32. dq, or dk and dv, are float32 where launches add to them, else of q's type.
+    columns) float32: see `BackwardColumns`; an index of -1 is skipped. positions, count, words and
+    bias: as in `attention_kernel`. row_scalars (total_q * num_heads, NUM_SCALARS) float32. dbias
+    (rows, tile_k) float32. dq, or dk and dv, are float32 where launches add to them, else of q's
+    type.
     """
     columns = backward_columns(options)
     program = start_program(q.dtype, indices.shape[0], words, options, columns, options.width)

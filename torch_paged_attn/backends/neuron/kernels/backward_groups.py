@@ -1,4 +1,4 @@
-"""The groups of the backward kernel, beside those of `groups.py` that it shares with the forward."""
+"""The groups of the backward kernel, beside those of `groups.py` that the forward has too."""
 
 from dataclasses import dataclass
 from typing import Any

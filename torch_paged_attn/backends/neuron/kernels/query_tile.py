@@ -101,7 +101,7 @@ def compute_scores(scores, q, keys, identity, scale, softcap):
 
 
 def scale_scores(scores, product, scale, softcap):
-    """scores = cap(product): the factor `scale` of a product, divided by softcap if there is one."""
+    """scores = cap(product * scale), `scale` divided by softcap if there is one."""
     if softcap > 0.0:
         nisa.activation(dst=scores, op=nl.tanh, data=product, scale=scale)
         nisa.tensor_scalar(dst=scores, data=scores, op0=nl.multiply, operand0=softcap)
