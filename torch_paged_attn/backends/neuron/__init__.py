@@ -41,7 +41,7 @@ class Neuron(Backend):
         from torch_paged_attn.backends.neuron.paged_kv import is_dense
         from torch_paged_attn.backends.neuron.runtime import can_trace, traced
 
-        if op.startswith("merge_states"):
+        if op == "merge_states":
             return self.function(op)
         if not op.startswith("reshape_and_cache") or not can_trace():
             return None

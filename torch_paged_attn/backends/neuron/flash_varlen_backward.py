@@ -56,8 +56,9 @@ def flash_varlen_backward(*args: Any, **kwargs: Any) -> Gradients:
 
 @dataclasses.dataclass(frozen=True)
 class RowNumbers:
-    """What each query row has to itself, `(total_q, num_heads)` float32."""
+    """What each query row has to itself, `(total_q, num_heads)` float32, and its dout."""
 
+    dout: Tensor  # contiguous: sums along it have the same bits whatever its strides were
     lse: Tensor
     delta: Tensor  # dout . out - dlse; 0 in a row that sees nothing, whatever dout holds there
     is_empty: Tensor
@@ -66,11 +67,12 @@ class RowNumbers:
     def of(cls, call: BackwardCall) -> "RowNumbers":
         """The rows of a call."""
         lse = call.softmax_lse.float().mT
-        delta = (call.dout.float() * call.out.float()).sum(-1)
+        dout = call.dout.contiguous()
+        delta = (dout.float() * call.out.contiguous().float()).sum(-1)
         if call.dlse is not None:
             delta = delta - call.dlse.mT
         is_empty = lse == float("-inf")
-        return cls(lse, delta.masked_fill(is_empty, 0.0), is_empty)
+        return cls(dout, lse, delta.masked_fill(is_empty, 0.0), is_empty)
 
     def gradient_of(self, sinks: Tensor) -> Tensor:
         """The sink is a key without a value: its gradient is -P delta, summed over the queries."""
@@ -105,11 +107,11 @@ def _launch_all(
     if forward.dropout_p > 0.0:
         assert forward.rng_state is not None  # checked
         words = philox_words(forward.rng_state, forward.dropout_p)
-    dout = call.dout
+    dout = numbers.dout
     if forward.attn_bias is not None:
         # its mask alone leaves rows that the plan does not know to be empty
         dout = dout.masked_fill(numbers.is_empty[..., None], 0.0)
-    q, dout = (x.reshape(-1, x.shape[2]).contiguous() for x in (forward.q, dout))
+    q, dout = (x.reshape(-1, x.shape[2]) for x in (forward.q, dout))
     scalars = numbers.scalars(forward, heads)
     wants = wants_dq, wants_dkv, wants_dbias
     for step in plan.launches:
