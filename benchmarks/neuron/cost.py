@@ -184,8 +184,8 @@ def surroundings(problem: Problem) -> int:
 def backward_table(generation: int) -> list[str]:
     """A Markdown table of the backward, one row for each case."""
     lines = [
-        "| tokens, one head | DMA, MiB | of flash_attn_bwd's | TensorE | of its | columns | of its |"
-        " VectorE and ScalarE | of its | SBUF peak, KiB |",
+        "| tokens, one head | DMA, MiB | of flash_attn_bwd's | TensorE | of its | columns |"
+        " of its | VectorE and ScalarE | of its | SBUF peak, KiB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for problem in BACKWARD_CASES:
