@@ -12,7 +12,9 @@ import functools
 import torch
 from torch import Tensor
 from triton.experimental import gluon
+from triton._C.libtriton import gluon_ir, ir
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -51,9 +53,12 @@ class Boxes:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         box: tuple[int, ...],
+        swizzle: int = 128,
     ) -> None:
         self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
-        self._layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+        self._layout = gl.NVMMASharedLayout(
+            swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(box)
+        )
         self._maps = LRU(MOST_MAPS)
 
     def at(self, address: int) -> TensorDescriptor:
@@ -93,9 +98,26 @@ def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
     return _boxes(x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide))
 
 
+def plain_rows(dtype: torch.dtype, width: int) -> Boxes:
+    """Boxes of one row of (rows, width) contiguous tensors."""
+    return _boxes(dtype, (ROW_BOUND.value, width), (width, 1), (1, width), swizzle=0)
+
+
 # their names after Triton 3.6, and until then
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+# whether the accelerator can be asked to add: Triton 3.6 has no name for it, its builder has
+HAS_ADD = hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce")
+
+
+@builtin
+def _async_add(desc, coord, smem, _semantic=None):
+    """Add a box to what lies there."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, smem.handle)
 
 
 @gluon.constexpr_function
@@ -144,6 +166,12 @@ def store_rows(desc, start, size, row, head, smem):
 
 
 @gluon.jit
+def add_rows(desc, start, size, row, head, column, smem):
+    """Add a box to rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
+    _async_add(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
+
+
+@gluon.jit
 def start_of_page(desc, page, page_rows, in_page):
     """The coordinate of a slot of a page, for `load_page`; pages are `page_rows` rows apart."""
     UNIT: gl.constexpr = ATOM_ROWS if is_in_atoms(desc.block_shape) else 1
@@ -160,3 +188,4 @@ def load_page(desc, i, start, head, barrier, tile):
     else:
         ROWS: gl.constexpr = desc.block_shape[2]
         load_rows(desc, start, ROWS, 0, head, barrier, tile.slice(i * ROWS, ROWS, dim=2))
+

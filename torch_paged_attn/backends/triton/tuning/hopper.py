@@ -31,3 +31,48 @@ def choose_hopper_config(
         return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=stages)
     # reading lists takes registers of the producers
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows that
+    pass by, stages of both, registers of a consumer's thread, how many of the two tiles that stay
+    are kept in registers, and whether the next products are asked for before the last ones end.
+
+    In one pass, DQ_SUMS says how dQ is added up (`hopper/sums.py`), and there are DS_STAGES tiles
+    of dS and SLOTS for parts of dQ.
+    """
+
+    CONSUMERS: int = 2
+    PASS: int = 64
+    STAY_STAGES: int = 1
+    PASS_STAGES: int = 2
+    REGISTERS: int = 240
+    OPERANDS: int = 0
+    LOOKAHEAD: bool = False
+    DQ_SUMS: int = 0
+    DS_STAGES: int = 2
+    SLOTS: int = 1
+
+
+def choose_keys_config(width: int) -> BackwardConfig:
+    """For dK and dV; `width` is head_dim as it lies in shared memory."""
+    if width == 64:
+        return BackwardConfig(STAY_STAGES=2, PASS_STAGES=3, OPERANDS=2)
+    return BackwardConfig(STAY_STAGES=2, PASS_STAGES=2)
+
+
+def choose_queries_config(width: int) -> BackwardConfig:
+    """For dQ."""
+    if width == 64:
+        return BackwardConfig(STAY_STAGES=1, PASS_STAGES=4, OPERANDS=2, LOOKAHEAD=True)
+    return BackwardConfig(STAY_STAGES=1, PASS_STAGES=4, LOOKAHEAD=True)
+
+
+def choose_one_pass_config(width: int, is_causal: bool) -> BackwardConfig:
+    """For dK, dV and dQ in one pass."""
+    if width == 64:
+        return BackwardConfig(STAY_STAGES=2, PASS_STAGES=3, OPERANDS=2, DQ_SUMS=2)
+    if is_causal:
+        return BackwardConfig(STAY_STAGES=1, PASS_STAGES=3, DQ_SUMS=2)
+    return BackwardConfig(STAY_STAGES=1, PASS_STAGES=2, DQ_SUMS=1, SLOTS=2)

@@ -1,0 +1,345 @@
+"""`flash_varlen_backward` on Hopper by tensor memory accelerator and warpgroup products.
+
+Deterministic, the default: one kernel for dK and dV, whose keys stay, and one for dQ, whose queries
+stay; nothing is added up between programs. Else one kernel for all three, which multiplies five
+times instead of seven, and adds dQ up in float32 in memory in any order.
+
+`unsupported` says what these kernels leave to the portable ones.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.backward_statistics import STATISTICS_ROWS, plan_statistics
+from torch_paged_attn.backends.triton.hopper.attention import (
+    _is_bound,
+    _misaligned,
+    _width,
+    unsupported as forward_unsupported,
+)
+from torch_paged_attn.backends.triton.hopper.backward_arguments import (
+    BackwardOptions,
+    BackwardPointers,
+    BackwardScalars,
+)
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+    Lengths,
+    TileOptions,
+    most_tiles,
+    plan_tile_list,
+)
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.backends.triton.tuning.hopper import (
+    BackwardConfig,
+    choose_keys_config,
+    choose_one_pass_config,
+    choose_queries_config,
+)
+from torch_paged_attn.backward_call import BackwardCall, tensor_names
+
+if TYPE_CHECKING:
+    from torch_paged_attn.backends.triton.hopper.tma import Boxes
+
+# rows of a consumer: the height of a warpgroup's product
+STAY = 64
+
+# how dQ is added up, as `sums.py` has it
+NONE, BY_BOX, BY_LANE = 0, 1, 2
+
+# tensors that a plan takes of a call
+TAKEN = (
+    "dout", "dlse", "q", "k", "v", "out", "softmax_lse", "cu_seqlens_q", "cu_seqlens_k",
+    "seqused_k", "alibi_slopes", "sinks",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Configs:
+    """Tiles of the kernels: of the two, or of the one."""
+
+    keys: BackwardConfig
+    queries: BackwardConfig | None
+
+
+def unsupported(call: BackwardCall) -> str | None:
+    """Why a call cannot take these kernels; None if it can."""
+    forward = call.forward
+    if (reason := forward_unsupported(forward)) is not None:
+        return reason
+    if forward.block_table is not None or forward.layout is not None:
+        return "it has no backward through pages or layouts"
+    widths = _width(forward.head_dim), _width(forward.head_dim_v)
+    if widths not in ((64, 64), (128, 128)):
+        return f"head_dim is {forward.head_dim}, head_dim_v {forward.head_dim_v}"
+    if forward.total_q == 0:
+        return "there are no queries"
+    return None
+
+
+def choose_configs(call: BackwardCall) -> Configs:
+    """Tiles of the kernels of a call."""
+    forward = call.forward
+    width = _width(forward.head_dim)
+    dq, dk, dv, *_ = call.wanted
+    if not call.deterministic and dq and (dk or dv):
+        return Configs(choose_one_pass_config(width, forward.window_right == 0), None)
+    return Configs(choose_keys_config(width), choose_queries_config(width))
+
+
+def options_of(call: AttentionCall, config: BackwardConfig) -> BackwardOptions:
+    """What a kernel is compiled for; no size and no address is part of it."""
+    return BackwardOptions(
+        STAY=STAY,
+        WIDTH=_width(call.head_dim),
+        WIDTH_V=_width(call.head_dim_v),
+        GROUP_SIZE=call.group_size,
+        HAS_LEFT=_is_bound(call.window_size_left),
+        HAS_RIGHT=_is_bound(call.window_right),
+        IS_CAUSAL=call.window_right == 0,
+        HAS_SOFTCAP=call.softcap > 0.0,
+        **dataclasses.asdict(config),
+    )
+
+
+def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
+    """Numbers that follow from the description, which no kernel is compiled for."""
+    slopes = call.alibi_slopes
+    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    # scores are q . k or, with a softcap, the tanh of it
+    unit = call.softcap or call.scale
+    return BackwardScalars(
+        heads=heads,
+        stride_alibi_batch=alibi_strides[0],
+        stride_alibi_head=alibi_strides[1],
+        window_left=call.window_size_left if _is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if _is_bound(call.window_right) else 0,
+        scale_log2=unit * LOG2E.value,
+        softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
+        alibi_scale=1.0 / unit,
+        scale=call.scale,
+    )
+
+
+def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
+    """Boxes of so many rows of a head, as wide as a head lies in shared memory."""
+    from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
+
+    return ragged_rows(x, rows, 1, width)
+
+
+class _Kernel:
+    """One of the kernels: its list of tiles, and its launch."""
+
+    def __init__(self, kernel: Any, call: AttentionCall, config: BackwardConfig, of_keys: bool):
+        self.options = options_of(call, config)
+        target, rows = target_of(call.q.device), call.k.shape[0] if of_keys else call.total_q
+        tokens = config.CONSUMERS * STAY
+        heads = call.num_kv_heads if of_keys else call.num_heads
+        tile_options = TileOptions(
+            IS_PAGED=False,
+            IS_CAUSAL=call.window_right == 0,
+            IS_ALIGNED=False,
+            TOKENS=tokens,
+            BLOCK_N=config.PASS,
+            OF_KEYS=of_keys,
+        )
+        self.list_tiles = plan_tile_list(
+            call.batch, call.total_q, call.k.shape[0], tile_options, call.q.device
+        )
+        units = most_tiles(rows, call.batch, tokens, False) * heads
+        self.launch = Launch(
+            kernel,
+            (min(units, target.multiprocessors),),
+            batch=call.batch,
+            statistics_tiles=_statistics_tiles(call),
+            scalars=scalars_of(call, heads),
+            OPTIONS=self.options,
+            num_warps=4,
+        )
+
+
+def _statistics_tiles(call: AttentionCall) -> int:
+    return num_tiles(call.total_q, call.batch, STATISTICS_ROWS, 1)
+
+
+def _plan_keys(call: BackwardCall, config: BackwardConfig, results: tuple[Tensor, ...]) -> Any:
+    """What starts the kernel for tiles of keys, called with q, k, v, dout, the statistics, the sums
+    of dQ or None, dk, dv, `Lengths` and slopes."""
+    from torch_paged_attn.backends.triton.hopper.backward_kernel import (
+        _hopper_backward_keys_kernel,
+    )
+    from torch_paged_attn.backends.triton.hopper.tma import plain_rows, ragged_rows
+
+    forward = call.forward
+    kernel = _Kernel(_hopper_backward_keys_kernel, forward, config, of_keys=True)
+    width, width_v = kernel.options.WIDTH, kernel.options.WIDTH_V
+    keys, passing = config.CONSUMERS * STAY, config.PASS
+    _, dk_like, dv_like = results
+    q_boxes, dout_boxes = _rows(forward.q, passing, width), _rows(_dense(call), passing, width_v)
+    k_boxes, v_boxes = _rows(forward.k, keys, width), _rows(forward.v, keys, width_v)
+    dk_boxes, dv_boxes = _rows(dk_like, keys, width), _rows(dv_like, keys, width_v)
+    statistics_boxes = plain_rows(torch.float32, 2 * STATISTICS_ROWS)
+    sums_boxes = None
+    if config.DQ_SUMS == BY_BOX:
+        like = forward.q.new_empty(1, device="meta").expand(*forward.q.shape)
+        shape = forward.q.shape
+        like = torch.empty(shape, dtype=torch.float32, device="meta")
+        sums_boxes = ragged_rows(like, passing, 1, width // config.CONSUMERS)
+
+    def start(
+        q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: Tensor, sums: Tensor | None,
+        dk: Tensor, dv: Tensor, lengths: Lengths, slopes: Tensor | None,
+    ) -> None:  # fmt: skip
+        tile_list = kernel.list_tiles(lengths)
+        by_box = sums_boxes is not None and sums is not None
+        kernel.launch(
+            q_boxes.at(q.data_ptr()),
+            dout_boxes.at(dout.data_ptr()),
+            k_boxes.at(k.data_ptr()),
+            v_boxes.at(v.data_ptr()),
+            statistics_boxes.at(statistics.data_ptr()),
+            dk_boxes.at(dk.data_ptr()),
+            dv_boxes.at(dv.data_ptr()),
+            sums_boxes.at(sums.data_ptr()) if by_box else None,
+            BackwardPointers(lengths.cu_seqlens_q, tile_list, statistics, sums, slopes),
+        )
+
+    return start
+
+
+def _plan_queries(call: BackwardCall, config: BackwardConfig, dq_like: Tensor) -> Any:
+    """What starts the kernel for tiles of queries, called with q, k, v, dout, the statistics, dq,
+    `Lengths` and slopes."""
+    from torch_paged_attn.backends.triton.hopper.backward_kernel import (
+        _hopper_backward_queries_kernel,
+    )
+
+    forward = call.forward
+    kernel = _Kernel(_hopper_backward_queries_kernel, forward, config, of_keys=False)
+    width, width_v, passing = kernel.options.WIDTH, kernel.options.WIDTH_V, config.PASS
+    q_boxes, dout_boxes = _rows(forward.q, STAY, width), _rows(_dense(call), STAY, width_v)
+    k_boxes, v_boxes = _rows(forward.k, passing, width), _rows(forward.v, passing, width_v)
+    dq_boxes = _rows(dq_like, STAY, width)
+
+    def start(
+        q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: Tensor,
+        dq: Tensor, lengths: Lengths, slopes: Tensor | None,
+    ) -> None:  # fmt: skip
+        tile_list = kernel.list_tiles(lengths)
+        kernel.launch(
+            q_boxes.at(q.data_ptr()),
+            dout_boxes.at(dout.data_ptr()),
+            k_boxes.at(k.data_ptr()),
+            v_boxes.at(v.data_ptr()),
+            dq_boxes.at(dq.data_ptr()),
+            BackwardPointers(lengths.cu_seqlens_q, tile_list, statistics, None, slopes),
+        )
+
+    return start
+
+
+def _plan_sums(call: AttentionCall, options: BackwardOptions) -> tuple[Allocation, Any]:
+    """Memory for the sums of dQ, and what makes dq of them, called with sums, dq and
+    cu_seqlens_q."""
+    from torch_paged_attn.backends.triton.hopper.finish_sums import (
+        BLOCK,
+        _finish_lanes_kernel,
+        _finish_rows_kernel,
+    )
+
+    device, width = call.q.device, options.WIDTH
+    if options.DQ_SUMS == BY_BOX:
+        size = call.q.numel()
+        rows = Launch(
+            _finish_rows_kernel, (-(-size // BLOCK),), size=size, scale=call.scale, BLOCK=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+        new_sums = Allocation(call.q.shape, torch.float32, device)
+        return new_sums, lambda sums, dq, cu_seqlens_q: rows(sums, dq)
+    tiles = _statistics_tiles(call)
+    lanes = Launch(
+        _finish_lanes_kernel,
+        (2 * tiles, call.num_heads),
+        batch=call.batch,
+        total_q=call.total_q,
+        scale=call.scale,
+        HEAD_DIM=call.head_dim,
+        ROWS=STATISTICS_ROWS,
+        COLUMNS=width // 2,
+        num_warps=4,
+    )
+    new_sums = Allocation((call.num_heads, tiles, STATISTICS_ROWS * width), torch.float32, device)
+    return new_sums, lanes
+
+
+def _dense(call: BackwardCall) -> Tensor:
+    """dout as the accelerator can address it."""
+    dout = call.dout
+    is_off = dout.stride(-1) != 1 or _misaligned(dout, dout.dim() - 1)
+    return dout.contiguous() if is_off else dout
+
+
+def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
+    """A plan for the tensors of calls like this one, in the order of the op's list."""
+    forward = call.forward
+    configs = configs or choose_configs(call)
+    wants_dq, wants_dk, wants_dv, _, wants_dsinks = call.wanted
+    is_one_pass = configs.keys.DQ_SUMS != NONE and wants_dq
+    empty = Allocation((0,), forward.q.dtype, forward.q.device)
+    likes = tuple(x.new_empty(x.shape) for x in (forward.q, forward.k, forward.v))
+    new_dq, new_dk, new_dv = map(Allocation.like, likes)
+    make_statistics = plan_statistics(dataclasses.replace(call, dout=_dense(call)))
+    start_keys = start_queries = finish = new_sums = None
+    if wants_dk or wants_dv or is_one_pass:
+        start_keys = _plan_keys(call, configs.keys, likes)
+    if is_one_pass:
+        new_sums, finish = _plan_sums(forward, options_of(forward, configs.keys))
+    elif wants_dq and configs.queries is not None:
+        start_queries = _plan_queries(call, configs.queries, likes[0])
+    names = tensor_names(call.op)
+    pick = operator.itemgetter(*(names.index(name) for name in TAKEN))
+    must_copy = _dense(call) is not call.dout
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
+        (
+            dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks,
+        ) = pick(tensors)  # fmt: skip
+        if must_copy:
+            dout = dout.contiguous()
+        statistics, sink_parts = make_statistics(dout, dlse, out, lse, cu_seqlens_q, sinks)
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        dq = new_dq() if wants_dq else empty()
+        dk, dv = empty(), empty()
+        if start_keys is not None:
+            dk, dv = new_dk(), new_dv()
+            sums = None
+            if new_sums is not None:
+                sums = new_sums()
+                sums.zero_()
+            start_keys(q, k, v, dout, statistics, sums, dk, dv, lengths, slopes)
+            if finish is not None:
+                finish(sums, dq, cu_seqlens_q)
+        if start_queries is not None:
+            start_queries(q, k, v, dout, statistics, dq, lengths, slopes)
+        dsinks = -sink_parts.sum(1) if wants_dsinks else empty()
+        return dq, dk if wants_dk else empty(), dv if wants_dv else empty(), empty(), dsinks
+
+    return run
+
+
+@functools.cache
+def is_supported() -> bool:
+    """Whether this Triton has what the kernels are written in."""
+    from torch_paged_attn.backends.triton.hopper.attention import HAS_GLUON
+
+    return HAS_GLUON

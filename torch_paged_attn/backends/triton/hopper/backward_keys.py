@@ -1,0 +1,377 @@
+"""dK and dV: tiles of keys stay, queries pass by. In one pass, dQ too.
+
+A program works on 128 keys of one KV head; each of two consumers owns 64 of them. Of every tile of
+64 queries, of each head of the group:
+
+    S^T = K Q^T, dP^T = V dO^T           keys are rows, so that P and dS are operands in registers
+    P^T = exp2(S^T - lse), dS^T = P^T (dP^T - D)
+    dV += P^T dO, dK += dS^T Q
+    dQ  = dS K                           in one pass: dS of both consumers through shared memory,
+                                         and half of the columns for each
+
+The order of products is FlashAttention-3's (arXiv 2407.08608, algorithm 3).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.backward_work import (
+    BATCH,
+    CONTEXT_LEN,
+    FIRST_LIVE,
+    FIRST_PASS,
+    FIRST_STAY,
+    HEAD,
+    K_START,
+    KEY_LEN,
+    Q_START,
+    QUERY_LEN,
+    STATISTICS_TILE,
+    STEPS,
+    STOP_STAY,
+    load_entry,
+    publish,
+)
+from torch_paged_attn.backends.triton.hopper.consumer import clear_before
+from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+from torch_paged_attn.backends.triton.hopper.sums import (
+    BY_BOX,
+    BY_LANE,
+    NONE,
+    add_part,
+    add_registers,
+    leave_part,
+)
+from torch_paged_attn.backends.triton.hopper.tma import async_load, load_rows, store_rows
+
+# a named barrier of both consumers: Triton uses the first few for its own
+MEETING = gl.constexpr(8)
+
+
+class KeyPipelines(NamedTuple):
+    """What is on its way between the warps of a program."""
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
+    ds: Any  # shared memory for dS; None unless one pass
+    sums: Any  # parts of dQ on their way out; None unless BY_BOX
+    done: Any  # barriers of results that lie where keys and values lay
+    info: Any
+    claims: Any
+
+
+@gluon.jit
+def _meet():
+    """Wait for the other consumer."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEETING], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def produce_keys_and_queries(params, pipelines, OPTIONS: gl.constexpr):
+    """Claim tiles of keys until there are none. Tell of each, and load its keys, its queries and
+    their statistics."""
+    STAY: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    pointers, scalars, info, claims = (
+        params.pointers, params.scalars, pipelines.info, pipelines.claims,
+    )  # fmt: skip
+    programs = gl.num_programs(0)
+    num_tiles = gl.load(pointers.tile_list + 1)
+    units = num_tiles * scalars.heads
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    while unit < units:
+        kv_head, b, first_key, q_start, query_len, k_start, key_len, stop_key = load_entry(
+            unit, pointers.tile_list, num_tiles
+        )
+        context_len = key_len - query_len
+        first_live = 0
+        first = 0
+        stop = query_len
+        if OPTIONS.HAS_RIGHT:
+            first_live = gl.maximum(-context_len - scalars.window_right, 0)
+            first = gl.maximum(first_key - context_len - scalars.window_right, 0) // PASS * PASS
+        if OPTIONS.HAS_LEFT:
+            last_key = gl.minimum(first_key + STAY, key_len) - 1
+            stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
+        steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+        steps = gl.where(first_key < key_len, steps, 0)
+        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // PASS + b + first // PASS
+
+        claims.producer_acquire(tile)
+        info.put(tile, STEPS, steps)
+        info.put(tile, FIRST_PASS, first)
+        info.put(tile, FIRST_STAY, first_key)
+        info.put(tile, HEAD, kv_head)
+        info.put(tile, Q_START, q_start)
+        info.put(tile, QUERY_LEN, query_len)
+        info.put(tile, K_START, k_start)
+        info.put(tile, KEY_LEN, key_len)
+        info.put(tile, CONTEXT_LEN, context_len)
+        info.put(tile, STOP_STAY, stop_key)
+        info.put(tile, STATISTICS_TILE, statistics_tile)
+        info.put(tile, BATCH, b)
+        info.put(tile, FIRST_LIVE, first_live)
+        publish(claims, tile)
+
+        pipelines.k.producer_acquire(tile)
+        barrier = pipelines.k.full_barrier(tile)
+        mbarrier.expect(barrier, params.k_desc.block_type.nbytes)
+        load_rows(
+            params.k_desc, k_start, key_len, first_key, kv_head, barrier, pipelines.k.tile(tile)
+        )
+        for g in range(GROUP_SIZE):
+            head = kv_head * GROUP_SIZE + g
+            of_head = head * params.sizes.statistics_tiles + statistics_tile
+            for m in range(steps):
+                pipelines.q.producer_acquire(n)
+                barrier = pipelines.q.full_barrier(n)
+                mbarrier.expect(
+                    barrier,
+                    params.q_desc.block_type.nbytes + params.statistics_desc.block_type.nbytes,
+                )
+                box = pipelines.q.tile(n)
+                load_rows(params.q_desc, q_start, query_len, first + m * PASS, head, barrier, box)
+                box = pipelines.statistics.index(n % OPTIONS.PASS_STAGES)
+                async_load(params.statistics_desc, [of_head + m, 0], barrier, box)
+                n += 1
+        tile += 1
+        unit = gl.atomic_add(pointers.tile_list, 1) + programs
+
+    claims.producer_acquire(tile)
+    info.put(tile, STEPS, -1)
+    publish(claims, tile)
+
+
+@gluon.jit
+def produce_values_and_gradients(params, pipelines, OPTIONS: gl.constexpr):
+    """Load values, and the gradients of the result, of every tile that is published."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    info, claims = pipelines.info, pipelines.claims
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
+        k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
+        first, first_key = info.get(tile, FIRST_PASS), info.get(tile, FIRST_STAY)
+        kv_head = info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        pipelines.v.producer_acquire(tile)
+        barrier = pipelines.v.full_barrier(tile)
+        mbarrier.expect(barrier, params.v_desc.block_type.nbytes)
+        load_rows(
+            params.v_desc, k_start, key_len, first_key, kv_head, barrier, pipelines.v.tile(tile)
+        )
+        for g in range(GROUP_SIZE):
+            head = kv_head * GROUP_SIZE + g
+            for m in range(steps):
+                pipelines.dout.producer_acquire(n)
+                barrier = pipelines.dout.full_barrier(n)
+                mbarrier.expect(barrier, params.dout_desc.block_type.nbytes)
+                box = pipelines.dout.tile(n)
+                row = first + m * PASS
+                load_rows(params.dout_desc, q_start, query_len, row, head, barrier, box)
+                n += 1
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+
+
+@gluon.jit
+def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Keys [INDEX * STAY, ...) of every tile."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    KEYS: gl.constexpr = OPTIONS.CONSUMERS * STAY
+    DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    operand_v: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
+    stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+    keys, values, queries, douts = pipelines.k, pipelines.v, pipelines.q, pipelines.dout
+    info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
+    dtype: gl.constexpr = keys.tiles.dtype
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
+        first_key = info.get(tile, FIRST_STAY) + INDEX * STAY
+        context_len, kv_head = info.get(tile, CONTEXT_LEN), info.get(tile, HEAD)
+        statistics_tile = 0
+        if DQ_SUMS == BY_LANE:
+            statistics_tile = info.get(tile, STATISTICS_TILE)
+        first_live = 0
+        if OPTIONS.HAS_RIGHT:
+            first_live = info.get(tile, FIRST_LIVE)
+        b = 0
+        if params.pointers.alibi_slopes is not None:
+            b = info.get(tile, BATCH)
+        claims.consumer_release(tile)
+        first_seen = 0
+        if OPTIONS.HAS_LEFT:
+            first_seen = context_len - scalars.window_left
+        k_tile = keys.tile(tile).reshape([KEYS, WIDTH])
+        v_tile = values.tile(tile).reshape([KEYS, WIDTH_V])
+        k = k_tile.slice(INDEX * STAY, STAY, dim=0)
+        v = v_tile.slice(INDEX * STAY, STAY, dim=0)
+        keys.consumer_wait(tile)
+        values.consumer_wait(tile)
+        if OPTIONS.HAS_LEFT and first_key < first_seen:
+            clear_before(k, first_seen - first_key)
+            clear_before(v, first_seen - first_key)
+        k_operand = k
+        v_operand = v
+        if OPTIONS.OPERANDS > 0:
+            v_operand = v.load(stays)
+        if OPTIONS.OPERANDS > 1:
+            k_operand = k.load(stays)
+        dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
+        dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
+        for g in range(GROUP_SIZE):
+            slope = 0.0
+            head = kv_head * GROUP_SIZE + g
+            if params.pointers.alibi_slopes is not None:
+                slope = gl.load(
+                    params.pointers.alibi_slopes
+                    + b * scalars.stride_alibi_batch
+                    + head * scalars.stride_alibi_head
+                )
+                slope = slope * scalars.alibi_scale
+            for m in range(steps):
+                row = first + m * PASS
+                queries.consumer_wait(n)
+                q = queries.tile(n).reshape([PASS, WIDTH])
+                dout = douts.tile(n).reshape([PASS, WIDTH_V])
+                if OPTIONS.HAS_RIGHT and row < first_live:
+                    clear_before(q, first_live - row)
+                    douts.consumer_wait(n)
+                    clear_before(dout, first_live - row)
+                s_pending = warpgroup_mma(
+                    k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                douts.consumer_wait(n)
+                dp_pending = warpgroup_mma(
+                    v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                s = warpgroup_mma_wait(1, deps=[s_pending])
+                statistics = pipelines.statistics.index(n % OPTIONS.PASS_STAGES)
+                lse = statistics.slice(0, PASS, dim=1).load(scores)
+                position = context_len + row
+                p, slack = probabilities(
+                    s, lse, first_key, position, key_len, slope, params, OPTIONS, True
+                )
+                p16 = gl.convert_layout(p.to(dtype), operand_v)
+                delta = statistics.slice(PASS, PASS, dim=1).load(scores)
+                if DQ_SUMS == NONE:
+                    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+                    dp = warpgroup_mma_wait(1, deps=[dp_pending])
+                    ds = finish_gradient(p, slack, dp - delta, OPTIONS).to(dtype)
+                    ds16 = gl.convert_layout(ds, operand)
+                    dk_pending = warpgroup_mma(ds16, q, dk, is_async=True)
+                    dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
+                    douts.consumer_release(n)
+                else:
+                    dp = warpgroup_mma_wait(0, deps=[dp_pending])
+                    ds = finish_gradient(p, slack, dp - delta, OPTIONS).to(dtype)
+                    ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+                    ds_tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
+                    ds16 = gl.convert_layout(ds, operand)
+                    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+                    fence_async_shared()
+                    _meet()
+                    own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+                    dq_pending = warpgroup_mma(
+                        ds_tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
+                    )
+                    dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
+                    douts.consumer_release(n)
+                    dk_pending = warpgroup_mma(ds16, q, dk, is_async=True)
+                    dq = warpgroup_mma_wait(1, deps=[dq_pending])
+                    if DQ_SUMS == BY_BOX:
+                        leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
+                    if DQ_SUMS == BY_LANE:
+                        number = head * params.sizes.statistics_tiles + statistics_tile + m
+                        add_registers(dq, params.pointers.dq_sums, number, INDEX)
+                dk, ds16 = warpgroup_mma_wait(0, deps=[dk_pending, ds16])
+                queries.consumer_release(n)
+                n += 1
+        # results leave from where keys and values lay, once nobody reads those
+        if DQ_SUMS != NONE:
+            _meet()
+        k.store((dk * scalars.scale).to(dtype))
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+
+
+@gluon.jit
+def store_results(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Take results out, as a warp: the parts of dQ of consumer INDEX, BY_BOX, and, as the first
+    of such warps, dK and dV of every tile; then its stage is free for other keys."""
+    STAGES: gl.constexpr = OPTIONS.STAY_STAGES
+    info, claims = pipelines.info, pipelines.claims
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
+        k_start, stop_key = info.get(tile, K_START), info.get(tile, STOP_STAY)
+        first, first_key = info.get(tile, FIRST_PASS), info.get(tile, FIRST_STAY)
+        kv_head = info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        if OPTIONS.DQ_SUMS == BY_BOX:
+            for g in range(OPTIONS.GROUP_SIZE):
+                head = kv_head * OPTIONS.GROUP_SIZE + g
+                for m in range(steps):
+                    row = first + m * OPTIONS.PASS
+                    add_part(params, pipelines.sums, n, q_start, query_len, row, head, OPTIONS,
+                             INDEX)  # fmt: skip
+                    n += 1
+        if INDEX == 0:
+            mbarrier.wait(pipelines.done.index(tile % STAGES), (tile // STAGES) & 1)
+            keys, values = pipelines.k, pipelines.v
+            store_rows(params.first_desc, k_start, stop_key, first_key, kv_head, keys.tile(tile))
+            store_rows(
+                params.second_desc, k_start, stop_key, first_key, kv_head, values.tile(tile)
+            )
+            tma.store_wait(0)
+            keys.consumer_release(tile)
+            values.consumer_release(tile)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+    tma.store_wait(0)
