@@ -10,6 +10,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
+
+from torch_paged_attn.attention_call import AttentionCall
+
 # The folders of all backends. Of those that share a dispatch key, the first that can run answers.
 FOLDERS = ("tpu", "neuron", "triton", "cpu")
 
@@ -45,6 +49,12 @@ class Backend:
         module = importlib.import_module(f"torch_paged_attn.backends.{self.name}.{file}")
         return getattr(module, op.replace(".", "_"))
 
+    def unsupported_backward(self, call: AttentionCall) -> str | None:
+        """Why it has no gradient of this call of `flash_varlen` or `blocksparse`, which it can
+        answer, or None. It is asked at the forward, and continues "q requires grad, and ".
+        """
+        return f"the {self.name} backend has no {call.op}_backward yet"
+
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """The op as torch.compile traces it, kernel launches included, or None where a call stays
         one opaque node. The function may answer NotImplemented: this call stays one node.
@@ -77,3 +87,9 @@ def serving(key: str) -> tuple[Backend | None, str]:
             return backend, ""
         reasons.append(reason)
     return None, "; ".join(reasons) or "no backend for this device yet"
+
+
+def serving_device(device: torch.device) -> tuple[Backend | None, str]:
+    """The backend that answers for tensors on a device, or None and why not."""
+    keys = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
+    return serving(keys.get(device.type, "PrivateUse1"))

@@ -48,6 +48,7 @@ class Problem:
     sinks: bool = False
     descale: str = ""  # "scalar", "heads" or "batch"
     dropout_p: float = 0.0
+    deterministic: bool = True
     layout: Layout | None = None
     seed: int = 0
 
