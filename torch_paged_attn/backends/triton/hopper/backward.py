@@ -8,7 +8,6 @@ times instead of seven, and adds dQ up in float32 in memory in any order.
 """
 
 import dataclasses
-import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +78,7 @@ def unsupported(call: BackwardCall) -> str | None:
     if forward.block_table is not None or forward.layout is not None:
         return "it has no backward through pages or layouts"
     widths = _width(forward.head_dim), _width(forward.head_dim_v)
-    if widths not in ((64, 64), (128, 128)):
+    if widths not in ((64, 64), (128, 128), (256, 256), (256, 128)):
         return f"head_dim is {forward.head_dim}, head_dim_v {forward.head_dim_v}"
     if forward.total_q == 0:
         return "there are no queries"
@@ -96,9 +95,15 @@ def choose_configs(call: BackwardCall) -> Configs:
     return Configs(choose_keys_config(width), choose_queries_config(width))
 
 
+def rows_of(config: BackwardConfig) -> int:
+    """Rows of the tile that stays."""
+    return STAY if config.IS_SPLIT else config.CONSUMERS * STAY
+
+
 def options_of(call: AttentionCall, config: BackwardConfig) -> BackwardOptions:
     """What a kernel is compiled for; no size and no address is part of it."""
     return BackwardOptions(
+        TILE=rows_of(config),
         STAY=STAY,
         WIDTH=_width(call.head_dim),
         WIDTH_V=_width(call.head_dim_v),
@@ -143,7 +148,7 @@ class _Kernel:
     def __init__(self, kernel: Any, call: AttentionCall, config: BackwardConfig, of_keys: bool):
         self.options = options_of(call, config)
         target, rows = target_of(call.q.device), call.k.shape[0] if of_keys else call.total_q
-        tokens = config.CONSUMERS * STAY
+        tokens = rows_of(config)
         heads = call.num_kv_heads if of_keys else call.num_heads
         tile_options = TileOptions(
             IS_PAGED=False,
@@ -183,17 +188,15 @@ def _plan_keys(call: BackwardCall, config: BackwardConfig, results: tuple[Tensor
     forward = call.forward
     kernel = _Kernel(_hopper_backward_keys_kernel, forward, config, of_keys=True)
     width, width_v = kernel.options.WIDTH, kernel.options.WIDTH_V
-    keys, passing = config.CONSUMERS * STAY, config.PASS
+    keys, passing = rows_of(config), config.PASS
     _, dk_like, dv_like = results
-    q_boxes, dout_boxes = _rows(forward.q, passing, width), _rows(_dense(call), passing, width_v)
+    q_boxes, dout_boxes = _rows(forward.q, passing, width), _rows(call.dout, passing, width_v)
     k_boxes, v_boxes = _rows(forward.k, keys, width), _rows(forward.v, keys, width_v)
     dk_boxes, dv_boxes = _rows(dk_like, keys, width), _rows(dv_like, keys, width_v)
     statistics_boxes = plain_rows(torch.float32, 2 * STATISTICS_ROWS)
     sums_boxes = None
     if config.DQ_SUMS == BY_BOX:
-        like = forward.q.new_empty(1, device="meta").expand(*forward.q.shape)
-        shape = forward.q.shape
-        like = torch.empty(shape, dtype=torch.float32, device="meta")
+        like = torch.empty(forward.q.shape, dtype=torch.float32, device="meta")
         sums_boxes = ragged_rows(like, passing, 1, width // config.CONSUMERS)
 
     def start(
@@ -227,7 +230,7 @@ def _plan_queries(call: BackwardCall, config: BackwardConfig, dq_like: Tensor) -
     forward = call.forward
     kernel = _Kernel(_hopper_backward_queries_kernel, forward, config, of_keys=False)
     width, width_v, passing = kernel.options.WIDTH, kernel.options.WIDTH_V, config.PASS
-    q_boxes, dout_boxes = _rows(forward.q, STAY, width), _rows(_dense(call), STAY, width_v)
+    q_boxes, dout_boxes = _rows(forward.q, STAY, width), _rows(call.dout, STAY, width_v)
     k_boxes, v_boxes = _rows(forward.k, passing, width), _rows(forward.v, passing, width_v)
     dq_boxes = _rows(dq_like, STAY, width)
 
@@ -282,11 +285,13 @@ def _plan_sums(call: AttentionCall, options: BackwardOptions) -> tuple[Allocatio
     return new_sums, lanes
 
 
-def _dense(call: BackwardCall) -> Tensor:
-    """dout as the accelerator can address it."""
-    dout = call.dout
-    is_off = dout.stride(-1) != 1 or _misaligned(dout, dout.dim() - 1)
-    return dout.contiguous() if is_off else dout
+def _must_copy(dout: Tensor) -> bool:
+    """Whether the accelerator cannot address dout: it may be expanded, or have any strides."""
+    return dout.stride(-1) != 1 or _misaligned(dout, dout.dim() - 1)
+
+
+def _copy(dout: Tensor) -> Tensor:
+    return dout.clone(memory_format=torch.contiguous_format)
 
 
 def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
@@ -298,7 +303,10 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     empty = Allocation((0,), forward.q.dtype, forward.q.device)
     likes = tuple(x.new_empty(x.shape) for x in (forward.q, forward.k, forward.v))
     new_dq, new_dk, new_dv = map(Allocation.like, likes)
-    make_statistics = plan_statistics(dataclasses.replace(call, dout=_dense(call)))
+    must_copy = _must_copy(call.dout)
+    if must_copy:
+        call = dataclasses.replace(call, dout=_copy(call.dout))
+    make_statistics = plan_statistics(call)
     start_keys = start_queries = finish = new_sums = None
     if wants_dk or wants_dv or is_one_pass:
         start_keys = _plan_keys(call, configs.keys, likes)
@@ -308,14 +316,13 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
         start_queries = _plan_queries(call, configs.queries, likes[0])
     names = tensor_names(call.op)
     pick = operator.itemgetter(*(names.index(name) for name in TAKEN))
-    must_copy = _dense(call) is not call.dout
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
         (
             dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks,
         ) = pick(tensors)  # fmt: skip
         if must_copy:
-            dout = dout.contiguous()
+            dout = _copy(dout)
         statistics, sink_parts = make_statistics(dout, dlse, out, lse, cu_seqlens_q, sinks)
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
         dq = new_dq() if wants_dq else empty()
@@ -336,10 +343,3 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
 
     return run
 
-
-@functools.cache
-def is_supported() -> bool:
-    """Whether this Triton has what the kernels are written in."""
-    from torch_paged_attn.backends.triton.hopper.attention import HAS_GLUON
-
-    return HAS_GLUON

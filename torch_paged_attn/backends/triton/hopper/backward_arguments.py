@@ -41,12 +41,13 @@ class BackwardScalars(NamedTuple):
 class BackwardOptions(NamedTuple):
     """What a kernel is compiled for.
 
-    The tile that stays has CONSUMERS * STAY rows, of keys or of queries; those that pass by have
-    PASS rows.
+    The tile that stays has TILE rows, of keys or of queries; those that pass by have PASS rows.
     """
 
-    STAY: int  # rows of a consumer
+    TILE: int
+    STAY: int  # rows of a consumer: all of them where consumers share out the columns of results
     PASS: int
+    IS_SPLIT: bool  # whether they do
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
     GROUP_SIZE: int
@@ -57,12 +58,12 @@ class BackwardOptions(NamedTuple):
     DQ_SUMS: int  # how dQ is added up in memory: see `sums.py`
     CONSUMERS: int
     STAY_STAGES: int
-    PASS_STAGES: int
+    FIRST_STAGES: int  # of tiles that pass: of queries or keys, which are needed for longer,
+    SECOND_STAGES: int  # and of gradients or values
     DS_STAGES: int  # of dS on its way between consumers: one pass only
     SLOTS: int  # of a consumer for dQ on its way out: where a warp of its own adds it up
     REGISTERS: int  # of a consumer's thread
     OPERANDS: int  # of the two tiles that stay, how many are kept in registers
-    LOOKAHEAD: bool  # products of the next tile are asked for before those of this one end
 
 
 class BackwardParams(NamedTuple):

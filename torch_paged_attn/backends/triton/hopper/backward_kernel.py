@@ -14,11 +14,13 @@ from torch_paged_attn.backends.triton.hopper.backward_arguments import (
 )
 from torch_paged_attn.backends.triton.hopper.backward_keys import (
     KeyPipelines,
+    add_parts,
     consume_keys,
-    produce_keys_and_queries,
-    produce_values_and_gradients,
-    store_results,
+    keep_keys,
+    produce_gradients,
+    produce_queries,
 )
+from torch_paged_attn.backends.triton.hopper.backward_keys_split import consume_split_keys
 from torch_paged_attn.backends.triton.hopper.backward_queries import (
     QueryPipelines,
     consume_queries,
@@ -49,14 +51,18 @@ def _warps(consumers, others):
 def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     """A partition of the warps of a program for tiles of keys."""
     OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
-    if OTHER < 0:
+    if OTHER < 0 and OPTIONS.IS_SPLIT:
+        consume_split_keys(params, pipelines, OPTIONS, NUMBER)
+    elif OTHER < 0:
         consume_keys(params, pipelines, OPTIONS, NUMBER)
     elif OTHER == 0:
-        produce_keys_and_queries(params, pipelines, OPTIONS)
+        produce_queries(params, pipelines, OPTIONS)
     elif OTHER == 1:
-        produce_values_and_gradients(params, pipelines, OPTIONS)
+        produce_gradients(params, pipelines, OPTIONS)
+    elif OTHER == 2:
+        keep_keys(params, pipelines, OPTIONS)
     else:
-        store_results(params, pipelines, OPTIONS, OTHER - 2)
+        add_parts(params, pipelines, OPTIONS)
 
 
 @gluon.jit
@@ -113,21 +119,26 @@ def _hopper_backward_keys_kernel(
     `backward_arguments.py`; sizes come one by one, as in the forward."""
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
-    PASS_STAGES: gl.constexpr = OPTIONS.PASS_STAGES
+    FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
+    SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
     DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
     SLOTS: gl.constexpr = OPTIONS.SLOTS
-    WRITERS: gl.constexpr = CONSUMERS if DQ_SUMS == BY_BOX else 1
+    OTHERS: gl.constexpr = 4 if DQ_SUMS == BY_BOX else 3
     keys = _new_pipeline(k_desc, STAY_STAGES, 1, 1)
     values = _new_pipeline(v_desc, STAY_STAGES, 1, 1)
-    queries = _new_pipeline(q_desc, PASS_STAGES, 1, CONSUMERS)
-    douts = _new_pipeline(dout_desc, PASS_STAGES, 1, CONSUMERS)
-    statistics = _new_boxes(statistics_desc, PASS_STAGES)
+    queries = _new_pipeline(q_desc, FIRST_STAGES, 1, CONSUMERS)
+    douts = _new_pipeline(dout_desc, SECOND_STAGES, 1, CONSUMERS)
+    statistics = _new_boxes(statistics_desc, FIRST_STAGES)
+    p = None
     ds = None
     sums = None
+    dtype: gl.constexpr = q_desc.dtype
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ds_shape: gl.constexpr = [OPTIONS.DS_STAGES, OPTIONS.TILE, OPTIONS.PASS]
+    if OPTIONS.IS_SPLIT:
+        p = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
+        ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
     if DQ_SUMS != NONE:
-        dtype: gl.constexpr = q_desc.dtype
-        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        ds_shape: gl.constexpr = [OPTIONS.DS_STAGES, CONSUMERS * OPTIONS.STAY, OPTIONS.PASS]
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
     if DQ_SUMS == BY_BOX:
         boxes = _new_boxes(sums_desc, CONSUMERS * SLOTS)
@@ -135,9 +146,9 @@ def _hopper_backward_keys_kernel(
         empty = _new_barriers(CONSUMERS * SLOTS, 1)
         sums = Pipeline(boxes, full, empty, CONSUMERS * SLOTS)
     done = _new_barriers(STAY_STAGES, CONSUMERS)
-    info, claims = new_claims(CONSUMERS + 1 + WRITERS)
+    info, claims = new_claims(CONSUMERS + OTHERS - 1)
     pipelines = KeyPipelines(
-        keys, values, queries, douts, statistics, ds, sums, done, info, claims
+        keys, values, queries, douts, statistics, p, ds, sums, done, info, claims
     )
     sizes = BackwardSizes(batch, statistics_tiles)
     params = BackwardParams(
@@ -148,10 +159,10 @@ def _hopper_backward_keys_kernel(
     gl.warp_specialize(
         [
             (_of_keys, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + 2 + WRITERS]
+            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + OTHERS]
         ],
-        _warps(CONSUMERS, 2 + WRITERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, 2 + WRITERS),
+        _warps(CONSUMERS, OTHERS),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, OTHERS),
     )
 
 
@@ -165,11 +176,12 @@ def _hopper_backward_queries_kernel(
     """dQ. The arguments are those of `backward_arguments.py`."""
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
-    PASS_STAGES: gl.constexpr = OPTIONS.PASS_STAGES
+    FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
+    SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
     queries = _new_pipeline(q_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
     douts = _new_pipeline(dout_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
-    keys = _new_pipeline(k_desc, PASS_STAGES, 1, CONSUMERS)
-    values = _new_pipeline(v_desc, PASS_STAGES, 1, CONSUMERS)
+    keys = _new_pipeline(k_desc, FIRST_STAGES, 1, CONSUMERS)
+    values = _new_pipeline(v_desc, SECOND_STAGES, 1, CONSUMERS)
     dq = _new_boxes(dq_desc, CONSUMERS)
     info, claims = new_claims(CONSUMERS + 1)
     pipelines = QueryPipelines(queries, douts, keys, values, dq, info, claims)

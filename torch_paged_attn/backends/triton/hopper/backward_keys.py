@@ -65,7 +65,8 @@ class KeyPipelines(NamedTuple):
     q: Any
     dout: Any
     statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
-    ds: Any  # shared memory for dS; None unless one pass
+    p: Any  # shared memory for P; None unless consumers share out columns
+    ds: Any  # the same for dS, and in one pass
     sums: Any  # parts of dQ on their way out; None unless BY_BOX
     done: Any  # barriers of results that lie where keys and values lay
     info: Any
@@ -73,7 +74,7 @@ class KeyPipelines(NamedTuple):
 
 
 @gluon.jit
-def _meet():
+def meet():
     """Wait for the other consumer."""
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEETING], gl.int32, False, 1
@@ -81,10 +82,10 @@ def _meet():
 
 
 @gluon.jit
-def produce_keys_and_queries(params, pipelines, OPTIONS: gl.constexpr):
-    """Claim tiles of keys until there are none. Tell of each, and load its keys, its queries and
-    their statistics."""
-    STAY: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.STAY
+def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
+    """Claim tiles of keys until there are none. Tell of each, and load its queries and their
+    statistics."""
+    TILE: gl.constexpr = OPTIONS.TILE
     PASS: gl.constexpr = OPTIONS.PASS
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     pointers, scalars, info, claims = (
@@ -108,7 +109,7 @@ def produce_keys_and_queries(params, pipelines, OPTIONS: gl.constexpr):
             first_live = gl.maximum(-context_len - scalars.window_right, 0)
             first = gl.maximum(first_key - context_len - scalars.window_right, 0) // PASS * PASS
         if OPTIONS.HAS_LEFT:
-            last_key = gl.minimum(first_key + STAY, key_len) - 1
+            last_key = gl.minimum(first_key + TILE, key_len) - 1
             stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
         steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
         steps = gl.where(first_key < key_len, steps, 0)
@@ -130,12 +131,6 @@ def produce_keys_and_queries(params, pipelines, OPTIONS: gl.constexpr):
         info.put(tile, FIRST_LIVE, first_live)
         publish(claims, tile)
 
-        pipelines.k.producer_acquire(tile)
-        barrier = pipelines.k.full_barrier(tile)
-        mbarrier.expect(barrier, params.k_desc.block_type.nbytes)
-        load_rows(
-            params.k_desc, k_start, key_len, first_key, kv_head, barrier, pipelines.k.tile(tile)
-        )
         for g in range(GROUP_SIZE):
             head = kv_head * GROUP_SIZE + g
             of_head = head * params.sizes.statistics_tiles + statistics_tile
@@ -148,7 +143,7 @@ def produce_keys_and_queries(params, pipelines, OPTIONS: gl.constexpr):
                 )
                 box = pipelines.q.tile(n)
                 load_rows(params.q_desc, q_start, query_len, first + m * PASS, head, barrier, box)
-                box = pipelines.statistics.index(n % OPTIONS.PASS_STAGES)
+                box = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
                 async_load(params.statistics_desc, [of_head + m, 0], barrier, box)
                 n += 1
         tile += 1
@@ -160,9 +155,8 @@ def produce_keys_and_queries(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def produce_values_and_gradients(params, pipelines, OPTIONS: gl.constexpr):
-    """Load values, and the gradients of the result, of every tile that is published."""
-    PASS: gl.constexpr = OPTIONS.PASS
+def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
+    """Load the gradients of the result that meet each tile."""
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     info, claims = pipelines.info, pipelines.claims
     n = 0
@@ -171,16 +165,8 @@ def produce_values_and_gradients(params, pipelines, OPTIONS: gl.constexpr):
     steps = info.get(0, STEPS)
     while steps >= 0:
         q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
-        k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
-        first, first_key = info.get(tile, FIRST_PASS), info.get(tile, FIRST_STAY)
-        kv_head = info.get(tile, HEAD)
+        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
         claims.consumer_release(tile)
-        pipelines.v.producer_acquire(tile)
-        barrier = pipelines.v.full_barrier(tile)
-        mbarrier.expect(barrier, params.v_desc.block_type.nbytes)
-        load_rows(
-            params.v_desc, k_start, key_len, first_key, kv_head, barrier, pipelines.v.tile(tile)
-        )
         for g in range(GROUP_SIZE):
             head = kv_head * GROUP_SIZE + g
             for m in range(steps):
@@ -188,12 +174,162 @@ def produce_values_and_gradients(params, pipelines, OPTIONS: gl.constexpr):
                 barrier = pipelines.dout.full_barrier(n)
                 mbarrier.expect(barrier, params.dout_desc.block_type.nbytes)
                 box = pipelines.dout.tile(n)
-                row = first + m * PASS
+                row = first + m * OPTIONS.PASS
                 load_rows(params.dout_desc, q_start, query_len, row, head, barrier, box)
                 n += 1
         tile += 1
         claims.consumer_wait(tile)
         steps = info.get(tile, STEPS)
+
+
+@gluon.jit
+def _load_keys(params, pipelines, tile, OPTIONS: gl.constexpr):
+    """Load keys and values of a tile."""
+    info, keys, values = pipelines.info, pipelines.k, pipelines.v
+    k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
+    first_key, head = info.get(tile, FIRST_STAY), info.get(tile, HEAD)
+    barrier = keys.full_barrier(tile)
+    mbarrier.expect(barrier, params.k_desc.block_type.nbytes)
+    load_rows(params.k_desc, k_start, key_len, first_key, head, barrier, keys.tile(tile))
+    barrier = values.full_barrier(tile)
+    mbarrier.expect(barrier, params.v_desc.block_type.nbytes)
+    load_rows(params.v_desc, k_start, key_len, first_key, head, barrier, values.tile(tile))
+
+
+@gluon.jit
+def _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS: gl.constexpr):
+    """Store dK and dV of a tile, once they lie where its keys and values lay, and wait until they
+    do not any more."""
+    STAGES: gl.constexpr = OPTIONS.STAY_STAGES
+    mbarrier.wait(pipelines.done.index(tile % STAGES), (tile // STAGES) & 1)
+    store_rows(params.first_desc, start, stop, first, head, pipelines.k.tile(tile))
+    store_rows(params.second_desc, start, stop, first, head, pipelines.v.tile(tile))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
+    """Load keys and values of every tile, and take its results out: with two stages, those of a
+    tile when the next one is on its way."""
+    AHEAD: gl.constexpr = OPTIONS.STAY_STAGES - 1
+    info, claims = pipelines.info, pipelines.claims
+    tile = 0
+    start, stop, first, head = 0, 0, 0, 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        _load_keys(params, pipelines, tile, OPTIONS)
+        if AHEAD > 0 and tile > 0:
+            _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
+        start, stop = info.get(tile, K_START), info.get(tile, STOP_STAY)
+        first, head = info.get(tile, FIRST_STAY), info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        if AHEAD == 0:
+            _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+    if AHEAD > 0 and tile > 0:
+        _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
+
+
+@gluon.jit
+def add_parts(params, pipelines, OPTIONS: gl.constexpr):
+    """Have the parts of dQ that both consumers leave added up, BY_BOX."""
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    info, claims = pipelines.info, pipelines.claims
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
+        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        for g in range(GROUP_SIZE):
+            head = kv_head * GROUP_SIZE + g
+            for m in range(steps):
+                row = first + m * OPTIONS.PASS
+                add_part(params, pipelines.sums, n, q_start, query_len, row, head, OPTIONS)
+                n += 1
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _gradients_of(
+    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    INDEX: gl.constexpr,
+):  # fmt: skip
+    """From the scores of fill n to dS, as an operand and in one pass in shared memory, and dV."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    scores: gl.constexpr = s.type.layout
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    operand_v: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    dtype: gl.constexpr = pipelines.k.tiles.dtype
+    first_key, context_len, key_len = keys
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    lse = statistics.slice(0, PASS, dim=1).load(scores)
+    position = context_len + row
+    p, capped = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
+    p16 = gl.convert_layout(p.to(dtype), operand_v)
+    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+    delta = statistics.slice(PASS, PASS, dim=1).load(scores)
+    dp = warpgroup_mma_wait(1, deps=[dp_pending])
+    ds = finish_gradient(p, capped, dp - delta, OPTIONS).to(dtype)
+    if OPTIONS.DQ_SUMS != NONE:
+        tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+        tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
+        fence_async_shared()
+    ds = gl.convert_layout(ds, operand)
+    dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
+    pipelines.dout.consumer_release(n)
+    if OPTIONS.DQ_SUMS != NONE:
+        meet()
+    return ds, dv
+
+
+@gluon.jit
+def _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
+    """A part of dQ on its way out: of fill n, tile m of a head."""
+    if OPTIONS.DQ_SUMS == BY_BOX:
+        leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
+    else:
+        number = head * params.sizes.statistics_tiles + statistics_tile + m
+        add_registers(dq, params.pointers.dq_sums, number, INDEX)
+
+
+@gluon.jit
+def _wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
+    """Fill n of the queries."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    pipelines.q.consumer_wait(n)
+    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
+    if OPTIONS.HAS_RIGHT and row < first_live:
+        clear_before(q, first_live - row)
+        pipelines.dout.consumer_wait(n)
+        clear_before(pipelines.dout.tile(n).reshape([PASS, WIDTH_V]), first_live - row)
+    return q
+
+
+@gluon.jit
+def _slope_of(b, head, params):
+    """In the units of scores."""
+    slope = 0.0
+    if params.pointers.alibi_slopes is not None:
+        scalars = params.scalars
+        slope_ptr = params.pointers.alibi_slopes + b * scalars.stride_alibi_batch
+        slope = gl.load(slope_ptr + head * scalars.stride_alibi_head) * scalars.alibi_scale
+    return slope
 
 
 @gluon.jit
@@ -203,7 +339,7 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    KEYS: gl.constexpr = OPTIONS.CONSUMERS * STAY
+    TILE: gl.constexpr = OPTIONS.TILE
     DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
@@ -211,12 +347,10 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
     of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
-    operand_v: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    keys, values, queries, douts = pipelines.k, pipelines.v, pipelines.q, pipelines.dout
+    queries, douts = pipelines.q, pipelines.dout
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
-    dtype: gl.constexpr = keys.tiles.dtype
+    dtype: gl.constexpr = queries.tiles.dtype
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
     n = 0
@@ -224,9 +358,11 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     claims.consumer_wait(0)
     steps = info.get(0, STEPS)
     while steps >= 0:
-        first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
+        first = info.get(tile, FIRST_PASS)
         first_key = info.get(tile, FIRST_STAY) + INDEX * STAY
-        context_len, kv_head = info.get(tile, CONTEXT_LEN), info.get(tile, HEAD)
+        context_len = info.get(tile, CONTEXT_LEN)
+        keys = first_key, context_len, info.get(tile, KEY_LEN)
+        head = info.get(tile, HEAD) * GROUP_SIZE
         statistics_tile = 0
         if DQ_SUMS == BY_LANE:
             statistics_tile = info.get(tile, STATISTICS_TILE)
@@ -237,18 +373,16 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if params.pointers.alibi_slopes is not None:
             b = info.get(tile, BATCH)
         claims.consumer_release(tile)
-        first_seen = 0
-        if OPTIONS.HAS_LEFT:
-            first_seen = context_len - scalars.window_left
-        k_tile = keys.tile(tile).reshape([KEYS, WIDTH])
-        v_tile = values.tile(tile).reshape([KEYS, WIDTH_V])
+        k_tile = pipelines.k.tile(tile).reshape([TILE, WIDTH])
+        v_tile = pipelines.v.tile(tile).reshape([TILE, WIDTH_V])
         k = k_tile.slice(INDEX * STAY, STAY, dim=0)
         v = v_tile.slice(INDEX * STAY, STAY, dim=0)
-        keys.consumer_wait(tile)
-        values.consumer_wait(tile)
-        if OPTIONS.HAS_LEFT and first_key < first_seen:
-            clear_before(k, first_seen - first_key)
-            clear_before(v, first_seen - first_key)
+        own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+        pipelines.k.consumer_wait(tile)
+        pipelines.v.consumer_wait(tile)
+        if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
+            clear_before(k, context_len - scalars.window_left - first_key)
+            clear_before(v, context_len - scalars.window_left - first_key)
         k_operand = k
         v_operand = v
         if OPTIONS.OPERANDS > 0:
@@ -257,77 +391,68 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             k_operand = k.load(stays)
         dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
-        for g in range(GROUP_SIZE):
-            slope = 0.0
-            head = kv_head * GROUP_SIZE + g
-            if params.pointers.alibi_slopes is not None:
-                slope = gl.load(
-                    params.pointers.alibi_slopes
-                    + b * scalars.stride_alibi_batch
-                    + head * scalars.stride_alibi_head
-                )
-                slope = slope * scalars.alibi_scale
-            for m in range(steps):
+        if steps > 0:
+            m = 0
+            slope = _slope_of(b, head, params)
+            q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
+            s_pending = warpgroup_mma(
+                k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            douts.consumer_wait(n)
+            dout = douts.tile(n).reshape([PASS, WIDTH_V])
+            dp_pending = warpgroup_mma(
+                v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            ds, dv = _gradients_of(
+                s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, INDEX
+            )
+            for _ in range(1, steps * GROUP_SIZE):
+                m_was, head_was = m, head
+                m += 1
+                if GROUP_SIZE > 1 and m == steps:
+                    m = 0
+                    head += 1
+                    slope = _slope_of(b, head, params)
                 row = first + m * PASS
-                queries.consumer_wait(n)
-                q = queries.tile(n).reshape([PASS, WIDTH])
-                dout = douts.tile(n).reshape([PASS, WIDTH_V])
-                if OPTIONS.HAS_RIGHT and row < first_live:
-                    clear_before(q, first_live - row)
-                    douts.consumer_wait(n)
-                    clear_before(dout, first_live - row)
+                q_was = queries.tile(n).reshape([PASS, WIDTH])
+                q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
+                dout = douts.tile(n + 1).reshape([PASS, WIDTH_V])
+                if DQ_SUMS != NONE:
+                    ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
+                    dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
+                dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
                 s_pending = warpgroup_mma(
                     k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                douts.consumer_wait(n)
+                if DQ_SUMS != NONE:
+                    dq = warpgroup_mma_wait(2, deps=[dq_pending])
+                    _leave(dq, n, head_was, m_was, statistics_tile, params, pipelines, OPTIONS,
+                           INDEX)  # fmt: skip
+                douts.consumer_wait(n + 1)
                 dp_pending = warpgroup_mma(
                     v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                s = warpgroup_mma_wait(1, deps=[s_pending])
-                statistics = pipelines.statistics.index(n % OPTIONS.PASS_STAGES)
-                lse = statistics.slice(0, PASS, dim=1).load(scores)
-                position = context_len + row
-                p, slack = probabilities(
-                    s, lse, first_key, position, key_len, slope, params, OPTIONS, True
-                )
-                p16 = gl.convert_layout(p.to(dtype), operand_v)
-                delta = statistics.slice(PASS, PASS, dim=1).load(scores)
-                if DQ_SUMS == NONE:
-                    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
-                    dp = warpgroup_mma_wait(1, deps=[dp_pending])
-                    ds = finish_gradient(p, slack, dp - delta, OPTIONS).to(dtype)
-                    ds16 = gl.convert_layout(ds, operand)
-                    dk_pending = warpgroup_mma(ds16, q, dk, is_async=True)
-                    dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
-                    douts.consumer_release(n)
-                else:
-                    dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                    ds = finish_gradient(p, slack, dp - delta, OPTIONS).to(dtype)
-                    ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
-                    ds_tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
-                    ds16 = gl.convert_layout(ds, operand)
-                    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
-                    fence_async_shared()
-                    _meet()
-                    own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
-                    dq_pending = warpgroup_mma(
-                        ds_tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
-                    )
-                    dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
-                    douts.consumer_release(n)
-                    dk_pending = warpgroup_mma(ds16, q, dk, is_async=True)
-                    dq = warpgroup_mma_wait(1, deps=[dq_pending])
-                    if DQ_SUMS == BY_BOX:
-                        leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
-                    if DQ_SUMS == BY_LANE:
-                        number = head * params.sizes.statistics_tiles + statistics_tile + m
-                        add_registers(dq, params.pointers.dq_sums, number, INDEX)
-                dk, ds16 = warpgroup_mma_wait(0, deps=[dk_pending, ds16])
+                s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
                 queries.consumer_release(n)
                 n += 1
+                ds, dv = _gradients_of(
+                    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, INDEX
+                )
+            q = queries.tile(n).reshape([PASS, WIDTH])
+            if DQ_SUMS != NONE:
+                ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
+                dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
+            dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+            if DQ_SUMS != NONE:
+                dq = warpgroup_mma_wait(1, deps=[dq_pending])
+                _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
+            dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
         # results leave from where keys and values lay, once nobody reads those
         if DQ_SUMS != NONE:
-            _meet()
+            meet()
         k.store((dk * scalars.scale).to(dtype))
         v.store(dv.to(dtype))
         fence_async_shared()
@@ -335,43 +460,3 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         tile += 1
         claims.consumer_wait(tile)
         steps = info.get(tile, STEPS)
-
-
-@gluon.jit
-def store_results(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Take results out, as a warp: the parts of dQ of consumer INDEX, BY_BOX, and, as the first
-    of such warps, dK and dV of every tile; then its stage is free for other keys."""
-    STAGES: gl.constexpr = OPTIONS.STAY_STAGES
-    info, claims = pipelines.info, pipelines.claims
-    n = 0
-    tile = 0
-    claims.consumer_wait(0)
-    steps = info.get(0, STEPS)
-    while steps >= 0:
-        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
-        k_start, stop_key = info.get(tile, K_START), info.get(tile, STOP_STAY)
-        first, first_key = info.get(tile, FIRST_PASS), info.get(tile, FIRST_STAY)
-        kv_head = info.get(tile, HEAD)
-        claims.consumer_release(tile)
-        if OPTIONS.DQ_SUMS == BY_BOX:
-            for g in range(OPTIONS.GROUP_SIZE):
-                head = kv_head * OPTIONS.GROUP_SIZE + g
-                for m in range(steps):
-                    row = first + m * OPTIONS.PASS
-                    add_part(params, pipelines.sums, n, q_start, query_len, row, head, OPTIONS,
-                             INDEX)  # fmt: skip
-                    n += 1
-        if INDEX == 0:
-            mbarrier.wait(pipelines.done.index(tile % STAGES), (tile // STAGES) & 1)
-            keys, values = pipelines.k, pipelines.v
-            store_rows(params.first_desc, k_start, stop_key, first_key, kv_head, keys.tile(tile))
-            store_rows(
-                params.second_desc, k_start, stop_key, first_key, kv_head, values.tile(tile)
-            )
-            tma.store_wait(0)
-            keys.consumer_release(tile)
-            values.consumer_release(tile)
-        tile += 1
-        claims.consumer_wait(tile)
-        steps = info.get(tile, STEPS)
-    tma.store_wait(0)

@@ -6,8 +6,9 @@ A program works on 64 queries of one head for each of its consumers. Of every ti
     P = exp2(S - lse), dS = P (dP - D)
     dQ += dS K
 
-With LOOKAHEAD the scores of the next keys are asked for before this product, as in the forward. A
-tile of keys begins where a window does: no row before it is loaded, whatever it holds.
+The scores of the next keys are asked for before this product, as in the forward: the products of
+one tile run while the probabilities of the next one are computed. A tile of keys begins where a
+window does: no row before it is loaded, whatever it holds.
 """
 
 from typing import Any, NamedTuple
@@ -219,81 +220,55 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             q_operand = q.load(stays)
             queries.consumer_release(tile)
         dq = gl.zeros([STAY, WIDTH], gl.float32, of_q)
-        if OPTIONS.LOOKAHEAD:
-            if steps > 0:
-                keys.consumer_wait(n)
-                k = keys.tile(n).reshape([PASS, WIDTH])
+        if steps > 0:
+            keys.consumer_wait(n)
+            k = keys.tile(n).reshape([PASS, WIDTH])
+            s_pending = warpgroup_mma(
+                q_operand, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            values.consumer_wait(n)
+            v = values.tile(n).reshape([PASS, WIDTH_V])
+            dp_pending = warpgroup_mma(
+                dout_operand, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            p, capped = probabilities(
+                s, lse, first_key, position, key_len, slope, params, OPTIONS, False
+            )
+            dp = warpgroup_mma_wait(0, deps=[dp_pending])
+            values.consumer_release(n)
+            ds = finish_gradient(p, capped, dp - delta, OPTIONS)
+            ds = gl.convert_layout(ds.to(dtype), operand)
+            for _ in range(1, steps):
+                first_key += PASS
+                keys.consumer_wait(n + 1)
+                k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
                 s_pending = warpgroup_mma(
-                    q_operand, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    q_operand, k_next.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                values.consumer_wait(n)
-                v = values.tile(n).reshape([PASS, WIDTH_V])
+                values.consumer_wait(n + 1)
+                v = values.tile(n + 1).reshape([PASS, WIDTH_V])
                 dp_pending = warpgroup_mma(
                     dout_operand, v.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                s = warpgroup_mma_wait(1, deps=[s_pending])
+                k = keys.tile(n).reshape([PASS, WIDTH])
+                dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
+                s = warpgroup_mma_wait(2, deps=[s_pending])
                 p, capped = probabilities(
                     s, lse, first_key, position, key_len, slope, params, OPTIONS, False
                 )
-                dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                values.consumer_release(n)
-                ds = finish_gradient(p, capped, dp - delta, OPTIONS)
-                ds = gl.convert_layout(ds.to(dtype), operand)
-                for _ in range(1, steps):
-                    first_key += PASS
-                    keys.consumer_wait(n + 1)
-                    k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
-                    s_pending = warpgroup_mma(
-                        q_operand, k_next.permute((1, 0)), zeros, use_acc=False, is_async=True
-                    )
-                    values.consumer_wait(n + 1)
-                    v = values.tile(n + 1).reshape([PASS, WIDTH_V])
-                    dp_pending = warpgroup_mma(
-                        dout_operand, v.permute((1, 0)), zeros, use_acc=False, is_async=True
-                    )
-                    k = keys.tile(n).reshape([PASS, WIDTH])
-                    dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
-                    s = warpgroup_mma_wait(2, deps=[s_pending])
-                    p, capped = probabilities(
-                        s, lse, first_key, position, key_len, slope, params, OPTIONS, False
-                    )
-                    dp = warpgroup_mma_wait(1, deps=[dp_pending])
-                    values.consumer_release(n + 1)
-                    ds_next = finish_gradient(p, capped, dp - delta, OPTIONS).to(dtype)
-                    dq, ds = warpgroup_mma_wait(0, deps=[dq_pending, ds])
-                    keys.consumer_release(n)
-                    ds = gl.convert_layout(ds_next, operand)
-                    n += 1
-                k = keys.tile(n).reshape([PASS, WIDTH])
-                dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=[dq_pending])
-                keys.consumer_release(n)
-                n += 1
-        else:
-            for _ in range(steps):
-                k = keys.tile(n).reshape([PASS, WIDTH])
-                v = values.tile(n).reshape([PASS, WIDTH_V])
-                keys.consumer_wait(n)
-                s_pending = warpgroup_mma(
-                    q_operand, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                values.consumer_wait(n)
-                dp_pending = warpgroup_mma(
-                    dout_operand, v.permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                s = warpgroup_mma_wait(1, deps=[s_pending])
-                p, capped = probabilities(
-                    s, lse, first_key, position, key_len, slope, params, OPTIONS, False
-                )
-                dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                values.consumer_release(n)
-                ds = finish_gradient(p, capped, dp - delta, OPTIONS)
-                ds = gl.convert_layout(ds.to(dtype), operand)
-                dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[dp_pending])
+                values.consumer_release(n + 1)
+                ds_next = finish_gradient(p, capped, dp - delta, OPTIONS).to(dtype)
                 dq, ds = warpgroup_mma_wait(0, deps=[dq_pending, ds])
                 keys.consumer_release(n)
-                first_key += PASS
+                ds = gl.convert_layout(ds_next, operand)
                 n += 1
+            k = keys.tile(n).reshape([PASS, WIDTH])
+            dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq_pending])
+            keys.consumer_release(n)
+            n += 1
         if OPTIONS.OPERANDS < 1:
             douts.consumer_release(tile)
         if OPTIONS.OPERANDS < 2:

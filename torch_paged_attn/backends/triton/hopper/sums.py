@@ -44,17 +44,17 @@ def leave_part(part, n, sums, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def add_part(
-    params, sums, n, start, size, row, head, OPTIONS: gl.constexpr, INDEX: gl.constexpr
-):  # fmt: skip
-    """Have part number n of a consumer added to rows of a head, as the warp that does so."""
+def add_part(params, sums, n, start, size, row, head, OPTIONS: gl.constexpr):
+    """Have parts number n of all consumers added to rows of a head, as the warp that does so."""
     SLOTS: gl.constexpr = OPTIONS.SLOTS
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     COLUMNS: gl.constexpr = params.sums_desc.block_shape[4]
-    slot = INDEX * SLOTS + n % SLOTS
-    mbarrier.wait(sums.full.index(slot), (n // SLOTS) & 1)
-    box = sums.tiles.index(slot)
-    add_rows(params.sums_desc, start, size, row, head, INDEX * COLUMNS, box)
+    for i in gl.static_range(CONSUMERS):
+        slot = i * SLOTS + n % SLOTS
+        mbarrier.wait(sums.full.index(slot), (n // SLOTS) & 1)
+        add_rows(params.sums_desc, start, size, row, head, i * COLUMNS, sums.tiles.index(slot))
     # as many may be on their way as there are slots, less the one that is filled next
-    tma.store_wait(SLOTS - 1)
+    tma.store_wait(CONSUMERS * (SLOTS - 1))
     if n >= SLOTS - 1:
-        mbarrier.arrive(sums.empty.index(INDEX * SLOTS + (n + 1) % SLOTS), count=1)
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.arrive(sums.empty.index(i * SLOTS + (n + 1) % SLOTS), count=1)

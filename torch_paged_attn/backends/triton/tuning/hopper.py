@@ -36,8 +36,12 @@ def choose_hopper_config(
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows that
-    pass by, stages of both, registers of a consumer's thread, how many of the two tiles that stay
-    are kept in registers, and whether the next products are asked for before the last ones end.
+    pass by, stages of the tile that stays and of the two that pass (queries and gradients, or keys
+    and values), registers of a consumer's thread, and how many of the two tiles that stay are kept
+    in registers.
+
+    IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
+    of the results. P and dS then go through shared memory, by DS_STAGES tiles.
 
     In one pass, DQ_SUMS says how dQ is added up (`hopper/sums.py`), and there are DS_STAGES tiles
     of dS and SLOTS for parts of dQ.
@@ -46,10 +50,11 @@ class BackwardConfig:
     CONSUMERS: int = 2
     PASS: int = 64
     STAY_STAGES: int = 1
-    PASS_STAGES: int = 2
+    FIRST_STAGES: int = 2
+    SECOND_STAGES: int = 2
     REGISTERS: int = 240
     OPERANDS: int = 0
-    LOOKAHEAD: bool = False
+    IS_SPLIT: bool = False
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
     SLOTS: int = 1
@@ -57,22 +62,24 @@ class BackwardConfig:
 
 def choose_keys_config(width: int) -> BackwardConfig:
     """For dK and dV; `width` is head_dim as it lies in shared memory."""
+    if width == 256:
+        return BackwardConfig(IS_SPLIT=True)
     if width == 64:
-        return BackwardConfig(STAY_STAGES=2, PASS_STAGES=3, OPERANDS=2)
-    return BackwardConfig(STAY_STAGES=2, PASS_STAGES=2)
+        return BackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
+    return BackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
 
 
 def choose_queries_config(width: int) -> BackwardConfig:
     """For dQ."""
-    if width == 64:
-        return BackwardConfig(STAY_STAGES=1, PASS_STAGES=4, OPERANDS=2, LOOKAHEAD=True)
-    return BackwardConfig(STAY_STAGES=1, PASS_STAGES=4, LOOKAHEAD=True)
+    if width == 256:
+        return BackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3)
+    return BackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
 
 
 def choose_one_pass_config(width: int, is_causal: bool) -> BackwardConfig:
     """For dK, dV and dQ in one pass."""
     if width == 64:
-        return BackwardConfig(STAY_STAGES=2, PASS_STAGES=3, OPERANDS=2, DQ_SUMS=2)
-    if is_causal:
-        return BackwardConfig(STAY_STAGES=1, PASS_STAGES=3, DQ_SUMS=2)
-    return BackwardConfig(STAY_STAGES=1, PASS_STAGES=2, DQ_SUMS=1, SLOTS=2)
+        return BackwardConfig(
+            STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2, DQ_SUMS=2
+        )
+    return BackwardConfig(FIRST_STAGES=3, DQ_SUMS=1)
