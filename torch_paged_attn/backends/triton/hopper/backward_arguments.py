@@ -55,6 +55,7 @@ class BackwardOptions(NamedTuple):
     HAS_RIGHT: bool  # also where a call is causal
     IS_CAUSAL: bool
     HAS_SOFTCAP: bool
+    LOOKAHEAD: bool  # products of the next tile are asked for before those of this one end
     DQ_SUMS: int  # how dQ is added up in memory: see `sums.py`
     CONSUMERS: int
     STAY_STAGES: int

@@ -281,9 +281,12 @@ def _gradients_of(
     p16 = gl.convert_layout(p.to(dtype), operand_v)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
-    delta = statistics.slice(PASS, PASS, dim=1).load(scores)
-    dp = warpgroup_mma_wait(1, deps=[dp_pending])
-    ds = finish_gradient(p, capped, dp - delta, OPTIONS).to(dtype)
+    if OPTIONS.DQ_SUMS == NONE:
+        dp = warpgroup_mma_wait(1, deps=[dp_pending])
+    else:
+        delta = statistics.slice(PASS, PASS, dim=1).load(scores)
+        dp = warpgroup_mma_wait(1, deps=[dp_pending]) - delta
+    ds = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
     if OPTIONS.DQ_SUMS != NONE:
         tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
         tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
@@ -294,6 +297,21 @@ def _gradients_of(
     if OPTIONS.DQ_SUMS != NONE:
         meet()
     return ds, dv
+
+
+@gluon.jit
+def _ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
+    """The product dP^T. It starts from -D unless one pass needs the registers until then."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    HAS_START: gl.constexpr = OPTIONS.DQ_SUMS == NONE
+    start = zeros
+    if HAS_START:
+        statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+        start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
+    pipelines.dout.consumer_wait(n)
+    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    return warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=HAS_START, is_async=True)
 
 
 @gluon.jit
@@ -348,7 +366,7 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
     of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    queries, douts = pipelines.q, pipelines.dout
+    queries = pipelines.q
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
     dtype: gl.constexpr = queries.tiles.dtype
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
@@ -391,18 +409,41 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             k_operand = k.load(stays)
         dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
-        if steps > 0:
-            m = 0
-            slope = _slope_of(b, head, params)
+        m = 0
+        slope = _slope_of(b, head, params)
+        if not OPTIONS.LOOKAHEAD:
+            for _ in range(steps * GROUP_SIZE):
+                row = first + m * PASS
+                q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+                s_pending = warpgroup_mma(
+                    k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                dp_pending = _ask_for_dp(v_operand, zeros, n, pipelines, OPTIONS)
+                s = warpgroup_mma_wait(1, deps=[s_pending])
+                ds, dv = _gradients_of(
+                    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, INDEX
+                )
+                if DQ_SUMS != NONE:
+                    ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
+                    dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
+                dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+                if DQ_SUMS != NONE:
+                    dq = warpgroup_mma_wait(1, deps=[dq_pending])
+                    _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
+                dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+                queries.consumer_release(n)
+                n += 1
+                m += 1
+                if GROUP_SIZE > 1 and m == steps:
+                    m = 0
+                    head += 1
+                    slope = _slope_of(b, head, params)
+        elif steps > 0:
             q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
             s_pending = warpgroup_mma(
                 k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-            douts.consumer_wait(n)
-            dout = douts.tile(n).reshape([PASS, WIDTH_V])
-            dp_pending = warpgroup_mma(
-                v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            dp_pending = _ask_for_dp(v_operand, zeros, n, pipelines, OPTIONS)
             s = warpgroup_mma_wait(1, deps=[s_pending])
             ds, dv = _gradients_of(
                 s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, INDEX
@@ -417,22 +458,18 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 row = first + m * PASS
                 q_was = queries.tile(n).reshape([PASS, WIDTH])
                 q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
-                dout = douts.tile(n + 1).reshape([PASS, WIDTH_V])
                 if DQ_SUMS != NONE:
                     ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
                     dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
-                dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
                 s_pending = warpgroup_mma(
                     k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
+                dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
                 if DQ_SUMS != NONE:
                     dq = warpgroup_mma_wait(2, deps=[dq_pending])
                     _leave(dq, n, head_was, m_was, statistics_tile, params, pipelines, OPTIONS,
                            INDEX)  # fmt: skip
-                douts.consumer_wait(n + 1)
-                dp_pending = warpgroup_mma(
-                    v_operand, dout.permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
+                dp_pending = _ask_for_dp(v_operand, zeros, n + 1, pipelines, OPTIONS)
                 s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
                 queries.consumer_release(n)
                 n += 1

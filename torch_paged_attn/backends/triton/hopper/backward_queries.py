@@ -220,6 +220,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             q_operand = q.load(stays)
             queries.consumer_release(tile)
         dq = gl.zeros([STAY, WIDTH], gl.float32, of_q)
+        start = zeros - delta
         if steps > 0:
             keys.consumer_wait(n)
             k = keys.tile(n).reshape([PASS, WIDTH])
@@ -229,7 +230,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             values.consumer_wait(n)
             v = values.tile(n).reshape([PASS, WIDTH_V])
             dp_pending = warpgroup_mma(
-                dout_operand, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+                dout_operand, v.permute((1, 0)), start, is_async=True
             )
             s = warpgroup_mma_wait(1, deps=[s_pending])
             p, capped = probabilities(
@@ -237,7 +238,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             )
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             values.consumer_release(n)
-            ds = finish_gradient(p, capped, dp - delta, OPTIONS)
+            ds = finish_gradient(p, capped, dp, OPTIONS)
             ds = gl.convert_layout(ds.to(dtype), operand)
             for _ in range(1, steps):
                 first_key += PASS
@@ -249,7 +250,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 values.consumer_wait(n + 1)
                 v = values.tile(n + 1).reshape([PASS, WIDTH_V])
                 dp_pending = warpgroup_mma(
-                    dout_operand, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+                    dout_operand, v.permute((1, 0)), start, is_async=True
                 )
                 k = keys.tile(n).reshape([PASS, WIDTH])
                 dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
@@ -259,7 +260,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 )
                 dp = warpgroup_mma_wait(1, deps=[dp_pending])
                 values.consumer_release(n + 1)
-                ds_next = finish_gradient(p, capped, dp - delta, OPTIONS).to(dtype)
+                ds_next = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
                 dq, ds = warpgroup_mma_wait(0, deps=[dq_pending, ds])
                 keys.consumer_release(n)
                 ds = gl.convert_layout(ds_next, operand)

@@ -54,6 +54,7 @@ class BackwardConfig:
     SECOND_STAGES: int = 2
     REGISTERS: int = 240
     OPERANDS: int = 0
+    LOOKAHEAD: bool = True
     IS_SPLIT: bool = False
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
@@ -80,6 +81,11 @@ def choose_one_pass_config(width: int, is_causal: bool) -> BackwardConfig:
     """For dK, dV and dQ in one pass."""
     if width == 64:
         return BackwardConfig(
-            STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2, DQ_SUMS=2
+            STAY_STAGES=2,
+            FIRST_STAGES=3,
+            SECOND_STAGES=3,
+            OPERANDS=2,
+            LOOKAHEAD=False,
+            DQ_SUMS=2,
         )
     return BackwardConfig(FIRST_STAGES=3, DQ_SUMS=1)
