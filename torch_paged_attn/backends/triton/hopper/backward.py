@@ -88,11 +88,11 @@ def unsupported(call: BackwardCall) -> str | None:
 def choose_configs(call: BackwardCall) -> Configs:
     """Tiles of the kernels of a call."""
     forward = call.forward
-    width = _width(forward.head_dim)
+    width, width_v = _width(forward.head_dim), _width(forward.head_dim_v)
     dq, dk, dv, *_ = call.wanted
-    if not call.deterministic and dq and (dk or dv):
+    if not call.deterministic and dq and (dk or dv) and width <= 128:
         return Configs(choose_one_pass_config(width, forward.window_right == 0), None)
-    return Configs(choose_keys_config(width), choose_queries_config(width))
+    return Configs(choose_keys_config(width, width_v), choose_queries_config(width))
 
 
 def rows_of(config: BackwardConfig) -> int:

@@ -182,7 +182,9 @@ def _hopper_backward_queries_kernel(
     douts = _new_pipeline(dout_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
     keys = _new_pipeline(k_desc, FIRST_STAGES, 1, CONSUMERS)
     values = _new_pipeline(v_desc, SECOND_STAGES, 1, CONSUMERS)
-    dq = _new_boxes(dq_desc, CONSUMERS)
+    dq = None
+    if not OPTIONS.IN_PLACE:
+        dq = _new_boxes(dq_desc, CONSUMERS)
     info, claims = new_claims(CONSUMERS + 1)
     pipelines = QueryPipelines(queries, douts, keys, values, dq, info, claims)
     sizes = BackwardSizes(batch, statistics_tiles)

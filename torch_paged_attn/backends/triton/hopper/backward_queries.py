@@ -49,7 +49,7 @@ class QueryPipelines(NamedTuple):
     dout: Any
     k: Any
     v: Any
-    dq: Any  # shared memory for results: a box for each consumer
+    dq: Any  # shared memory for results, a box for each consumer; None if they lie where queries lay
     info: Any
     claims: Any
 
@@ -272,16 +272,22 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             n += 1
         if OPTIONS.OPERANDS < 1:
             douts.consumer_release(tile)
-        if OPTIONS.OPERANDS < 2:
+        if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
             queries.consumer_release(tile)
         # a row that has seen no key may hold NaN
         seen = gl.convert_layout(lse_row, gl.SliceLayout(1, of_q)) < float("inf")
         dq = gl.where(gl.expand_dims(seen, 1), dq * scalars.scale, 0.0)
-        out = pipelines.dq.index(INDEX)
-        tma.store_wait(0)
+        if OPTIONS.IN_PLACE:
+            out = queries.tiles.index(box)
+        else:
+            out = pipelines.dq.index(INDEX)
+            tma.store_wait(0)
         out.reshape([STAY, WIDTH]).store(dq.to(dtype))
         fence_async_shared()
         store_rows(params.first_desc, q_start, stop_token, first_token, head, out)
+        if OPTIONS.IN_PLACE:
+            tma.store_wait(0)
+            queries.consumer_release(tile)
         tile += 1
         claims.consumer_wait(tile)
         steps = info.get(tile, STEPS)

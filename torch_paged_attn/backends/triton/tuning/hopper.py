@@ -56,15 +56,16 @@ class BackwardConfig:
     OPERANDS: int = 0
     LOOKAHEAD: bool = True
     IS_SPLIT: bool = False
+    IN_PLACE: bool = False
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
     SLOTS: int = 1
 
 
-def choose_keys_config(width: int) -> BackwardConfig:
+def choose_keys_config(width: int, width_v: int) -> BackwardConfig:
     """For dK and dV; `width` is head_dim as it lies in shared memory."""
     if width == 256:
-        return BackwardConfig(IS_SPLIT=True)
+        return BackwardConfig(IS_SPLIT=True, LOOKAHEAD=False)
     if width == 64:
         return BackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
     return BackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
@@ -73,7 +74,7 @@ def choose_keys_config(width: int) -> BackwardConfig:
 def choose_queries_config(width: int) -> BackwardConfig:
     """For dQ."""
     if width == 256:
-        return BackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3)
+        return BackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
     return BackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
 
 
