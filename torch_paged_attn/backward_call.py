@@ -93,8 +93,8 @@ class BackwardCall:
     def tensors(self) -> dict[str, Tensor | None]:
         """Every tensor of the call by its name, None where it was not given."""
         own = {x.name: getattr(self, x.name) for x in listed(BackwardCall) if x.is_tensor}
-        forward = self.forward.tensors()
-        return own | {name: forward[name] for name in tensor_names(self.op) if name in forward}
+        both = own | self.forward.tensors()
+        return {name: both[name] for name in tensor_names(self.op)}
 
     def new_results(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Memory for dq, dk, dv, dbias and dsinks, contiguous: like q, k, v, attn_bias and sinks.

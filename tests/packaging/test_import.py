@@ -91,7 +91,7 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
 
 
 # what the portable kernels and Hopper's both use
-SHARED_BY_KERNELS = ("dequant", "seqlen_info", "softmax")
+SHARED_BY_KERNELS = ("backward_statistics", "dequant", "seqlen_info", "softmax")
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
@@ -115,7 +115,7 @@ MAY_IMPORT = {
 def test_imports_run_one_way(folder):
     for path in (PACKAGE / folder).rglob("*.py"):
         for module in re.findall(r"(?:from|import) torch_paged_attn\.([\w.]+)", path.read_text()):
-            allowed = ("attention_call", "environment", *MAY_IMPORT[folder])
+            allowed = ("attention_call", "backward_call", "environment", *MAY_IMPORT[folder])
             assert any(module == a or module.startswith(a + ".") for a in allowed), (
                 f"{path}: {module}"
             )

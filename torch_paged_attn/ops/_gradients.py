@@ -67,8 +67,8 @@ class Once:
         self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(
-            f"paged_attn::{self.op}: a gradient of its results came, which are gradients themselves;"
-            " allowed: a loss without gradients in it"
+            f"paged_attn::{self.op}: a gradient of its results came, which are gradients"
+            " themselves; allowed: a loss without gradients in it"
         )
 
 
@@ -106,7 +106,7 @@ class Gate:
         packet, _, overload = name.partition(".")
         self.op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
         self.check, self.derivative = check, derivative
-        self.function = type(packet, (Recorded,), {})
+        self.function: Any = type(packet, (Recorded,), {})
         arguments = self.op._schema.arguments
         # the positional arguments' names, "" for those that are no tensors
         self.tensors = [a.name * ("Tensor" in str(a.type)) for a in arguments if not a.kwarg_only]
@@ -183,7 +183,7 @@ class Gate:
         from torch._functorch.autograd_function import enable_single_level_autograd_function
 
         with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, self.function).apply(*args)
+            return super(torch.autograd.Function, self.function).apply(*args)  # type: ignore[misc]
 
     def refuse(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Raise if a result would need a gradient that there is not."""

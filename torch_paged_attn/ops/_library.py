@@ -34,7 +34,9 @@ def define(
 ) -> torch._ops.OpOverload:
     """Define one operator: schema, fake, gate for gradients, and the twin that explains refusals.
 
-    `composed` answers, in PyTorch's own operators, where a backend has no kernel. `check` raises for metadata and options the contract forbids and reads no tensor value;
+    `composed` answers, in PyTorch's own operators, where a backend has no kernel.
+
+    `check` raises for metadata and options the contract forbids and reads no tensor value;
     `check_values` raises for what tensors hold. `<op>_error` runs both and answers with the text,
     so that a compiled backend only has to notice that something is wrong.
     """
@@ -62,8 +64,6 @@ def define(
         inline(name, LIBRARY)
     if composed is not None:
         COMPOSED[name] = composed
-        answer = gate.guarded(_checked(composed, [check]))
-        LIBRARY.impl(name, answer, "CompositeExplicitAutograd")
     OPS[name] = check, check_values
     return gate.op
 
@@ -72,14 +72,15 @@ def bind_backends() -> None:
     """Bind every operator on every dispatch key; only compiled libraries are loaded right away."""
     for key in dict.fromkeys(key for backend in backends() for key in backend.dispatch_keys):
         first = backends_of(key)[0]
-        if first.is_compiled and first.unsupported() is None:
-            # its library has bound its kernels
-            if not _sees_gradients():
-                for name, gate in GATES.items():
-                    LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
-            continue
+        is_loaded = first.is_compiled and first.unsupported() is None
+        if is_loaded and not _sees_gradients():
+            for name, gate in GATES.items():
+                LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
         for name in OPS:
-            LIBRARY.impl(name, _lazy(key, name), key)
+            # what the library has bound is bound
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+            if not (is_loaded and has_kernel(f"paged_attn::{name}", key)):
+                LIBRARY.impl(name, _lazy(key, name), key)
     # torch_xla's tensors are functional, and that key comes before theirs: what writes into its
     # arguments is answered there, which torch.compile cannot hold in a graph
     if importlib.util.find_spec("torch_xla") is not None:
@@ -135,15 +136,13 @@ def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) ->
 
 
 def _function(backend: Backend, name: str) -> Callable[..., Any]:
-    try:
+    if backend.has(name):
         return backend.function(name)
-    except ModuleNotFoundError as error:
-        # of the op's own file, not of what that imports
-        if error.name != f"torch_paged_attn.backends.{backend.name}.{name}":
-            raise
     if name in COMPOSED:
         return COMPOSED[name]
-    raise NotImplementedError(f"paged_attn::{name}: the {backend.name} backend does not have it yet")
+    raise NotImplementedError(
+        f"paged_attn::{name}: the {backend.name} backend does not have it yet"
+    )
 
 
 def _explain(gate: Gate, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any) -> str:

@@ -43,10 +43,12 @@ def check_backward(call: BackwardCall) -> None:
         check_dim(op, name, tensor, shape)
         check_dtype(op, name, tensor, (forward.q.dtype,))
         check_shape(op, name, tensor, sizes, shape)
-    for name, tensor in (("dlse", call.dlse), ("softmax_lse", call.softmax_lse)):
-        if name == "softmax_lse" or tensor is not None:
-            check_dtype(op, name, tensor, (torch.float32,))
-            check_shape(op, name, tensor, sizes[1::-1], "(num_heads, total_q)")
+    lses = {"softmax_lse": call.softmax_lse}
+    if call.dlse is not None:
+        lses["dlse"] = call.dlse
+    for name, tensor in lses.items():
+        check_dtype(op, name, tensor, (torch.float32,))
+        check_shape(op, name, tensor, sizes[1::-1], "(num_heads, total_q)")
     if len(call.output_mask) != 5:
         came = f"has {len(call.output_mask)} entries"
         fail(op, "output_mask", came, f"one each for {', '.join(GRADIENTS)}")

@@ -7,6 +7,7 @@ imported by the first call.
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -40,6 +41,11 @@ class Backend:
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
         return None
+
+    def has(self, op: str) -> bool:
+        """Whether there is a function for an op; every backend has one but for backwards."""
+        file = f"torch_paged_attn.backends.{self.name}.{op.partition('.')[0]}"
+        return importlib.util.find_spec(file) is not None
 
     def function(self, op: str) -> Callable[..., Any]:
         """The function that takes an op's arguments, `reshape_and_cache_split` for

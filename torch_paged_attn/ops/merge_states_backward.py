@@ -28,10 +28,10 @@ def check(
     for name, tensor in (("dout", dout), ("out", out)):
         check_dtype(OP, name, tensor, (out_a.dtype,))
         check_shape(OP, name, tensor, tuple(out_a.shape), "out_a's shape")
-    for name, tensor in (("dlse", dlse), ("softmax_lse", softmax_lse)):
-        if tensor is not None:
-            check_dtype(OP, name, tensor, (torch.float32,))
-            check_shape(OP, name, tensor, tuple(lse_a.shape), "lse_a's shape")
+    lses = {"softmax_lse": softmax_lse} | ({} if dlse is None else {"dlse": dlse})
+    for name, tensor in lses.items():
+        check_dtype(OP, name, tensor, (torch.float32,))
+        check_shape(OP, name, tensor, tuple(lse_a.shape), "lse_a's shape")
     given = {"dout": dout, "dlse": dlse, "out": out, "softmax_lse": softmax_lse}
     check_devices(OP, out_a.device, given)
 

@@ -51,7 +51,7 @@ def described(function: Function) -> Function:
     """
     listed = arguments(function.__name__)
     parameters = [_parameter(x) for x in listed]
-    returned = tuple[(Tensor,) * len(results(function.__name__))]  # type: ignore[misc]
+    returned = tuple[(Tensor,) * len(results(function.__name__))]  # type: ignore[misc, valid-type]
     signature = inspect.Signature(parameters, return_annotation=returned)
     function.__signature__ = signature  # type: ignore[attr-defined]
     function.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": returned}
