@@ -17,11 +17,11 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.backward_statistics import STATISTICS_ROWS, plan_statistics
 from torch_paged_attn.backends.triton.hopper.attention import (
-    _is_bound,
-    _misaligned,
-    _width,
-    unsupported as forward_unsupported,
+    is_bound,
+    is_misaligned,
+    width_of,
 )
+from torch_paged_attn.backends.triton.hopper.attention import unsupported as forward_unsupported
 from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardOptions,
     BackwardPointers,
@@ -39,7 +39,7 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning.hopper import (
-    BackwardConfig,
+    HopperBackwardConfig,
     choose_keys_config,
     choose_one_pass_config,
     choose_queries_config,
@@ -66,8 +66,8 @@ TAKEN = (
 class Configs:
     """Tiles of the kernels: of the two, or of the one."""
 
-    keys: BackwardConfig
-    queries: BackwardConfig | None
+    keys: HopperBackwardConfig
+    queries: HopperBackwardConfig | None
 
 
 def unsupported(call: BackwardCall) -> str | None:
@@ -77,7 +77,7 @@ def unsupported(call: BackwardCall) -> str | None:
         return reason
     if forward.block_table is not None or forward.layout is not None:
         return "it has no backward through pages or layouts"
-    widths = _width(forward.head_dim), _width(forward.head_dim_v)
+    widths = width_of(forward.head_dim), width_of(forward.head_dim_v)
     if widths not in ((64, 64), (128, 128), (256, 256), (256, 128)):
         return f"head_dim is {forward.head_dim}, head_dim_v {forward.head_dim_v}"
     if forward.total_q == 0:
@@ -88,28 +88,28 @@ def unsupported(call: BackwardCall) -> str | None:
 def choose_configs(call: BackwardCall) -> Configs:
     """Tiles of the kernels of a call."""
     forward = call.forward
-    width, width_v = _width(forward.head_dim), _width(forward.head_dim_v)
+    width, width_v = width_of(forward.head_dim), width_of(forward.head_dim_v)
     dq, dk, dv, *_ = call.wanted
     if not call.deterministic and dq and (dk or dv) and width <= 128:
         return Configs(choose_one_pass_config(width, forward.window_right == 0), None)
     return Configs(choose_keys_config(width, width_v), choose_queries_config(width))
 
 
-def rows_of(config: BackwardConfig) -> int:
+def rows_of(config: HopperBackwardConfig) -> int:
     """Rows of the tile that stays."""
     return STAY if config.IS_SPLIT else config.CONSUMERS * STAY
 
 
-def options_of(call: AttentionCall, config: BackwardConfig) -> BackwardOptions:
+def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOptions:
     """What a kernel is compiled for; no size and no address is part of it."""
     return BackwardOptions(
         TILE=rows_of(config),
         STAY=STAY,
-        WIDTH=_width(call.head_dim),
-        WIDTH_V=_width(call.head_dim_v),
+        WIDTH=width_of(call.head_dim),
+        WIDTH_V=width_of(call.head_dim_v),
         GROUP_SIZE=call.group_size,
-        HAS_LEFT=_is_bound(call.window_size_left),
-        HAS_RIGHT=_is_bound(call.window_right),
+        HAS_LEFT=is_bound(call.window_size_left),
+        HAS_RIGHT=is_bound(call.window_right),
         IS_CAUSAL=call.window_right == 0,
         HAS_SOFTCAP=call.softcap > 0.0,
         **dataclasses.asdict(config),
@@ -126,8 +126,8 @@ def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
         heads=heads,
         stride_alibi_batch=alibi_strides[0],
         stride_alibi_head=alibi_strides[1],
-        window_left=call.window_size_left if _is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if _is_bound(call.window_right) else 0,
+        window_left=call.window_size_left if is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if is_bound(call.window_right) else 0,
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
@@ -145,7 +145,9 @@ def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
 class _Kernel:
     """One of the kernels: its list of tiles, and its launch."""
 
-    def __init__(self, kernel: Any, call: AttentionCall, config: BackwardConfig, of_keys: bool):
+    def __init__(
+        self, kernel: Any, call: AttentionCall, config: HopperBackwardConfig, of_keys: bool
+    ):
         self.options = options_of(call, config)
         target, rows = target_of(call.q.device), call.k.shape[0] if of_keys else call.total_q
         tokens = rows_of(config)
@@ -177,7 +179,9 @@ def _statistics_tiles(call: AttentionCall) -> int:
     return num_tiles(call.total_q, call.batch, STATISTICS_ROWS, 1)
 
 
-def _plan_keys(call: BackwardCall, config: BackwardConfig, results: tuple[Tensor, ...]) -> Any:
+def _plan_keys(
+    call: BackwardCall, config: HopperBackwardConfig, results: tuple[Tensor, ...]
+) -> Any:
     """What starts the kernel for tiles of keys, called with q, k, v, dout, the statistics, the sums
     of dQ or None, dk, dv, `Lengths` and slopes."""
     from torch_paged_attn.backends.triton.hopper.backward_kernel import (
@@ -220,7 +224,7 @@ def _plan_keys(call: BackwardCall, config: BackwardConfig, results: tuple[Tensor
     return start
 
 
-def _plan_queries(call: BackwardCall, config: BackwardConfig, dq_like: Tensor) -> Any:
+def _plan_queries(call: BackwardCall, config: HopperBackwardConfig, dq_like: Tensor) -> Any:
     """What starts the kernel for tiles of queries, called with q, k, v, dout, the statistics, dq,
     `Lengths` and slopes."""
     from torch_paged_attn.backends.triton.hopper.backward_kernel import (
@@ -287,7 +291,7 @@ def _plan_sums(call: AttentionCall, options: BackwardOptions) -> tuple[Allocatio
 
 def _must_copy(dout: Tensor) -> bool:
     """Whether the accelerator cannot address dout: it may be expanded, or have any strides."""
-    return dout.stride(-1) != 1 or _misaligned(dout, dout.dim() - 1)
+    return dout.stride(-1) != 1 or is_misaligned(dout, dout.dim() - 1)
 
 
 def _copy(dout: Tensor) -> Tensor:
@@ -342,4 +346,3 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
         return dq, dk if wants_dk else empty(), dv if wants_dv else empty(), empty(), dsinks
 
     return run
-

@@ -193,10 +193,7 @@ def _hopper_backward_queries_kernel(
     )
     fence_async_shared()
     gl.warp_specialize(
-        [
-            (_of_queries, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4)[: CONSUMERS + 2]
-        ],
+        [(_of_queries, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4)[: CONSUMERS + 2]],
         _warps(CONSUMERS, 2),
         _registers(CONSUMERS, OPTIONS.REGISTERS, 2),
     )

@@ -31,7 +31,9 @@ from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, prob
 
 
 @gluon.jit
-def _ask_for_scores(pipelines, n, row, first_live, k, v, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def _ask_for_scores(
+    pipelines, n, row, first_live, k, v, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):
     """The products S^T and dP^T of a consumer's half of the queries of fill n."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS

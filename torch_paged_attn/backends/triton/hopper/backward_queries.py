@@ -116,7 +116,9 @@ def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
         info.put(tile, BATCH, b)
         publish(claims, tile)
 
-        _load_stay(params.q_desc, pipelines.q, tile, q_start, stop_token, first_token, head, OPTIONS)
+        _load_stay(
+            params.q_desc, pipelines.q, tile, q_start, stop_token, first_token, head, OPTIONS
+        )
         kv_head = head // OPTIONS.GROUP_SIZE
         for m in range(steps):
             key = first + m * PASS
@@ -229,9 +231,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             )
             values.consumer_wait(n)
             v = values.tile(n).reshape([PASS, WIDTH_V])
-            dp_pending = warpgroup_mma(
-                dout_operand, v.permute((1, 0)), start, is_async=True
-            )
+            dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_pending])
             p, capped = probabilities(
                 s, lse, first_key, position, key_len, slope, params, OPTIONS, False
@@ -249,9 +249,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 )
                 values.consumer_wait(n + 1)
                 v = values.tile(n + 1).reshape([PASS, WIDTH_V])
-                dp_pending = warpgroup_mma(
-                    dout_operand, v.permute((1, 0)), start, is_async=True
-                )
+                dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
                 k = keys.tile(n).reshape([PASS, WIDTH])
                 dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
                 s = warpgroup_mma_wait(2, deps=[s_pending])

@@ -67,16 +67,16 @@ def _tiles_from(cost, query_len, key_len, missing, OPTIONS: tl.constexpr):
 def _key_tiles_from(cost, query_len, key_len, span, OPTIONS: tl.constexpr):
     """How many tiles of keys of a sequence visit at least `cost` tiles of queries: its first ones.
     All `span` rows of keys are in tiles, those past the last key without work."""
-    before = (cost - 1) * OPTIONS.BLOCK_N  # a tile must be seen by a query that many before the last
+    before = (
+        cost - 1
+    ) * OPTIONS.BLOCK_N  # a tile must be seen by a query that many before the last
     keys = tl.maximum(key_len - before, 0) if OPTIONS.IS_CAUSAL else key_len
     tiles = tl.where(query_len > before, tl.cdiv(keys, OPTIONS.TOKENS), 0)
     return tl.where(cost <= 0, tl.cdiv(span, OPTIONS.TOKENS), tiles)
 
 
 @triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
-def _key_tile_order_kernel(
-    tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr
-):
+def _key_tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
     """The same for tiles of keys: a program places PLACED of them."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N

@@ -11,8 +11,8 @@ import functools
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton._C.libtriton import gluon_ir, ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -188,4 +188,3 @@ def load_page(desc, i, start, head, barrier, tile):
     else:
         ROWS: gl.constexpr = desc.block_shape[2]
         load_rows(desc, start, ROWS, 0, head, barrier, tile.slice(i * ROWS, ROWS, dim=2))
-

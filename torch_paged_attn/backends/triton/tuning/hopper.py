@@ -34,7 +34,7 @@ def choose_hopper_config(
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardConfig:
+class HopperBackwardConfig:
     """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows that
     pass by, stages of the tile that stays and of the two that pass (queries and gradients, or keys
     and values), registers of a consumer's thread, and how many of the two tiles that stay are kept
@@ -62,26 +62,26 @@ class BackwardConfig:
     SLOTS: int = 1
 
 
-def choose_keys_config(width: int, width_v: int) -> BackwardConfig:
+def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
     """For dK and dV; `width` is head_dim as it lies in shared memory."""
     if width == 256:
-        return BackwardConfig(IS_SPLIT=True, LOOKAHEAD=False)
+        return HopperBackwardConfig(IS_SPLIT=True, LOOKAHEAD=False)
     if width == 64:
-        return BackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
-    return BackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
+        return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
+    return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
 
 
-def choose_queries_config(width: int) -> BackwardConfig:
+def choose_queries_config(width: int) -> HopperBackwardConfig:
     """For dQ."""
     if width == 256:
-        return BackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
-    return BackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
+        return HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
+    return HopperBackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
 
 
-def choose_one_pass_config(width: int, is_causal: bool) -> BackwardConfig:
+def choose_one_pass_config(width: int, is_causal: bool) -> HopperBackwardConfig:
     """For dK, dV and dQ in one pass."""
     if width == 64:
-        return BackwardConfig(
+        return HopperBackwardConfig(
             STAY_STAGES=2,
             FIRST_STAGES=3,
             SECOND_STAGES=3,
@@ -89,4 +89,4 @@ def choose_one_pass_config(width: int, is_causal: bool) -> BackwardConfig:
             LOOKAHEAD=False,
             DQ_SUMS=2,
         )
-    return BackwardConfig(FIRST_STAGES=3, DQ_SUMS=1)
+    return HopperBackwardConfig(FIRST_STAGES=3, DQ_SUMS=1)
