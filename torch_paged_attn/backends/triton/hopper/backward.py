@@ -298,6 +298,13 @@ def _copy(dout: Tensor) -> Tensor:
     return dout.clone(memory_format=torch.contiguous_format)
 
 
+def differentiate(call: BackwardCall, configs: Configs | None = None) -> tuple[Tensor, ...]:
+    """Plan a call for which `unsupported` has no reason, and launch the kernels."""
+    tensors = call.tensors()
+    plan = plan_backward(call, configs)
+    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+
+
 def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     """A plan for the tensors of calls like this one, in the order of the op's list."""
     forward = call.forward

@@ -315,7 +315,9 @@ def _ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
+def _leave(
+    dq, n, head, m, statistics_tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
     """A part of dQ on its way out: of fill n, tile m of a head."""
     if OPTIONS.DQ_SUMS == BY_BOX:
         leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)

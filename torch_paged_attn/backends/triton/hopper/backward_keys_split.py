@@ -1,9 +1,8 @@
 """dK and dV of wide heads: 64 keys stay, and each of two consumers has half of their columns.
 
 The results of 64 keys of 256 numbers each fill the registers of two consumers. So both work on the
-same keys: each makes P and dS of half of the queries of a tile, and after a meeting multiplies those
-of all of them by its columns of dO and Q. The products of one tile run while the probabilities of
-the next one are computed.
+same keys: each makes P and dS of half of the queries of a tile, and after a meeting multiplies
+those of all of them by its columns of dO and Q.
 """
 
 from triton.experimental import gluon

@@ -49,7 +49,7 @@ class QueryPipelines(NamedTuple):
     dout: Any
     k: Any
     v: Any
-    dq: Any  # shared memory for results, a box for each consumer; None if they lie where queries lay
+    dq: Any  # a box of results for each consumer; None if they lie where queries lay
     info: Any
     claims: Any
 

@@ -156,7 +156,8 @@ def _keep_columns(p, first, last):
 
 @gluon.jit
 def probabilities(
-    s, lse, first_key, position, key_len, slope, params, OPTIONS: gl.constexpr, OF_KEYS: gl.constexpr
+    s, lse, first_key, position, key_len, slope, params, OPTIONS: gl.constexpr,
+    OF_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Probabilities of keys from `first_key` on and queries from `position` on, by lse in base two;
     rows are keys if OF_KEYS. Also the scores after softcap, as `finish_gradient` takes them."""

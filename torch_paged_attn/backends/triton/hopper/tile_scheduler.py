@@ -80,8 +80,7 @@ def _key_tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPT
     """The same for tiles of keys: a program places PLACED of them."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
-    bounds_ptr = cu_seqlens_q_ptr if cu_seqlens_k_ptr is None else cu_seqlens_k_ptr
+    bounds_ptr = lengths[0] if lengths[1] is None else lengths[1]
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):

@@ -35,10 +35,11 @@ def choose_hopper_config(
 
 @dataclasses.dataclass(frozen=True)
 class HopperBackwardConfig:
-    """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows that
-    pass by, stages of the tile that stays and of the two that pass (queries and gradients, or keys
-    and values), registers of a consumer's thread, and how many of the two tiles that stay are kept
-    in registers.
+    """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows
+    that pass by, stages of the tile that stays and of the two that pass (queries and gradients, or
+    keys and values), registers of a consumer's thread, and how many of the two tiles that stay are
+    kept in registers. With LOOKAHEAD, products of the next tile are asked for before the last ones
+    of this one. IN_PLACE: dQ leaves from where the queries lay.
 
     IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
     of the results. P and dS then go through shared memory, by DS_STAGES tiles.

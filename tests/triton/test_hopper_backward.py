@@ -1,0 +1,136 @@
+"""The Hopper kernels of the backward: what they leave to the portable ones, and what the compiler
+makes of them. Their results are a matter of the conformance suite, on a Hopper chip."""
+
+import os
+
+import cross_compile
+import pytest
+import torch
+from test_hopper import HOPPER, LONG, MIXED, bf16, f16
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper import backward as hopper
+from torch_paged_attn.backends.triton.runtime.target import Target, assume
+from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.testing import Layout, Problem, build
+
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+# keys that no query sees, queries that see no key, rows of nobody
+HIDDEN = ((400, -150), (70, 0), (130, -100), (0, 40), (5, 300))
+
+SHAPES = {
+    p.name: p
+    for p in (
+        Problem(f"{name}/{'f16' if dtype == f16 else 'bf16'}", seqs, dtype=dtype, **options)
+        for name, seqs, dtype, options in (
+            ("d128", MIXED, bf16, dict(head_dim=128, padding_rows=5)),
+            ("d128_mha", MIXED, f16, dict(head_dim=128, num_kv_heads=4, causal=False)),
+            ("d128_long", LONG, bf16, dict(head_dim=128, num_heads=8)),
+            ("d128_window", LONG, bf16, dict(head_dim=128, window_size_left=70)),
+            ("d128_hidden", HIDDEN, bf16, dict(head_dim=128, padding_rows=140)),
+            ("d128_softcap", MIXED, bf16, dict(head_dim=128, softcap=5.0)),
+            ("d128_alibi", MIXED, bf16, dict(head_dim=128, alibi="heads")),
+            ("d128_v40", MIXED, bf16, dict(head_dim=128, head_dim_v=72, sinks=True)),
+            ("d80", MIXED, bf16, dict(num_heads=6, head_dim=80)),
+            ("d64", MIXED, bf16, {}),
+            ("d64_full", LONG, f16, dict(num_heads=8, causal=False)),
+            (
+                "d64_hidden",
+                HIDDEN,
+                bf16,
+                dict(window_size_left=33, window_size_right=5, causal=False),
+            ),
+            (
+                "d64_options",
+                MIXED,
+                bf16,
+                dict(num_heads=8, alibi="batch", causal=False, softcap=5.0, sinks=True),
+            ),
+            ("d32", MIXED, bf16, dict(head_dim=32)),
+            ("d256", MIXED, bf16, dict(head_dim=256)),
+            ("d256_options", MIXED, f16, dict(head_dim=256, softcap=50.0, window_size_left=40)),
+            ("d192_v128", MIXED, bf16, dict(head_dim=192, head_dim_v=128)),
+            ("d192_v128_full", LONG, bf16, dict(head_dim=192, head_dim_v=128, causal=False)),
+        )
+    )
+}
+
+# the kernels of a call: deterministic, and in one pass
+WAYS = [(name, True) for name in SHAPES] + [
+    (name, False) for name in SHAPES if SHAPES[name].head_dim <= 128
+]
+# those with the most in their registers
+FEW = {("d128", True), ("d128", False)}
+
+# Bytes of memory that a thread may have for what its registers do not hold. The tiles are faster
+# than smaller ones that spill less.
+MOST_SPILLS = {"d128": 704, "d80": 512, "d256": 384}
+
+
+def hopper_call(problem, **changes):
+    """A call whose values matter to nobody."""
+    forward = getattr(AttentionCall, problem.op)(**build(problem).args | changes)
+    out, lse = forward.new_results()
+    return BackwardCall(forward, dout=out, dlse=lse, out=out, softmax_lse=lse)
+
+
+def unsupported(problem, **changes):
+    with assume(HOPPER):
+        return hopper.unsupported(hopper_call(problem, **changes))
+
+
+@pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
+def test_supported(problem):
+    assert unsupported(problem) is None
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        (dict(attn_bias=torch.zeros(1)), "attn_bias"),
+        (dict(dropout_p=0.1), "dropout_p"),
+        (dict(q=torch.zeros(4, 4, 128)), "float32"),
+        (dict(q=torch.zeros(0, 4, 128).bfloat16()), "queries"),
+        (dict(q=torch.zeros(4, 4, 132).bfloat16()[..., 4:]), "aligned"),
+        (dict(v=torch.zeros(4, 2, 64).bfloat16()), "head_dim_v"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported(changes, word):
+    assert word in unsupported(SHAPES["d128/bf16"], **changes)
+
+
+def test_unsupported_layouts_and_chips():
+    assert "layouts" in unsupported(Problem("layout", MIXED, dtype=bf16, layout=Layout()))
+    with assume(Target.of_arch("sm100", 148)):
+        assert "Hopper" in hopper.unsupported(hopper_call(SHAPES["d64/bf16"]))
+
+
+def compile_for_hopper(name, deterministic):
+    """The kernels of a launch, compiled in another process."""
+    call = hopper_call(SHAPES[name], deterministic=deterministic)
+    cross_compile.CALLS["hopper"] = lambda: lambda: hopper.differentiate(call)
+    return cross_compile.compile_call("sm90", "hopper")
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with cross_compile.workers(1) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    "name, deterministic",
+    [w for w in WAYS if IS_THOROUGH or (w[0].partition("/")[0], w[1]) in FEW],
+)
+def test_compiles_to_products(name, deterministic, compiler):
+    found = compiler.submit(compile_for_hopper, name, deterministic).result()
+    kernels = {k.name: k for k in found if "hopper" in k.name}
+    keys = kernels.pop("_hopper_backward_keys_kernel")
+    assert list(kernels) == ["_hopper_backward_queries_kernel"] * deterministic
+    for kernel in (keys, *kernels.values()):
+        most = MOST_SPILLS.get(name.partition("/")[0].partition("_")[0], 0)
+        assert kernel.spills <= most or not cross_compile.IS_FITTED, kernel
+        assert kernel.shared <= cross_compile.CHIPS["sm90"][3]
+        assert kernel.matrix_instructions > 0
