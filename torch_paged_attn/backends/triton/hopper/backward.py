@@ -135,6 +135,11 @@ def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
     )
 
 
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What a contiguous tensor of its shape is like; it has no memory."""
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
+
+
 def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
     """Boxes of so many rows of a head, as wide as a head lies in shared memory."""
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
@@ -143,27 +148,32 @@ def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
 
 
 class _Kernel:
-    """One of the kernels: its list of tiles, and its launch."""
+    """One of the kernels: how it is launched, and what lists its tiles."""
 
     def __init__(
-        self, kernel: Any, call: AttentionCall, config: HopperBackwardConfig, of_keys: bool
-    ):
+        self,
+        kernel: Any,
+        call: AttentionCall,
+        config: HopperBackwardConfig,
+        *,
+        of_keys: bool,
+        is_beside: bool = False,
+    ) -> None:
         self.options = options_of(call, config)
-        target, rows = target_of(call.q.device), call.k.shape[0] if of_keys else call.total_q
-        tokens = rows_of(config)
-        heads = call.num_kv_heads if of_keys else call.num_heads
+        target, total_k = target_of(call.q.device), call.k.shape[0]
+        rows, heads = (total_k, call.num_kv_heads) if of_keys else (call.total_q, call.num_heads)
         tile_options = TileOptions(
             IS_PAGED=False,
             IS_CAUSAL=call.window_right == 0,
             IS_ALIGNED=False,
-            TOKENS=tokens,
+            TOKENS=self.options.TILE,
             BLOCK_N=config.PASS,
             OF_KEYS=of_keys,
         )
         self.list_tiles = plan_tile_list(
-            call.batch, call.total_q, call.k.shape[0], tile_options, call.q.device
+            call.batch, call.total_q, total_k, tile_options, call.q.device
         )
-        units = most_tiles(rows, call.batch, tokens, False) * heads
+        units = most_tiles(rows, call.batch, self.options.TILE, False) * heads
         self.launch = Launch(
             kernel,
             (min(units, target.multiprocessors),),
@@ -172,6 +182,7 @@ class _Kernel:
             scalars=scalars_of(call, heads),
             OPTIONS=self.options,
             num_warps=4,
+            **({"launch_pdl": True} if is_beside else {}),
         )
 
 
@@ -179,83 +190,76 @@ def _statistics_tiles(call: AttentionCall) -> int:
     return num_tiles(call.total_q, call.batch, STATISTICS_ROWS, 1)
 
 
-def _plan_keys(
-    call: BackwardCall, config: HopperBackwardConfig, results: tuple[Tensor, ...]
-) -> Any:
-    """What starts the kernel for tiles of keys, called with q, k, v, dout, the statistics, the sums
-    of dQ or None, dk, dv, `Lengths` and slopes."""
-    from torch_paged_attn.backends.triton.hopper.backward_kernel import (
-        _hopper_backward_keys_kernel,
-    )
-    from torch_paged_attn.backends.triton.hopper.tma import plain_rows, ragged_rows
+class _KeysKernel(_Kernel):
+    """That of dK and dV, and in one pass of dQ's sums."""
 
-    forward = call.forward
-    kernel = _Kernel(_hopper_backward_keys_kernel, forward, config, of_keys=True)
-    width, width_v = kernel.options.WIDTH, kernel.options.WIDTH_V
-    keys, passing = rows_of(config), config.PASS
-    _, dk_like, dv_like = results
-    q_boxes, dout_boxes = _rows(forward.q, passing, width), _rows(call.dout, passing, width_v)
-    k_boxes, v_boxes = _rows(forward.k, keys, width), _rows(forward.v, keys, width_v)
-    dk_boxes, dv_boxes = _rows(dk_like, keys, width), _rows(dv_like, keys, width_v)
-    statistics_boxes = plain_rows(torch.float32, 2 * STATISTICS_ROWS)
-    sums_boxes = None
-    if config.DQ_SUMS == BY_BOX:
-        like = torch.empty(forward.q.shape, dtype=torch.float32, device="meta")
-        sums_boxes = ragged_rows(like, passing, 1, width // config.CONSUMERS)
+    def __init__(self, call: BackwardCall, config: HopperBackwardConfig) -> None:
+        from torch_paged_attn.backends.triton.hopper.backward_kernel import (
+            _hopper_backward_keys_kernel,
+        )
+        from torch_paged_attn.backends.triton.hopper.tma import plain_rows, ragged_rows
+
+        forward, passing = call.forward, config.PASS
+        super().__init__(_hopper_backward_keys_kernel, forward, config, of_keys=True)
+        tile, width, width_v = self.options.TILE, self.options.WIDTH, self.options.WIDTH_V
+        dk_like, dv_like = _like(forward.k), _like(forward.v)
+        self.inputs = (
+            _rows(forward.q, passing, width),
+            _rows(call.dout, passing, width_v),
+            _rows(forward.k, tile, width),
+            _rows(forward.v, tile, width_v),
+            plain_rows(torch.float32, 2 * STATISTICS_ROWS),
+        )
+        self.results = _rows(dk_like, tile, width), _rows(dv_like, tile, width_v)
+        self.sums = None
+        if config.DQ_SUMS == BY_BOX:
+            like = _like(forward.q, torch.float32)
+            self.sums = ragged_rows(like, passing, 1, width // config.CONSUMERS)
 
     def start(
-        q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: Tensor, sums: Tensor | None,
-        dk: Tensor, dv: Tensor, lengths: Lengths, slopes: Tensor | None,
-    ) -> None:  # fmt: skip
-        tile_list = kernel.list_tiles(lengths)
-        by_box = sums_boxes is not None and sums is not None
-        kernel.launch(
-            q_boxes.at(q.data_ptr()),
-            dout_boxes.at(dout.data_ptr()),
-            k_boxes.at(k.data_ptr()),
-            v_boxes.at(v.data_ptr()),
-            statistics_boxes.at(statistics.data_ptr()),
-            dk_boxes.at(dk.data_ptr()),
-            dv_boxes.at(dv.data_ptr()),
-            sums_boxes.at(sums.data_ptr()) if by_box else None,
-            BackwardPointers(lengths.cu_seqlens_q, tile_list, statistics, sums, slopes),
+        self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], pointers: BackwardPointers
+    ) -> None:
+        """Launch, with q, dout, k, v and the statistics; dk and dv."""
+        self.launch(
+            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.inputs, inputs, strict=True)),
+            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.results, results, strict=True)),
+            None if self.sums is None else self.sums.at(pointers.dq_sums.data_ptr()),
+            pointers,
         )
 
-    return start
 
+class _QueriesKernel(_Kernel):
+    """That of dQ."""
 
-def _plan_queries(call: BackwardCall, config: HopperBackwardConfig, dq_like: Tensor) -> Any:
-    """What starts the kernel for tiles of queries, called with q, k, v, dout, the statistics, dq,
-    `Lengths` and slopes."""
-    from torch_paged_attn.backends.triton.hopper.backward_kernel import (
-        _hopper_backward_queries_kernel,
-    )
-
-    forward = call.forward
-    kernel = _Kernel(_hopper_backward_queries_kernel, forward, config, of_keys=False)
-    width, width_v, passing = kernel.options.WIDTH, kernel.options.WIDTH_V, config.PASS
-    q_boxes, dout_boxes = _rows(forward.q, STAY, width), _rows(call.dout, STAY, width_v)
-    k_boxes, v_boxes = _rows(forward.k, passing, width), _rows(forward.v, passing, width_v)
-    dq_boxes = _rows(dq_like, STAY, width)
-
-    def start(
-        q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: Tensor,
-        dq: Tensor, lengths: Lengths, slopes: Tensor | None,
-    ) -> None:  # fmt: skip
-        tile_list = kernel.list_tiles(lengths)
-        kernel.launch(
-            q_boxes.at(q.data_ptr()),
-            dout_boxes.at(dout.data_ptr()),
-            k_boxes.at(k.data_ptr()),
-            v_boxes.at(v.data_ptr()),
-            dq_boxes.at(dq.data_ptr()),
-            BackwardPointers(lengths.cu_seqlens_q, tile_list, statistics, None, slopes),
+    def __init__(
+        self, call: BackwardCall, config: HopperBackwardConfig, *, is_beside: bool
+    ) -> None:
+        from torch_paged_attn.backends.triton.hopper.backward_kernel import (
+            _hopper_backward_queries_kernel,
         )
 
-    return start
+        forward, passing = call.forward, config.PASS
+        super().__init__(
+            _hopper_backward_queries_kernel, forward, config, of_keys=False, is_beside=is_beside
+        )
+        width, width_v = self.options.WIDTH, self.options.WIDTH_V
+        self.boxes = (
+            _rows(forward.q, STAY, width),
+            _rows(call.dout, STAY, width_v),
+            _rows(forward.k, passing, width),
+            _rows(forward.v, passing, width_v),
+            _rows(_like(forward.q), STAY, width),
+        )
+
+    def start(self, tensors: tuple[Tensor, ...], pointers: BackwardPointers) -> None:
+        """Launch, with q, dout, k, v and dq."""
+        self.launch(
+            *(boxes.at(x.data_ptr()) for boxes, x in zip(self.boxes, tensors, strict=True)),
+            pointers,
+        )
 
 
-def _plan_sums(call: AttentionCall, options: BackwardOptions) -> tuple[Allocation, Any]:
+def _plan_sums(call: AttentionCall, config: HopperBackwardConfig) -> tuple[Allocation, Any]:
     """Memory for the sums of dQ, and what makes dq of them, called with sums, dq and
     cu_seqlens_q."""
     from torch_paged_attn.backends.triton.hopper.finish_sums import (
@@ -264,8 +268,8 @@ def _plan_sums(call: AttentionCall, options: BackwardOptions) -> tuple[Allocatio
         _finish_rows_kernel,
     )
 
-    device, width = call.q.device, options.WIDTH
-    if options.DQ_SUMS == BY_BOX:
+    device, width = call.q.device, width_of(call.head_dim)
+    if config.DQ_SUMS == BY_BOX:
         size = call.q.numel()
         rows = Launch(
             _finish_rows_kernel, (-(-size // BLOCK),), size=size, scale=call.scale, BLOCK=BLOCK,
@@ -307,49 +311,49 @@ def differentiate(call: BackwardCall, configs: Configs | None = None) -> tuple[T
 
 def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     """A plan for the tensors of calls like this one, in the order of the op's list."""
+    if must_copy := _must_copy(call.dout):
+        call = dataclasses.replace(call, dout=_copy(call.dout))
     forward = call.forward
     configs = configs or choose_configs(call)
     wants_dq, wants_dk, wants_dv, _, wants_dsinks = call.wanted
-    is_one_pass = configs.keys.DQ_SUMS != NONE and wants_dq
-    empty = Allocation((0,), forward.q.dtype, forward.q.device)
-    likes = tuple(x.new_empty(x.shape) for x in (forward.q, forward.k, forward.v))
-    new_dq, new_dk, new_dv = map(Allocation.like, likes)
-    must_copy = _must_copy(call.dout)
-    if must_copy:
-        call = dataclasses.replace(call, dout=_copy(call.dout))
-    make_statistics = plan_statistics(call)
-    start_keys = start_queries = finish = new_sums = None
+    is_one_pass = configs.keys.DQ_SUMS != NONE
+    new_results = [Allocation.like(x) for x in call.new_results()]
+    # what a kernel writes besides what is wanted
+    spare = [Allocation(x.shape, x.dtype, x.device) for x in (forward.q, forward.k, forward.v)]
+    statistics_of = plan_statistics(call)
+    keys = queries = None
     if wants_dk or wants_dv or is_one_pass:
-        start_keys = _plan_keys(call, configs.keys, likes)
-    if is_one_pass:
-        new_sums, finish = _plan_sums(forward, options_of(forward, configs.keys))
-    elif wants_dq and configs.queries is not None:
-        start_queries = _plan_queries(call, configs.queries, likes[0])
+        keys = _KeysKernel(call, configs.keys)
+    if wants_dq and configs.queries is not None:
+        queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
+    new_sums, finish = _plan_sums(forward, configs.keys) if is_one_pass else (None, None)
     names = tensor_names(call.op)
     pick = operator.itemgetter(*(names.index(name) for name in TAKEN))
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
-        (
-            dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes, sinks,
-        ) = pick(tensors)  # fmt: skip
+        dout, dlse, q, k, v, out, lse, *lengths, slopes, sinks = pick(tensors)
         if must_copy:
             dout = _copy(dout)
-        statistics, sink_parts = make_statistics(dout, dlse, out, lse, cu_seqlens_q, sinks)
-        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
-        dq = new_dq() if wants_dq else empty()
-        dk, dv = empty(), empty()
-        if start_keys is not None:
-            dk, dv = new_dk(), new_dv()
-            sums = None
-            if new_sums is not None:
-                sums = new_sums()
-                sums.zero_()
-            start_keys(q, k, v, dout, statistics, sums, dk, dv, lengths, slopes)
-            if finish is not None:
-                finish(sums, dq, cu_seqlens_q)
-        if start_queries is not None:
-            start_queries(q, k, v, dout, statistics, dq, lengths, slopes)
-        dsinks = -sink_parts.sum(1) if wants_dsinks else empty()
-        return dq, dk if wants_dk else empty(), dv if wants_dv else empty(), empty(), dsinks
+        cu_seqlens_q = lengths[0]
+        statistics, sink_parts = statistics_of(dout, dlse, out, lse, cu_seqlens_q, sinks)
+        made = [new() for new in new_results]
+        if wants_dsinks and sink_parts is not None:
+            made[4] = sink_parts.sum(1).neg_()
+        dq = made[0] if wants_dq else spare[0]()
+        lists = [x and x.list_tiles(Lengths(*lengths)) for x in (keys, queries)]
+        sums = None
+        if new_sums is not None:
+            sums = new_sums()
+            sums.zero_()
+        pointers = BackwardPointers(cu_seqlens_q, lists[0], statistics, sums, slopes)
+        if keys is not None:
+            dk = made[1] if wants_dk else spare[1]()
+            dv = made[2] if wants_dv else spare[2]()
+            keys.start((q, dout, k, v, statistics), (dk, dv), pointers)
+        if queries is not None:
+            queries.start((q, dout, k, v, dq), pointers._replace(tile_list=lists[1]))
+        if finish is not None:
+            finish(sums, dq, cu_seqlens_q)
+        return tuple(made)
 
     return run

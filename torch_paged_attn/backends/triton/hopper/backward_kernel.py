@@ -75,6 +75,10 @@ def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
         produce_queries_and_keys(params, pipelines, OPTIONS)
     else:
         produce_gradients_and_values(params, pipelines, OPTIONS)
+        # what follows must find both kernels at their end
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
 
 
 @gluon.jit
@@ -117,6 +121,10 @@ def _hopper_backward_keys_kernel(
 ):  # fmt: skip
     """dK and dV, and in one pass the sums of dQ. The arguments are those of
     `backward_arguments.py`; sizes come one by one, as in the forward."""
+    # the kernel of dQ may take the room that the last programs of this one leave
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+    )
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
     FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
