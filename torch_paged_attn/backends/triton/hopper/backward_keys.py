@@ -9,7 +9,7 @@ A program works on 128 keys of one KV head; each of two consumers owns 64 of the
     dQ  = dS K                           in one pass: dS of both consumers through shared memory,
                                          and half of the columns for each
 
-The order of products is FlashAttention-3's (arXiv 2407.08608, algorithm 3).
+The order of products of one pass is FlashAttention-3's (arXiv 2407.08608, algorithm 3).
 """
 
 from typing import Any, NamedTuple
@@ -259,59 +259,58 @@ def add_parts(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _gradients_of(
-    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
-    INDEX: gl.constexpr,
-):  # fmt: skip
-    """From the scores of fill n to dS, as an operand and in one pass in shared memory, and dV."""
-    STAY: gl.constexpr = OPTIONS.STAY
+def _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr):
+    """P^T of fill n, as an operand too, and what the gradient needs of the scores."""
     PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    scores: gl.constexpr = s.type.layout
-    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
-    operand_v: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
     dtype: gl.constexpr = pipelines.k.tiles.dtype
     first_key, context_len, key_len = keys
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-    lse = statistics.slice(0, PASS, dim=1).load(scores)
+    lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
     position = context_len + row
     p, capped = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
-    p16 = gl.convert_layout(p.to(dtype), operand_v)
+    return p, capped, gl.convert_layout(p.to(dtype), operand)
+
+
+@gluon.jit
+def _as_operand(ds, OPTIONS: gl.constexpr):
+    """dS^T for the product that gives dK."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    return gl.convert_layout(ds, operand)
+
+
+@gluon.jit
+def _gradients_of(
+    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
-    if OPTIONS.DQ_SUMS == NONE:
-        dp = warpgroup_mma_wait(1, deps=[dp_pending])
-    else:
-        delta = statistics.slice(PASS, PASS, dim=1).load(scores)
-        dp = warpgroup_mma_wait(1, deps=[dp_pending]) - delta
-    ds = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
-    if OPTIONS.DQ_SUMS != NONE:
-        tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
-        tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
-        fence_async_shared()
-    ds = gl.convert_layout(ds, operand)
+    dp = warpgroup_mma_wait(1, deps=[dp_pending])
+    ds = finish_gradient(p, capped, dp, OPTIONS).to(pipelines.k.tiles.dtype)
+    ds = _as_operand(ds, OPTIONS)
     dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
     pipelines.dout.consumer_release(n)
-    if OPTIONS.DQ_SUMS != NONE:
-        meet()
     return ds, dv
 
 
 @gluon.jit
 def _ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
-    """The product dP^T. It starts from -D unless one pass needs the registers until then."""
+    """The product dP^T less D, from which it starts."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    HAS_START: gl.constexpr = OPTIONS.DQ_SUMS == NONE
-    start = zeros
-    if HAS_START:
-        statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-        start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
     pipelines.dout.consumer_wait(n)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
-    return warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=HAS_START, is_async=True)
+    return warpgroup_mma(v, dout.permute((1, 0)), start, is_async=True)
 
 
 @gluon.jit
@@ -353,6 +352,105 @@ def _slope_of(b, head, params):
 
 
 @gluon.jit
+def _two_results(
+    k, v, dk, dv, n, steps, first, first_live, head, b, keys, params, pipelines,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile. The scores of the next queries are asked for together with the last
+    product of these: both run while the next probabilities are computed."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    queries = pipelines.q
+    if steps > 0:
+        m = 0
+        slope = _slope_of(b, head, params)
+        q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
+        s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+        s = warpgroup_mma_wait(1, deps=[s_pending])
+        ds, dv = _gradients_of(s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS)
+        for _ in range(1, steps * GROUP_SIZE):
+            m += 1
+            if GROUP_SIZE > 1 and m == steps:
+                m = 0
+                head += 1
+                slope = _slope_of(b, head, params)
+            row = first + m * PASS
+            q_was = queries.tile(n).reshape([PASS, WIDTH])
+            q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
+            s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
+            dp_pending = _ask_for_dp(v, zeros, n + 1, pipelines, OPTIONS)
+            s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
+            ds, dv = _gradients_of(
+                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS
+            )
+        q = queries.tile(n).reshape([PASS, WIDTH])
+        dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+        dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+        queries.consumer_release(n)
+        n += 1
+    return dk, dv, n
+
+
+@gluon.jit
+def _three_results(
+    k, v, own, dk, dv, n, steps, first, first_live, head, b, keys, statistics_tile, params,
+    pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
+    queries, douts = pipelines.q, pipelines.dout
+    for g in range(OPTIONS.GROUP_SIZE):
+        slope = _slope_of(b, head + g, params)
+        for m in range(steps):
+            row = first + m * PASS
+            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            dout = douts.tile(n).reshape([PASS, WIDTH_V])
+            s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            douts.consumer_wait(n)
+            dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS)
+            statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+            delta = statistics.slice(PASS, PASS, dim=1).load(scores)
+            dp = warpgroup_mma_wait(0, deps=[dp_pending])
+            ds = finish_gradient(p, capped, dp - delta, OPTIONS).to(queries.tiles.dtype)
+            tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+            tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
+            ds = _as_operand(ds, OPTIONS)
+            dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+            fence_async_shared()
+            meet()
+            dq_pending = warpgroup_mma(
+                tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
+            )
+            dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
+            douts.consumer_release(n)
+            dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[dq_pending])
+            _leave(dq, n, head + g, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
+            dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
+    return dk, dv, n
+
+
+@gluon.jit
 def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Keys [INDEX * STAY, ...) of every tile."""
     STAY: gl.constexpr = OPTIONS.STAY
@@ -366,13 +464,9 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
-    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    queries = pipelines.q
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
-    dtype: gl.constexpr = queries.tiles.dtype
-    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
-    zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
+    dtype: gl.constexpr = pipelines.q.tiles.dtype
     n = 0
     tile = 0
     claims.consumer_wait(0)
@@ -411,84 +505,16 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             k_operand = k.load(stays)
         dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
-        m = 0
-        slope = _slope_of(b, head, params)
-        if not OPTIONS.LOOKAHEAD:
-            for _ in range(steps * GROUP_SIZE):
-                row = first + m * PASS
-                q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
-                s_pending = warpgroup_mma(
-                    k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                dp_pending = _ask_for_dp(v_operand, zeros, n, pipelines, OPTIONS)
-                s = warpgroup_mma_wait(1, deps=[s_pending])
-                ds, dv = _gradients_of(
-                    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, INDEX
-                )
-                if DQ_SUMS != NONE:
-                    ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
-                    dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
-                dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
-                if DQ_SUMS != NONE:
-                    dq = warpgroup_mma_wait(1, deps=[dq_pending])
-                    _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
-                dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
-                queries.consumer_release(n)
-                n += 1
-                m += 1
-                if GROUP_SIZE > 1 and m == steps:
-                    m = 0
-                    head += 1
-                    slope = _slope_of(b, head, params)
-        elif steps > 0:
-            q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
-            s_pending = warpgroup_mma(
-                k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            dp_pending = _ask_for_dp(v_operand, zeros, n, pipelines, OPTIONS)
-            s = warpgroup_mma_wait(1, deps=[s_pending])
-            ds, dv = _gradients_of(
-                s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, INDEX
-            )
-            for _ in range(1, steps * GROUP_SIZE):
-                m_was, head_was = m, head
-                m += 1
-                if GROUP_SIZE > 1 and m == steps:
-                    m = 0
-                    head += 1
-                    slope = _slope_of(b, head, params)
-                row = first + m * PASS
-                q_was = queries.tile(n).reshape([PASS, WIDTH])
-                q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
-                if DQ_SUMS != NONE:
-                    ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
-                    dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
-                s_pending = warpgroup_mma(
-                    k_operand, q.permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
-                if DQ_SUMS != NONE:
-                    dq = warpgroup_mma_wait(2, deps=[dq_pending])
-                    _leave(dq, n, head_was, m_was, statistics_tile, params, pipelines, OPTIONS,
-                           INDEX)  # fmt: skip
-                dp_pending = _ask_for_dp(v_operand, zeros, n + 1, pipelines, OPTIONS)
-                s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
-                queries.consumer_release(n)
-                n += 1
-                ds, dv = _gradients_of(
-                    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, INDEX
-                )
-            q = queries.tile(n).reshape([PASS, WIDTH])
-            if DQ_SUMS != NONE:
-                ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES).permute((1, 0))
-                dq_pending = warpgroup_mma(ds_tile, own, zeros_q, use_acc=False, is_async=True)
-            dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
-            if DQ_SUMS != NONE:
-                dq = warpgroup_mma_wait(1, deps=[dq_pending])
-                _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
-            dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
-            queries.consumer_release(n)
-            n += 1
+        if DQ_SUMS == NONE:
+            dk, dv, n = _two_results(
+                k_operand, v_operand, dk, dv, n, steps, first, first_live, head, b, keys, params,
+                pipelines, OPTIONS,
+            )  # fmt: skip
+        else:
+            dk, dv, n = _three_results(
+                k_operand, v_operand, own, dk, dv, n, steps, first, first_live, head, b, keys,
+                statistics_tile, params, pipelines, OPTIONS, INDEX,
+            )  # fmt: skip
         # results leave from where keys and values lay, once nobody reads those
         if DQ_SUMS != NONE:
             meet()

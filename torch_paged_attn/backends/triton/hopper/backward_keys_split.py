@@ -114,8 +114,6 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
     COLUMNS_V: gl.constexpr = WIDTH_V // OPTIONS.CONSUMERS
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
-    # products of the last tile that run while the next one's are waited for
-    MULTIPLIED: gl.constexpr = 2 if OPTIONS.LOOKAHEAD else 0
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_V, 16])
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
@@ -168,16 +166,13 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                     s_pending, dp_pending = _ask_for_scores(
                         pipelines, n + 1, row, first_live, k, v, OPTIONS, INDEX
                     )
-                    if OPTIONS.LOOKAHEAD:
-                        dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
-                    s = warpgroup_mma_wait(1 + MULTIPLIED, deps=[s_pending])
+                    s = warpgroup_mma_wait(1, deps=[s_pending])
                     p, capped = _probabilities_of(
                         s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
                     )
-                    dp = warpgroup_mma_wait(MULTIPLIED, deps=[dp_pending])
+                    dp = warpgroup_mma_wait(0, deps=[dp_pending])
                     _leave_gradient(p, capped, dp, pipelines, n + 1, OPTIONS, INDEX)
-                    if not OPTIONS.LOOKAHEAD:
-                        dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
+                    dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
                     dk, dv = warpgroup_mma_wait(0, deps=[dk_pending, dv_pending])
                     pipelines.q.consumer_release(n)
                     pipelines.dout.consumer_release(n)

@@ -272,7 +272,9 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             douts.consumer_release(tile)
         if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
             queries.consumer_release(tile)
-        # a row that has seen no key may hold NaN
+        # a row that has seen no key may hold NaN, and with a sink a finite lse
+        if OPTIONS.HAS_RIGHT:
+            lse_row = gl.where(position + r + scalars.window_right < 0, float("inf"), lse_row)
         seen = gl.convert_layout(lse_row, gl.SliceLayout(1, of_q)) < float("inf")
         dq = gl.where(gl.expand_dims(seen, 1), dq * scalars.scale, 0.0)
         if OPTIONS.IN_PLACE:

@@ -38,8 +38,7 @@ class HopperBackwardConfig:
     """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows
     that pass by, stages of the tile that stays and of the two that pass (queries and gradients, or
     keys and values), registers of a consumer's thread, and how many of the two tiles that stay are
-    kept in registers. With LOOKAHEAD, products of the next tile are asked for before the last ones
-    of this one. IN_PLACE: dQ leaves from where the queries lay.
+    kept in registers. IN_PLACE: dQ leaves from where the queries lay.
 
     IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
     of the results. P and dS then go through shared memory, by DS_STAGES tiles.
@@ -55,7 +54,6 @@ class HopperBackwardConfig:
     SECOND_STAGES: int = 2
     REGISTERS: int = 240
     OPERANDS: int = 0
-    LOOKAHEAD: bool = True
     IS_SPLIT: bool = False
     IN_PLACE: bool = False
     DQ_SUMS: int = 0
@@ -66,7 +64,7 @@ class HopperBackwardConfig:
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
     """For dK and dV; `width` is head_dim as it lies in shared memory."""
     if width == 256:
-        return HopperBackwardConfig(IS_SPLIT=True, LOOKAHEAD=False)
+        return HopperBackwardConfig(IS_SPLIT=True)
     if width == 64:
         return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
     return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
@@ -87,7 +85,6 @@ def choose_one_pass_config(width: int, is_causal: bool) -> HopperBackwardConfig:
             FIRST_STAGES=3,
             SECOND_STAGES=3,
             OPERANDS=2,
-            LOOKAHEAD=False,
             DQ_SUMS=2,
         )
     return HopperBackwardConfig(FIRST_STAGES=3, DQ_SUMS=1)
