@@ -33,7 +33,7 @@ from torch_paged_attn.backward_call import BackwardCall
 STATISTICS_ROWS = 64
 
 # elements of a row that a program holds at a time
-MOST_COLUMNS = 128
+MOST_COLUMNS = 64
 
 
 class StatisticsPointers(NamedTuple):

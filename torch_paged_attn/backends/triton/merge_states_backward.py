@@ -171,9 +171,13 @@ def _plan(
         BLOCK_R=block_r,
     )
 
+    has_dlse = dlse is not None
+
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
         made = tuple(new() for new in new_results)
         if not is_empty:
+            if not has_dlse:
+                tensors = tensors[0], None, *tensors[1:]
             pointers = (x if x is None else as_stored(x, target)[0] for x in (*tensors, *made))
             launch(MergePointers(*pointers))
         return made

@@ -142,11 +142,12 @@ def differentiate(
     """Plan the call and launch the kernels: dq, dk, dv, dbias, dsinks. `config` overrides tables
     and rules.
     """
-    return plan_backward(call, config=config)(tuple(call.tensors().values()), None)
+    given = tuple(x for x in call.tensors().values() if x is not None)
+    return plan_backward(call, config=config)(given, None)
 
 
 def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list. `config`
+    """A plan for the given tensors of calls like this one, in the order of the op's list. `config`
     overrides tables and rules.
     """
     # a row of dout lies in one piece, and an expanded one is written out
@@ -175,11 +176,12 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     new_results = [Allocation.like(x) for x in results]
     # what kernels write besides what is wanted
     spare = [Allocation.like(x) for x in (forward.q, forward.k, forward.v)]
-    names = tensor_names(call.op)
+    names = [name for name, x in call.tensors().items() if x is not None]
+    nothing = dict.fromkeys(tensor_names(call.op))
     gather = backward_arguments.pointers_of(call, kernels.target)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
-        given = dict(zip(names, tensors, strict=True))
+        given: dict[str, Any] = nothing | dict(zip(names, tensors, strict=True))
         if is_copied:
             given["dout"] = given["dout"].contiguous()
         statistics, sink_parts = statistics_of(
