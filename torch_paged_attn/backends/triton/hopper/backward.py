@@ -44,7 +44,7 @@ from torch_paged_attn.backends.triton.tuning.hopper import (
     choose_one_pass_config,
     choose_queries_config,
 )
-from torch_paged_attn.backward_call import BackwardCall, tensor_names
+from torch_paged_attn.backward_call import BackwardCall
 
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
@@ -304,13 +304,12 @@ def _copy(dout: Tensor) -> Tensor:
 
 def differentiate(call: BackwardCall, configs: Configs | None = None) -> tuple[Tensor, ...]:
     """Plan a call for which `unsupported` has no reason, and launch the kernels."""
-    tensors = call.tensors()
-    plan = plan_backward(call, configs)
-    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+    given = tuple(x for x in call.tensors().values() if x is not None)
+    return plan_backward(call, configs)(given, None)
 
 
 def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list."""
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
     if must_copy := _must_copy(call.dout):
         call = dataclasses.replace(call, dout=_copy(call.dout))
     forward = call.forward
@@ -327,11 +326,13 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     if wants_dq and configs.queries is not None:
         queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
     new_sums, finish = _plan_sums(forward, configs.keys) if is_one_pass else (None, None)
-    names = tensor_names(call.op)
-    pick = operator.itemgetter(*(names.index(name) for name in TAKEN))
+    # what is not given is the None behind the tensors
+    names = [name for name, x in call.tensors().items() if x is not None]
+    places = {name: i for i, name in enumerate(names)}
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in TAKEN))
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
-        dout, dlse, q, k, v, out, lse, *lengths, slopes, sinks = pick(tensors)
+        dout, dlse, q, k, v, out, lse, *lengths, slopes, sinks = pick((*tensors, None))
         if must_copy:
             dout = _copy(dout)
         cu_seqlens_q = lengths[0]
