@@ -2,7 +2,8 @@
 
 The results of 64 keys of 256 numbers each fill the registers of two consumers. So both work on the
 same keys: each makes P and dS of half of the queries of a tile, and after a meeting multiplies
-those of all of them by its columns of dO and Q.
+those of all of them by its columns of dO and Q. These products are asked for together with the next
+tile's first ones.
 """
 
 from triton.experimental import gluon
@@ -163,19 +164,18 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                 meet()
                 for m in range(1, steps):
                     row = first + m * PASS
+                    dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
                     s_pending, dp_pending = _ask_for_scores(
                         pipelines, n + 1, row, first_live, k, v, OPTIONS, INDEX
                     )
-                    s = warpgroup_mma_wait(1, deps=[s_pending])
+                    s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
+                    pipelines.q.consumer_release(n)
+                    pipelines.dout.consumer_release(n)
                     p, capped = _probabilities_of(
                         s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
                     )
                     dp = warpgroup_mma_wait(0, deps=[dp_pending])
                     _leave_gradient(p, capped, dp, pipelines, n + 1, OPTIONS, INDEX)
-                    dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
-                    dk, dv = warpgroup_mma_wait(0, deps=[dk_pending, dv_pending])
-                    pipelines.q.consumer_release(n)
-                    pipelines.dout.consumer_release(n)
                     meet()
                     n += 1
                 dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)

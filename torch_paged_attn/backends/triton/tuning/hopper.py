@@ -55,6 +55,7 @@ class HopperBackwardConfig:
     REGISTERS: int = 240
     OPERANDS: int = 0
     IS_SPLIT: bool = False
+    EARLY: bool = False
     IN_PLACE: bool = False
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
@@ -64,7 +65,8 @@ class HopperBackwardConfig:
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
     """For dK and dV; `width` is head_dim as it lies in shared memory."""
     if width == 256:
-        return HopperBackwardConfig(IS_SPLIT=True)
+        stages = 2 if width_v == 256 else 3
+        return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=stages, SECOND_STAGES=stages)
     if width == 64:
         return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
     return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
