@@ -14,8 +14,10 @@ from torch_paged_attn.backends.triton.hopper.backward_arguments import (
 )
 from torch_paged_attn.backends.triton.hopper.backward_keys import (
     KeyPipelines,
-    add_parts,
     consume_keys,
+)
+from torch_paged_attn.backends.triton.hopper.backward_keys_producer import (
+    add_parts,
     keep_keys,
     produce_gradients,
     produce_queries,

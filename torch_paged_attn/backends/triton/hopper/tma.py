@@ -8,13 +8,14 @@ stored. This is the arithmetic of Triton's `ragged_tma`, for rows of several hea
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
-from triton._C.libtriton import gluon_ir, ir
+from triton._C import libtriton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -109,15 +110,18 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 # whether the accelerator can be asked to add: Triton 3.6 has no name for it, its builder has
-HAS_ADD = hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce")
+_builder = getattr(getattr(libtriton, "gluon_ir", None), "GluonOpBuilder", None)
+_kinds = getattr(libtriton.ir, "DESCRIPTOR_REDUCE_KIND", None)
+_builtin: Any = getattr(_core, "builtin", None)
+HAS_ADD = bool(_kinds and _builtin and hasattr(_builder, "create_async_tma_reduce"))
 
+if HAS_ADD:
 
-@builtin
-def _async_add(desc, coord, smem, _semantic=None):
-    """Add a box to what lies there."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, smem.handle)
+    @_builtin
+    def _async_add(desc, coord, smem, _semantic=None):
+        """Add a box to what lies there."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(_kinds.ADD, desc.handle, coord, smem.handle)
 
 
 @gluon.constexpr_function
