@@ -33,6 +33,7 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     KEY_LEN,
     STATISTICS_TILE,
     STEPS,
+    slope_of,
 )
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
@@ -155,17 +156,6 @@ def _wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _slope_of(b, head, params):
-    """In the units of scores."""
-    slope = 0.0
-    if params.pointers.alibi_slopes is not None:
-        scalars = params.scalars
-        slope_ptr = params.pointers.alibi_slopes + b * scalars.stride_alibi_batch
-        slope = gl.load(slope_ptr + head * scalars.stride_alibi_head) * scalars.alibi_scale
-    return slope
-
-
-@gluon.jit
 def _two_results(
     k, v, dk, dv, n, steps, first, first_live, head, b, keys, params, pipelines,
     OPTIONS: gl.constexpr,
@@ -182,7 +172,7 @@ def _two_results(
     queries = pipelines.q
     if steps > 0:
         m = 0
-        slope = _slope_of(b, head, params)
+        slope = slope_of(b, head, params)
         q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
@@ -193,7 +183,7 @@ def _two_results(
             if GROUP_SIZE > 1 and m == steps:
                 m = 0
                 head += 1
-                slope = _slope_of(b, head, params)
+                slope = slope_of(b, head, params)
             row = first + m * PASS
             q_was = queries.tile(n).reshape([PASS, WIDTH])
             q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
@@ -247,7 +237,7 @@ def _three_results(
     zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
     queries, douts = pipelines.q, pipelines.dout
     for g in range(OPTIONS.GROUP_SIZE):
-        slope = _slope_of(b, head + g, params)
+        slope = slope_of(b, head + g, params)
         for m in range(steps):
             row = first + m * PASS
             q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)

@@ -131,7 +131,7 @@ def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(params, pipelines, tile, OPTIONS: gl.constexpr):
+def _load_keys(params, pipelines, tile):
     """Load keys and values of a tile."""
     info, keys, values = pipelines.info, pipelines.k, pipelines.v
     k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
@@ -166,7 +166,7 @@ def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
     claims.consumer_wait(0)
     steps = info.get(0, STEPS)
     while steps >= 0:
-        _load_keys(params, pipelines, tile, OPTIONS)
+        _load_keys(params, pipelines, tile)
         if AHEAD > 0 and tile > 0:
             _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
         start, stop = info.get(tile, K_START), info.get(tile, STOP_STAY)

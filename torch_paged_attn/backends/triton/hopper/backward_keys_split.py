@@ -25,6 +25,7 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     HEAD,
     KEY_LEN,
     STEPS,
+    slope_of,
 )
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
@@ -145,12 +146,7 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
         dk = gl.zeros([STAY, COLUMNS], gl.float32, of_k)
         dv = gl.zeros([STAY, COLUMNS_V], gl.float32, of_v)
         for g in range(GROUP_SIZE):
-            slope = 0.0
-            if params.pointers.alibi_slopes is not None:
-                slope_ptr = params.pointers.alibi_slopes + b * scalars.stride_alibi_batch
-                head = kv_head * GROUP_SIZE + g
-                slope = gl.load(slope_ptr + head * scalars.stride_alibi_head)
-                slope = slope * scalars.alibi_scale
+            slope = slope_of(b, kv_head * GROUP_SIZE + g, params)
             if steps > 0:
                 s_pending, dp_pending = _ask_for_scores(
                     pipelines, n, first, first_live, k, v, OPTIONS, INDEX

@@ -37,6 +37,7 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     STOP_STAY,
     load_entry,
     publish,
+    slope_of,
 )
 from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
 from torch_paged_attn.backends.triton.hopper.tma import load_rows, store_rows
@@ -191,17 +192,11 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         head, stop_token = info.get(tile, HEAD), info.get(tile, STOP_STAY)
         q_start = info.get(tile, Q_START)
         number = head * params.sizes.statistics_tiles + info.get(tile, STATISTICS_TILE)
-        slope = 0.0
+        b = 0
         if pointers.alibi_slopes is not None:
             b = info.get(tile, BATCH)
-            if b < params.sizes.batch:
-                slope = gl.load(
-                    pointers.alibi_slopes
-                    + b * scalars.stride_alibi_batch
-                    + head * scalars.stride_alibi_head
-                )
-                slope = slope * scalars.alibi_scale
         claims.consumer_release(tile)
+        slope = slope_of(b, head, params)
         token = first_token + r
         exists = token < stop_token
         at = pointers.statistics + number.to(gl.int64) * 128 + token // 64 * 128 + token % 64

@@ -50,3 +50,15 @@ def publish(claims, tile):
     """Let the other warps read the numbers of a tile."""
     thread_barrier()  # the thread that arrives has not written all of these
     mbarrier.arrive(claims.full_barrier(tile), count=1)
+
+
+@gluon.jit
+def slope_of(b, head, params):
+    """The slope of a head for a sequence, in the units of scores; 0 for rows of no sequence."""
+    slope = 0.0
+    if params.pointers.alibi_slopes is not None:
+        scalars = params.scalars
+        slope_ptr = params.pointers.alibi_slopes + b * scalars.stride_alibi_batch
+        slope_ptr += head * scalars.stride_alibi_head
+        slope = gl.load(slope_ptr, mask=b < params.sizes.batch, other=0.0) * scalars.alibi_scale
+    return slope
