@@ -111,7 +111,7 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 # whether the accelerator can be asked to add: Triton 3.6 has no name for it, its builder has
 _builder = getattr(getattr(libtriton, "gluon_ir", None), "GluonOpBuilder", None)
-_kinds = getattr(libtriton.ir, "DESCRIPTOR_REDUCE_KIND", None)
+_kinds: Any = getattr(libtriton.ir, "DESCRIPTOR_REDUCE_KIND", None)
 _builtin: Any = getattr(_core, "builtin", None)
 HAS_ADD = bool(_kinds and _builtin and hasattr(_builder, "create_async_tma_reduce"))
 
