@@ -1,6 +1,7 @@
 """The Hopper kernels of the backward: what they leave to the portable ones, and what the compiler
 makes of them. Their results are a matter of the conformance suite, on a Hopper chip."""
 
+import dataclasses
 import os
 
 import cross_compile
@@ -11,6 +12,7 @@ from test_hopper import HOPPER, LONG, MIXED, bf16, f16
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import backward as hopper
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
+from torch_paged_attn.backends.triton.tuning.hopper import choose_one_pass_config
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.testing import Layout, Problem, build
 
@@ -56,12 +58,13 @@ SHAPES = {
     )
 }
 
-# the kernels of a call: deterministic, and in one pass
-WAYS = [(name, True) for name in SHAPES] + [
-    (name, False) for name in SHAPES if SHAPES[name].head_dim <= 128
+# calls, and how dQ is added up: not at all, as deterministic calls do, or as `sums.py` has it
+NONE, BY_BOX, BY_LANE = 0, 1, 2
+WAYS = [(name, NONE) for name in SHAPES] + [
+    (name, sums) for name in SHAPES for sums in (BY_BOX, BY_LANE) if SHAPES[name].head_dim <= 128
 ]
 # those with the most in their registers
-FEW = {("d128", True), ("d128", False)}
+FEW = {("d128", NONE), ("d128", BY_BOX)}
 
 
 def hopper_call(problem, **changes):
@@ -103,10 +106,15 @@ def test_unsupported_layouts_and_chips():
         assert "Hopper" in hopper.unsupported(hopper_call(SHAPES["d64/bf16"]))
 
 
-def compile_for_hopper(name, deterministic):
+def compile_for_hopper(name, sums):
     """The kernels of a launch, compiled in another process."""
-    call = hopper_call(SHAPES[name], deterministic=deterministic)
-    cross_compile.CALLS["hopper"] = lambda: lambda: hopper.differentiate(call)
+    call = hopper_call(SHAPES[name], deterministic=sums == NONE)
+    configs = None
+    if sums != NONE:
+        width = hopper.width_of(call.forward.head_dim)
+        config = choose_one_pass_config(width, 1 << 20, has_window=False)
+        configs = hopper.Configs(dataclasses.replace(config, DQ_SUMS=sums), None)
+    cross_compile.CALLS["hopper"] = lambda: lambda: hopper.differentiate(call, configs)
     return cross_compile.compile_call("sm90", "hopper")
 
 
@@ -117,14 +125,40 @@ def compiler():
 
 
 @pytest.mark.parametrize(
-    "name, deterministic",
+    "name, sums",
     [w for w in WAYS if IS_THOROUGH or (w[0].partition("/")[0], w[1]) in FEW],
 )
-def test_compiles_to_products(name, deterministic, compiler):
-    found = compiler.submit(compile_for_hopper, name, deterministic).result()
+def test_compiles_to_products(name, sums, compiler):
+    found = compiler.submit(compile_for_hopper, name, sums).result()
     kernels = {k.name: k for k in found if "hopper" in k.name}
     keys = kernels.pop("_hopper_backward_keys_kernel")
-    assert list(kernels) == ["_hopper_backward_queries_kernel"] * deterministic
+    assert list(kernels) == ["_hopper_backward_queries_kernel"] * (sums == NONE)
     for kernel in (keys, *kernels.values()):
         assert kernel.faults("sm90", name) == []
         assert kernel.matrix_instructions > 0
+
+
+@pytest.mark.parametrize(
+    "name, changes, sums",
+    [
+        ("d128_long/bf16", {}, NONE),
+        ("d128_long/bf16", dict(deterministic=False), BY_BOX),
+        ("d128/bf16", dict(deterministic=False), NONE),
+        ("d128_window/bf16", dict(deterministic=False), NONE),
+        ("d64/bf16", dict(deterministic=False), BY_LANE),
+        ("d256/bf16", dict(deterministic=False), NONE),
+    ],
+)
+def test_one_pass_where_it_is_faster(name, changes, sums, monkeypatch):
+    # the suite has tensors filled with NaN by it
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    configs = hopper.choose_configs(hopper_call(SHAPES[name], **changes))
+    assert sums == configs.keys.DQ_SUMS
+    assert (configs.queries is None) == (sums != NONE)
+
+
+def test_one_pass_makes_all_three(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    call = hopper_call(SHAPES["d64/bf16"], deterministic=False)
+    call.output_mask = True, False, False, False, False
+    assert hopper.choose_configs(call).queries is not None

@@ -86,13 +86,22 @@ def unsupported(call: BackwardCall) -> str | None:
 
 
 def choose_configs(call: BackwardCall) -> Configs:
-    """Tiles of the kernels of a call."""
+    """Tiles of the kernels of a call. Of its sizes, they depend on its mean length."""
+    from torch_paged_attn.backends.triton.hopper.tma import HAS_ADD
+
     forward = call.forward
     width, width_v = width_of(forward.head_dim), width_of(forward.head_dim_v)
     dq, dk, dv, *_ = call.wanted
-    if not call.deterministic and dq and (dk or dv) and width <= 128:
-        return Configs(choose_one_pass_config(width, forward.window_right == 0), None)
-    return Configs(choose_keys_config(width, width_v), choose_queries_config(width))
+    one_pass = None
+    if not call.deterministic and dq and (dk or dv):
+        mean_length = forward.total_q // max(forward.batch, 1)
+        has_window = is_bound(forward.window_size_left)
+        one_pass = choose_one_pass_config(width, mean_length, has_window)
+    if one_pass is None:
+        return Configs(choose_keys_config(width, width_v), choose_queries_config(width))
+    if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
+        one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)
+    return Configs(one_pass, None)
 
 
 def rows_of(config: HopperBackwardConfig) -> int:

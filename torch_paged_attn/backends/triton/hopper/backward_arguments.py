@@ -55,7 +55,6 @@ class BackwardOptions(NamedTuple):
     HAS_RIGHT: bool  # also where a call is causal
     IS_CAUSAL: bool
     HAS_SOFTCAP: bool
-    EARLY: bool  # the next probabilities do not wait for the last product
     IN_PLACE: bool  # results of tiles of queries leave from where the queries lay
     DQ_SUMS: int  # how dQ is added up in memory: see `sums.py`
     CONSUMERS: int

@@ -165,7 +165,6 @@ def _two_results(
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
@@ -190,28 +189,12 @@ def _two_results(
             s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
             dp_pending = _ask_for_dp(v, zeros, n + 1, pipelines, OPTIONS)
-            if OPTIONS.EARLY:
-                s = warpgroup_mma_wait(2, deps=[s_pending])
-                p, capped, p16 = _probabilities_of(
-                    s, n + 1, row, keys, slope, params, pipelines, OPTIONS
-                )
-                dk, ds = warpgroup_mma_wait(1, deps=[dk_pending, ds])
-                queries.consumer_release(n)
-                n += 1
-                dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
-                dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=[dp_pending])
-                ds = finish_gradient(p, capped, dp, OPTIONS).to(queries.tiles.dtype)
-                ds = _as_operand(ds, OPTIONS)
-                dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
-                pipelines.dout.consumer_release(n)
-            else:
-                s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
-                queries.consumer_release(n)
-                n += 1
-                ds, dv = _gradients_of(
-                    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS
-                )
+            s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
+            ds, dv = _gradients_of(
+                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS
+            )
         q = queries.tile(n).reshape([PASS, WIDTH])
         dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
         dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])

@@ -55,7 +55,6 @@ class HopperBackwardConfig:
     REGISTERS: int = 240
     OPERANDS: int = 0
     IS_SPLIT: bool = False
-    EARLY: bool = False
     IN_PLACE: bool = False
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
@@ -63,7 +62,7 @@ class HopperBackwardConfig:
 
 
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
-    """For dK and dV; `width` is head_dim as it lies in shared memory."""
+    """For dK and dV; widths are those of heads as they lie in shared memory."""
     if width == 256:
         stages = 2 if width_v == 256 else 3
         return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=stages, SECOND_STAGES=stages)
@@ -79,14 +78,15 @@ def choose_queries_config(width: int) -> HopperBackwardConfig:
     return HopperBackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
 
 
-def choose_one_pass_config(width: int, is_causal: bool) -> HopperBackwardConfig:
-    """For dK, dV and dQ in one pass."""
+def choose_one_pass_config(
+    width: int, mean_length: int, has_window: bool
+) -> HopperBackwardConfig | None:
+    """For dK, dV and dQ in one pass; None where two kernels are faster: where sums of dQ, which
+    have to be zeroed, added up and rounded, are much of the work."""
     if width == 64:
         return HopperBackwardConfig(
-            STAY_STAGES=2,
-            FIRST_STAGES=3,
-            SECOND_STAGES=3,
-            OPERANDS=2,
-            DQ_SUMS=2,
+            STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2, DQ_SUMS=2
         )
-    return HopperBackwardConfig(FIRST_STAGES=3, DQ_SUMS=1)
+    if width == 256 or mean_length <= 2048 or has_window:
+        return None
+    return HopperBackwardConfig(DQ_SUMS=1, SLOTS=2)
