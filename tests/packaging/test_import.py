@@ -100,14 +100,15 @@ MAY_IMPORT = {
     "backends/cpu": ("backends.cpu", "ops"),
     "backends/tpu": ("backends.tpu", "ops"),
     "backends/neuron": ("backends.neuron", "ops"),
-    "backends/triton": ("backends.triton", "ops"),
+    "backends/triton": ("backends.triton", "lru", "ops"),
     "backends/triton/portable": (
         *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
     ),
     "backends/triton/hopper": (
         *("backends.triton." + m for m in ("hopper", "runtime", "tuning", *SHARED_BY_KERNELS)),
+        "lru",
     ),
-    "backends/triton/runtime": ("backends.triton.runtime", "ops"),
+    "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
 }
 
 

@@ -273,6 +273,15 @@ def _append_slots(bounds: list[int] | None) -> Callable[[], None]:
     return lambda: append_slots(seqlens, table, cu_seqlens, 16, 18)
 
 
+def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.append_and_attend import append_and_attend
+
+    q, new = torch.zeros(40, 1, 8, 128, dtype=bf16), torch.zeros(40, 1, 2, 128, dtype=bf16)
+    cache, table = torch.zeros(80, 16, 2, 128).to(stored), torch.zeros(40, 4, dtype=torch.int32)
+    scales = (None, *[torch.ones(2)] * 2) if stored.itemsize == 1 else ()
+    return lambda: append_and_attend(q, cache, cache, new, new, table[:, 0], table, *scales)
+
+
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     problems = PROBLEMS | MORE
     calls = {name: functools.partial(_attention, problems[name]) for name in problems}
@@ -287,6 +296,8 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
             write = functools.partial(_cache_write, dtype, stored)
             calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write
     calls["append_slots/equal"] = functools.partial(_append_slots, None)
+    for name, stored in {"bf16": bf16, "int8": torch.int8}.items():
+        calls[f"append_and_attend/{name}"] = functools.partial(_append_and_attend, stored)
     calls["append_slots/ragged"] = functools.partial(_append_slots, list(range(0, 20, 2)))
     return calls
 
