@@ -22,6 +22,11 @@ def check_tensors(name: str, **arguments: Any) -> None:
             raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
 
 
+def asks_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call is one that trains."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def flash_varlen_arguments(
     name: str,
     q: Tensor,

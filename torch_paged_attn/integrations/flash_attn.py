@@ -10,9 +10,11 @@ is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, p
 any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
 any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
 
-These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read), `deterministic`
-(every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument
-that is not offered raises NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
+Packed keys train: out and softmax_lse have gradients, and `deterministic` is the backward's, False
+unless it is asked for, as in flash-attn; every forward is. These arguments change no result:
+`max_seqlen_*` (hints; 0-d tensors are not read), `num_splits`, `pack_gqa`, `sm_margin`,
+`scheduler_metadata`, `ver`. An argument that is not offered raises NotImplementedError. Wrong
+shapes, dtypes and values raise as in the ops.
 """
 
 from typing import Any, TypeAlias
@@ -23,6 +25,7 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._arguments import (
     Window,
+    asks_gradient,
     check_tensors,
     flash_varlen_arguments,
     refuse,
@@ -86,7 +89,8 @@ def flash_attn_func(
     cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
     cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
-    if (end_to_end(k) and end_to_end(v)) or k.requires_grad or v.requires_grad:
+    is_trained = asks_gradient(q, k, v)
+    if (end_to_end(k) and end_to_end(v)) or is_trained:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         # each sequence is a page: heads-first keys, as model caches keep them, are not copied
@@ -114,6 +118,7 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         causal=causal,
         softcap=softcap,
+        deterministic=deterministic if is_trained else None,
     )
     result, lse = flash_varlen(**arguments)
     result = result.reshape(batch, seqlen_q, *result.shape[1:])
@@ -191,6 +196,7 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         causal=causal,
         softcap=softcap,
+        deterministic=deterministic if asks_gradient(q, k, v) else None,
     )
     result, lse = flash_varlen(**arguments)
     return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
