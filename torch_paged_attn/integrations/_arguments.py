@@ -41,6 +41,7 @@ def flash_varlen_arguments(
     causal: bool,
     softcap: float,
     dropout_p: float = 0.0,
+    deterministic: bool = True,
     return_attn_probs: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def flash_varlen_arguments(
     if window_size != (-1, -1):
         left, right = (-1 if size is None else size for size in window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}
+    if not deterministic and asks_gradient(q, k, v):
+        arguments["deterministic"] = False  # of the backward
     if causal:
         arguments["causal"] = causal
     if softcap:

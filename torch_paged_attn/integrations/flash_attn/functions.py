@@ -1,21 +1,4 @@
-"""flash-attn's functions on every device, with the arguments of flash-attn 2.8.
-
->>> from torch_paged_attn.integrations.flash_attn import flash_attn_varlen_func
-
-Further arguments are keyword-only and have the names of FlashAttention-3, vLLM and SGLang:
-seqused_k, s_aux (attention sinks), descales of 8-bit caches, out, page_table, ragged queries.
-
-As in flash-attn, causal masks and windows are aligned to the bottom right, a row that sees no key
-is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, pages and heads have
-any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
-any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
-
-Packed keys train: out and softmax_lse have gradients, and `deterministic` is the backward's, False
-unless it is asked for, as in flash-attn; every forward is. These arguments change no result:
-`max_seqlen_*` (hints; 0-d tensors are not read), `num_splits`, `pack_gqa`, `sm_margin`,
-`scheduler_metadata`, `ver`. An argument that is not offered raises NotImplementedError. Wrong
-shapes, dtypes and values raise as in the ops.
-"""
+"""flash-attn's functions that attend: dense, ragged, and over a cache."""
 
 from typing import Any, TypeAlias
 
@@ -90,8 +73,7 @@ def flash_attn_func(
     cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
     cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
-    is_trained = asks_gradient(q, k, v)
-    if (end_to_end(k) and end_to_end(v)) or is_trained:
+    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v):
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         # each sequence is a page: heads-first keys, as model caches keep them, are not copied
@@ -104,6 +86,7 @@ def flash_attn_func(
         v,
         out=out,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
@@ -119,7 +102,6 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         causal=causal,
         softcap=softcap,
-        deterministic=deterministic if is_trained else None,
     )
     result, lse = flash_varlen(**arguments)
     result = result.reshape(batch, seqlen_q, *result.shape[1:])
@@ -181,6 +163,7 @@ def flash_attn_varlen_func(
         v,
         out=out,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
@@ -197,7 +180,6 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         causal=causal,
         softcap=softcap,
-        deterministic=deterministic if asks_gradient(q, k, v) else None,
     )
     result, lse = flash_varlen(**arguments)
     return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
