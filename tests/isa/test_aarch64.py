@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from torch_paged_attn import reference
-from torch_paged_attn.testing import PROBLEMS, Truth, assert_accurate, build
+from torch_paged_attn.testing import (
+    DIFFERENTIABLE,
+    PROBLEMS,
+    Truth,
+    assert_accurate,
+    assert_accurate_gradients,
+    build,
+)
+from torch_paged_attn.testing.inputs import hostile_gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
 import run_call
@@ -60,6 +68,7 @@ def program(tmp_path_factory):
         command = [*compiler(), *KERNEL_FLAGS, *flags, "-c", source, "-o", objects[-1]]
         subprocess.run(command, check=True)
     sources = ["tests/isa/run_call.cpp", "csrc/dispatch.cpp", "csrc/core/schedule.cpp"]
+    sources += ["csrc/core/backward_plan.cpp"]
     paths = [str(ROOT / source) for source in sources]
     command = [*compiler(), "-O2", "-std=c++17", "-static", f"-I{ROOT / 'csrc'}", *paths, *objects]
     subprocess.run([*command, "-o", str(folder / "run_call")], check=True)
@@ -76,6 +85,17 @@ def test_agrees_with_the_reference(name, isa, program, tmp_path):
     call = build(PROBLEMS[name])
     out, lse = run_call.attend(call, emulate(program, isa=isa), tmp_path)
     assert_accurate(out, lse, call.truth())
+
+
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_agree_with_the_reference(name, isa, program, tmp_path):
+    call = build(DIFFERENTIABLE[name])
+    out, lse = call.run()
+    dout, dlse = hostile_gradients(call, out, lse)
+    command = emulate(program, isa=isa)
+    found = run_call.attend_backward(call, dout, dlse, out, lse, command, tmp_path)
+    assert_accurate_gradients(found, call.gradients(dout, dlse))
 
 
 def empty_caches(layout, dtype, heads=3, dims=(64, 17), num_pages=6, page_size=16):
@@ -134,6 +154,25 @@ def test_merges_as_the_reference_does(isa, dtype, program, tmp_path):
     states = outs[0], lses[0], outs[1].mT.contiguous().mT, lses[1].mT.contiguous().mT
     out, lse = run_call.merge_states(*states, emulate(program, isa=isa), tmp_path)
     assert_accurate(out, lse, Truth.of(reference.merge_states, *states))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+def test_merging_has_the_references_gradients(isa, dtype, program, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 23, 5, 33, generator=generator).to(dtype)
+    lses = torch.randn(2, 5, 23, generator=generator) * 5
+    lses[0, :, ::5] = lses[1, :, ::3] = -float("inf")
+    outs[0, ::5] = float("nan")
+    parts = outs[0], lses[0], outs[1], lses[1]
+    states = *parts, *reference.merge_states(*parts)
+    dout = torch.randn(23, 5, 33, generator=generator).to(dtype)
+    dlse = torch.randn(5, 23, generator=generator)
+    command = emulate(program, isa=isa)
+    found = run_call.merge_states_backward(dout, dlse, *states, command=command, folder=tmp_path)
+    expected = reference.merge_states_backward(dout, dlse, *states)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
