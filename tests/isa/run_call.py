@@ -205,13 +205,23 @@ def attend(call: Call, command: list[str], folder: Path) -> tuple[Tensor, Tensor
 
 
 def attend_backward(
-    call: Call, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, command: list[str], folder: Path
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    command: list[str],
+    folder: Path,
 ) -> tuple[Tensor, ...]:
     """`flash_varlen_backward` or `blocksparse_backward`, all five results."""
     args, empty = call.args, call.args["q"].new_empty(0)
     members = {f"forward.{name}": value for name, value in attention(call).items()}
     for name, t in (("dout", dout), ("out", out)):
-        members |= {name: t, f"{name}_stride_token": t.stride(0), f"{name}_stride_head": t.stride(1)}
+        members |= {
+            name: t,
+            f"{name}_stride_token": t.stride(0),
+            f"{name}_stride_head": t.stride(1),
+        }
     members |= strided("lse", lse, first=0) | strided("dlse", dlse, first=0)
     members["total_k"] = args["k"].shape[0]
     shapes = [(args[name].shape, args[name].dtype) for name in "qkv"]
