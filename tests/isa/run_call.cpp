@@ -2,7 +2,7 @@
 //
 //     run_call                       prints the instruction set that the dispatch picks
 //     run_call OP FIELDS BLOB OUT    runs an operator: attend, attend_backward, reshape_and_cache,
-//                                    merge_states or merge_states_backward
+//                                    or merge_states
 //
 // FIELDS holds lines "member value" for members of the struct that the operator's kernel takes. The
 // value of a pointer is an offset into BLOB, the memory that the call works on. OUT is written:
@@ -81,12 +81,6 @@ void set(ReshapeAndCache& call, const std::string& name, const char* text, char*
 
 void set(MergeStates& call, const std::string& name, const char* text, char* blob) {
   MEMBER(dtype) MEMBER(total_q) MEMBER(num_heads) MEMBER(head_dim_v) PART(a) PART(b)
-  throw std::runtime_error("no such member: " + name);
-}
-
-void set(MergeStatesBackward& call, const std::string& name, const char* text, char* blob) {
-  MEMBER(dtype) MEMBER(total_q) MEMBER(num_heads) MEMBER(head_dim_v)
-  PART(gradient) PART(merged) PART(parts[0].state) PART(parts[1].state)
   throw std::runtime_error("no such member: " + name);
 }
 
@@ -215,18 +209,6 @@ void attend_backward(BackwardCall b, FILE* file) {
   fwrite(dsinks.data(), sizeof(float), dsinks.size(), file);
 }
 
-void merge_states_backward(MergeStatesBackward s, FILE* file) {
-  for (MergeStatesBackward::Part& part : s.parts) {
-    std::vector<char> dout(s.total_q * s.num_heads * s.head_dim_v * bytes_of(s.dtype), -1);
-    std::vector<float> dlse(s.num_heads * s.total_q);
-    MergeStatesBackward call = s;  // the other part's results go the same way
-    for (MergeStatesBackward::Part& x : call.parts) x = {part.state, dout.data(), dlse.data()};
-    kernels().merge_states_backward(call, 0, s.total_q);
-    fwrite(dout.data(), 1, dout.size(), file);
-    fwrite(dlse.data(), sizeof(float), dlse.size(), file);
-  }
-}
-
 void reshape_and_cache(const ReshapeAndCache& r, const std::vector<char>& memory, FILE* file) {
   for (int64_t task = 0; task < 2 * r.residues; ++task) kernels().reshape_and_cache(r, task);
   fwrite(memory.data(), 1, memory.size(), file);
@@ -239,8 +221,6 @@ void run(const std::string& op, const char* fields, const char* blob, const char
     attend(read_fields<Attention>(fields, memory.data()), file);
   else if (op == "attend_backward")
     attend_backward(read_fields<BackwardCall>(fields, memory.data()), file);
-  else if (op == "merge_states_backward")
-    merge_states_backward(read_fields<MergeStatesBackward>(fields, memory.data()), file);
   else if (op == "merge_states")
     merge_states(read_fields<MergeStates>(fields, memory.data()), file);
   else if (op == "reshape_and_cache")

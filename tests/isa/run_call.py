@@ -250,20 +250,6 @@ def tensors(raw: Tensor, shapes: list[tuple[torch.Size, torch.dtype]]) -> Iterat
         yield result
 
 
-def merge_states_backward(
-    dout: Tensor, dlse: Tensor, *states: Tensor, command: list[str], folder: Path
-) -> tuple[Tensor, ...]:
-    """`merge_states_backward`; `states` are out_a, lse_a, out_b, lse_b, out, softmax_lse."""
-    out_a, lse_a, out_b, lse_b, out, lse = states
-    names = ("total_q", "num_heads", "head_dim_v")
-    members = {"dtype": out_a.dtype} | dict(zip(names, out_a.shape, strict=True))
-    members |= part("gradient", dout, dlse) | part("merged", out, lse)
-    members |= part("parts[0].state", out_a, lse_a) | part("parts[1].state", out_b, lse_b)
-    raw = run("merge_states_backward", members, Memory(), command, folder)
-    shapes = [(t.shape, t.dtype) for t in (out_a, lse_a, out_b, lse_b)]
-    return tuple(tensors(raw, shapes))
-
-
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, command: list[str], folder: Path
 ) -> tuple[Tensor, Tensor]:

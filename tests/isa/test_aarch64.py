@@ -156,25 +156,6 @@ def test_merges_as_the_reference_does(isa, dtype, program, tmp_path):
     assert_accurate(out, lse, Truth.of(reference.merge_states, *states))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("isa", ISA_FLAGS)
-def test_merging_has_the_references_gradients(isa, dtype, program, tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    outs = torch.randn(2, 23, 5, 33, generator=generator).to(dtype)
-    lses = torch.randn(2, 5, 23, generator=generator) * 5
-    lses[0, :, ::5] = lses[1, :, ::3] = -float("inf")
-    outs[0, ::5] = float("nan")
-    parts = outs[0], lses[0], outs[1], lses[1]
-    states = *parts, *reference.merge_states(*parts)
-    dout = torch.randn(23, 5, 33, generator=generator).to(dtype)
-    dlse = torch.randn(5, 23, generator=generator)
-    command = emulate(program, isa=isa)
-    found = run_call.merge_states_backward(dout, dlse, *states, command=command, folder=tmp_path)
-    expected = reference.merge_states_backward(dout, dlse, *states)
-    for got, want in zip(found, expected, strict=True):
-        assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize(
     ("cpu", "best", "absent"),
     [("max", "neon_bf16", "avx2"), ("neoverse-n1", "neon", "neon_bf16")],
