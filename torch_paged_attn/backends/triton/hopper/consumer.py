@@ -21,7 +21,6 @@ from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row
 from torch_paged_attn.backends.triton.hopper.scores import finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
-    LOG2E,
     partial_sum,
     rescale,
     scale_rows,
@@ -189,11 +188,12 @@ def _store_lse(m_i, l_i, rows, r, params, PACKED_HEADS: gl.constexpr):
     pointers = params.pointers
     total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     gain = 1.0
+    m_i *= LN2
     if pointers.sinks is not None:
         sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
-        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf")) * LOG2E
+        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
         m_i, total, gain = with_sink(m_i, total, sink)
-    lse = (m_i + gl.log2(total)) * LN2
+    lse = m_i + gl.log2(total) * LN2
     token = rows.position - rows.context_len
     head = (rows.head + r % PACKED_HEADS).to(gl.int64)
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
