@@ -78,16 +78,10 @@ class Gradients:
                 golden_rows,
                 rounded.dtype,
                 allowed,
-<<<<<<< HEAD
-                scale.luck,
+                scale.luck_of(observer.queries),
                 scale.row_error.maximum(2.0 * error.norm(dim=-1)) + UNDERFLOW,
                 scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs())
                 + UNDERFLOW * golden_rows.norm(dim=-1),
-=======
-                scale.luck_of(observer.queries),
-                scale.row_error.maximum(2.0 * error.norm(dim=-1)),
-                scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs()),
->>>>>>> main
             )
         return cls(found)
 
