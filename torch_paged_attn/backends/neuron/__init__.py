@@ -29,8 +29,8 @@ class Neuron(Backend):
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """Why it has no gradient of a call, or None; it continues "q requires grad, and "."""
-        if call.layout is not None:
-            return f"the {self.name} backend has no blocksparse_backward"
+        if call.op != "flash_varlen":
+            return f"the {self.name} backend has no {call.op}_backward"
         return None
 
     def traceable(self, op: str) -> Callable[..., Any] | None:

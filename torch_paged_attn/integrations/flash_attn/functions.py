@@ -8,6 +8,7 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._arguments import (
     Window,
+    asks_gradient,
     check_tensors,
     flash_varlen_arguments,
     refuse,
@@ -72,7 +73,7 @@ def flash_attn_func(
     cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
     cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
-    if (end_to_end(k) and end_to_end(v)) or k.requires_grad or v.requires_grad:
+    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v):
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         # each sequence is a page: heads-first keys, as model caches keep them, are not copied
