@@ -17,6 +17,7 @@ A launch is put together from three things, which change at different rates (`ar
 import functools
 import importlib.util
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,12 @@ LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
+
+# the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
+LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 2
+
+# where another kernel takes short sequences, the queries of the shortest that are left
+LEAST_LENGTH = 32
 
 
 # what the portable kernel has and this one has not
@@ -125,7 +132,7 @@ def unprofitable(call: AttentionCall) -> str | None:
     if rows <= BLOCK_M:
         return f"a sequence has {rows} rows for each head of keys"
     tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
-    if 2 * tiles < target_of(call.q.device).multiprocessors:
+    if 2 * tiles < target_of(call.q.device).multiprocessors and not _most_parts(call, False):
         return f"{tiles} tiles do not fill the chip"
     return None
 
@@ -188,9 +195,10 @@ def pack_heads(sharing_heads: int, length: int) -> int:
     return pack
 
 
-def choose_tiles(call: AttentionCall) -> tuple[HopperConfig, int]:
-    """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length."""
-    mean_length, layout = _mean_length(call), call.layout
+def choose_tiles(call: AttentionCall, is_beside: bool = False) -> tuple[HopperConfig, int]:
+    """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
+    says nothing where another kernel takes the short sequences."""
+    mean_length, layout = LEAST_LENGTH if is_beside else _mean_length(call), call.layout
     is_causal = call.window_right == 0
     config = choose_hopper_config(_width(call.head_dim), mean_length, is_causal, layout is not None)
     # a tile holds one row of a layout, where heads share it
@@ -198,9 +206,14 @@ def choose_tiles(call: AttentionCall) -> tuple[HopperConfig, int]:
     return config, pack_heads(_sharing_heads(call), length)
 
 
-def options_of(call: AttentionCall, config: HopperConfig, packed_heads: int) -> Options:
-    """What the kernel is compiled for; no size and no address is part of it."""
+def options_of(
+    call: AttentionCall, config: HopperConfig, packed_heads: int, is_beside: bool = False
+) -> Options:
+    """What the kernel is compiled for; no size and no address is part of it. With `is_beside`,
+    another kernel does the rest of the call.
+    """
     layout = call.layout
+    most_parts = _most_parts(call, is_beside)
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -234,7 +247,26 @@ def options_of(call: AttentionCall, config: HopperConfig, packed_heads: int) -> 
         Q_STAGES=config.Q_STAGES,
         REGISTERS=config.REGISTERS,
         PINGPONG=config.PINGPONG,
+        MOST_PARTS=most_parts,
+        # two of a tile's consumers, or all three, count the arrivals of at least two pieces
+        COUNTERS=2 * most_parts,
+        LETS_FOLLOW=is_beside,
     )
+
+
+def _most_parts(call: AttentionCall, is_beside: bool) -> int:
+    """How many pieces of tiles there may be: none where tiles are many, or see few keys."""
+    if call.layout is not None or _is_bound(call.window_size_left):
+        return 0
+    if not is_beside and (_fills(call) or _key_bound(call) < LEAST_CUT):
+        return 0
+    return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
+
+
+def _fills(call: AttentionCall) -> bool:
+    """Whether there are surely as many tiles as multiprocessors."""
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    return tiles >= target_of(call.q.device).multiprocessors
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
@@ -281,7 +313,7 @@ def grid_of(call: AttentionCall, options: Options) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.CONSUMERS * options.TOKENS
     tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
-    units = tiles * (call.num_heads // options.PACKED_HEADS)
+    units = max(tiles * (call.num_heads // options.PACKED_HEADS), options.MOST_PARTS)
     return min(units, target_of(call.q.device).multiprocessors)
 
 
@@ -302,14 +334,18 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     )
 
 
-def tile_options_of(options: Options) -> TileOptions:
-    """What the kernel that lists the tiles is compiled for."""
+def tile_options_of(options: Options, left_out: int = 0) -> TileOptions:
+    """What the kernel that lists the tiles is compiled for. Sequences of up to `left_out` queries,
+    and padding, are left to another kernel."""
     return TileOptions(
         IS_PAGED=options.PAGE_SIZE > 0,
         IS_CAUSAL=options.IS_CAUSAL,
         IS_ALIGNED=options.HAS_LAYOUT,
         TOKENS=options.CONSUMERS * options.TOKENS,
         BLOCK_N=options.BLOCK_N,
+        LEFT_OUT=left_out,
+        MOST_PARTS=options.MOST_PARTS,
+        COUNTERS=options.COUNTERS,
     )
 
 
@@ -322,26 +358,57 @@ def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Ten
 
 def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
     """A plan for the tensors of calls like this one, in the order of the op's list."""
-    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
-        _hopper_attention_fwd_kernel,
-    )
-
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
-    chosen, packed_heads = choose_tiles(call)
-    options = options_of(call, config or chosen, packed_heads)
+    start = plan_launches(call, results[0], config)
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        start(tensors, out, lse)
+        return out, lse
+
+    return run
+
+
+def plan_launches(
+    call: AttentionCall, out: Tensor, config: HopperConfig | None = None, left_out: int = 0
+) -> Callable[[tuple[Any, ...], Tensor, Tensor], Any]:
+    """A plan that is given where the results go, tensors like `out` and its lse.
+
+    With `left_out`, sequences of up to so many queries, and padding, are left to the next kernel,
+    which may start before this one ends. What it returns, memory of this one's, is to be kept until
+    that is launched.
+    """
+    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
+        _hopper_attention_fwd_kernel,
+    )
+
+    is_beside = left_out > 0
+    chosen, packed_heads = choose_tiles(call, is_beside)
+    options = options_of(call, config or chosen, packed_heads, is_beside)
     max_keys = min(_key_bound(call), 2**31 - 1)
     list_tiles = plan_tile_list(
-        call.batch, call.total_q, max_keys, tile_options_of(options), call.q.device
+        call.batch,
+        call.total_q,
+        max_keys,
+        tile_options_of(options, left_out),
+        call.q.device,
+        call.num_heads // packed_heads,
+        target_of(call.q.device).multiprocessors,
     )
+    new_parts = None
+    if options.MOST_PARTS:
+        rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
+        # rows of values, then their references and sums
+        new_parts = Allocation((rows * (options.WIDTH_V + 2),), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
         build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
         lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
-    q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, results[0], options)
+    q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, out, options)
     names = tensor_names(call.op)
     pick = operator.itemgetter(*(names.index(name) for name in READ_BY_ADDRESS))
     pick_layout = operator.itemgetter(*(names.index(n) for n in LAYOUT)) if layout else None
@@ -354,21 +421,21 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
         num_warps=4,
     )
 
-    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
+    def start(tensors: tuple[Any, ...], out: Tensor, lse: Tensor) -> Any:
         q, k, v = tensors[:3]
         cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, sinks = pick(tensors)
         entries = spans = None
         if build_lists is not None and pick_layout is not None:
             entries, spans = build_lists(*pick_layout(tensors))
         tile_list = list_tiles(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k))
+        parts = None if new_parts is None else new_parts()
         launch(
             q_boxes.at(q.data_ptr()),
             k_boxes.at(k.data_ptr()),
             v_boxes.at(v.data_ptr()),
             out_boxes.at(out.data_ptr()),
-            Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks),
+            Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts),
         )
-        return out, lse
+        return tile_list, parts
 
-    return run
+    return start

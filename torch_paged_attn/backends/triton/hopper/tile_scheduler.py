@@ -24,6 +24,12 @@ ENTRY = tl.constexpr(8)
 PLACED = tl.constexpr(64)
 LOOKED_AT = tl.constexpr(32)
 
+# the most pieces of a tile's keys; what a piece costs beside its keys, and the merging of one, in
+# tiles of keys
+MOST_PIECES = tl.constexpr(64)
+PIECE_COST = tl.constexpr(3.0)
+MERGE_COST = tl.constexpr(0.75)
+
 
 class Lengths(NamedTuple):
     """What says how long the sequences are; None where a call has no such tensor."""
@@ -41,6 +47,9 @@ class TileOptions(NamedTuple):
     IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two
     TOKENS: int  # of a tile of queries
     BLOCK_N: int
+    LEFT_OUT: int = 0  # sequences of up to so many queries, and padding, have no tiles here
+    MOST_PARTS: int = 0  # pieces of all tiles' keys, if tiles may be cut
+    COUNTERS: int = 0  # words before the entries, which begin as zeros
 
 
 @triton.jit
@@ -62,14 +71,41 @@ def _tiles_from(cost, query_len, key_len, missing, OPTIONS: tl.constexpr):
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
 
 
-@triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
-def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
+@triton.jit
+def _choose_pieces(tiles, work, longest, units_per_tile, programs, OPTIONS: tl.constexpr):
+    """In how many pieces each tile's keys are cut, so that few tiles fill the chip: what ends first
+    of one wave of equal pieces after the other, or of pieces dealt out as programs get free.
+    `work` and `longest` are in tiles of keys.
+    """
+    pieces = 1 + tl.arange(0, MOST_PIECES)
+    units = tiles * units_per_tile
+    extra = tl.where(pieces > 1, PIECE_COST, 0.0)
+    each = tl.cdiv(longest, pieces).to(tl.float32) + extra
+    waves = tl.cdiv(units * pieces, programs).to(tl.float32)
+    share = (work * units_per_tile + extra * (units * pieces)) / programs
+    time = tl.minimum(waves * each, share + each) + tl.where(pieces > 1, MERGE_COST * pieces, 0.0)
+    is_possible = (pieces <= longest) & (units * pieces <= OPTIONS.MOST_PARTS)
+    return 1 + tl.argmin(tl.where(is_possible | (pieces == 1), time, float("inf")), 0)
+
+
+@triton.jit(do_not_specialize=("batch", "total_q", "max_keys", "units_per_tile", "programs"))
+def _tile_order_kernel(
+    tile_list_ptr,
+    lengths,
+    batch,
+    total_q,
+    max_keys,
+    units_per_tile,
+    programs,
+    OPTIONS: tl.constexpr,
+):
     """Tiles are numbered with gaps, as in `seqlen_info.py`; a program places PLACED of them."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     IS_PAGED: tl.constexpr = OPTIONS.IS_PAGED
     IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED
     GAP: tl.constexpr = 2 if IS_ALIGNED else 1
+    LEFT_OUT: tl.constexpr = OPTIONS.LEFT_OUT
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)
@@ -93,6 +129,8 @@ def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS
     first_token = tl.maximum(tile * TOKENS - missing, 0)
     stop_token = tl.minimum((tile + 1) * TOKENS - missing, query_len)
     exists = (tile >= 0) & (first_token < stop_token)
+    if LEFT_OUT > 0:
+        exists = exists & (query_len > LEFT_OUT) & (b < batch)
     stop = key_len
     if OPTIONS.IS_CAUSAL:
         stop = tl.minimum(stop, key_len - query_len - missing + (tile + 1) * TOKENS)
@@ -100,17 +138,29 @@ def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS
 
     place = tl.zeros([PLACED], tl.int32)
     tiles = tl.full([], 0, tl.int32)
+    work = tl.full([], 0.0, tl.float32)
+    longest = tl.full([], 0, tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
         first_row, last_row = query_span(other, cu_seqlens_q_ptr, batch, total_q)
         length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
         length = tl.where(other <= batch, tl.maximum(length, 0), 0)
+        if LEFT_OUT > 0:
+            length = tl.where((length > LEFT_OUT) & (other < batch), length, 0)
         _, keys = key_span(
             other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
         )
         lacking = _missing_tokens(length, keys, TOKENS, IS_ALIGNED)
         each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
         tiles += tl.sum(each, 0)
+        if OPTIONS.MOST_PARTS > 0:
+            # the last tile sees all keys, the first one fewer
+            last = tl.where(length > 0, tl.cdiv(keys, BLOCK_N), 0)
+            first = last
+            if OPTIONS.IS_CAUSAL:
+                first = tl.maximum(last - tl.cdiv(length, BLOCK_N), 0)
+            work += tl.sum(each.to(tl.float32) * (first + last).to(tl.float32) * 0.5, 0)
+            longest = tl.maximum(longest, tl.max(last, 0))
         spans = length[None, :], keys[None, :], lacking[None, :]
         more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
         least = _tiles_from(cost[:, None], *spans, OPTIONS)
@@ -119,7 +169,7 @@ def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS
         own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
         place += tl.sum(more + equal_before + own, 1)
 
-    entry = tile_list_ptr + ENTRY + place * ENTRY
+    entry = tile_list_ptr + (ENTRY + OPTIONS.COUNTERS) + place * ENTRY
     tl.store(entry, b, mask=exists)
     tl.store(entry + 1, first_token, mask=exists)
     tl.store(entry + 2, q_start, mask=exists)
@@ -130,6 +180,11 @@ def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS
     if tl.program_id(0) == 0:
         tl.store(tile_list_ptr, 0)
         tl.store(tile_list_ptr + 1, tiles)
+        if OPTIONS.MOST_PARTS > 0:
+            pieces = _choose_pieces(tiles, work, longest, units_per_tile, programs, OPTIONS)
+            tl.store(tile_list_ptr + 2, pieces)
+            word = tl.arange(0, triton.next_power_of_2(OPTIONS.COUNTERS))
+            tl.store(tile_list_ptr + ENTRY + word, 0, mask=word < OPTIONS.COUNTERS)
 
 
 def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
@@ -138,22 +193,32 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
 
 
 def plan_tile_list(
-    batch: int, total_q: int, max_keys: int, options: TileOptions, device: torch.device
+    batch: int,
+    total_q: int,
+    max_keys: int,
+    options: TileOptions,
+    device: torch.device,
+    units_per_tile: int = 1,
+    programs: int = 1,
 ) -> Callable[[Lengths], Tensor]:
-    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device.
+    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device. Where
+    tiles may be cut, for `programs` that run at once; `units_per_tile` heads each have them all.
 
-    A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
-    its first token, the sequence's first row and length, its first key and number of keys, and the
-    token after the tile's last.
+    A list is a header (units of work claimed: 0, number of tiles, pieces of each), counters, and
+    for each tile: its sequence, its first token, the sequence's first row and length, its first key
+    and number of keys, and the token after the tile's last.
     """
     tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
-    new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
+    rows = tiles + 1 + options.COUNTERS // ENTRY.value
+    new_list = Allocation((rows, ENTRY.value), torch.int32, device)
     launch = Launch(
         _tile_order_kernel,
         (-(-tiles // PLACED.value),),
         batch=batch,
         total_q=total_q,
         max_keys=max_keys,
+        units_per_tile=units_per_tile,
+        programs=programs,
         OPTIONS=options,
         num_warps=4,
     )

@@ -146,6 +146,7 @@ class Options(NamedTuple):
     PART_ROWS: int
     BLOCK_MERGED: int
     FIXED_UNITS: int
+    MOST_QUERIES: int  # longer sequences are left to the kernel before; 0: none is
     SEARCH_WIDTH: int
     IS_ONE_LOOK: bool
     Q_FORMAT: str
@@ -337,6 +338,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         PART_ROWS=tiles.part_rows,
         BLOCK_MERGED=merged * config.num_warps,
         FIXED_UNITS=tiles.fixed_units,
+        MOST_QUERIES=tiles.most_queries,
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,

@@ -53,13 +53,37 @@ def plan_attention(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> Plan:
     """A plan for the tensors of calls like this one, in the order of the op's list."""
-    target, device = target_of(call.q.device), call.q.device
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
+    start = plan_launch(call, results, config=config, splits=splits)
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        start(tensors, addresses, out, lse)
+        return out, lse
+
+    return run
+
+
+def plan_launch(
+    call: AttentionCall,
+    results: tuple[Tensor, Tensor],
+    *,
+    config: Config | None = None,
+    splits: SplitPlan | None = None,
+    most_queries: int = 0,
+) -> Callable[[tuple[Any, ...], Any, Tensor, Tensor], None]:
+    """A plan that is given where the results go, tensors like `results`.
+
+    With `most_queries`, longer sequences are left to the kernel before, beside which this one runs.
+    """
+    target, device = target_of(call.q.device), call.q.device
     traits = traits_of(call, target)
-    tiles = choose_tiles(traits, call.total_q, call.batch, key_bound(call), config, splits)
+    tiles = choose_tiles(
+        traits, call.total_q, call.batch, key_bound(call), config, splits, most_queries
+    )
     formats = formats_of(call, target, tiles.is_paired)
     new_parts = Allocation((tiles.part_elements(call.head_dim_v),), torch.float32, device)
     is_split, num_programs = tiles.is_split, tiles.num_programs
@@ -89,8 +113,7 @@ def plan_attention(
         node = node_arguments(pointers, strides, sizes, scalars, options)
         Launch(_graph_attention_fwd_kernel, tiles.grid, **node, **of_compiler)()
 
-    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         parts: Any = None
         counters: Any = None
         if is_split:
@@ -98,7 +121,7 @@ def plan_attention(
         if launch.is_ready:
             scratch = (parts.data_ptr(), counters.data_ptr()) if is_split else (None, None)
             launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, None)))
-            return out, lse
+            return
         picked = zip(pick((*tensors, out, lse, parts, counters, None)), stored, strict=True)
         pointers = arguments.Pointers(
             *(x if t is None or t == x.dtype else x.view(t) for x, t in picked)
@@ -107,9 +130,8 @@ def plan_attention(
             launch_in_graph(pointers)
         else:
             launch(pointers)
-        return out, lse
 
-    return run
+    return start
 
 
 def _picker(op: str, pointers: arguments.Pointers) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
