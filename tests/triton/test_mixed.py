@@ -9,6 +9,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
@@ -108,7 +109,7 @@ def test_compiles(problem):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_both_agree_with_the_reference(problem):
     call = call_of(problem, "cuda")
-    assert hopper.unsupported(call) is None
+    assert support.unsupported(call) is None
     truth = build(problem).truth()
     plan = mixed.plan_attention(call)
     first = plan(tensors_of(call), None)

@@ -23,9 +23,9 @@ class Triton(Backend):
 
     def notes(self) -> list[str]:
         """Which kernels there are on this machine."""
-        from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+        from torch_paged_attn.backends.triton.hopper import support
 
-        if (reason := flash_varlen_sm90.unsupported_device()) is not None:
+        if (reason := support.unsupported_device()) is not None:
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
         else:
             attention = (

@@ -12,6 +12,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -21,12 +22,12 @@ from torch_paged_attn.ops.flash_varlen import check
 logger = logging.getLogger(__name__)
 
 # more queries than these fill a tile of Hopper's, whatever the heads are
-MOST_SAID = flash_varlen_sm90.BLOCK_M
+MOST_SAID = support.BLOCK_M
 
 
 def why_not_hopper(call: AttentionCall) -> str | None:
     """Why no sequence of a call may take Hopper's kernel; None if some may."""
-    reason = flash_varlen_sm90.unsupported(call)
+    reason = support.unsupported(call)
     if reason is None and environment.BATCH_INVARIANT:
         return "results must not depend on the batch"
     return reason
@@ -39,7 +40,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     reason = why_not_hopper(call)
     if reason is not None or mixed.is_mixed(call, longest):
         return reason
-    return flash_varlen_sm90.unprofitable(call)
+    return support.unprofitable(call)
 
 
 def why_opaque(call: AttentionCall) -> str | None:

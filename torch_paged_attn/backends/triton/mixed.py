@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -24,7 +25,7 @@ LEAST_KEYS = 256
 
 def most_queries(call: AttentionCall) -> int:
     """Queries of the longest sequence that the portable kernel takes."""
-    return max(hopper.BLOCK_M // call.group_size, 1)
+    return max(BLOCK_M // call.group_size, 1)
 
 
 def is_mixed(call: AttentionCall, longest: int) -> bool:

@@ -1,6 +1,6 @@
 """`flash_varlen` and `blocksparse` on Hopper by tensor memory accelerator and warpgroup products.
 
-`unsupported` says what this kernel leaves to the portable one. Heads whose size is no power of two
+`support.py` says what this kernel leaves to the portable one. Heads whose size is no power of two
 lie in shared memory beside zeros that the accelerator fills in: the tensors stay as they are.
 
 A launch is put together from three things, which change at different rates (`arguments.py`):
@@ -15,7 +15,6 @@ A launch is put together from three things, which change at different rates (`ar
 """
 
 import functools
-import importlib.util
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,19 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Pointers, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import (
-    number_of_entries,
     number_of_lists,
     plan_block_lists,
     shape_of_lists,
+)
+from torch_paged_attn.backends.triton.hopper.support import (
+    BLOCK_M,
+    heads_per_layout,
+    is_bound,
+    key_bound,
+    mean_length,
+    most_parts,
+    sharing_heads,
+    width_of,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
@@ -37,9 +45,8 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     most_tiles,
     plan_tile_list,
 )
-from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import HopperConfig, choose_hopper_config
@@ -53,129 +60,8 @@ READ_BY_ADDRESS = (
 )  # fmt: skip
 LAYOUT = ("crow_indices", "col_indices")
 
-# rows of a consumer: the height of a warpgroup's product
-BLOCK_M = 64
-
-# keys of the smallest tile
-LEAST_KEYS = 64
-
-HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-
-# its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
-# multiplies the error of tanh
-LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
-
-# windows this wide hide nothing: no sequence is as long
-UNBOUNDED = 2**30
-
-# the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
-LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 2
-
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
-
-
-# what the portable kernel has and this one has not
-NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
-
-
-def unsupported_device(device: torch.device | None = None) -> str | None:
-    """Why no call on a device can take this kernel; None if some can."""
-    if device is None and not torch.cuda.is_available():
-        return "there is no GPU"
-    if target_of(device or torch.device("cuda")).arch != "sm90":
-        return "this is no Hopper chip"
-    return None if HAS_GLUON else "this Triton has no Gluon for Hopper"
-
-
-def unsupported(call: AttentionCall) -> str | None:
-    """Why a call cannot take this kernel; None if it can."""
-    q, k, v = call.q, call.k, call.v
-    if (reason := unsupported_device(q.device)) is not None:
-        return reason
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
-    if call.result_dtype != q.dtype:
-        return f"out_dtype is {call.out_dtype}"
-    dims = call.head_dim, call.head_dim_v
-    if max(dims) > 256 or any(d % 8 for d in dims) or _width(dims[1]) > _width(dims[0]):
-        return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
-    for name in NOT_CARRIED:
-        if getattr(call, name) is not None:
-            return f"it has no {name}"
-    if call.dropout_p > 0.0:
-        return "it has no dropout_p"
-    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
-        return f"softmax_scale is {call.softmax_scale}"
-    if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
-        return f"softcap is {call.softcap}"
-    if call.block_table is not None:
-        page_size = call.page_size
-        if page_size < 16 or page_size & (page_size - 1):
-            return f"page_size is {page_size}, not a power of two from 16 on"
-        if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
-            return "pages do not lie a whole number of slots apart"
-    if any(_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
-        return "q, k or v is not aligned to 16 bytes"
-    if call.layout is not None:
-        if _is_bound(call.window_size_left) or (call.window_right and _is_bound(call.window_right)):
-            return "it has no windows beside a layout"
-        if _key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
-            return "the blocks of the layout are too many to be numbered in 32 bits"
-    return None
-
-
-def unprofitable(call: AttentionCall) -> str | None:
-    """Why a call is better off with tiles of few rows, or with keys that several programs share;
-    None if it is not."""
-    rows = _mean_length(call) * _sharing_heads(call)
-    if rows <= BLOCK_M:
-        return f"a sequence has {rows} rows for each head of keys"
-    tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
-    if 2 * tiles < target_of(call.q.device).multiprocessors and not _most_parts(call, False):
-        return f"{tiles} tiles do not fill the chip"
-    return None
-
-
-def _misaligned(x: Tensor, axes: int) -> bool:
-    """Whether the accelerator cannot address x: addresses and strides are multiples of 16 bytes."""
-    strides = x.stride()[:axes]
-    # what is traced has no address yet
-    is_off = not is_traced() and x.data_ptr() % 16 != 0
-    return is_off or any(s * x.itemsize % 16 or s <= 0 for s in strides)
-
-
-def _width(dim: int) -> int:
-    """A head as it lies in shared memory."""
-    return max(64, next_power_of_2(dim))
-
-
-def _is_bound(window: int) -> bool:
-    """Whether a window hides keys."""
-    return 0 <= window < UNBOUNDED
-
-
-def _key_bound(call: AttentionCall) -> int:
-    """How many keys a sequence may have."""
-    if call.block_table is None:
-        return call.k.shape[0]
-    return call.block_table.shape[1] * call.page_size
-
-
-def _mean_length(call: AttentionCall) -> int:
-    return -(-call.total_q // max(call.batch, 1))
-
-
-def _heads_per_layout(call: AttentionCall) -> int:
-    """Query heads that share a layout."""
-    if call.layout is None:
-        return 1
-    return call.num_heads // call.layout.crow_indices.shape[-2]
-
-
-def _sharing_heads(call: AttentionCall) -> int:
-    """Query heads that read the same keys."""
-    return min(call.group_size, _heads_per_layout(call)) if call.layout else call.group_size
 
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
@@ -186,11 +72,11 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     )
 
 
-def pack_heads(sharing_heads: int, length: int) -> int:
+def pack_heads(sharing: int, length: int) -> int:
     """Of heads that read the same keys, how many share a tile: one, unless `length` queries would
     not fill it."""
     pack = 1
-    while sharing_heads % (2 * pack) == 0 and pack * length < 2 * BLOCK_M and pack < BLOCK_M:
+    while sharing % (2 * pack) == 0 and pack * length < 2 * BLOCK_M and pack < BLOCK_M:
         pack *= 2
     return pack
 
@@ -198,12 +84,12 @@ def pack_heads(sharing_heads: int, length: int) -> int:
 def choose_tiles(call: AttentionCall, is_beside: bool = False) -> tuple[HopperConfig, int]:
     """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
     says nothing where another kernel takes the short sequences."""
-    mean_length, layout = LEAST_LENGTH if is_beside else _mean_length(call), call.layout
+    typical, layout = LEAST_LENGTH if is_beside else mean_length(call), call.layout
     is_causal = call.window_right == 0
-    config = choose_hopper_config(_width(call.head_dim), mean_length, is_causal, layout is not None)
+    config = choose_hopper_config(width_of(call.head_dim), typical, is_causal, layout is not None)
     # a tile holds one row of a layout, where heads share it
-    length = mean_length if layout is None else min(mean_length, layout.q_block_size)
-    return config, pack_heads(_sharing_heads(call), length)
+    length = typical if layout is None else min(typical, layout.q_block_size)
+    return config, pack_heads(sharing_heads(call), length)
 
 
 def options_of(
@@ -213,7 +99,7 @@ def options_of(
     another kernel does the rest of the call.
     """
     layout = call.layout
-    most_parts = _most_parts(call, is_beside)
+    parts = most_parts(call, is_beside)
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -224,21 +110,21 @@ def options_of(
     return Options(
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
-        WIDTH=_width(call.head_dim),
-        WIDTH_V=_width(call.head_dim_v),
+        WIDTH=width_of(call.head_dim),
+        WIDTH_V=width_of(call.head_dim_v),
         PACKED_HEADS=packed_heads,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
         IS_CAUSAL=call.window_right == 0,
-        HAS_LEFT=_is_bound(call.window_size_left),
-        HAS_RIGHT=_is_bound(call.window_right),
+        HAS_LEFT=is_bound(call.window_size_left),
+        HAS_RIGHT=is_bound(call.window_right),
         HAS_SOFTCAP=call.softcap > 0.0,
         HAS_LAYOUT=layout is not None,
         Q_BLOCK_SIZE=layout.q_block_size if layout else 0,
         KEYS_PER_ENTRY=keys_per_entry,
         QUERIES_PER_LIST=queries_per_list,
-        HEADS_PER_LAYOUT=_heads_per_layout(call),
+        HEADS_PER_LAYOUT=heads_per_layout(call),
         KV_STEP=config.BLOCK_N // keys_per_entry if layout else config.BLOCK_N,
         # many boxes to a tile are loaded by two producers
         KV_PARTS=2 if call.page_size > 0 and boxes >= 4 else 1,
@@ -247,26 +133,11 @@ def options_of(
         Q_STAGES=config.Q_STAGES,
         REGISTERS=config.REGISTERS,
         PINGPONG=config.PINGPONG,
-        MOST_PARTS=most_parts,
+        MOST_PARTS=parts,
         # two of a tile's consumers, or all three, count the arrivals of at least two pieces
-        COUNTERS=2 * most_parts,
+        COUNTERS=2 * parts,
         LETS_FOLLOW=is_beside,
     )
-
-
-def _most_parts(call: AttentionCall, is_beside: bool) -> int:
-    """How many pieces of tiles there may be: none where tiles are many, or see few keys."""
-    if call.layout is not None or _is_bound(call.window_size_left):
-        return 0
-    if not is_beside and (_fills(call) or _key_bound(call) < LEAST_CUT):
-        return 0
-    return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
-
-
-def _fills(call: AttentionCall) -> bool:
-    """Whether there are surely as many tiles as multiprocessors."""
-    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
-    return tiles >= target_of(call.q.device).multiprocessors
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
@@ -290,8 +161,8 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
         stride_alibi_batch=alibi_strides[0],
         stride_alibi_head=alibi_strides[1],
-        window_left=max(call.window_size_left, 0) if _is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if _is_bound(call.window_right) else 0,
+        window_left=max(call.window_size_left, 0) if is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if is_bound(call.window_right) else 0,
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
@@ -388,7 +259,7 @@ def plan_launches(
     is_beside = left_out > 0
     chosen, packed_heads = choose_tiles(call, is_beside)
     options = options_of(call, config or chosen, packed_heads, is_beside)
-    max_keys = min(_key_bound(call), 2**31 - 1)
+    max_keys = min(key_bound(call), 2**31 - 1)
     list_tiles = plan_tile_list(
         call.batch,
         call.total_q,
@@ -406,8 +277,8 @@ def plan_launches(
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
-        build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
-        lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
+        build_lists = plan_block_lists(layout, *shape, key_bound(call), options.IS_CAUSAL)
+        lists_per_head = number_of_lists(layout, shape[0], key_bound(call))
     q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, out, options)
     names = tensor_names(call.op)
     pick = operator.itemgetter(*(names.index(name) for name in READ_BY_ADDRESS))
