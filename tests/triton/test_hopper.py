@@ -35,6 +35,8 @@ SHAPES = tuple(
         ("page16", MIXED, bf16, dict(head_dim=128, page_size=16, lengths="cu_seqlens_k")),
         ("page128", MIXED, bf16, dict(head_dim=128, page_size=128, cache_layout="interleaved")),
         ("page256", MIXED, f16, dict(head_dim=96, page_size=256, cache_layout="packed_last")),
+        ("page544", MIXED, bf16, dict(head_dim=128, page_size=544)),
+        ("page48_d256_window", MIXED, f16, dict(head_dim=256, page_size=48, window_size_left=70)),
         ("window", MIXED, bf16, dict(head_dim=128, window_size_left=40)),
         ("window_both", MIXED, bf16, dict(causal=False, window_size_left=0, window_size_right=9)),
         ("d64_long_window", LONG, bf16, dict(window_size_left=300, page_size=64)),

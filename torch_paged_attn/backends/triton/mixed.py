@@ -1,12 +1,14 @@
 """Batches of long and short sequences on Hopper: each sequence by the kernel that suits it.
 
-Hopper's kernel takes those that fill its tiles, the portable one, whose programs share keys out,
-the others. Both tell them apart on the device, by the lengths of their queries: the host knows no
-length. The second kernel starts where the first one leaves room, and ends after it.
+Hopper's kernel takes those that fill its tiles, the portable one, which reads keys as fast as
+memory gives them, the others; unless these are so little work that one kernel had better do all.
+That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
+second kernel starts where the first one leaves room, and ends after it.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -45,16 +47,16 @@ def plan_attention(call: AttentionCall) -> Plan:
     """A plan for the tensors of calls like this one, in the order of the op's list."""
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
-    limit = most_queries(call)
-    start_long = hopper.plan_launches(call, results[0], left_out=limit)
-    start_short = portable.plan_launch(call, results, most_queries=limit)
+    start_long = hopper.plan_launches(call, results[0], short=most_queries(call))
+    like_list = torch.empty(0, dtype=torch.int32, device=call.q.device)
+    start_short = portable.plan_launch(call, results, tile_list=like_list)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
         # memory that the first kernel may still use when the second one gets its own
-        held = start_long(tensors, out, lse)
-        start_short(tensors, addresses, out, lse)
-        del held
+        tile_list, parts = start_long(tensors, out, lse)
+        start_short(tensors, addresses, out, lse, tile_list)
+        del parts
         return out, lse
 
     return run

@@ -15,6 +15,7 @@ A launch is put together from three things, which change at different rates (`ar
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from torch_paged_attn.backends.triton.hopper.block_lists import (
     plan_block_lists,
     shape_of_lists,
 )
+from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
+    UNBOUNDED,
     heads_per_layout,
     is_bound,
     key_bound,
@@ -59,6 +62,9 @@ READ_BY_ADDRESS = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
 )  # fmt: skip
 LAYOUT = ("crow_indices", "col_indices")
+
+# what another launch takes to begin and to end, in tiles of keys, by width of a head
+NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -134,15 +140,14 @@ def options_of(
         REGISTERS=config.REGISTERS,
         PINGPONG=config.PINGPONG,
         MOST_PARTS=parts,
-        # two of a tile's consumers, or all three, count the arrivals of at least two pieces
-        COUNTERS=2 * parts,
+        COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=is_beside,
     )
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
     """Rows of keys that the accelerator loads at once: of one page and of one entry of a list."""
-    return min(page_size or keys_per_entry, keys_per_entry)
+    return math.gcd(page_size or keys_per_entry, keys_per_entry)
 
 
 def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
@@ -205,18 +210,30 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     )
 
 
-def tile_options_of(options: Options, left_out: int = 0) -> TileOptions:
-    """What the kernel that lists the tiles is compiled for. Sequences of up to `left_out` queries,
-    and padding, are left to another kernel."""
+def tile_options_of(options: Options, short: int = 0) -> TileOptions:
+    """What the kernel that lists the tiles is compiled for. Sequences of up to `short` queries may
+    be left to another kernel, padding is."""
     return TileOptions(
         IS_PAGED=options.PAGE_SIZE > 0,
         IS_CAUSAL=options.IS_CAUSAL,
         IS_ALIGNED=options.HAS_LAYOUT,
         TOKENS=options.CONSUMERS * options.TOKENS,
         BLOCK_N=options.BLOCK_N,
-        LEFT_OUT=left_out,
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
+        SHORT=short,
+    )
+
+
+def _chip_of(call: AttentionCall, packed_heads: int) -> Chip:
+    """What the estimate goes by of how long tiles take."""
+    left = call.window_size_left
+    return Chip(
+        programs=target_of(call.q.device).multiprocessors,
+        units_per_tile=call.num_heads // packed_heads,
+        num_kv_heads=call.num_kv_heads,
+        window_left=left if is_bound(left) else UNBOUNDED,
+        next_cost=NEXT_COST[width_of(call.head_dim)],
     )
 
 
@@ -244,19 +261,19 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
 
 
 def plan_launches(
-    call: AttentionCall, out: Tensor, config: HopperConfig | None = None, left_out: int = 0
+    call: AttentionCall, out: Tensor, config: HopperConfig | None = None, short: int = 0
 ) -> Callable[[tuple[Any, ...], Tensor, Tensor], Any]:
     """A plan that is given where the results go, tensors like `out` and its lse.
 
-    With `left_out`, sequences of up to so many queries, and padding, are left to the next kernel,
-    which may start before this one ends. What it returns, memory of this one's, is to be kept until
-    that is launched.
+    With `short`, sequences of up to so many queries may be left to the next kernel, and padding is;
+    it may start before this one ends. What the plan returns, the list of tiles and other memory of
+    this kernel's, is to be kept until that is launched.
     """
     from torch_paged_attn.backends.triton.hopper.attention_kernel import (
         _hopper_attention_fwd_kernel,
     )
 
-    is_beside = left_out > 0
+    is_beside = short > 0
     chosen, packed_heads = choose_tiles(call, is_beside)
     options = options_of(call, config or chosen, packed_heads, is_beside)
     max_keys = min(key_bound(call), 2**31 - 1)
@@ -264,10 +281,9 @@ def plan_launches(
         call.batch,
         call.total_q,
         max_keys,
-        tile_options_of(options, left_out),
+        tile_options_of(options, short),
         call.q.device,
-        call.num_heads // packed_heads,
-        target_of(call.q.device).multiprocessors,
+        _chip_of(call, packed_heads) if options.MOST_PARTS or short else None,
     )
     new_parts = None
     if options.MOST_PARTS:
@@ -290,6 +306,7 @@ def plan_launches(
         **sizes_of(call, lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
+        launch_pdl=True,
     )
 
     def start(tensors: tuple[Any, ...], out: Tensor, lse: Tensor) -> Any:

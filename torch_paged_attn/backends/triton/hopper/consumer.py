@@ -299,7 +299,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             values.consumer_release(n)
             if pipelines.work_info.get(tile, PIECES) > 1:
                 acc, m_i, total, stop_token = merge_pieces(
-                    acc, m_i, total, stop_token, params, pipelines.work_info, tile, OPTIONS, INDEX
+                    acc, m_i, total, rows, params, pipelines.work_info, tile, OPTIONS, INDEX
                 )
             share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
         else:

@@ -13,8 +13,8 @@ from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, tar
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
 
-# keys of the smallest tile
-LEAST_KEYS = 64
+# keys of the smallest tile, and of the smallest box
+LEAST_KEYS, LEAST_BOX = 64, 16
 
 HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
@@ -26,7 +26,8 @@ LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
 UNBOUNDED = 2**30
 
 # the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
-LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 2
+LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
+MOST_MERGED = 128
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
@@ -64,8 +65,8 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
-        if page_size < 16 or page_size & (page_size - 1):
-            return f"page_size is {page_size}, not a power of two from 16 on"
+        if page_size % LEAST_BOX:
+            return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
     if any(_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
@@ -133,7 +134,8 @@ def sharing_heads(call: AttentionCall) -> int:
 
 def most_parts(call: AttentionCall, is_beside: bool) -> int:
     """How many pieces of tiles there may be: none where tiles are many, or see few keys."""
-    if call.layout is not None or is_bound(call.window_size_left):
+    # sums of wider values do not fit beside those that are merged
+    if call.layout is not None or width_of(call.head_dim_v) > MOST_MERGED:
         return 0
     if not is_beside and (_fills(call) or key_bound(call) < LEAST_CUT):
         return 0

@@ -55,6 +55,7 @@ class Pointers(NamedTuple):
     v_descale: Any
     out_scale: Any
     rng: Any
+    tile_list: Any  # of the kernel before, beside which this one runs
 
 
 class Strides(NamedTuple):
@@ -146,7 +147,7 @@ class Options(NamedTuple):
     PART_ROWS: int
     BLOCK_MERGED: int
     FIXED_UNITS: int
-    MOST_QUERIES: int  # longer sequences are left to the kernel before; 0: none is
+    IS_BESIDE: bool  # the kernel before does a part, and says which
     SEARCH_WIDTH: int
     IS_ONE_LOOK: bool
     Q_FORMAT: str
@@ -188,6 +189,7 @@ def pointers(
     target: Target,
     results: tuple[Tensor, Tensor],
     workspace: tuple[Tensor | None, Tensor | None],
+    tile_list: Tensor | None = None,
 ) -> Pointers:
     """`workspace` are partial results and counters, for tiles that are shared."""
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
@@ -219,6 +221,7 @@ def pointers(
         v_descale=call.v_descale,
         out_scale=call.out_scale,
         rng=call.rng_state if call.dropout_p > 0.0 else None,
+        tile_list=tile_list,
     )
 
 
@@ -338,7 +341,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         PART_ROWS=tiles.part_rows,
         BLOCK_MERGED=merged * config.num_warps,
         FIXED_UNITS=tiles.fixed_units,
-        MOST_QUERIES=tiles.most_queries,
+        IS_BESIDE=tiles.is_beside,
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,

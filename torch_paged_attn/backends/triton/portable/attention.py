@@ -73,22 +73,23 @@ def plan_launch(
     *,
     config: Config | None = None,
     splits: SplitPlan | None = None,
-    most_queries: int = 0,
-) -> Callable[[tuple[Any, ...], Any, Tensor, Tensor], None]:
+    tile_list: Tensor | None = None,
+) -> Callable[..., None]:
     """A plan that is given where the results go, tensors like `results`.
 
-    With `most_queries`, longer sequences are left to the kernel before, beside which this one runs.
+    With a `tile_list` (or one like it, given last), this kernel runs beside the one before it and
+    does the sequences that it leaves, and padding.
     """
     target, device = target_of(call.q.device), call.q.device
     traits = traits_of(call, target)
     tiles = choose_tiles(
-        traits, call.total_q, call.batch, key_bound(call), config, splits, most_queries
+        traits, call.total_q, call.batch, key_bound(call), config, splits, tile_list is not None
     )
     formats = formats_of(call, target, tiles.is_paired)
     new_parts = Allocation((tiles.part_elements(call.head_dim_v),), torch.float32, device)
     is_split, num_programs = tiles.is_split, tiles.num_programs
 
-    pointers = arguments.pointers(call, formats, target, results, (None, None))
+    pointers = arguments.pointers(call, formats, target, results, (None, None), tile_list)
     stored = arguments.Pointers(*(x if x is None else x.dtype for x in pointers))
     pick = _picker(call.op, pointers)
     strides, sizes = arguments.strides(call, pointers), arguments.sizes(call)
@@ -113,16 +114,24 @@ def plan_launch(
         node = node_arguments(pointers, strides, sizes, scalars, options)
         Launch(_graph_attention_fwd_kernel, tiles.grid, **node, **of_compiler)()
 
-    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
+    def start(
+        tensors: tuple[Any, ...],
+        addresses: Any,
+        out: Tensor,
+        lse: Tensor,
+        tile_list: Tensor | None = None,
+    ) -> None:
         parts: Any = None
         counters: Any = None
         if is_split:
             parts, counters = new_parts(), zeroed_counters(num_programs, device)
         if launch.is_ready:
             scratch = (parts.data_ptr(), counters.data_ptr()) if is_split else (None, None)
-            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, None)))
+            listed = None if tile_list is None else tile_list.data_ptr()
+            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, listed, None)))
             return
-        picked = zip(pick((*tensors, out, lse, parts, counters, None)), stored, strict=True)
+        made = out, lse, parts, counters, tile_list, None
+        picked = zip(pick((*tensors, *made)), stored, strict=True)
         pointers = arguments.Pointers(
             *(x if t is None or t == x.dtype else x.view(t) for x, t in picked)
         )
@@ -136,7 +145,7 @@ def plan_launch(
 
 def _picker(op: str, pointers: arguments.Pointers) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Picks the kernel's pointers out of the op's tensors, results, scratch memory and None."""
-    names = [*tensor_names(op), "out", "lse", "parts", "counters", None]
+    names = [*tensor_names(op), "out", "lse", "parts", "counters", "tile_list", None]
     made = ("parts", "counters")
     sources = [
         ARGUMENTS.get(name, name) if name in made or x is not None else None

@@ -115,7 +115,7 @@ class Tiles:
     is_split: bool
     min_units: int  # units in a piece, see `work_info.py`: at least so many,
     fixed_units: int  # or so many; 0 where all programs get the same
-    most_queries: int  # longer sequences are left to another kernel; 0: none is
+    is_beside: bool  # another kernel does the long sequences
     search_width: int
     is_one_look: bool
 
@@ -144,15 +144,15 @@ def choose_tiles(
     key_bound: int,
     config: Config | None = None,
     splits: SplitPlan | None = None,
-    most_queries: int = 0,
+    is_beside: bool = False,
 ) -> Tiles:
     """The tiles of a call of these sizes. `config` and `splits` override tables and rules. With
-    `most_queries`, longer sequences are left to another kernel, and most others have one query.
+    `is_beside`, another kernel does the long sequences, and most others have one query.
     """
     target, has_layout = traits.target, traits.k_block > 0
     # query heads of a group that visit different blocks share no tile
     pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
-    mean = 1 if most_queries else -(-total_q // max(batch, 1))
+    mean = 1 if is_beside else -(-total_q // max(batch, 1))
     if config is None:
         rows = mean * pack
         tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
@@ -173,7 +173,7 @@ def choose_tiles(
     # a tile of few rows takes the heads of a group in turns
     pack = min(pack, config.BLOCK_M)
     tokens, block_n = config.BLOCK_M // pack, config.BLOCK_N
-    is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant and not most_queries
+    is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant and not is_beside
     if not has_layout and is_even:
         # probably all sequences have so many queries: rows without one are work to merge
         tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
@@ -187,7 +187,7 @@ def choose_tiles(
     if splits is None and traits.is_invariant:
         splits = plan_fixed_splits(grid_tiles, key_bound)
     elif splits is None:
-        busy = max(min(batch, total_q), total_q // tokens if most_queries == 0 else 0)
+        busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
         slots = config.resident * target.multiprocessors
         splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64)
     # the device counts units in 32 bits
@@ -209,7 +209,7 @@ def choose_tiles(
         is_split=is_split,
         min_units=-(-splits.min_keys // block_n),
         fixed_units=splits.fixed_keys // block_n,
-        most_queries=most_queries,
+        is_beside=is_beside,
         search_width=search_width,
         is_one_look=looked_at <= search_width,
     )
