@@ -24,7 +24,7 @@ import serving
 import torch
 from draws import Step
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.tuning import Config
@@ -79,13 +79,12 @@ def planned(b: serving.Batch, **chosen: Any):
         b.tables[0], causal=True,
     )  # fmt: skip
     plan = plan_attention(call, **chosen)
-    names = tensor_names("flash_varlen")
-    tensors = [call.tensors()[name] for name in names]
-    at = names.index("block_table")
+    given = call.given_tensors()
+    tensors, at = [*given.values()], [*given].index("block_table")
 
     def launch(i: int) -> torch.Tensor:
         mine = (*tensors[:at], b.tables[i], *tensors[at + 1 :])
-        return plan(mine, [None if x is None else x.data_ptr() for x in mine])[0]
+        return plan(mine, [x.data_ptr() for x in mine])[0]
 
     return launch
 

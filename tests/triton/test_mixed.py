@@ -6,7 +6,7 @@ import cross_compile
 import pytest
 import torch
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support
@@ -45,8 +45,7 @@ def call_of(problem, device="cpu"):
 
 
 def tensors_of(call):
-    tensors = call.tensors()
-    return tuple(tensors[name] for name in tensor_names(call.op))
+    return tuple(call.given_tensors().values())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_short_sequences_and_padding_alone(problem, device):
     limit = 16
     out, lse = (torch.full_like(x, 7.0) for x in call.new_results())
     tile_list = torch.tensor([0, 0, limit], dtype=torch.int32, device=device)
-    start = portable.plan_launch(call, (out, lse), tile_list=tile_list)
+    start = portable.plan_beside(call)
     start(tensors_of(call), None, out, lse, tile_list)
     truth = build(problem).truth()
     bounds = call.cu_seqlens_q.tolist()
@@ -116,7 +115,7 @@ def test_both_agree_with_the_reference(problem):
     first = plan(tensors_of(call), None)
     assert_accurate(*first, truth)
     tensors = tensors_of(call)
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    addresses = [x.data_ptr() for x in tensors]
     for _ in range(3):
         again = plan(tensors, addresses)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -148,7 +147,7 @@ def test_lengths_change_between_replays():
     call = call_of(problem, "cuda")
     plan, tensors = mixed.plan_attention(call), tensors_of(call)
     plan(tensors, None)
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    addresses = [x.data_ptr() for x in tensors]
     plan(tensors, addresses)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

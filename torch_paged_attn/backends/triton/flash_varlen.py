@@ -47,7 +47,8 @@ def why_opaque(call: AttentionCall) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    if why_portable(call) is None:
+    # of two kernels for a mixed batch, a graph holds that for its mean length
+    if why_not_hopper(call) is None and support.unprofitable(call) is None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -68,7 +69,7 @@ class AttentionOp:
         self._name, self._check = name, check
         self._call_of = getattr(AttentionCall, name)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
-        self._after_hints = len(listed) - self._hints - 2
+        self._most = len(listed) - 2
         # by what is said of the longest sequence: calls of the cache, and what plans them
         self._kinds = [
             (f"{name}, {n} queries", functools.partial(self._plan, n)) for n in range(MOST_SAID + 1)
@@ -78,8 +79,7 @@ class AttentionOp:
         at = self._hints
         if args[at] < 0 or args[at + 1] < 0:
             self._check(*args, **options)
-        rest = args[at + 2 :]
-        tensors = *args[:at], *rest, *(None,) * (self._after_hints - len(rest))
+        tensors = *args[:at], *args[at + 2 :]
         longest = args[at]
         # no number that is traced
         is_said = type(longest) is int and longest <= MOST_SAID
@@ -87,6 +87,7 @@ class AttentionOp:
         return launch_cache.call(key, plan, tensors, options)
 
     def _plan(self, longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+        tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)

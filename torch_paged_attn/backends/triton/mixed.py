@@ -8,7 +8,6 @@ second kernel starts where the first one leaves room, and ends after it.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -44,17 +43,16 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
 
 
 def plan_attention(call: AttentionCall) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list."""
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
     start_long = hopper.plan_launches(call, results[0], short=most_queries(call))
-    like_list = torch.empty(0, dtype=torch.int32, device=call.q.device)
-    start_short = portable.plan_launch(call, results, tile_list=like_list)
+    start_short = portable.plan_beside(call)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
         # memory that the first kernel may still use when the second one gets its own
-        tile_list, parts = start_long(tensors, out, lse)
+        tile_list, parts = start_long(tensors, addresses, out, lse)
         start_short(tensors, addresses, out, lse, tile_list)
         del parts
         return out, lse

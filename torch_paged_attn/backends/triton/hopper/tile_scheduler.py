@@ -6,7 +6,7 @@ with more work, and that of equal ones before it, both counted from the lengths 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -214,9 +214,10 @@ def plan_tile_list(
     options: TileOptions,
     device: torch.device,
     chip: Chip | None = None,
-) -> Callable[[Lengths], Tensor]:
-    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device; `chip` is
-    for tiles that may be cut, or left to another kernel.
+) -> Callable[..., Tensor]:
+    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
+    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut, or left
+    to another kernel.
 
     A list is a header (units of work claimed: 0, number of entries, queries of the longest sequence
     that is left out), counters, and for each tile or piece of one: its sequence, its first token,
@@ -238,9 +239,12 @@ def plan_tile_list(
         **dependent_launch(target_of(device).overlaps_launches),
     )
 
-    def list_tiles(lengths: Lengths) -> Tensor:
+    def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
         tile_list = new_list()
-        launch(tile_list, lengths)
+        if launch.is_ready and addresses is not None:
+            launch.start(tile_list.data_ptr(), addresses)
+        else:
+            launch(tile_list, lengths)
         return tile_list
 
     return list_tiles

@@ -188,10 +188,11 @@ def pointers(
     formats: Formats,
     target: Target,
     results: tuple[Tensor, Tensor],
-    workspace: tuple[Tensor | None, Tensor | None],
-    tile_list: Tensor | None = None,
+    workspace: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Pointers:
-    """`workspace` are partial results and counters, for tiles that are shared."""
+    """`workspace` are partial results and counters, for tiles that are shared, and the list of
+    tiles of the kernel beside which this one runs.
+    """
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
     if formats.is_paired:
         k, v = k.view(torch.int16), v.view(torch.int16)
@@ -221,7 +222,7 @@ def pointers(
         v_descale=call.v_descale,
         out_scale=call.out_scale,
         rng=call.rng_state if call.dropout_p > 0.0 else None,
-        tile_list=tile_list,
+        tile_list=workspace[2],
     )
 
 

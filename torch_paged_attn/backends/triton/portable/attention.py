@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable import arguments
 from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.portable.formats import formats_of
@@ -19,15 +19,20 @@ from torch_paged_attn.backends.triton.portable.graph_kernel import (
     node_arguments,
 )
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan
-from torch_paged_attn.backends.triton.portable.tiles import choose_tiles, key_bound, traits_of
+from torch_paged_attn.backends.triton.portable.tiles import (
+    Tiles,
+    choose_tiles,
+    key_bound,
+    traits_of,
+)
 from torch_paged_attn.backends.triton.runtime.launch import (
     dependent_launch,
     is_traced,
     only_read,
 )
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import target_of
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation, zeroed_counters
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
+from torch_paged_attn.backends.triton.runtime.target import Target, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import Config
 
 # what the kernel's pointers are called in the list of arguments, where the names differ
@@ -44,109 +49,162 @@ def attend(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
-    tensors = call.tensors()
     plan = plan_attention(call, config=config, splits=splits)
-    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+    return plan(tuple(call.given_tensors().values()), None)
 
 
 def plan_attention(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list."""
-    results = call.new_results()
-    new_out, new_lse = map(Allocation.like, results)
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
     if call.total_q == 0:
+        new_out, new_lse = map(Allocation.like, call.new_results())
         return lambda tensors, addresses: (new_out(), new_lse())
-    start = plan_launch(call, results, config=config, splits=splits)
-
-    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
-        start(tensors, addresses, out, lse)
-        return out, lse
-
-    return run
+    kind = kind_of(call, Kind)
+    tiles = choose_tiles(kind.traits, call.total_q, call.batch, key_bound(call), config, splits)
+    return kind.plan(call, tiles)
 
 
-def plan_launch(
-    call: AttentionCall,
-    results: tuple[Tensor, Tensor],
-    *,
-    config: Config | None = None,
-    splits: SplitPlan | None = None,
-    tile_list: Tensor | None = None,
-) -> Callable[..., None]:
-    """A plan that is given where the results go, tensors like `results`.
-
-    With a `tile_list` (or one like it, given last), this kernel runs beside the one before it and
-    does the sequences that it leaves, and padding.
+def plan_beside(call: AttentionCall) -> Callable[..., None]:
+    """A plan for a launch beside the kernel before it, which does what that leaves: of tensors,
+    addresses, the two results, and the list of tiles that says what is left.
     """
-    target, device = target_of(call.q.device), call.q.device
-    traits = traits_of(call, target)
-    tiles = choose_tiles(
-        traits, call.total_q, call.batch, key_bound(call), config, splits, tile_list is not None
-    )
-    formats = formats_of(call, target, tiles.is_paired)
-    new_parts = Allocation((tiles.part_elements(call.head_dim_v),), torch.float32, device)
-    is_split, num_programs = tiles.is_split, tiles.num_programs
+    kind = kind_of(call, Kind)
+    sizes = call.total_q, call.batch, key_bound(call)
+    return kind.plan_beside(call, choose_tiles(kind.traits, *sizes, is_beside=True))
 
-    pointers = arguments.pointers(call, formats, target, results, (None, None), tile_list)
-    stored = arguments.Pointers(*(x if x is None else x.dtype for x in pointers))
-    pick = _picker(call.op, pointers)
-    strides, sizes = arguments.strides(call, pointers), arguments.sizes(call)
-    scalars = arguments.scalars(call, formats, tiles)
-    options = arguments.options(call, formats, tiles, target)
-    of_compiler = arguments.compiler_options(tiles, target)
-    launch = Launch(
-        _attention_fwd_kernel,
-        tiles.grid,
-        strides=strides,
-        scalars=scalars,
-        **sizes._asdict(),
-        OPTIONS=options,
-        **dependent_launch(target.overlaps_launches),
-        **of_compiler,
-    )
 
-    def launch_in_graph(pointers: arguments.Pointers) -> None:
+class Kind:
+    """What calls share that differ in sizes alone."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.target, self.device = target_of(call.q.device), call.q.device
+        self.traits = traits_of(call, self.target)
+        # by what of the tiles a kernel is compiled for
+        self._launches: dict[tuple[Any, ...], LaunchKind] = {}
+
+    def plan(self, call: AttentionCall, tiles: Tiles) -> Plan:
+        """The plan for a call of this kind."""
+        kind, launch, scratch = self._launch(call, tiles)
+        new_out, new_lse = kind.results(call.total_q)
+        sizes, pick = arguments.sizes(call), kind.pick
+
+        def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+            out, lse = new_out(), new_lse()
+            held = None if scratch is None else scratch()
+            if launch.is_ready:
+                shared = (None, None) if held is None else held.addresses
+                launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *shared, None)))
+                return out, lse
+            memory = (None, None) if held is None else (held.parts, held.counters)
+            pointers = kind.pointers((*tensors, out, lse, *memory, None))
+            if is_traced():
+                kind.launch_in_graph(pointers, tiles.grid, sizes)
+            else:
+                launch(pointers)
+            return out, lse
+
+        return run
+
+    def plan_beside(self, call: AttentionCall, tiles: Tiles) -> Callable[..., None]:
+        """The plan for a launch beside another kernel."""
+        kind, launch, scratch = self._launch(call, tiles)
+        pick = kind.pick
+        assert scratch is not None
+
+        def start(
+            tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor, tile_list: Tensor
+        ) -> None:
+            held = scratch()
+            if launch.is_ready and addresses is not None:
+                made = out.data_ptr(), lse.data_ptr(), *held.addresses, tile_list.data_ptr()
+                launch.start(pick((*addresses, *made, None)))
+            else:
+                memory = held.parts, held.counters, tile_list
+                launch(kind.pointers((*tensors, out, lse, *memory, None)))
+
+        return start
+
+    def _launch(
+        self, call: AttentionCall, tiles: Tiles
+    ) -> "tuple[LaunchKind, Launch, ScratchOf | None]":
+        """What launches of such tiles share, the one for this call, and its scratch memory."""
+        kind = self._launches.get(key := tiles.of_kernel())
+        if kind is None:
+            kind = self._launches[key] = LaunchKind(call, tiles, self.target)
+            launch = kind.launch
+        else:
+            launch = kind.launch.resized(tiles.grid, **arguments.sizes(call)._asdict())
+        scratch = None
+        if tiles.is_split:
+            sizes_of_scratch = tiles.part_elements(call.head_dim_v), tiles.num_programs
+            scratch = ScratchOf(*sizes_of_scratch, self.device)
+        return kind, launch, scratch
+
+
+class LaunchKind:
+    """What launches share that differ in sizes and grid alone. `launch` is that of the call that it
+    is made for.
+    """
+
+    def __init__(self, call: AttentionCall, tiles: Tiles, target: Target) -> None:
+        formats = formats_of(call, target, tiles.is_paired)
+        out, lse = call.new_results()
+        tile_list = None
+        if tiles.is_beside:
+            tile_list = torch.empty(0, dtype=torch.int32, device=call.q.device)
+        workspace = None, None, tile_list
+        pointers = arguments.pointers(call, formats, target, (out, lse), workspace)
+        self._out_shape, self._num_heads = out.shape[1:], call.num_heads
+        self._out_dtype, self._device = out.dtype, call.q.device
+        self._stored = [x if x is None else x.dtype for x in pointers]
+        made = ["parts", "counters"] + ["tile_list"] * tiles.is_beside
+        self.pick = _picker(list(call.given_tensors()), made, pointers)
+        self._strides = arguments.strides(call, pointers)
+        self._scalars = arguments.scalars(call, formats, tiles)
+        self._options = arguments.options(call, formats, tiles, target)
+        self._of_compiler = arguments.compiler_options(tiles, target)
+        self.launch = Launch(
+            _attention_fwd_kernel,
+            tiles.grid,
+            strides=self._strides,
+            scalars=self._scalars,
+            **arguments.sizes(call)._asdict(),
+            OPTIONS=self._options,
+            **dependent_launch(target.overlaps_launches),
+            **self._of_compiler,
+        )
+
+    def results(self, total_q: int) -> tuple[Allocation, Allocation]:
+        """`out` and `softmax_lse` of so many queries."""
+        return (
+            Allocation((total_q, *self._out_shape), self._out_dtype, self._device),
+            Allocation((self._num_heads, total_q), torch.float32, self._device),
+        )
+
+    def pointers(self, tensors: tuple[Any, ...]) -> arguments.Pointers:
+        """The kernel's, as it reads what is stored, out of the plan's tensors."""
+        picked = zip(self.pick(tensors), self._stored, strict=True)
+        views = [x if t is None or t == x.dtype else x.view(t) for x, t in picked]
+        return arguments.Pointers(*views)
+
+    def launch_in_graph(
+        self, pointers: arguments.Pointers, grid: tuple[int, ...], sizes: arguments.Sizes
+    ) -> None:
+        """Launch as a node of the graph that is being traced."""
         lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
         copies = only_read(*(getattr(pointers, name) for name in lengths))
         pointers = pointers._replace(**dict(zip(lengths, copies, strict=True)))
-        node = node_arguments(pointers, strides, sizes, scalars, options)
-        Launch(_graph_attention_fwd_kernel, tiles.grid, **node, **of_compiler)()
-
-    def start(
-        tensors: tuple[Any, ...],
-        addresses: Any,
-        out: Tensor,
-        lse: Tensor,
-        tile_list: Tensor | None = None,
-    ) -> None:
-        parts: Any = None
-        counters: Any = None
-        if is_split:
-            parts, counters = new_parts(), zeroed_counters(num_programs, device)
-        if launch.is_ready:
-            scratch = (parts.data_ptr(), counters.data_ptr()) if is_split else (None, None)
-            listed = None if tile_list is None else tile_list.data_ptr()
-            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, listed, None)))
-            return
-        made = out, lse, parts, counters, tile_list, None
-        picked = zip(pick((*tensors, *made)), stored, strict=True)
-        pointers = arguments.Pointers(
-            *(x if t is None or t == x.dtype else x.view(t) for x, t in picked)
-        )
-        if is_traced():
-            launch_in_graph(pointers)
-        else:
-            launch(pointers)
-
-    return start
+        node = node_arguments(pointers, self._strides, sizes, self._scalars, self._options)
+        Launch(_graph_attention_fwd_kernel, grid, **node, **self._of_compiler)()
 
 
-def _picker(op: str, pointers: arguments.Pointers) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Picks the kernel's pointers out of the op's tensors, results, scratch memory and None."""
-    names = [*tensor_names(op), "out", "lse", "parts", "counters", "tile_list", None]
-    made = ("parts", "counters")
+def _picker(
+    given: list[str], made: list[str], pointers: arguments.Pointers
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Picks the kernel's pointers out of the given tensors, results, memory `made` for the launch,
+    and None."""
+    names = [*given, "out", "lse", *made, None]
     sources = [
         ARGUMENTS.get(name, name) if name in made or x is not None else None
         for name, x in pointers._asdict().items()

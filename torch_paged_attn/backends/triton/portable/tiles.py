@@ -7,6 +7,7 @@ looks at no tensor and keeps what it has chosen.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -118,6 +119,14 @@ class Tiles:
     is_beside: bool  # another kernel does the long sequences
     search_width: int
     is_one_look: bool
+
+    def of_kernel(self) -> tuple[Any, ...]:
+        """All but the grid."""
+        return (
+            self.config, self.pack, self.tokens, self.block_n, self.gap, self.is_paired,
+            self.is_split, self.min_units, self.fixed_units, self.is_beside, self.search_width,
+            self.is_one_look,
+        )  # fmt: skip
 
     @property
     def part_rows(self) -> int:
