@@ -29,9 +29,9 @@ class Triton(Backend):
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
         else:
             attention = (
-                "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, else"
-                " the portable one; the DEBUG log of torch_paged_attn.backends.triton says which,"
-                " and why"
+                "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, the"
+                " portable one for the rest, both for chunks among decodes; the DEBUG log of"
+                " torch_paged_attn.backends.triton says which, and why"
             )
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
 
