@@ -49,22 +49,21 @@ def tensors_of(call):
 
 
 @pytest.mark.parametrize(
-    "seqs, expected",
+    "seqs, longest, expected",
     [
-        (STEP, True),
-        (((1, 70), (4, 600)), True),
-        (((4, 70), (4, 600)), False),  # guessed tokens, rather
-        (((20, 70), (20, 600)), True),
-        (DECODES, False),
-        (((70, 400),), False),
-        (((600, 0), (700, 0)), False),
-        (((70, 9), (1, 9)), False),  # nothing to share out
+        (STEP, 0, True),
+        (STEP, 300, True),
+        (STEP, 16, False),  # as the caller says
+        (DECODES, 0, False),
+        (((1, 70),), 0, False),
+        (((600, 0), (700, 0)), 0, False),
+        (((70, 9), (1, 9)), 0, False),  # nothing to share out
     ],
 )
-def test_which_calls_are_mixed(seqs, expected):
+def test_which_calls_are_mixed(seqs, longest, expected):
     problem = Problem("p", seqs, 8, 2, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
-        assert mixed.is_mixed(call_of(problem)) is expected
+        assert mixed.is_mixed(call_of(problem), longest) is expected
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:3], ids=lambda p: p.name)

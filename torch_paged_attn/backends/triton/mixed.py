@@ -29,17 +29,17 @@ def most_queries(call: AttentionCall) -> int:
     return max(BLOCK_M // call.group_size, 1)
 
 
-def is_mixed(call: AttentionCall) -> bool:
-    """Whether a call that Hopper's kernel could take may hold long and short sequences."""
-    if call.block_table is None or call.layout is not None or call.batch <= 1:
+def is_mixed(call: AttentionCall, longest: int) -> bool:
+    """Whether a call that Hopper's kernel could take may hold long and short sequences. `longest`
+    is what the caller says of the longest one's queries, 0 where it says nothing.
+    """
+    if call.block_table is None or call.layout is not None or call.total_q <= call.batch:
         return False
-    mean, rest = divmod(call.total_q, call.batch)
-    if call.total_q <= call.batch or mean >= MOST_MEAN:
+    if call.batch == 1 or call.total_q > MOST_MEAN * call.batch:
         return False
-    if rest == 0 and mean <= most_queries(call):
-        # as many queries for each sequence: guessed tokens, rather
+    if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False
-    return call.block_table.shape[1] * call.page_size >= LEAST_KEYS
+    return not 0 < longest <= most_queries(call)
 
 
 def plan_attention(call: AttentionCall) -> Plan:
