@@ -159,3 +159,10 @@ def test_lengths_change_between_replays():
         expected = plan(tensors, addresses)
         for found in results:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("hint", [0, 1, 5, 16, 300, 2**31 + 5])
+def test_a_wrong_hint_costs_no_correctness(hint, run):
+    call = build(PROBLEMS[0])
+    assert_accurate(*run(call.to("cuda"), max_seqlen_q=hint, max_seqlen_k=hint), call.truth())

@@ -23,12 +23,15 @@ WEIGHED = tl.constexpr(32)
 
 # in tiles of keys: what a tile or a piece of one costs beside its own keys, the merging of a piece,
 # and reading a tile of keys from memory where all programs do
-TILE_COST = tl.constexpr(1.0)
+TILE_COST = tl.constexpr(2.0)
 PIECE_COST = tl.constexpr(1.0)
 MERGE_COST = tl.constexpr(0.75)
 READ_COST = tl.constexpr(1.4)
 # reading by the next kernel, whose beginning and end are `Chip.next_cost`
 NEXT_READ_COST = tl.constexpr(1.25)
+
+# tiles of keys of the longest tile that may be cut: quotients are found in float32
+MOST_LENGTH = tl.constexpr(2**13)
 
 # keys that nothing cuts
 WHOLE = tl.constexpr(2**30)
@@ -91,8 +94,21 @@ def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
     share = tl.maximum(share, READ_COST * reads * chip.num_kv_heads / chip.programs)
     time = tl.minimum(waves * run, tl.maximum(share + 0.3 * run, run))
     time += tl.where(is_cut, MERGE_COST * pieces, 0.0)
-    is_possible = (pieces <= longest) & (parts * chip.units_per_tile <= OPTIONS.MOST_PARTS)
+    is_possible = (
+        (pieces <= longest)
+        & (longest <= MOST_LENGTH)
+        & (parts * chip.units_per_tile <= OPTIONS.MOST_PARTS)
+    )
     return tl.where(is_possible | (pieces == 1), time, float("inf"))
+
+
+@triton.jit
+def _quotients(visited, longest):
+    """cdiv(visited, run), at least 1, for runs of the longest tile in 1, 2, ... TRIED pieces."""
+    run = tl.maximum(tl.cdiv(longest, 1 + tl.arange(0, TRIED)), 1)
+    # what is missing to 1 is less than one over a run, and more than what is rounded off
+    above = visited[:, None].to(tl.float32) * (1.0 / run)[None, :] + (1.0 - 2.0**-14)
+    return tl.maximum(above.to(tl.int32), 1)
 
 
 @triton.jit
@@ -113,8 +129,6 @@ def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
         longest_short = tl.maximum(longest_short, tl.max(tl.where(is_short, visited, 0), 0))
     longest_all = tl.maximum(longest, longest_short)
 
-    pieces = 1 + tl.arange(0, TRIED)
-    run, run_of_all = tl.cdiv(longest, pieces), tl.cdiv(longest_all, pieces)
     none = tl.zeros([TRIED], tl.int32)
     entries, parts, entries_of_all, parts_of_all = none, none, none, none
     work, work_of_short = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
@@ -133,14 +147,14 @@ def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
         work += tl.sum(tl.where(is_short, 0.0, own), 0)
         reads += tl.sum(tl.where(is_short, 0, last).to(tl.float32), 0)
         long_tiles = tl.where(is_short, 0, tiles)
-        cut = tl.maximum(tl.cdiv(last[:, None], tl.maximum(run, 1)[None, :]), 1)
+        cut = _quotients(last, longest)
         each = long_tiles[:, None] * cut
         entries += tl.sum(each, 0)
         parts += tl.sum(tl.where(cut > 1, each, 0), 0)
         if SHORT > 0:
             work_of_short += tl.sum(tl.where(is_short, own, 0.0), 0)
             reads_of_short += tl.sum(tl.where(is_short, last, 0).to(tl.float32), 0)
-            cut = tl.maximum(tl.cdiv(last[:, None], tl.maximum(run_of_all, 1)[None, :]), 1)
+            cut = _quotients(last, longest_all)
             each = tiles[:, None] * cut
             entries_of_all += tl.sum(each, 0)
             parts_of_all += tl.sum(tl.where(cut > 1, each, 0), 0)

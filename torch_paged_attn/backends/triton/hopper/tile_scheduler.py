@@ -112,6 +112,7 @@ def _tile_order_kernel(
     IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED
     IS_CUT: tl.constexpr = OPTIONS.MOST_PARTS > 0
     GAP: tl.constexpr = 2 if IS_ALIGNED else 1
+    STARTS: tl.constexpr = 4 * LOOKED_AT if OPTIONS.SHORT > 0 else LOOKED_AT
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
     # sequences of up to so many queries are left out, and keys are cut in runs of so many tiles
     limit, run = -1, 0
@@ -119,8 +120,8 @@ def _tile_order_kernel(
         limit, run = plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS)
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)
-    for b0 in tl.range(0, batch + 1, LOOKED_AT):
-        other = b0 + tl.arange(0, LOOKED_AT)
+    for b0 in tl.range(0, batch + 1, STARTS):
+        other = b0 + tl.arange(0, STARTS)
         bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
         started = (other <= batch)[None, :] & (
             (bound // TOKENS + GAP * other)[None, :] <= number[:, None]
@@ -157,27 +158,29 @@ def _tile_order_kernel(
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
         length, keys, lacking = _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS)
-        each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
-        spans = length[None, :], keys[None, :], lacking[None, :]
-        first_equal = each[None, :]
-        if IS_CUT:
-            cut = pieces_of(length, keys, run, chip, OPTIONS)
-            entries += tl.sum(each * cut, 0)
-            # a tile of so many pieces is as long as a piece, times that
-            more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, OPTIONS)
-            least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, OPTIONS)
-            weight = cut[None, :]
-            parts = tl.where(cut > 1, each * cut, 0)
-            part += tl.sum(tl.where(other[None, :] < b[:, None], parts[None, :], 0), 1)
-        else:
-            entries += tl.sum(each, 0)
-            more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
-            least = _tiles_from(cost[:, None], *spans, OPTIONS)
-            weight = 1
-        equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
-        first_equal = first_equal - least
-        own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
-        place += tl.sum((more + equal_before + own) * weight, 1)
+        # of decodes among few chunks, most have nothing here
+        is_any = True if OPTIONS.SHORT == 0 else tl.max(length, 0) > 0
+        if is_any:
+            each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
+            spans = length[None, :], keys[None, :], lacking[None, :]
+            if IS_CUT:
+                cut = pieces_of(length, keys, run, chip, OPTIONS)
+                entries += tl.sum(each * cut, 0)
+                # a tile of so many pieces is as long as a piece, times that
+                more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, OPTIONS)
+                least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, OPTIONS)
+                weight = cut[None, :]
+                parts = tl.where(cut > 1, each * cut, 0)
+                part += tl.sum(tl.where(other[None, :] < b[:, None], parts[None, :], 0), 1)
+            else:
+                entries += tl.sum(each, 0)
+                more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
+                least = _tiles_from(cost[:, None], *spans, OPTIONS)
+                weight = 1
+            equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
+            first_equal = each[None, :] - least
+            own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
+            place += tl.sum((more + equal_before + own) * weight, 1)
 
     entry = tile_list_ptr + (ENTRY + OPTIONS.COUNTERS) + place * ENTRY
     for i in tl.range(0, tl.max(tl.where(exists, pieces, 0), 0) if IS_CUT else 1):
@@ -235,7 +238,7 @@ def plan_tile_list(
         max_keys=max_keys,
         chip=chip,
         OPTIONS=options,
-        num_warps=4,
+        num_warps=8 if options.SHORT else 4,
         **dependent_launch(target_of(device).overlaps_launches),
     )
 
