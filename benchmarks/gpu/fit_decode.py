@@ -53,14 +53,14 @@ def samples(rows: list[Row]) -> dict[decode.Tile, list[tuple[decode.Work, float]
     return found
 
 
-def fit(measured: list[tuple[decode.Work, float]], steps: int = 1500) -> decode.Costs:
+def fit(measured: list[tuple[decode.Work, float]], steps: int = 800) -> decode.Costs:
     """Numbers that make the mean relative error small."""
     columns = zip(*(work for work, _ in measured), strict=True)
     work = decode.Work(*(torch.tensor(x, dtype=torch.float64) for x in columns))
     logs = torch.tensor([us for _, us in measured], dtype=torch.float64).log()
     numbers = torch.tensor([6.0, 0.5, 0.03, 1.0, 0.2], dtype=torch.float64).log()
     numbers.requires_grad_()
-    optimizer = torch.optim.Adam([numbers], lr=0.02)
+    optimizer = torch.optim.Adam([numbers], lr=0.04)
     for _ in range(steps):
         optimizer.zero_grad()
         predicted = decode.microseconds(work, decode.Costs(*numbers.exp()))
@@ -97,11 +97,10 @@ def judge(rows: list[Row], costs: dict[decode.Tile, decode.Costs], offered: list
             work = decode.work_of(shape_of(row), keys, *choice, MULTIPROCESSORS)
             return decode.microseconds(work, costs[choice[0]])
 
-        def over_lengths(choice: Choice) -> float:
-            return sum(math.log(predicted(choice, n)) for n in decode.LENGTHS)
-
         known = min(offered, key=lambda c: predicted(c, row["keys"]))
-        average = min(offered, key=over_lengths)
+        average = decode.choose(
+            {c: costs[c[0]] for c in offered}, shape_of(row), WIDTH, MULTIPROCESSORS
+        )
         errors += [abs(predicted(c, row["keys"]) / figures[name_of(c)] - 1) for c in offered]
         losses.append(figures[name_of(known)] / best)
         unknown.append(figures[name_of(average)] / best)
@@ -125,9 +124,13 @@ def main() -> None:
     )
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--write", metavar="ARCH", help="write the chip's model")
+    parser.add_argument("--only-write", action="store_true", help="and say nothing")
     options = parser.parse_args()
     rows = json.loads(options.sweep.read_text())["rows"]
     offered = choices(rows)
+    if options.only_write:
+        write(options.write, offered, fit_all(rows))
+        return
     mixed = random.Random(1).sample(rows, len(rows))
     kept, held_out = mixed[: len(rows) * 3 // 4], mixed[len(rows) * 3 // 4 :]
     costs = fit_all(kept)
@@ -136,13 +139,18 @@ def main() -> None:
     costs = fit_all(rows)
     print("all:       ", judge(rows, costs, offered))
     if options.write:
-        listed = [
-            {"tile": list(tile), "least": [n for t, n in offered if t == tile],
-             "costs": costs[tile]._asdict()}
-            for tile in sorted({tile for tile, _ in offered})
-        ]  # fmt: skip
-        text = "[\n" + ",\n".join("  " + json.dumps(x) for x in listed) + "\n]\n"
-        (TABLES / f"{options.write}_decode.json").write_text(text)
+        write(options.write, offered, costs)
+
+
+def write(arch: str, offered: list[Choice], costs: dict[decode.Tile, decode.Costs]) -> None:
+    """The chip's model."""
+    listed = [
+        {"tile": list(tile), "least": [n for t, n in offered if t == tile],
+         "costs": costs[tile]._asdict()}
+        for tile in sorted({tile for tile, _ in offered})
+    ]  # fmt: skip
+    text = "[\n" + ",\n".join("  " + json.dumps(x) for x in listed) + "\n]\n"
+    (TABLES / f"{arch}_decode.json").write_text(text)
 
 
 if __name__ == "__main__":

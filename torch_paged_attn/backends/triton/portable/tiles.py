@@ -23,7 +23,12 @@ from torch_paged_attn.backends.triton.portable.splits import (
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
 from torch_paged_attn.backends.triton.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.tuning import Config, choose_config
-from torch_paged_attn.backends.triton.tuning.decode import ROWS, Shape, choose_decode
+from torch_paged_attn.backends.triton.tuning.decode import (
+    MOST_KEYS,
+    ROWS,
+    Shape,
+    choose_decode,
+)
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
@@ -173,8 +178,10 @@ def choose_tiles(
     least = None
     if config is None and splits is None and traits.has_decode_model and mean * pack <= ROWS:
         heads = traits.num_kv_heads * -(-traits.group_size // pack)
-        shape = Shape(batch, heads, 2 * traits.head_dim * traits.kv_itemsize)
-        chosen = choose_decode(target.arch, shape, key_bound, target.multiprocessors)
+        # few different sizes, for few kernels: what is chosen is kept
+        shape = Shape(next_power_of_2(batch), heads, 2 * traits.head_dim * traits.kv_itemsize)
+        bound = min(next_power_of_2(key_bound), MOST_KEYS)
+        chosen = choose_decode(target.arch, shape, bound, target.multiprocessors)
         config, least = chosen or (None, None)
     if config is None:
         rows = mean * pack

@@ -4,7 +4,8 @@ A launch takes the time of its longest program: a beginning, its trips through t
 time in which memory gives all of them, whichever is longer, and the merging of tiles that several
 programs share. The numbers are fitted to a sweep (`benchmarks/gpu/fit_decode.py`, which has the
 data beside it). How many keys there are the host does not know, only how many a table has room for:
-tiles are chosen that are best on average over all lengths up to that, by the logarithm of the time.
+tiles are chosen that are best on average over all lengths up to that, of even and of ragged
+batches, by the logarithm of the time.
 """
 
 import functools
@@ -19,8 +20,10 @@ from torch_paged_attn.backends.triton.tuning.portable import TABLES, Config
 # rows of a tile: of one query and the heads that share its keys
 ROWS = 16
 
-# lengths that a table may stand for
+# lengths that a table may stand for, and of a ragged batch the longest sequence over the mean
 LENGTHS = tuple(256 * 2**i for i in range(9))
+MOST_KEYS = 2 * LENGTHS[-1]
+RAGGED = 4
 
 # the sharper, the closer a sum of two times is to the longer one
 SHARPNESS = 4
@@ -96,21 +99,27 @@ def _model(arch: str) -> dict[tuple[Tile, int], Costs]:
     }
 
 
+def choose(
+    model: dict[tuple[Tile, int], Costs], shape: Shape, key_bound: int, multiprocessors: int
+) -> tuple[Tile, int]:
+    """Tiles, and the fewest keys of a piece, for sequences of at most `key_bound` keys."""
+    lengths = [n for n in LENGTHS if n < key_bound] or [LENGTHS[0]]
+
+    def time(choice: tuple[Tile, int]) -> float:
+        works = [work_of(shape, n, *choice, multiprocessors) for n in lengths]
+        works += [work._replace(parts=RAGGED * work.parts) for work in works]
+        return sum(math.log(microseconds(work, model[choice])) for work in works)
+
+    return min(model, key=time)
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_decode(
     arch: str, shape: Shape, key_bound: int, multiprocessors: int
 ) -> tuple[Config, int] | None:
-    """Tiles, and the fewest keys of a piece; None for a chip without a model."""
-    lengths = [n for n in LENGTHS if n < key_bound] + [key_bound]
-    lengths = [n for n in lengths if n <= LENGTHS[-1]] or [LENGTHS[-1]]
-
-    def time(choice: tuple[Tile, int], costs: Costs) -> float:
-        works = (work_of(shape, n, *choice, multiprocessors) for n in lengths)
-        return sum(math.log(microseconds(work, costs)) for work in works)
-
-    model = _model(arch)
-    if not model:
+    """The same as a config; None for a chip without a model."""
+    if not (model := _model(arch)):
         return None
-    tile, least = min(model, key=lambda choice: time(choice, model[choice]))
+    tile, least = choose(model, shape, key_bound, multiprocessors)
     config = Config(ROWS, tile.block_n, tile.warps, tile.stages, resident=tile.resident)
     return config, least

@@ -33,6 +33,9 @@ RELATIVES = {
 # keys that a table may hold for a sequence: of few there is little to have on its way at a time
 LENGTHS = {"short": 2048, "medium": 4096}
 
+# tiles that are at least so many keep programs busy with little to merge
+THIN = 64
+
 # head sizes in between use the tiles of the next larger one
 WIDTHS = (64, 128, 256, 1024)
 
@@ -78,7 +81,7 @@ def entries(
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
     at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of so
     many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones.
-    `/thin`, also for 8-bit keys, is for tiles of at most 16 rows, unless they are few.
+    `/thin`, also for 8-bit keys, is for at least THIN tiles of at most 16 rows.
     `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
     is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
@@ -86,7 +89,8 @@ def entries(
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
     found = [key]
     size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
-    is_thin = block_m <= 16 and size != "few"
+    # programs of one warp are slow to merge what many of them share
+    is_thin = block_m <= 16 and tiles >= THIN
     if kv_itemsize < itemsize:
         found = [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
     elif page_size:
