@@ -142,7 +142,10 @@ def most_parts(call: AttentionCall, is_beside: bool) -> int:
     # sums of wider values do not fit beside those that are merged
     if call.layout is not None or width_of(call.head_dim_v) > MOST_MERGED:
         return 0
-    if not is_beside and (_fills(call) or key_bound(call) < LEAST_CUT):
+    keys = key_bound(call)
+    if call.block_table is None:
+        keys //= max(call.batch, 1)
+    if not is_beside and (_fills(call) or keys < LEAST_CUT):
         return 0
     return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
 
