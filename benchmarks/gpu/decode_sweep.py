@@ -1,10 +1,10 @@
-"""Time decode with many tiles, for the model that chooses among them.
+"""Time decode with many tiles: what the entries of a chip's table are chosen by.
 
     python benchmarks/gpu/decode_sweep.py --json OUT [--seconds S] [--fa3 _vllm_fa3_C.abi3.so]
 
 A row is a shape; its figures are microseconds, by config: BLOCK_N, warps, stages, programs that a
 multiprocessor holds, and the fewest keys of a piece. Caches are cold and tables are wide, as in
-serving.py. `fit_decode.py` fits the model to them.
+serving.py.
 """
 
 import argparse

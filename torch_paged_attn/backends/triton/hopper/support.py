@@ -13,9 +13,6 @@ from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, tar
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
 
-# rows of a sequence's only tile for which it is worth a consumer's time
-LEAST_ROWS = 32
-
 # keys of the smallest tile, and of the smallest box
 LEAST_KEYS, LEAST_BOX = 64, 16
 
@@ -86,9 +83,7 @@ def unprofitable(call: AttentionCall) -> str | None:
     """Why a call is better off with tiles of few rows, or with keys that several programs share;
     None if it is not."""
     rows = mean_length(call) * sharing_heads(call)
-    # sequences that attend to themselves alone have no keys to share out
-    is_self = call.block_table is None and call.cu_seqlens_k is None and call.layout is None
-    if rows <= (LEAST_ROWS if is_self else BLOCK_M):
+    if rows <= BLOCK_M:
         return f"a sequence has {rows} rows for each head of keys"
     tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
     if 2 * tiles < target_of(call.q.device).multiprocessors and not most_parts(call, False):

@@ -23,12 +23,6 @@ from torch_paged_attn.backends.triton.portable.splits import (
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
 from torch_paged_attn.backends.triton.seqlen_info import num_tiles
 from torch_paged_attn.backends.triton.tuning import Config, choose_config
-from torch_paged_attn.backends.triton.tuning.decode import (
-    MOST_KEYS,
-    ROWS,
-    Shape,
-    choose_decode,
-)
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
@@ -80,13 +74,6 @@ class Traits:
     k_block: int
     has_head_layouts: bool  # query heads of a group visit different blocks
     is_invariant: bool  # results must not depend on the batch
-
-    @property
-    def has_decode_model(self) -> bool:
-        """Whether the chip's model of decode, if there is one, is for such calls."""
-        is_measured = self.page_size > 0 and 64 < self.head_dim <= 128
-        is_measured = is_measured and self.itemsize == 2 and self.kv_itemsize == 2
-        return is_measured and self.is_plain and not self.is_invariant
 
 
 def traits_of(call: AttentionCall, target: Target) -> Traits:
@@ -175,14 +162,6 @@ def choose_tiles(
     # query heads of a group that visit different blocks share no tile
     pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
     mean = 1 if is_beside else -(-total_q // max(batch, 1))
-    least = None
-    if config is None and splits is None and traits.has_decode_model and mean * pack <= ROWS:
-        heads = traits.num_kv_heads * -(-traits.group_size // pack)
-        # few different sizes, for few kernels: what is chosen is kept
-        shape = Shape(next_power_of_2(batch), heads, 2 * traits.head_dim * traits.kv_itemsize)
-        bound = min(next_power_of_2(key_bound), MOST_KEYS)
-        chosen = choose_decode(target.arch, shape, bound, target.multiprocessors)
-        config, least = chosen or (None, None)
     if config is None:
         rows = mean * pack
         tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
@@ -220,8 +199,6 @@ def choose_tiles(
         busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
         slots = config.resident * target.multiprocessors
         splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64)
-        if least is not None and splits.is_split:
-            splits = dataclasses.replace(splits, min_keys=least)
     # the device counts units in 32 bits
     is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
     grid: tuple[int, ...] = (grid_tiles, grid_heads)
