@@ -238,3 +238,13 @@ def test_a_sink_beside_the_lowest_bias():
     truth = Truth.of(reference.flash_varlen, q, k, v, *bounds, **options)
     assert not truth.out[0, 0].any() and truth.out[0, 1].all()
     assert_accurate(out, lse, truth)
+
+
+def test_softcap_makes_no_number_of_nan():
+    """Twenty keys: whole vectors and a rest."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 16), *torch.randn(2, 20, 1, 16)
+    q[1] = float("nan")
+    out, lse = flash_varlen(q, k, v, cumulative([3]), cumulative([20]), softcap=5.0)
+    assert out[1].isnan().all() and lse[0, 1].isnan()
+    assert out[::2].isfinite().all() and lse[0, ::2].isfinite().all()

@@ -30,6 +30,7 @@ from torch_paged_attn.integrations._arguments import (
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
     end_to_end,
+    in_one_call,
     lengths_of,
     new_tokens,
     pages_of,
@@ -265,6 +266,27 @@ def flash_attn_with_kvcache(
     if page_table is not None and block_table is not None:
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
+    if (
+        rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is q_descale is None
+        and cu_seqlens_q is cu_seqlens_k_new is out is None
+    ):
+        left, right = window_size
+        found = in_one_call(
+            (q, k_cache, v_cache, k, v, cache_seqlens, table),
+            s_aux,
+            (k_descale, v_descale),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+            softcap=softcap,
+        )
+        if found is not None:
+            result, lse = found
+            result = result.view(*q.shape[:3], -1)
+            if not return_softmax_lse:
+                return result
+            return result, _per_sequence(lse, q.shape[0], q.shape[1])
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must come together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):

@@ -72,7 +72,7 @@ class AttentionOp:
         self._most = len(listed) - 2
         # by what is said of the longest sequence: calls of the cache, and what plans them
         self._kinds = [
-            (f"{name}, {n} queries", functools.partial(self._plan, n)) for n in range(MOST_SAID + 1)
+            (f"{name}, {n} queries", functools.partial(self.plan, n)) for n in range(MOST_SAID + 1)
         ]
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,10 @@ class AttentionOp:
         key, plan = self._kinds[longest if is_said else 0]
         return launch_cache.call(key, plan, tensors, options)
 
-    def _plan(self, longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+    def plan(self, longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+        """The plan for the operator's tensors. `longest` is what is said of the longest sequence's
+        queries, 0 where nothing is.
+        """
         tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)

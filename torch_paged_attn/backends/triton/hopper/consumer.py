@@ -22,7 +22,6 @@ from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.scores import finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
-    LOG2E,
     partial_sum,
     rescale,
     scale_rows,
@@ -190,11 +189,12 @@ def _store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constex
     """Write the rows' logsumexp; returns what divides their results."""
     pointers = params.pointers
     gain = 1.0
+    m_i *= LN2
     if pointers.sinks is not None:
         sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
-        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf")) * LOG2E
+        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
         m_i, total, gain = with_sink(m_i, total, sink)
-    lse = (m_i + gl.log2(total)) * LN2
+    lse = m_i + gl.log2(total) * LN2
     token = rows.position - rows.context_len
     head = (rows.head + r % PACKED_HEADS).to(gl.int64)
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token

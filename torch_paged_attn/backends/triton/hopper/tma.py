@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torch_paged_attn.backends.triton.runtime.lru import LRU
+from torch_paged_attn.lru import LRU
 
 # the sizes that a tensor map is told: of the rows' axis, and of the two axes without a bound;
 # coordinates are 32 bits
