@@ -116,9 +116,9 @@ class Tiles:
     is_split: bool
     min_units: int  # units in a piece, see `work_info.py`: at least so many,
     fixed_units: int  # or so many; 0 where all programs get the same
-    is_beside: bool  # another kernel does the long sequences
     search_width: int
     is_one_look: bool
+    is_beside: bool = False  # another kernel does the long sequences
 
     def of_kernel(self) -> tuple[Any, ...]:
         """All but the grid."""
