@@ -22,7 +22,7 @@ CALLS = {
     "strided": {"strided": True},
     "window": {"options": {"window_size_left": 3, "softcap": 5.0, "softmax_scale": 0.3}},
     "one sequence": {"lengths": (6,)},
-    "forty sequences": {"lengths": tuple(range(-1, 39))},
+    "more than 32 tokens": {"lengths": (0, 3), "new": 17},
 }
 
 
@@ -73,7 +73,7 @@ def bits(x):
 def test_it_is_the_three_operators_one_after_another(name, kernels, device):
     tensors, options = inputs(device, **CALLS[name])
     others = [x if x is None else x.clone() for x in tensors]
-    for _ in range(2):
+    for _ in range(2 if name == "one token" else 1):  # the second call takes the first one's plan
         wants = one_after_another(kernels, others, options)
         gots = kernels.append_and_attend(*tensors, **options)
         assert all(torch.equal(a, b) for a, b in zip(gots, wants, strict=True))

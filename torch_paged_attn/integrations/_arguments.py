@@ -36,6 +36,7 @@ def flash_varlen_arguments(
     causal: bool,
     softcap: float,
     dropout_p: float = 0.0,
+    deterministic: bool = True,
     return_attn_probs: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -52,6 +53,8 @@ def flash_varlen_arguments(
     if window_size != (-1, -1):
         left, right = (-1 if size is None else size for size in window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}
+    if not deterministic and (q.requires_grad or k.requires_grad or v.requires_grad):
+        arguments["deterministic"] = False  # of the backward
     if causal:
         arguments["causal"] = causal
     if softcap:

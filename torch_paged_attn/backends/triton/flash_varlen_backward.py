@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
 from torch_paged_attn.backends.triton.portable.backward import plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
@@ -43,8 +44,13 @@ class BackwardOp:
         tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
-        logger.debug("%s: the portable kernels", self._name)
-        return plan_backward(self._call_of(*args, **options))
+        call = self._call_of(*args, **options)
+        reason = backward_sm90.unsupported(call)
+        if reason is None:
+            logger.debug("%s: the Hopper kernels", self._name)
+            return backward_sm90.plan_backward(call)
+        logger.debug("%s: the portable kernels, because %s", self._name, reason)
+        return plan_backward(call)
 
 
 flash_varlen_backward = BackwardOp("flash_varlen", check)

@@ -94,14 +94,14 @@ def _pingpong_arrive(INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _clear_unseen(v, kv_start, first_key):
-    """Zero the values before the first key that a row sees: 0 times NaN would be NaN."""
+def clear_before(tile, first):
+    """Zero the rows of a tile before row `first`, which nobody sees: 0 times NaN would be NaN."""
     STEP: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for i in gl.static_range(v.shape[0] // STEP):
-        rows = v.slice(i * STEP, STEP)
-        j = kv_start + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-        rows.store(gl.where(gl.expand_dims(j >= first_key, 1), rows.load(layout), 0.0))
+    for i in gl.static_range(tile.shape[0] // STEP):
+        rows = tile.slice(i * STEP, STEP)
+        r = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        rows.store(gl.where(gl.expand_dims(r >= first, 1), rows.load(layout), 0.0))
     fence_async_shared()
 
 
@@ -290,7 +290,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         values.consumer_wait(n)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
-            _clear_unseen(v, kv_start, rows.first_key)
+            clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
         stop_token = rows.stop_token

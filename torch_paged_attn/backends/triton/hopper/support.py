@@ -69,7 +69,7 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
-    if any(_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
         return "q, k or v is not aligned to 16 bytes"
     if call.layout is not None:
         if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
@@ -91,7 +91,7 @@ def unprofitable(call: AttentionCall) -> str | None:
     return None
 
 
-def _misaligned(x: Tensor, axes: int) -> bool:
+def is_misaligned(x: Tensor, axes: int) -> bool:
     """Whether the accelerator cannot address x: addresses and strides are multiples of 16 bytes."""
     strides = x.stride()[:axes]
     # what is traced has no address yet

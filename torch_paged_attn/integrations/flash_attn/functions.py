@@ -1,19 +1,4 @@
-"""flash-attn's functions on every device, with the arguments of flash-attn 2.8.
-
->>> from torch_paged_attn.integrations.flash_attn import flash_attn_varlen_func
-
-Further arguments are keyword-only and have the names of FlashAttention-3, vLLM and SGLang:
-seqused_k, s_aux (attention sinks), descales of 8-bit caches, out, page_table, ragged queries.
-
-As in flash-attn, causal masks and windows are aligned to the bottom right, a row that sees no key
-is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, pages and heads have
-any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
-any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
-
-These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read), `deterministic`
-(every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument
-that is not offered raises NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
-"""
+"""flash-attn's functions that attend: dense, ragged, and over a cache."""
 
 from typing import Any, TypeAlias
 
@@ -100,6 +85,7 @@ def flash_attn_func(
         v,
         out=out,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
@@ -176,6 +162,7 @@ def flash_attn_varlen_func(
         v,
         out=out,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
