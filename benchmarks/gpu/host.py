@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from attention import DEVICE, paged, relative_error
+from formula import formula
 
 from torch_paged_attn import blocksparse, flash_varlen, merge_states, reshape_and_cache
 from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache
@@ -94,16 +95,6 @@ def measure_calls(calls: Calls) -> Row:
 def expect(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
     error = relative_error(got, want)
     assert error < 0.01, f"{name}: relative error {error}"
-
-
-def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last queries of one sequence, (length, heads, dim), in float32."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    visible = torch.ones_like(scores[0], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-    return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
 
 def metadata(fa3: Any, batch: int, max_q: int, max_k: int, used: Any, cu: Any, page: Any) -> Any:

@@ -128,6 +128,8 @@ class TritonGpu(Runner):
 
     name = "triton"
     device = torch.device("cuda")
+    # on Hopper, of batches of few queries a sequence: whether one of them may be long
+    heeds_hints = True
 
     def missing(self):
         return None if torch.cuda.is_available() else "no GPU"
@@ -187,6 +189,7 @@ class TritonInterpreter(Functions, TritonGpu):
 
     name, folder = "triton-interpreter", "triton"
     device = torch.device("cpu")
+    heeds_hints = False
 
     def missing(self):
         return None if importlib.util.find_spec("triton") else "triton is not installed"

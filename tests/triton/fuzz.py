@@ -29,6 +29,7 @@ def run(problem: Problem) -> None:
     from torch_paged_attn.attention_call import AttentionCall
     from torch_paged_attn.backends.triton import BACKEND
     from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+    from torch_paged_attn.backends.triton.hopper import support
 
     call = build(problem)
     args, options = dispatched(call.op, call.to("cuda").args)
@@ -37,7 +38,7 @@ def run(problem: Problem) -> None:
     assert_accurate(*first, truth)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     whole = getattr(AttentionCall, call.op)(*args, **options)
-    if flash_varlen_sm90.unsupported(whole) is None:
+    if support.unsupported(whole) is None:
         # the operator leaves what is small to the portable kernel
         assert_accurate(*flash_varlen_sm90.attend(whole), truth)
 

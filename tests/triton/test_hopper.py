@@ -10,6 +10,7 @@ import torch
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
 
@@ -34,6 +35,8 @@ SHAPES = tuple(
         ("page16", MIXED, bf16, dict(head_dim=128, page_size=16, lengths="cu_seqlens_k")),
         ("page128", MIXED, bf16, dict(head_dim=128, page_size=128, cache_layout="interleaved")),
         ("page256", MIXED, f16, dict(head_dim=96, page_size=256, cache_layout="packed_last")),
+        ("page544", MIXED, bf16, dict(head_dim=128, page_size=544)),
+        ("page48_d256_window", MIXED, f16, dict(head_dim=256, page_size=48, window_size_left=70)),
         ("window", MIXED, bf16, dict(head_dim=128, window_size_left=40)),
         ("window_both", MIXED, bf16, dict(causal=False, window_size_left=0, window_size_right=9)),
         ("d64_long_window", LONG, bf16, dict(window_size_left=300, page_size=64)),
@@ -76,7 +79,7 @@ def hopper_call(problem, device="cpu", **changes):
 
 def unsupported(problem, **changes):
     with assume(HOPPER):
-        return hopper.unsupported(hopper_call(problem, **changes))
+        return support.unsupported(hopper_call(problem, **changes))
 
 
 @over_shapes
@@ -111,7 +114,7 @@ def test_unsupported_windows_beside_a_layout(window):
 def test_unsupported_pages_and_chips():
     assert "page_size" in unsupported(dataclasses.replace(SHAPES[0], page_size=24))
     with assume(Target.of_arch("sm100", 148)):
-        assert "Hopper" in hopper.unsupported(hopper_call(SHAPES[0]))
+        assert "Hopper" in support.unsupported(hopper_call(SHAPES[0]))
 
 
 @pytest.mark.parametrize("options", [dict(page_size=16), dict(layout=Layout(heads="all"))], ids=str)
@@ -172,7 +175,7 @@ def test_compiles_to_products(problem, compiler):
 @pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS.values()], ids=lambda p: p.name)
 def test_agrees_with_the_reference(problem):
     call = hopper_call(problem, "cuda")
-    if hopper.unsupported(call) is not None:
+    if support.unsupported(call) is not None:
         pytest.skip("left to the portable kernel")
     first = hopper.attend(call)
     assert_accurate(*first, build(problem).truth())

@@ -1,8 +1,12 @@
 """Tiles of a ragged batch, longest first: counted by the kernel, sorted here."""
 
+import collections
+import itertools
+
 import pytest
 import torch
 
+from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
     TileOptions,
@@ -48,6 +52,67 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_alig
     expected = [entry for _, entry in sorted(expected, key=lambda e: (e[0], e[1][:2]))]
     assert order[0, :2].tolist() == [0, len(expected)]
     assert [tuple(e) for e in order[1 : 1 + len(expected), :7].tolist()] == expected
+
+
+CUT = {
+    # queries and keys; short sequences left to another kernel
+    "one": ([(100, 5000)], 0),
+    "few": ([(70, 5000), (1, 3000), (2, 4500)], 16),
+    "decodes": ([(1, 900 + 700 * i) for i in range(40)], 16),
+    "chunk": ([(1, 4000)] * 40 + [(500, 6000)], 16),
+    "much": ([(300, 6000)] * 9, 16),
+}
+
+
+@pytest.mark.parametrize("units_per_tile, kv_heads", [(1, 1), (8, 8), (28, 4)])
+@pytest.mark.parametrize("name", CUT)
+def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, device):
+    seqs, short = CUT[name]
+    tokens, block_n, most_parts = 32, 128, 264
+    query_lens, key_lens = [q for q, _ in seqs], [k for _, k in seqs]
+    cu_seqlens_q = cumulative(query_lens)
+    used = cumulative(key_lens).diff()
+    options = TileOptions(
+        True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
+        COUNTERS=2 * most_parts, SHORT=short,
+    )  # fmt: skip
+    chip = Chip(132, units_per_tile, kv_heads, 2**30, 6.0)
+    sizes = len(seqs), sum(query_lens), max(key_lens)
+    list_tiles = plan_tile_list(*sizes, options, device, chip)
+    order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
+
+    assert order.flatten()[8 : 8 + 2 * most_parts].eq(0).all()
+    claimed, count, limit = order[0, :3].tolist()
+    assert claimed == 0
+    if short == 0:
+        limit = -1  # nobody asks
+    assert limit in (-1, 0, short)
+    entries = order[1 + 2 * most_parts // 8 :][:count].tolist()
+    pieces, costs, parts = collections.defaultdict(list), [], []
+    for b, first, _, query_len, _, key_len, stop, word in entries:
+        assert query_len > limit
+        first_part, piece, of = word >> 16, word >> 8 & 255, word & 255
+        pieces[b, first].append((piece, of))
+        visited = -(-(key_len - query_len + min(first + tokens, query_len)) // block_n)
+        costs.append(-(-visited // of))
+        assert stop == min(first + tokens, query_len)
+        if of > 1:
+            parts.append(first_part + piece)
+    wanted = {
+        (b, first) for b, n in enumerate(query_lens) if n > limit for first in range(0, n, tokens)
+    }
+    assert set(pieces) == wanted
+    for found in pieces.values():
+        assert sorted(found) == [(i, found[0][1]) for i in range(found[0][1])]
+    # tiles are listed by where they end, to the next tile: their last keys may be a few short
+    assert all(a >= b - 1 for a, b in itertools.pairwise(costs))
+    assert len(set(parts)) == len(parts)
+    assert all(part < len(parts) for part in parts)
+    assert len(parts) * units_per_tile <= most_parts
+    if name == "one" and units_per_tile == 1:
+        assert len(parts) > 4
+    if name == "chunk" and units_per_tile > kv_heads:
+        assert limit == short, "tiles of one head would read their keys seven times"
 
 
 @pytest.mark.parametrize("is_cut", (False, True))

@@ -24,14 +24,15 @@ class Triton(Backend):
 
     def notes(self) -> list[str]:
         """Which kernels there are on this machine."""
-        from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+        from torch_paged_attn.backends.triton.hopper import support
 
-        if (reason := flash_varlen_sm90.unsupported_device()) is not None:
+        if (reason := support.unsupported_device()) is not None:
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
         else:
             attention = (
                 "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, and"
-                " flash_varlen its own backward, else the portable one; the DEBUG log of"
+                " flash_varlen its own backward, else the portable one, and both for chunks among"
+                " decodes; the DEBUG log of"
                 " torch_paged_attn.backends.triton says which, and why"
             )
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]

@@ -146,8 +146,8 @@ def _plan(
     )  # fmt: skip
     pick_attention = operator.itemgetter(*(names.index(x) for x in attention if x in names))
     attend = flash_varlen.plan(
-        parts.q, parts.k_cache, parts.v_cache, parts.cu_seqlens_q, None, parts.seqused_k,
-        block_table, None, None, sinks, None, k_descale, v_descale, **options,
+        q.shape[1], parts.q, parts.k_cache, parts.v_cache, parts.cu_seqlens_q, None,
+        parts.seqused_k, block_table, None, None, sinks, None, k_descale, v_descale, **options,
     )  # fmt: skip
     target = target_of(q.device)
     num_tokens, batch = parts.key.shape[0], cache_seqlens.shape[0]

@@ -1,5 +1,6 @@
-"""`flash_varlen` on GPUs: which kernel a call takes."""
+"""`flash_varlen` on GPUs: which kernel a call takes, or which two."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, arguments
+from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -18,20 +21,34 @@ from torch_paged_attn.ops.flash_varlen import check
 
 logger = logging.getLogger(__name__)
 
+# more queries than these fill a tile of Hopper's, whatever the heads are
+MOST_SAID = support.BLOCK_M
 
-def why_portable(call: AttentionCall) -> str | None:
-    """Why a call takes the portable kernel; None if it takes Hopper's."""
-    reason = flash_varlen_sm90.unsupported(call)
+
+def why_not_hopper(call: AttentionCall) -> str | None:
+    """Why no sequence of a call may take Hopper's kernel; None if some may."""
+    reason = support.unsupported(call)
     if reason is None and environment.BATCH_INVARIANT:
         return "results must not depend on the batch"
-    return reason or flash_varlen_sm90.unprofitable(call)
+    return reason
+
+
+def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
+    """Why a call takes the portable kernel alone; None if it takes Hopper's, or both. `longest`, if
+    it is not 0, is what the caller says of the longest sequence's queries.
+    """
+    reason = why_not_hopper(call)
+    if reason is not None or mixed.is_mixed(call, longest):
+        return reason
+    return support.unprofitable(call)
 
 
 def why_opaque(call: AttentionCall) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    if why_portable(call) is None:
+    # of two kernels for a mixed batch, a graph holds that for its mean length
+    if why_not_hopper(call) is None and support.unprofitable(call) is None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -43,8 +60,8 @@ def why_opaque(call: AttentionCall) -> str | None:
 
 
 class AttentionOp:
-    """An attention operator, called with the arguments of its schema. The two hints, on which no
-    result depends, are no part of what a plan is for.
+    """An attention operator, called with the arguments of its schema. Of the two hints, on which no
+    result depends, a plan is told how many queries the longest sequence has, if it has few.
     """
 
     def __init__(self, name: str, check: Callable[..., None]) -> None:
@@ -53,22 +70,36 @@ class AttentionOp:
         self._call_of = getattr(AttentionCall, name)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
         self._most = len(listed) - 2
+        # by what is said of the longest sequence: calls of the cache, and what plans them
+        self._kinds = [
+            (f"{name}, {n} queries", functools.partial(self.plan, n)) for n in range(MOST_SAID + 1)
+        ]
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
         if args[at] < 0 or args[at + 1] < 0:
             self._check(*args, **options)
         tensors = *args[:at], *args[at + 2 :]
-        return launch_cache.call(self._name, self.plan, tensors, options)
+        longest = args[at]
+        # no number that is traced
+        is_said = type(longest) is int and longest <= MOST_SAID
+        key, plan = self._kinds[longest if is_said else 0]
+        return launch_cache.call(key, plan, tensors, options)
 
-    def plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
+    def plan(self, longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+        """The plan for the operator's tensors. `longest` is what is said of the longest sequence's
+        queries, 0 where nothing is.
+        """
         tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
         if is_traced():
             return plan_attention(call) if why_opaque(call) is None else NotImplemented
-        reason = why_portable(call)
+        reason = why_portable(call, longest)
+        if reason is None and mixed.is_mixed(call, longest):
+            logger.debug("%s: the Hopper kernel and the portable one", self._name)
+            return mixed.plan_attention(call)
         if reason is None:
             logger.debug("%s: the Hopper kernel", self._name)
             return flash_varlen_sm90.plan_attention(call)

@@ -21,6 +21,7 @@ class Pointers(NamedTuple):
     spans: Any  # likewise
     alibi_slopes: Any
     sinks: Any
+    parts: Any  # of `pieces.py`; None where no tile is cut
 
 
 class Sizes(NamedTuple):
@@ -82,6 +83,9 @@ class Options(NamedTuple):
     Q_STAGES: int
     REGISTERS: int  # of a consumer's thread
     PINGPONG: bool
+    MOST_PARTS: int  # pieces of tiles, see `pieces.py`; 0 where none is cut
+    COUNTERS: int  # words of the list of tiles before its entries
+    LETS_FOLLOW: bool  # the next kernel starts beside this one
 
 
 class Params(NamedTuple):

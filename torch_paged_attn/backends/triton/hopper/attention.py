@@ -1,6 +1,6 @@
 """`flash_varlen` and `blocksparse` on Hopper by tensor memory accelerator and warpgroup products.
 
-`unsupported` says what this kernel leaves to the portable one. Heads whose size is no power of two
+`support.py` says what this kernel leaves to the portable one. Heads whose size is no power of two
 lie in shared memory beside zeros that the accelerator fills in: the tensors stay as they are.
 
 A launch is put together from three things, which change at different rates (`arguments.py`):
@@ -15,8 +15,9 @@ A launch is put together from three things, which change at different rates (`ar
 """
 
 import functools
-import importlib.util
+import math
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,21 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Pointers, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import (
-    number_of_entries,
     number_of_lists,
     plan_block_lists,
     shape_of_lists,
+)
+from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
+from torch_paged_attn.backends.triton.hopper.support import (
+    BLOCK_M,
+    UNBOUNDED,
+    heads_per_layout,
+    is_bound,
+    key_bound,
+    mean_length,
+    most_parts,
+    sharing_heads,
+    width_of,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
@@ -36,9 +48,8 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     most_tiles,
     plan_tile_list,
 )
-from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import HopperConfig, choose_hopper_config
@@ -52,123 +63,11 @@ READ_BY_ADDRESS = (
 )  # fmt: skip
 LAYOUT = ("crow_indices", "col_indices")
 
-# rows of a consumer: the height of a warpgroup's product
-BLOCK_M = 64
+# what another launch takes to begin and to end, in tiles of keys, by width of a head
+NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 
-# keys of the smallest tile
-LEAST_KEYS = 64
-
-HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-
-# its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
-# multiplies the error of tanh
-LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
-
-# windows this wide hide nothing: no sequence is as long
-UNBOUNDED = 2**30
-
-
-# what the portable kernel has and this one has not
-NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
-
-
-def unsupported_device(device: torch.device | None = None) -> str | None:
-    """Why no call on a device can take this kernel; None if some can."""
-    if device is None and not torch.cuda.is_available():
-        return "there is no GPU"
-    if target_of(device or torch.device("cuda")).arch != "sm90":
-        return "this is no Hopper chip"
-    return None if HAS_GLUON else "this Triton has no Gluon for Hopper"
-
-
-def unsupported(call: AttentionCall) -> str | None:
-    """Why a call cannot take this kernel; None if it can."""
-    q, k, v = call.q, call.k, call.v
-    if (reason := unsupported_device(q.device)) is not None:
-        return reason
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
-    if call.result_dtype != q.dtype:
-        return f"out_dtype is {call.out_dtype}"
-    dims = call.head_dim, call.head_dim_v
-    if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
-        return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
-    for name in NOT_CARRIED:
-        if getattr(call, name) is not None:
-            return f"it has no {name}"
-    if call.dropout_p > 0.0:
-        return "it has no dropout_p"
-    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
-        return f"softmax_scale is {call.softmax_scale}"
-    if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
-        return f"softcap is {call.softcap}"
-    if call.block_table is not None:
-        page_size = call.page_size
-        if page_size < 16 or page_size & (page_size - 1):
-            return f"page_size is {page_size}, not a power of two from 16 on"
-        if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
-            return "pages do not lie a whole number of slots apart"
-    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
-        return "q, k or v is not aligned to 16 bytes"
-    if call.layout is not None:
-        if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
-            return "it has no windows beside a layout"
-        if _key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
-            return "the blocks of the layout are too many to be numbered in 32 bits"
-    return None
-
-
-def unprofitable(call: AttentionCall) -> str | None:
-    """Why a call is better off with tiles of few rows, or with keys that several programs share;
-    None if it is not."""
-    rows = _mean_length(call) * _sharing_heads(call)
-    if rows <= BLOCK_M:
-        return f"a sequence has {rows} rows for each head of keys"
-    tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
-    if 2 * tiles < target_of(call.q.device).multiprocessors:
-        return f"{tiles} tiles do not fill the chip"
-    return None
-
-
-def is_misaligned(x: Tensor, axes: int) -> bool:
-    """Whether the accelerator cannot address x: addresses and strides are multiples of 16 bytes."""
-    strides = x.stride()[:axes]
-    # what is traced has no address yet
-    is_off = not is_traced() and x.data_ptr() % 16 != 0
-    return is_off or any(s * x.itemsize % 16 or s <= 0 for s in strides)
-
-
-def width_of(dim: int) -> int:
-    """A head as it lies in shared memory."""
-    return max(64, next_power_of_2(dim))
-
-
-def is_bound(window: int) -> bool:
-    """Whether a window hides keys."""
-    return 0 <= window < UNBOUNDED
-
-
-def _key_bound(call: AttentionCall) -> int:
-    """How many keys a sequence may have."""
-    if call.block_table is None:
-        return call.k.shape[0]
-    return call.block_table.shape[1] * call.page_size
-
-
-def _mean_length(call: AttentionCall) -> int:
-    return -(-call.total_q // max(call.batch, 1))
-
-
-def _heads_per_layout(call: AttentionCall) -> int:
-    """Query heads that share a layout."""
-    if call.layout is None:
-        return 1
-    return call.num_heads // call.layout.crow_indices.shape[-2]
-
-
-def _sharing_heads(call: AttentionCall) -> int:
-    """Query heads that read the same keys."""
-    return min(call.group_size, _heads_per_layout(call)) if call.layout else call.group_size
+# where another kernel takes short sequences, the queries of the shortest that are left
+LEAST_LENGTH = 32
 
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
@@ -179,30 +78,34 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     )
 
 
-def pack_heads(sharing_heads: int, length: int) -> int:
+def pack_heads(sharing: int, length: int) -> int:
     """Of heads that read the same keys, how many share a tile: one, unless `length` queries would
     not fill it."""
     pack = 1
-    while sharing_heads % (2 * pack) == 0 and pack * length < 2 * BLOCK_M and pack < BLOCK_M:
+    while sharing % (2 * pack) == 0 and pack * length < 2 * BLOCK_M and pack < BLOCK_M:
         pack *= 2
     return pack
 
 
-def choose_tiles(call: AttentionCall) -> tuple[HopperConfig, int]:
-    """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length."""
-    mean_length, layout = _mean_length(call), call.layout
+def choose_tiles(call: AttentionCall, is_beside: bool = False) -> tuple[HopperConfig, int]:
+    """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
+    says nothing where another kernel takes the short sequences."""
+    typical, layout = LEAST_LENGTH if is_beside else mean_length(call), call.layout
     is_causal = call.window_right == 0
-    config = choose_hopper_config(
-        width_of(call.head_dim), mean_length, is_causal, layout is not None
-    )
+    config = choose_hopper_config(width_of(call.head_dim), typical, is_causal, layout is not None)
     # a tile holds one row of a layout, where heads share it
-    length = mean_length if layout is None else min(mean_length, layout.q_block_size)
-    return config, pack_heads(_sharing_heads(call), length)
+    length = typical if layout is None else min(typical, layout.q_block_size)
+    return config, pack_heads(sharing_heads(call), length)
 
 
-def options_of(call: AttentionCall, config: HopperConfig, packed_heads: int) -> Options:
-    """What the kernel is compiled for; no size and no address is part of it."""
+def options_of(
+    call: AttentionCall, config: HopperConfig, packed_heads: int, is_beside: bool = False
+) -> Options:
+    """What the kernel is compiled for; no size and no address is part of it. With `is_beside`,
+    another kernel does the rest of the call.
+    """
     layout = call.layout
+    parts = most_parts(call, is_beside)
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -227,7 +130,7 @@ def options_of(call: AttentionCall, config: HopperConfig, packed_heads: int) -> 
         Q_BLOCK_SIZE=layout.q_block_size if layout else 0,
         KEYS_PER_ENTRY=keys_per_entry,
         QUERIES_PER_LIST=queries_per_list,
-        HEADS_PER_LAYOUT=_heads_per_layout(call),
+        HEADS_PER_LAYOUT=heads_per_layout(call),
         KV_STEP=config.BLOCK_N // keys_per_entry if layout else config.BLOCK_N,
         # many boxes to a tile are loaded by two producers
         KV_PARTS=2 if call.page_size > 0 and boxes >= 4 else 1,
@@ -236,12 +139,15 @@ def options_of(call: AttentionCall, config: HopperConfig, packed_heads: int) -> 
         Q_STAGES=config.Q_STAGES,
         REGISTERS=config.REGISTERS,
         PINGPONG=config.PINGPONG,
+        MOST_PARTS=parts,
+        COUNTERS=config.CONSUMERS * parts,
+        LETS_FOLLOW=is_beside,
     )
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
     """Rows of keys that the accelerator loads at once: of one page and of one entry of a list."""
-    return min(page_size or keys_per_entry, keys_per_entry)
+    return math.gcd(page_size or keys_per_entry, keys_per_entry)
 
 
 def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
@@ -283,7 +189,7 @@ def grid_of(call: AttentionCall, options: Options) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.CONSUMERS * options.TOKENS
     tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
-    units = tiles * (call.num_heads // options.PACKED_HEADS)
+    units = max(tiles * (call.num_heads // options.PACKED_HEADS), options.MOST_PARTS)
     return min(units, target_of(call.q.device).multiprocessors)
 
 
@@ -304,14 +210,30 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     )
 
 
-def tile_options_of(options: Options) -> TileOptions:
-    """What the kernel that lists the tiles is compiled for."""
+def tile_options_of(options: Options, short: int = 0) -> TileOptions:
+    """What the kernel that lists the tiles is compiled for. Sequences of up to `short` queries may
+    be left to another kernel, padding is."""
     return TileOptions(
         IS_PAGED=options.PAGE_SIZE > 0,
         IS_CAUSAL=options.IS_CAUSAL,
         IS_ALIGNED=options.HAS_LAYOUT,
         TOKENS=options.CONSUMERS * options.TOKENS,
         BLOCK_N=options.BLOCK_N,
+        MOST_PARTS=options.MOST_PARTS,
+        COUNTERS=options.COUNTERS,
+        SHORT=short,
+    )
+
+
+def _chip_of(call: AttentionCall, packed_heads: int) -> Chip:
+    """What the estimate goes by of how long tiles take."""
+    left = call.window_size_left
+    return Chip(
+        programs=target_of(call.q.device).multiprocessors,
+        units_per_tile=call.num_heads // packed_heads,
+        num_kv_heads=call.num_kv_heads,
+        window_left=left if is_bound(left) else UNBOUNDED,
+        next_cost=NEXT_COST[width_of(call.head_dim)],
     )
 
 
@@ -323,26 +245,56 @@ def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Ten
 
 def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
     """A plan for the given tensors of calls like this one, in the order of the op's list."""
-    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
-        _hopper_attention_fwd_kernel,
-    )
-
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
-    chosen, packed_heads = choose_tiles(call)
-    options = options_of(call, config or chosen, packed_heads)
-    max_keys = min(_key_bound(call), 2**31 - 1)
-    list_tiles = plan_tile_list(
-        call.batch, call.total_q, max_keys, tile_options_of(options), call.q.device
+    start = plan_launches(call, results[0], config)
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        start(tensors, addresses, out, lse)
+        return out, lse
+
+    return run
+
+
+def plan_launches(
+    call: AttentionCall, out: Tensor, config: HopperConfig | None = None, short: int = 0
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A plan that is given where the results go, tensors like `out` and its lse.
+
+    With `short`, sequences of up to so many queries may be left to the next kernel, and padding is;
+    it may start before this one ends. What the plan returns, the list of tiles and other memory of
+    this kernel's, is to be kept until that is launched.
+    """
+    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
+        _hopper_attention_fwd_kernel,
     )
+
+    is_beside = short > 0
+    chosen, packed_heads = choose_tiles(call, is_beside)
+    options = options_of(call, config or chosen, packed_heads, is_beside)
+    max_keys = min(key_bound(call), 2**31 - 1)
+    list_tiles = plan_tile_list(
+        call.batch,
+        call.total_q,
+        max_keys,
+        tile_options_of(options, short),
+        call.q.device,
+        _chip_of(call, packed_heads) if options.MOST_PARTS or short else None,
+    )
+    new_parts = None
+    if options.MOST_PARTS:
+        rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
+        # rows of values, then their references and sums
+        new_parts = Allocation((rows * (options.WIDTH_V + 2),), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
-        build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
-        lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
-    q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, results[0], options)
+        build_lists = plan_block_lists(layout, *shape, key_bound(call), options.IS_CAUSAL)
+        lists_per_head = number_of_lists(layout, shape[0], key_bound(call))
+    q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, out, options)
     # what is not given is the None behind the tensors
     names = list(call.given_tensors())
     places = {name: i for i, name in enumerate(names)}
@@ -355,14 +307,17 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
         **sizes_of(call, lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
+        launch_pdl=True,
     )
 
-    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
+    def start(
+        tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
         entries = spans = None
         if build_lists is not None and pick_layout is not None:
             entries, spans = build_lists(*pick_layout(tensors))
+        parts = None if new_parts is None else new_parts()
         if not launch.is_ready or addresses is None:
             q, k, v = tensors[:3]
             tile_list = list_tiles(Lengths(*lengths))
@@ -371,19 +326,20 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
                 k_boxes.at(k.data_ptr()),
                 v_boxes.at(v.data_ptr()),
                 out_boxes.at(out.data_ptr()),
-                Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks),
+                Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts),
             )
-            return out, lse
+            return tile_list, parts
         *starts, table, slopes, sink = pick((*addresses, None))
         tile_list, boxes_at = list_tiles(Lengths(*lengths), tuple(starts)), launch.map_arguments
         lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
+        at_parts = None if parts is None else parts.data_ptr()
         launch.start(
             *boxes_at(0, q_boxes, addresses[0]),
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, out.data_ptr()),
-            (lse.data_ptr(), tile_list.data_ptr(), table, *lists, slopes, sink),
+            (lse.data_ptr(), tile_list.data_ptr(), table, *lists, slopes, sink, at_parts),
         )
-        return out, lse
+        return tile_list, parts
 
-    return run
+    return start

@@ -16,17 +16,13 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.backward_statistics import STATISTICS_ROWS, plan_statistics
-from torch_paged_attn.backends.triton.hopper.attention import (
-    is_bound,
-    is_misaligned,
-    width_of,
-)
-from torch_paged_attn.backends.triton.hopper.attention import unsupported as forward_unsupported
 from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardOptions,
     BackwardPointers,
     BackwardScalars,
 )
+from torch_paged_attn.backends.triton.hopper.support import is_bound, is_misaligned, width_of
+from torch_paged_attn.backends.triton.hopper.support import unsupported as forward_unsupported
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
     TileOptions,

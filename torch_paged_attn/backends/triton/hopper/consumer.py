@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
+from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.scores import finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
@@ -39,6 +40,7 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     KV_STOP,
     NUM_ENTRIES,
     NUM_KV_TILES,
+    PIECES,
     Q_START,
     STOP_TOKEN,
 )
@@ -183,10 +185,9 @@ def _runs_of(rows, kv_start, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _store_lse(m_i, l_i, rows, r, params, PACKED_HEADS: gl.constexpr):
+def _store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constexpr):
     """Write the rows' logsumexp; returns what divides their results."""
     pointers = params.pointers
-    total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     gain = 1.0
     m_i *= LN2
     if pointers.sinks is not None:
@@ -197,12 +198,12 @@ def _store_lse(m_i, l_i, rows, r, params, PACKED_HEADS: gl.constexpr):
     token = rows.position - rows.context_len
     head = (rows.head + r % PACKED_HEADS).to(gl.int64)
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
-    gl.store(row, lse, mask=token < rows.stop_token)
+    gl.store(row, lse, mask=token < stop_token)
     return gl.where(total > 0.0, gain / total, 0.0)
 
 
 @gluon.jit
-def _store_result(acc, rows, out_desc):
+def _store_result(acc, rows, stop_token, out_desc):
     """Write a result from where the queries lay."""
     out = rows.box
     if acc.shape[1] < out.shape[-1]:
@@ -211,7 +212,7 @@ def _store_result(acc, rows, out_desc):
         out = _seen_as(rows.box, box_shape, box_layout)
     out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(out.dtype))
     fence_async_shared()
-    store_rows(out_desc, rows.q_start, rows.stop_token, rows.first_token, rows.head, out)
+    store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
 
 
 @gluon.jit
@@ -291,11 +292,22 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
-        share = _store_lse(m_i, l_i, rows, r, params, OPTIONS.PACKED_HEADS)
-        acc = warpgroup_mma_wait(0, deps=[pending])
-        values.consumer_release(n)
+        total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+        stop_token = rows.stop_token
+        if OPTIONS.MOST_PARTS > 0:
+            acc = warpgroup_mma_wait(0, deps=[pending])
+            values.consumer_release(n)
+            if pipelines.work_info.get(tile, PIECES) > 1:
+                acc, m_i, total, stop_token = merge_pieces(
+                    acc, m_i, total, rows, params, pipelines.work_info, tile, OPTIONS, INDEX
+                )
+            share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+        else:
+            share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+            acc = warpgroup_mma_wait(0, deps=[pending])
+            values.consumer_release(n)
         n += 1
-        _store_result(scale_rows(acc, share), rows, params.out_desc)
+        _store_result(scale_rows(acc, share), rows, stop_token, params.out_desc)
         if queries.STAGES == 1:
             tma.store_wait(0)
             queries.consumer_release(tile)

@@ -63,7 +63,9 @@ class KvLoader:
         BLOCK_N: gl.constexpr = self.OPTIONS.BLOCK_N
         PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
         HAS_LAYOUT: gl.constexpr = self.OPTIONS.HAS_LAYOUT
-        IN_WHOLE_PAGES: gl.constexpr = PAGE_SIZE > 0 and not HAS_LAYOUT
+        # a tile is whole pages, or in one page
+        IS_EVEN: gl.constexpr = PAGE_SIZE & (PAGE_SIZE - 1) == 0
+        IN_WHOLE_PAGES: gl.constexpr = PAGE_SIZE > 0 and IS_EVEN and not HAS_LAYOUT
         runs = (start,)
         if HAS_LAYOUT:
             runs = load_entries(keys.list_ptr, start, keys.num_entries, self.OPTIONS.KV_STEP)

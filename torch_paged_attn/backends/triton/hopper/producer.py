@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.block_runs import find_list, row_mask_of
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
+from torch_paged_attn.backends.triton.hopper.pieces import keys_of_piece, unpack_piece
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.tma import load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
@@ -17,6 +18,7 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     CONTEXT_LEN,
     FIRST_ENTRY,
     FIRST_KEY,
+    FIRST_PART,
     FIRST_TOKEN,
     HEAD,
     K_START,
@@ -24,6 +26,8 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     KV_STOP,
     NUM_ENTRIES,
     NUM_KV_TILES,
+    PIECE,
+    PIECES,
     Q_START,
     STOP_TOKEN,
     thread_barrier,
@@ -31,15 +35,33 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
 
 
 @gluon.jit
-def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit):
+def wait_for_kernel_before():
+    """Wait for the kernel that lists the tiles to end. The others wait for what it is told here."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [gl.program_id(0)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def let_next_kernel_start():
+    """Let programs of the next kernel start where there is room. What ran before this kernel has
+    ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [gl.program_id(0)], gl.int32,
+        False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.constexpr):
     """Head and entry of a unit of work: a tile for each of `heads_per_unit` heads, which share
     keys, then the next tile; then the next heads."""
     tile = unit // heads_per_unit
     head = tile // num_tiles * heads_per_unit + unit % heads_per_unit
-    entry = tile_list_ptr + (1 + tile % num_tiles) * ENTRY
+    entry = tile_list_ptr + COUNTERS + (1 + tile % num_tiles) * ENTRY
     b, first_token, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
-    return head, b, first_token, q_start, query_len, k_start, key_len, gl.load(entry + 6)
+    return head, entry, b, first_token, q_start, query_len, k_start, key_len, gl.load(entry + 6)
 
 
 @gluon.jit
@@ -57,6 +79,9 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     key_loader = KvLoader(
         params.k_desc, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS, 0
     )
+    wait_for_kernel_before()
+    if OPTIONS.LETS_FOLLOW:
+        let_next_kernel_start()
     programs = gl.num_programs(0)
     num_tiles = gl.load(pointers.tile_list + 1)
     units = num_tiles * (scalars.num_heads // PACKED_HEADS)
@@ -64,8 +89,8 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     n = 0
     unit = gl.program_id(0)
     while unit < units:
-        head, b, first_token, q_start, query_len, k_start, key_len, stop_token = _tile_of(
-            unit, pointers.tile_list, num_tiles, scalars.heads_per_unit
+        head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = _tile_of(
+            unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
         )
         context_len = key_len - query_len
         position = context_len + first_token
@@ -92,6 +117,10 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             num_kv_tiles = (stop + BLOCK_N - 1) // BLOCK_N - first_kv_tile
         # a tile that sees no key visits one, of masked keys, and writes its empty rows
         num_kv_tiles = gl.maximum(num_kv_tiles, 1)
+        if OPTIONS.MOST_PARTS > 0:
+            first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
+            first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
+            first_kv_tile += first_of_piece
         kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
         # once the consumers are done with what lay there, so are the other producers
@@ -110,6 +139,10 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
         if HAS_LAYOUT:
             work_info.put(tile, FIRST_ENTRY, first_entry)
             work_info.put(tile, NUM_ENTRIES, num_entries)
+        if OPTIONS.MOST_PARTS > 0:
+            work_info.put(tile, PIECE, piece)
+            work_info.put(tile, PIECES, pieces)
+            work_info.put(tile, FIRST_PART, first_part)
         thread_barrier()  # the thread that arrives has not written all of these
         barrier = pipelines.q.full_barrier(tile)
         mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)

@@ -1,4 +1,4 @@
-"""The tiles of queries, or of keys, of a ragged batch in order of work, the longest first.
+"""The tiles of queries of a ragged batch in order of work, the longest first.
 
 A persistent kernel that deals tiles out in this order ends evenly (Graham's longest processing
 time rule), whatever lengths are mixed. Nothing is sorted: a tile's place is the number of tiles
@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_paged_attn.backends.triton.hopper.piece_plan import (
+    Chip,
+    pack_piece,
+    pieces_of,
+    plan_pieces,
+)
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.seqlen_info import key_span, num_tiles, query_span
 
@@ -42,6 +50,10 @@ class TileOptions(NamedTuple):
     TOKENS: int  # of a tile
     BLOCK_N: int  # of the tiles that it visits, in which its work is counted
     OF_KEYS: bool = False  # tiles are of packed keys, and visit queries
+    MOST_PARTS: int = 0  # pieces of tiles that are cut, of all heads; 0: none is
+    COUNTERS: int = 0  # words before the entries, which begin as zeros
+    # another kernel does padding, and may do sequences of up to so many queries: see `pieces.py`
+    SHORT: int = 0
 
 
 @triton.jit
@@ -147,19 +159,54 @@ def _spans(b, lengths, batch, total_q, total_k):
     return q_start, query_len, k_start, tl.minimum(key_len, span), span
 
 
+@triton.jit
+def _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS: tl.constexpr):
+    """Of sequences: number of queries, as far as they have tiles here, number of keys, and how many
+    tokens the first tile lacks."""
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
+    first_row, last_row = query_span(other, cu_seqlens_q_ptr, batch, total_q)
+    length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
+    length = tl.where(other <= batch, tl.maximum(length, 0), 0)
+    if OPTIONS.SHORT > 0:
+        length = tl.where((length > limit) & (other < batch), length, 0)
+    _, keys = key_span(
+        other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, OPTIONS.IS_PAGED
+    )
+    return length, keys, _missing_tokens(length, keys, OPTIONS.TOKENS, OPTIONS.IS_ALIGNED)
+
+
 @triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
-def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
+def _tile_order_kernel(
+    tile_list_ptr,
+    lengths,
+    batch,
+    total_q,
+    max_keys,
+    chip,
+    OPTIONS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
     """Tiles are numbered with gaps, as in `seqlen_info.py`; a program places PLACED of them."""
+    gdc_wait(IS_DEPENDENT)
+    if IS_DEPENDENT:
+        # the attention kernel makes itself ready meanwhile, and waits
+        tl.extra.cuda.gdc_launch_dependents()
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     IS_PAGED: tl.constexpr = OPTIONS.IS_PAGED
     IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED
+    IS_CUT: tl.constexpr = OPTIONS.MOST_PARTS > 0
     GAP: tl.constexpr = 2 if IS_ALIGNED else 1
+    STARTS: tl.constexpr = 4 * LOOKED_AT if OPTIONS.SHORT > 0 else LOOKED_AT
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
+    # sequences of up to so many queries are left out, and keys are cut in runs of so many tiles
+    limit, run = -1, 0
+    if IS_CUT or OPTIONS.SHORT > 0:
+        limit, run = plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS)
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
     b = tl.full([PLACED], -1, tl.int32)
-    for b0 in tl.range(0, batch + 1, LOOKED_AT):
-        other = b0 + tl.arange(0, LOOKED_AT)
+    for b0 in tl.range(0, batch + 1, STARTS):
+        other = b0 + tl.arange(0, STARTS)
         bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
         started = (other <= batch)[None, :] & (
             (bound // TOKENS + GAP * other)[None, :] <= number[:, None]
@@ -178,43 +225,69 @@ def _tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS
     first_token = tl.maximum(tile * TOKENS - missing, 0)
     stop_token = tl.minimum((tile + 1) * TOKENS - missing, query_len)
     exists = (tile >= 0) & (first_token < stop_token)
+    if OPTIONS.SHORT > 0:
+        exists = exists & (query_len > limit) & (b < batch)
     stop = key_len
     if OPTIONS.IS_CAUSAL:
         stop = tl.minimum(stop, key_len - query_len - missing + (tile + 1) * TOKENS)
     cost = tl.cdiv(tl.maximum(stop, 0), BLOCK_N)
+    pieces = tl.full([PLACED], 1, tl.int32)
+    if IS_CUT:
+        pieces = pieces_of(query_len, key_len, run, chip, OPTIONS)
+        cost = tl.cdiv(cost, pieces)
 
+    # entries before a tile's first one; tiles and parts of those that are cut, of a head
     place = tl.zeros([PLACED], tl.int32)
-    tiles = tl.full([], 0, tl.int32)
+    entries = tl.full([], 0, tl.int32)
+    part = tl.zeros([PLACED], tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
-        first_row, last_row = query_span(other, cu_seqlens_q_ptr, batch, total_q)
-        length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
-        length = tl.where(other <= batch, tl.maximum(length, 0), 0)
-        _, keys = key_span(
-            other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
-        )
-        lacking = _missing_tokens(length, keys, TOKENS, IS_ALIGNED)
-        each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
-        tiles += tl.sum(each, 0)
-        spans = length[None, :], keys[None, :], lacking[None, :]
-        more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
-        least = _tiles_from(cost[:, None], *spans, OPTIONS)
-        equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
-        first_equal = each[None, :] - least
-        own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
-        place += tl.sum(more + equal_before + own, 1)
+        length, keys, lacking = _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS)
+        # of decodes among few chunks, most have nothing here
+        is_any = True if OPTIONS.SHORT == 0 else tl.max(length, 0) > 0
+        if is_any:
+            each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
+            spans = length[None, :], keys[None, :], lacking[None, :]
+            if IS_CUT:
+                cut = pieces_of(length, keys, run, chip, OPTIONS)
+                entries += tl.sum(each * cut, 0)
+                # a tile of so many pieces is as long as a piece, times that
+                more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, OPTIONS)
+                least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, OPTIONS)
+                weight = cut[None, :]
+                parts = tl.where(cut > 1, each * cut, 0)
+                part += tl.sum(tl.where(other[None, :] < b[:, None], parts[None, :], 0), 1)
+            else:
+                entries += tl.sum(each, 0)
+                more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
+                least = _tiles_from(cost[:, None], *spans, OPTIONS)
+                weight = 1
+            equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
+            first_equal = each[None, :] - least
+            own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
+            place += tl.sum((more + equal_before + own) * weight, 1)
 
-    entry = tile_list_ptr + ENTRY + place * ENTRY
-    tl.store(entry, b, mask=exists)
-    tl.store(entry + 1, first_token, mask=exists)
-    tl.store(entry + 2, q_start, mask=exists)
-    tl.store(entry + 3, query_len, mask=exists)
-    tl.store(entry + 4, k_start, mask=exists)
-    tl.store(entry + 5, key_len, mask=exists)
-    tl.store(entry + 6, stop_token, mask=exists)
+    entry = tile_list_ptr + (ENTRY + OPTIONS.COUNTERS) + place * ENTRY
+    for i in tl.range(0, tl.max(tl.where(exists, pieces, 0), 0) if IS_CUT else 1):
+        is_piece = exists & (i < pieces) if IS_CUT else exists
+        tl.store(entry, b, mask=is_piece)
+        tl.store(entry + 1, first_token, mask=is_piece)
+        tl.store(entry + 2, q_start, mask=is_piece)
+        tl.store(entry + 3, query_len, mask=is_piece)
+        tl.store(entry + 4, k_start, mask=is_piece)
+        tl.store(entry + 5, key_len, mask=is_piece)
+        tl.store(entry + 6, stop_token, mask=is_piece)
+        if IS_CUT:
+            tl.store(entry + 7, pack_piece(part + tile * pieces, i, pieces), mask=is_piece)
+        entry += ENTRY
     if tl.program_id(0) == 0:
         tl.store(tile_list_ptr, 0)
-        tl.store(tile_list_ptr + 1, tiles)
+        tl.store(tile_list_ptr + 1, entries)
+        if OPTIONS.SHORT > 0:
+            tl.store(tile_list_ptr + 2, limit)
+        if IS_CUT:
+            word = tl.arange(0, triton.next_power_of_2(OPTIONS.COUNTERS))
+            tl.store(tile_list_ptr + ENTRY + word, 0, mask=word < OPTIONS.COUNTERS)
 
 
 def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
@@ -223,27 +296,40 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
 
 
 def plan_tile_list(
-    batch: int, total_q: int, max_keys: int, options: TileOptions, device: torch.device
+    batch: int,
+    total_q: int,
+    max_keys: int,
+    options: TileOptions,
+    device: torch.device,
+    chip: Chip | None = None,
 ) -> Callable[..., Tensor]:
     """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
-    `Lengths`, and their addresses if they are known.
+    `Lengths`, and their addresses if they are known. `chip` is for tiles that may be cut, or left
+    to another kernel.
 
-    A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
-    its first token, the sequence's first row and length, its first key and number of keys, and the
-    token after the tile's last. Of packed keys, `max_keys` rows, all are in tiles.
+    A list is a header (units of work claimed: 0, number of entries, queries of the longest sequence
+    that is left out), counters, and for each tile or piece of one: its sequence, its first token,
+    the sequence's first row and length, its first key and number of keys, the token after the
+    tile's last, and which piece it is. Of packed keys, `max_keys` rows, all are in tiles.
     """
-    rows = max_keys if options.OF_KEYS else total_q
-    tiles = most_tiles(rows, batch, options.TOKENS, options.IS_ALIGNED)
-    new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
-    launch = Launch(
-        _key_tile_order_kernel if options.OF_KEYS else _tile_order_kernel,
-        (-(-tiles // PLACED.value),),
-        batch=batch,
-        total_q=total_q,
-        max_keys=max_keys,
-        OPTIONS=options,
-        num_warps=4,
-    )
+    of_rows = max_keys if options.OF_KEYS else total_q
+    tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
+    rows = 1 + tiles + options.MOST_PARTS + options.COUNTERS // ENTRY.value
+    new_list = Allocation((rows, ENTRY.value), torch.int32, device)
+    grid = (-(-tiles // PLACED.value),)
+    sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
+    if options.OF_KEYS:
+        launch = Launch(_key_tile_order_kernel, grid, **sizes, OPTIONS=options, num_warps=4)
+    else:
+        launch = Launch(
+            _tile_order_kernel,
+            grid,
+            **sizes,
+            chip=chip,
+            OPTIONS=options,
+            num_warps=8 if options.SHORT else 4,
+            **dependent_launch(target_of(device).overlaps_launches),
+        )
 
     def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
         tile_list = new_list()

@@ -15,6 +15,8 @@ NUM_KV_TILES, FIRST_KEY, KV_STOP, KEY_LEN = (gl.constexpr(i) for i in range(4))
 Q_START, STOP_TOKEN, FIRST_TOKEN, HEAD = (gl.constexpr(i) for i in range(4, 8))
 CONTEXT_LEN, FIRST_ENTRY, NUM_ENTRIES, BATCH = (gl.constexpr(i) for i in range(8, 12))
 K_START = gl.constexpr(12)
+# which piece of a tile it is, of how many, and the tile's first part: see `pieces.py`
+PIECE, PIECES, FIRST_PART = (gl.constexpr(i) for i in range(13, 16))
 
 
 @aggregate

@@ -55,6 +55,7 @@ class Pointers(NamedTuple):
     v_descale: Any
     out_scale: Any
     rng: Any
+    tile_list: Any  # of the kernel before, beside which this one runs
 
 
 class Strides(NamedTuple):
@@ -146,6 +147,7 @@ class Options(NamedTuple):
     PART_ROWS: int
     BLOCK_MERGED: int
     FIXED_UNITS: int
+    IS_BESIDE: bool  # the kernel before does a part, and says which
     SEARCH_WIDTH: int
     IS_ONE_LOOK: bool
     Q_FORMAT: str
@@ -186,9 +188,11 @@ def pointers(
     formats: Formats,
     target: Target,
     results: tuple[Tensor, Tensor],
-    workspace: tuple[Tensor | None, Tensor | None],
+    workspace: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Pointers:
-    """`workspace` are partial results and counters, for tiles that are shared."""
+    """`workspace` are partial results and counters, for tiles that are shared, and the list of
+    tiles of the kernel beside which this one runs.
+    """
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
     if formats.is_paired:
         k, v = k.view(torch.int16), v.view(torch.int16)
@@ -218,6 +222,7 @@ def pointers(
         v_descale=call.v_descale,
         out_scale=call.out_scale,
         rng=call.rng_state if call.dropout_p > 0.0 else None,
+        tile_list=workspace[2],
     )
 
 
@@ -337,6 +342,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         PART_ROWS=tiles.part_rows,
         BLOCK_MERGED=merged * config.num_warps,
         FIXED_UNITS=tiles.fixed_units,
+        IS_BESIDE=tiles.is_beside,
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,

@@ -65,6 +65,15 @@ def plan_attention(
     return kind.plan(call, tiles)
 
 
+def plan_beside(call: AttentionCall) -> Callable[..., None]:
+    """A plan for a launch beside the kernel before it, which does what that leaves: of tensors,
+    addresses, the two results, and the list of tiles that says what is left.
+    """
+    kind = kind_of(call, Kind)
+    sizes = call.total_q, call.batch, key_bound(call)
+    return kind.plan_beside(call, choose_tiles(kind.traits, *sizes, is_beside=True))
+
+
 class Kind:
     """What calls share that differ in sizes alone."""
 
@@ -76,18 +85,9 @@ class Kind:
 
     def plan(self, call: AttentionCall, tiles: Tiles) -> Plan:
         """The plan for a call of this kind."""
-        kind, sizes = self._launches.get(key := tiles.of_kernel()), arguments.sizes(call)
-        if kind is None:
-            kind = self._launches[key] = LaunchKind(call, tiles, self.target)
-            launch = kind.launch
-        else:
-            launch = kind.launch.resized(tiles.grid, **sizes._asdict())
+        kind, launch, scratch = self._launch(call, tiles)
         new_out, new_lse = kind.results(call.total_q)
-        scratch = None
-        if tiles.is_split:
-            sizes_of_scratch = tiles.part_elements(call.head_dim_v), tiles.num_programs
-            scratch = ScratchOf(*sizes_of_scratch, self.device)
-        pick = kind.pick
+        sizes, pick = arguments.sizes(call), kind.pick
 
         def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
             out, lse = new_out(), new_lse()
@@ -106,6 +106,41 @@ class Kind:
 
         return run
 
+    def plan_beside(self, call: AttentionCall, tiles: Tiles) -> Callable[..., None]:
+        """The plan for a launch beside another kernel."""
+        kind, launch, scratch = self._launch(call, tiles)
+        pick = kind.pick
+        assert scratch is not None
+
+        def start(
+            tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor, tile_list: Tensor
+        ) -> None:
+            held = scratch()
+            if launch.is_ready and addresses is not None:
+                made = out.data_ptr(), lse.data_ptr(), *held.addresses, tile_list.data_ptr()
+                launch.start(pick((*addresses, *made, None)))
+            else:
+                memory = held.parts, held.counters, tile_list
+                launch(kind.pointers((*tensors, out, lse, *memory, None)))
+
+        return start
+
+    def _launch(
+        self, call: AttentionCall, tiles: Tiles
+    ) -> "tuple[LaunchKind, Launch, ScratchOf | None]":
+        """What launches of such tiles share, the one for this call, and its scratch memory."""
+        kind = self._launches.get(key := tiles.of_kernel())
+        if kind is None:
+            kind = self._launches[key] = LaunchKind(call, tiles, self.target)
+            launch = kind.launch
+        else:
+            launch = kind.launch.resized(tiles.grid, **arguments.sizes(call)._asdict())
+        scratch = None
+        if tiles.is_split:
+            sizes_of_scratch = tiles.part_elements(call.head_dim_v), tiles.num_programs
+            scratch = ScratchOf(*sizes_of_scratch, self.device)
+        return kind, launch, scratch
+
 
 class LaunchKind:
     """What launches share that differ in sizes and grid alone. `launch` is that of the call that it
@@ -115,11 +150,16 @@ class LaunchKind:
     def __init__(self, call: AttentionCall, tiles: Tiles, target: Target) -> None:
         formats = formats_of(call, target, tiles.is_paired)
         out, lse = call.new_results()
-        pointers = arguments.pointers(call, formats, target, (out, lse), (None, None))
+        tile_list = None
+        if tiles.is_beside:
+            tile_list = torch.empty(0, dtype=torch.int32, device=call.q.device)
+        workspace = None, None, tile_list
+        pointers = arguments.pointers(call, formats, target, (out, lse), workspace)
         self._out_shape, self._num_heads = out.shape[1:], call.num_heads
         self._out_dtype, self._device = out.dtype, call.q.device
         self._stored = [x if x is None else x.dtype for x in pointers]
-        self.pick = _picker(list(call.given_tensors()), pointers)
+        made = ["parts", "counters"] + ["tile_list"] * tiles.is_beside
+        self.pick = _picker(list(call.given_tensors()), made, pointers)
         self._strides = arguments.strides(call, pointers)
         self._scalars = arguments.scalars(call, formats, tiles)
         self._options = arguments.options(call, formats, tiles, target)
@@ -160,11 +200,11 @@ class LaunchKind:
 
 
 def _picker(
-    given: list[str], pointers: arguments.Pointers
+    given: list[str], made: list[str], pointers: arguments.Pointers
 ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Picks the kernel's pointers out of the given tensors, results, scratch memory and None."""
-    names = [*given, "out", "lse", "parts", "counters", None]
-    made = ("parts", "counters")
+    """Picks the kernel's pointers out of the given tensors, results, memory `made` for the launch,
+    and None."""
+    names = [*given, "out", "lse", *made, None]
     sources = [
         ARGUMENTS.get(name, name) if name in made or x is not None else None
         for name, x in pointers._asdict().items()

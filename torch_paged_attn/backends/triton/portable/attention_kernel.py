@@ -50,8 +50,11 @@ def _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
 
 
 @triton.jit
-def _attend_piece(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """One program, the next piece of all tiles' keys; it merges a tile if it is the last there."""
+def _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS: tl.constexpr):
+    """One program, the next piece of all tiles' keys; it merges a tile if it is the last there.
+    Where another kernel does a part of the batch, it is those sequences with more than `limit`
+    queries.
+    """
     # heads are neighbours: together they read whole tokens of a cache
     head_program = tl.program_id(0)
     heads = tl.num_programs(0)
@@ -59,10 +62,11 @@ def _attend_piece(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     programs = tl.num_programs(1) * tl.num_programs(2)
     # torch.compile takes every pointer for written to that a function has, if what it returns is
     # part of an address that is written to
-    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k")(
+    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k limit")(
         cu_seqlens_q=pointers.cu_seqlens_q,
         cu_seqlens_k=pointers.cu_seqlens_k,
         seqused_k=pointers.seqused_k,
+        limit=limit,
     )
     piece, at, stop, b, first = find_work(program, programs, lengths, sizes, scalars, OPTIONS)
     # a loop that surely begins needs no branch before it: addresses are computed while the
@@ -110,8 +114,13 @@ def _attend_piece(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 @triton.jit
 def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """What one program does, whichever kernel it is in."""
-    if OPTIONS.IS_SPLIT:
-        _attend_piece(pointers, strides, sizes, scalars, OPTIONS)
+    if OPTIONS.IS_BESIDE:
+        limit = tl.load(pointers.tile_list + 2)
+        padding = tl.load(pointers.cu_seqlens_q + sizes.batch) < sizes.total_q
+        if (limit > 0) | padding:
+            _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS)
+    elif OPTIONS.IS_SPLIT:
+        _attend_piece(pointers, strides, sizes, scalars, 0, OPTIONS)
     else:
         _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS)
 
@@ -136,7 +145,8 @@ def _attention_fwd_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    gdc_wait(IS_DEPENDENT)
+    # beside a kernel that does the rest of the call, nothing is waited for but its end
+    gdc_wait(IS_DEPENDENT and not OPTIONS.IS_BESIDE)
     sizes = Sizes(
         stride_table=stride_table,
         stride_crow_batch=stride_crow_batch,
@@ -151,3 +161,8 @@ def _attention_fwd_kernel(
         nnz=nnz,
     )
     attend_batch(pointers, strides, sizes, scalars, OPTIONS)
+    if OPTIONS.IS_BESIDE:
+        # what comes after this kernel comes after both
+        is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
+        if is_first:
+            gdc_wait(IS_DEPENDENT)

@@ -45,6 +45,7 @@ def _graph_attention_fwd_kernel(
     v_descale_ptr,
     out_scale_ptr,
     rng_ptr,
+    tile_list_ptr,
     scale,
     factor,
     softcap,
@@ -58,7 +59,7 @@ def _graph_attention_fwd_kernel(
     numbers: tl.constexpr = named_constants(SCALARS)
     pointers = named(
         "q k v out lse parts counters cu_seqlens_q cu_seqlens_k seqused_k block_table crow col bias"
-        " alibi sinks q_descale k_descale v_descale out_scale rng"
+        " alibi sinks q_descale k_descale v_descale out_scale rng tile_list"
     )(
         q=q_ptr,
         k=k_ptr,
@@ -81,6 +82,7 @@ def _graph_attention_fwd_kernel(
         v_descale=v_descale_ptr,
         out_scale=out_scale_ptr,
         rng=rng_ptr,
+        tile_list=tile_list_ptr,
     )
     # Inductor hands over numbers in float64
     if softcap is not None:

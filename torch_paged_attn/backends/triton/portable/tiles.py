@@ -118,12 +118,14 @@ class Tiles:
     fixed_units: int  # or so many; 0 where all programs get the same
     search_width: int
     is_one_look: bool
+    is_beside: bool = False  # another kernel does the long sequences
 
     def of_kernel(self) -> tuple[Any, ...]:
         """All but the grid."""
         return (
             self.config, self.pack, self.tokens, self.block_n, self.gap, self.is_paired,
-            self.is_split, self.min_units, self.fixed_units, self.search_width, self.is_one_look,
+            self.is_split, self.min_units, self.fixed_units, self.is_beside, self.search_width,
+            self.is_one_look,
         )  # fmt: skip
 
     @property
@@ -151,13 +153,17 @@ def choose_tiles(
     key_bound: int,
     config: Config | None = None,
     splits: SplitPlan | None = None,
+    is_beside: bool = False,
 ) -> Tiles:
-    """The tiles of a call of these sizes. `config` and `splits` override tables and rules."""
+    """The tiles of a call of these sizes. `config` and `splits` override tables and rules. With
+    `is_beside`, another kernel does the long sequences, and most others have one query.
+    """
     target, has_layout = traits.target, traits.k_block > 0
     # query heads of a group that visit different blocks share no tile
     pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
+    mean = 1 if is_beside else -(-total_q // max(batch, 1))
     if config is None:
-        rows = -(-total_q // max(batch, 1)) * pack
+        rows = mean * pack
         tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
         if traits.is_invariant:
             rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
@@ -176,7 +182,8 @@ def choose_tiles(
     # a tile of few rows takes the heads of a group in turns
     pack = min(pack, config.BLOCK_M)
     tokens, block_n = config.BLOCK_M // pack, config.BLOCK_N
-    if not has_layout and total_q % max(batch, 1) == 0 and not traits.is_invariant:
+    is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant and not is_beside
+    if not has_layout and is_even:
         # probably all sequences have so many queries: rows without one are work to merge
         tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
     if has_layout:
@@ -189,7 +196,7 @@ def choose_tiles(
     if splits is None and traits.is_invariant:
         splits = plan_fixed_splits(grid_tiles, key_bound)
     elif splits is None:
-        busy = max(min(batch, total_q), total_q // tokens)
+        busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
         slots = config.resident * target.multiprocessors
         splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64)
     # the device counts units in 32 bits
@@ -211,6 +218,7 @@ def choose_tiles(
         is_split=is_split,
         min_units=-(-splits.min_keys // block_n),
         fixed_units=splits.fixed_keys // block_n,
+        is_beside=is_beside,
         search_width=search_width,
         is_one_look=looked_at <= search_width,
     )

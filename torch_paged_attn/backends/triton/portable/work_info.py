@@ -15,7 +15,8 @@ from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 @triton.jit
 def sequence_info(b, lengths, sizes, left, OPTIONS: tl.constexpr):
     """Of sequences b: first row and number of queries, first row and number of keys; tiles of
-    queries, and units of each: at least one, and with FIXED_UNITS whole pieces.
+    queries (none, where another kernel does the sequence), and units of each: at least one, and
+    with FIXED_UNITS whole pieces.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
@@ -28,6 +29,8 @@ def sequence_info(b, lengths, sizes, left, OPTIONS: tl.constexpr):
     query_len = tl.maximum(q_stop - q_start, 0)
     lead = ((key_len - query_len) & (TOKENS - 1)) if OPTIONS.HAS_LAYOUT else 0
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
+    if OPTIONS.IS_BESIDE:
+        tiles = tl.where((query_len <= lengths.limit) | (b >= sizes.batch), tiles, 0)
     reach = tl.minimum(key_len, left + query_len) if OPTIONS.HAS_LEFT else key_len
     units = tl.maximum(tl.cdiv(reach, BLOCK_N), 1)
     if FIXED_UNITS > 0:

@@ -33,6 +33,10 @@ RELATIVES = {
 # keys that a table may hold for a sequence: of few there is little to have on its way at a time
 LENGTHS = {"short": 2048, "medium": 4096}
 
+# tiles of queries, at most; more are many
+SIZES = {"few": 32, "some": 1023}
+SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
+
 # head sizes in between use the tiles of the next larger one
 WIDTHS = (64, 128, 256, 1024)
 
@@ -64,6 +68,7 @@ def table(arch: str) -> dict[str, dict[str, Any]]:
 
 def entries(
     block_m: int,
+    rows: int,
     head_dim: int,
     itemsize: int,
     kv_itemsize: int,
@@ -76,18 +81,20 @@ def entries(
     """The entries of a table that fit a call, the most special first.
 
     `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is one of WIDTHS, `b` the bytes of an
-    element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and `/many` are for at most 32 or
-    at least 1024 tiles (`/some` for any number between), `/few/short` and so on for tables of so
-    many keys as LENGTHS says, `/wide` for pages of 64 keys or more, `/narrow` for smaller ones.
-    `/thin`, also for 8-bit keys, is for tiles of at most 16 rows, unless they are few.
+    element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and so on are for so many tiles as
+    SIZES say, `/few/short` and so on for tables of so many keys as LENGTHS says, `/wide` for pages
+    of 64 keys or more, `/narrow` for smaller ones. `/thin`, also for 8-bit keys, is for tiles of a
+    power of two of at most 16 rows, if they are some or many.
     `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
     is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
     found = [key]
-    size = "few" if tiles <= 32 else "many" if tiles >= 1024 else "some"
-    is_thin = block_m <= 16 and size != "few"
+    sizes = SIZES_OF_SMALL if block_m <= 16 else SIZES
+    size = next((name for name, most in sizes.items() if tiles <= most), "many")
+    # one warp is slow to merge what many programs share, and with rows of an odd number of heads
+    is_thin = block_m <= 16 and size in ("some", "many") and rows & (rows - 1) == 0
     if kv_itemsize < itemsize:
         found = [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
     elif page_size:
@@ -117,8 +124,9 @@ def find_entry(
     # float32 products run on the plain units: small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, keys, is_plain, is_full)
-    return next((e for e in entries(*call) if e in table(arch)), None), block_m
+    of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full
+    found = entries(block_m, rows, head_dim, itemsize, *of_keys)
+    return next((e for e in found if e in table(arch)), None), block_m
 
 
 @functools.lru_cache(maxsize=4096)

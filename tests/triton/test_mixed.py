@@ -1,0 +1,168 @@
+"""Batches of long and short sequences: which kernel does what, and the results of both together."""
+
+import itertools
+
+import cross_compile
+import pytest
+import torch
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.portable import attention as portable
+from torch_paged_attn.backends.triton.runtime.target import Target, assume
+from torch_paged_attn.testing import Problem, assert_accurate, build
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER = Target.of_arch("sm90", 132)
+bf16, f16 = torch.bfloat16, torch.float16
+
+STEP = ((1, 300), (130, 0), (1, 511), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
+DECODES = ((1, 70), (1, 900), (1, 33), (1, 64))
+# few tiles over many keys, which are cut into pieces
+FEW = ((70, 5000), (1, 3000), (2, 4500))
+PROBLEMS = tuple(
+    Problem(f"{name}/{'f16' if dtype == f16 else 'bf16'}", seqs, dtype=dtype, **options)
+    for name, seqs, dtype, options in (
+        ("g4", STEP, bf16, dict(num_heads=8, head_dim=128, page_size=16, padding_rows=70)),
+        ("g1_page64", STEP, f16, dict(num_kv_heads=4, head_dim=128, page_size=64)),
+        ("g7", STEP, bf16, dict(num_heads=14, head_dim=128, page_size=32, sinks=True)),
+        ("g8_d64", STEP * 3, bf16, dict(num_heads=16, head_dim=64, page_size=16, softcap=9.0)),
+        ("d256", STEP, bf16, dict(num_heads=4, head_dim=256, page_size=128)),
+        ("window", STEP, bf16, dict(num_heads=8, head_dim=128, page_size=16, window_size_left=40)),
+        ("full", STEP, bf16, dict(num_heads=8, head_dim=128, page_size=16, causal=False)),
+        ("decodes_alone", DECODES, bf16, dict(num_heads=8, head_dim=128, page_size=16)),
+        ("few", FEW, bf16, dict(num_heads=8, head_dim=128, page_size=16, padding_rows=3)),
+        ("few_g1", FEW, bf16, dict(num_kv_heads=4, head_dim=64, page_size=16, sinks=True)),
+        ("few_full", FEW, f16, dict(num_heads=8, head_dim=128, page_size=128, causal=False)),
+    )
+)
+
+
+def call_of(problem, device="cpu"):
+    return AttentionCall.flash_varlen(**build(problem).to(device).args)
+
+
+def tensors_of(call):
+    return tuple(call.given_tensors().values())
+
+
+@pytest.mark.parametrize(
+    "seqs, longest, expected",
+    [
+        (STEP, 0, True),
+        (STEP, 300, True),
+        (STEP, 16, False),  # as the caller says
+        (DECODES, 0, False),
+        (((1, 70),), 0, False),
+        (((600, 0), (700, 0)), 0, False),
+        (((70, 9), (1, 9)), 0, False),  # nothing to share out
+    ],
+)
+def test_which_calls_are_mixed(seqs, longest, expected):
+    problem = Problem("p", seqs, 8, 2, 128, dtype=bf16, page_size=16)
+    with assume(HOPPER):
+        assert mixed.is_mixed(call_of(problem), longest) is expected
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:3], ids=lambda p: p.name)
+def test_short_sequences_and_padding_alone(problem, device):
+    """The portable kernel's share: the rows of long sequences are not its own."""
+    call = call_of(problem, device)
+    limit = 16
+    out, lse = (torch.full_like(x, 7.0) for x in call.new_results())
+    tile_list = torch.tensor([0, 0, limit], dtype=torch.int32, device=device)
+    start = portable.plan_beside(call)
+    start(tensors_of(call), None, out, lse, tile_list)
+    truth = build(problem).truth()
+    bounds = call.cu_seqlens_q.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        if end - begin > limit:
+            assert (out[begin:end] == 7.0).all()
+            assert (lse[:, begin:end] == 7.0).all()
+            # as if they were right
+            out[begin:end] = truth.out[begin:end].to(out)
+            lse[:, begin:end] = truth.softmax_lse[:, begin:end].to(lse)
+    assert_accurate(out, lse, truth)
+
+
+def compile_both(problem):
+    call = call_of(problem)
+    cross_compile.CALLS["mixed"] = lambda: (
+        lambda: mixed.plan_attention(call)(tensors_of(call), None)
+    )
+    return cross_compile.compile_call("sm90", "mixed")
+
+
+@pytest.mark.parametrize("problem", [PROBLEMS[0], PROBLEMS[4]], ids=lambda p: p.name)
+def test_compiles(problem):
+    with cross_compile.workers(1) as compiler:
+        kernels = compiler.submit(compile_both, problem).result()
+    names = ["_tile_order_kernel", "_hopper_attention_fwd_kernel", "_attention_fwd_kernel"]
+    assert [kernel.name for kernel in kernels] == names
+    for kernel in kernels:
+        assert kernel.faults("sm90", problem.name) == []
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
+def test_both_agree_with_the_reference(problem):
+    call = call_of(problem, "cuda")
+    assert support.unsupported(call) is None
+    truth = build(problem).truth()
+    plan = mixed.plan_attention(call)
+    first = plan(tensors_of(call), None)
+    assert_accurate(*first, truth)
+    tensors = tensors_of(call)
+    addresses = [x.data_ptr() for x in tensors]
+    for _ in range(3):
+        again = plan(tensors, addresses)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("problem", PROBLEMS[-3:], ids=lambda p: p.name)
+def test_pieces_of_one_sequence(problem):
+    """Hopper's kernel alone, which cuts the keys of a tile."""
+    problem = Problem(
+        problem.name, problem.seqs[:1], problem.num_heads, problem.num_kv_heads, problem.head_dim,
+        dtype=problem.dtype, page_size=problem.page_size, causal=problem.causal,
+        sinks=problem.sinks,
+    )  # fmt: skip
+    call = call_of(problem, "cuda")
+    assert hopper.options_of(call, *hopper.choose_tiles(call)).MOST_PARTS > 0
+    first = hopper.attend(call)
+    assert_accurate(*first, build(problem).truth())
+    again = hopper.attend(call)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+def test_lengths_change_between_replays():
+    """A captured step does whatever the lengths are when it is replayed."""
+    problem = Problem(
+        "graph", ((1, 700), (90, 400), (1, 20), (8, 600)), 8, 2, 128, dtype=bf16, page_size=16
+    )
+    call = call_of(problem, "cuda")
+    plan, tensors = mixed.plan_attention(call), tensors_of(call)
+    plan(tensors, None)
+    addresses = [x.data_ptr() for x in tensors]
+    plan(tensors, addresses)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # calls after one another: the next ones must not overtake
+        results = [plan(tensors, addresses) for _ in range(5)]
+    for seqs in ((1, 91, 92, 100), (40, 41, 99, 100), (1, 2, 3, 4)):
+        call.cu_seqlens_q.copy_(torch.tensor([0, *seqs], dtype=torch.int32))
+        graph.replay()
+        expected = plan(tensors, addresses)
+        for found in results:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("hint", [0, 1, 5, 16, 300, 2**31 + 5])
+def test_a_wrong_hint_costs_no_correctness(hint, run):
+    call = build(PROBLEMS[0])
+    assert_accurate(*run(call.to("cuda"), max_seqlen_q=hint, max_seqlen_k=hint), call.truth())

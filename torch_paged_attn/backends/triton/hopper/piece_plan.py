@@ -1,0 +1,177 @@
+"""What is decided on the device, from all lengths, before tiles are listed: whether short sequences
+are left to the kernel that comes next, and into pieces of how many keys tiles are cut, so that few
+or uneven ones fill the chip.
+
+Both by the same estimate, in the time that a tile of queries takes for a tile of keys: what ends
+first of equal pieces in one wave after the other, or of pieces dealt out, the longest first, as
+programs get free. The next kernel reads every key once, whatever the queries are, but takes a while
+to begin and to end.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
+
+# numbers of pieces that are tried for the longest tile
+TRIED = tl.constexpr(64)
+# sequences that are looked at at a time: by themselves, and for each number of pieces
+SCANNED = tl.constexpr(128)
+WEIGHED = tl.constexpr(32)
+
+# in tiles of keys: what a tile or a piece of one costs beside its own keys, the merging of a piece,
+# and reading a tile of keys from memory where all programs do
+TILE_COST = tl.constexpr(2.0)
+PIECE_COST = tl.constexpr(1.0)
+MERGE_COST = tl.constexpr(0.75)
+READ_COST = tl.constexpr(1.4)
+# reading by the next kernel, whose beginning and end are `Chip.next_cost`
+NEXT_READ_COST = tl.constexpr(1.25)
+
+# tiles of keys of the longest tile that may be cut: quotients are found in float32
+MOST_LENGTH = tl.constexpr(2**13)
+
+# keys that nothing cuts
+WHOLE = tl.constexpr(2**30)
+
+
+class Chip(NamedTuple):
+    """What the estimate goes by, besides lengths."""
+
+    programs: int  # that run at once
+    units_per_tile: int  # heads, or groups of heads, that each have all tiles
+    num_kv_heads: int
+    window_left: int  # 2**30 where it hides nothing
+    next_cost: float  # tiles of keys, in the time that another launch takes to begin and to end
+
+
+@triton.jit
+def _visited(query_len, key_len, window_left, OPTIONS: tl.constexpr):
+    """Tiles of keys that the last tile of a sequence's queries visits, or a bit more."""
+    reach = tl.minimum(key_len, window_left + OPTIONS.TOKENS + OPTIONS.BLOCK_N)
+    return tl.where(query_len > 0, tl.cdiv(reach, OPTIONS.BLOCK_N), 0)
+
+
+@triton.jit
+def pieces_of(query_len, key_len, run, chip, OPTIONS: tl.constexpr):
+    """In how many pieces each tile of a sequence is cut, if a piece has at most `run` tiles of
+    keys."""
+    return tl.maximum(tl.cdiv(_visited(query_len, key_len, chip.window_left, OPTIONS), run), 1)
+
+
+@triton.jit
+def pack_piece(first_part, piece, pieces):
+    """What an entry says of its piece, in a word."""
+    return (first_part << 16) | (piece << 8) | pieces
+
+
+@triton.jit
+def _lengths_of(b, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
+    """Queries, none past the last sequence, and keys."""
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
+    first_row, last_row = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    query_len = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
+    _, key_len = key_span(
+        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, OPTIONS.IS_PAGED
+    )
+    return tl.where(b < batch, tl.maximum(query_len, 0), 0), key_len
+
+
+@triton.jit
+def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
+    """Of launches whose longest tile is cut in 1, 2, ... TRIED pieces; `entries` and `parts`, those
+    of tiles that are cut, `work` and `reads`, tiles of keys, are of one head.
+    """
+    pieces = 1 + tl.arange(0, TRIED)
+    is_cut = pieces > 1
+    run = tl.cdiv(longest, pieces) + TILE_COST + tl.where(is_cut, PIECE_COST, 0.0)
+    units = entries * chip.units_per_tile
+    waves = tl.cdiv(units, chip.programs).to(tl.float32)
+    cost = work + TILE_COST * entries + tl.where(is_cut, PIECE_COST * parts, 0.0)
+    share = cost * chip.units_per_tile / chip.programs
+    share = tl.maximum(share, READ_COST * reads * chip.num_kv_heads / chip.programs)
+    time = tl.minimum(waves * run, tl.maximum(share + 0.3 * run, run))
+    time += tl.where(is_cut, MERGE_COST * pieces, 0.0)
+    is_possible = (
+        (pieces <= longest)
+        & (longest <= MOST_LENGTH)
+        & (parts * chip.units_per_tile <= OPTIONS.MOST_PARTS)
+    )
+    return tl.where(is_possible | (pieces == 1), time, float("inf"))
+
+
+@triton.jit
+def _quotients(visited, longest):
+    """cdiv(visited, run), at least 1, for runs of the longest tile in 1, 2, ... TRIED pieces."""
+    run = tl.maximum(tl.cdiv(longest, 1 + tl.arange(0, TRIED)), 1)
+    # what is missing to 1 is less than one over a run, and more than what is rounded off
+    above = visited[:, None].to(tl.float32) * (1.0 / run)[None, :] + (1.0 - 2.0**-14)
+    return tl.maximum(above.to(tl.int32), 1)
+
+
+@triton.jit
+def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
+    """Queries of the longest sequence that is left to the next kernel (-1: there is none; 0: it has
+    padding only), and tiles of keys of the longest piece.
+    """
+    SHORT: tl.constexpr = OPTIONS.SHORT
+    window_left = chip.window_left
+    longest, longest_short = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for b0 in tl.range(0, batch, SCANNED):
+        query_len, key_len = _lengths_of(
+            b0 + tl.arange(0, SCANNED), lengths, batch, total_q, max_keys, OPTIONS
+        )
+        visited = _visited(query_len, key_len, window_left, OPTIONS)
+        is_short = query_len <= SHORT
+        longest = tl.maximum(longest, tl.max(tl.where(is_short, 0, visited), 0))
+        longest_short = tl.maximum(longest_short, tl.max(tl.where(is_short, visited, 0), 0))
+    longest_all = tl.maximum(longest, longest_short)
+
+    none = tl.zeros([TRIED], tl.int32)
+    entries, parts, entries_of_all, parts_of_all = none, none, none, none
+    work, work_of_short = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    reads, reads_of_short = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    for b0 in tl.range(0, batch, WEIGHED):
+        query_len, key_len = _lengths_of(
+            b0 + tl.arange(0, WEIGHED), lengths, batch, total_q, max_keys, OPTIONS
+        )
+        last = _visited(query_len, key_len, window_left, OPTIONS)
+        first = last
+        if OPTIONS.IS_CAUSAL:
+            first = tl.maximum(last - query_len // OPTIONS.BLOCK_N, 0)
+        tiles = tl.cdiv(query_len, OPTIONS.TOKENS)
+        is_short = query_len <= SHORT
+        own = tiles.to(tl.float32) * (first + last).to(tl.float32) * 0.5
+        work += tl.sum(tl.where(is_short, 0.0, own), 0)
+        reads += tl.sum(tl.where(is_short, 0, last).to(tl.float32), 0)
+        long_tiles = tl.where(is_short, 0, tiles)
+        cut = _quotients(last, longest)
+        each = long_tiles[:, None] * cut
+        entries += tl.sum(each, 0)
+        parts += tl.sum(tl.where(cut > 1, each, 0), 0)
+        if SHORT > 0:
+            work_of_short += tl.sum(tl.where(is_short, own, 0.0), 0)
+            reads_of_short += tl.sum(tl.where(is_short, last, 0).to(tl.float32), 0)
+            cut = _quotients(last, longest_all)
+            each = tiles[:, None] * cut
+            entries_of_all += tl.sum(each, 0)
+            parts_of_all += tl.sum(tl.where(cut > 1, each, 0), 0)
+
+    time = _time(entries, parts, work, reads, longest, chip, OPTIONS)
+    limit = tl.full([], -1, tl.int32)
+    chosen, of_chosen = tl.argmin(time, 0), longest
+    if SHORT > 0:
+        work_of_all, reads_of_all = work + work_of_short, reads + reads_of_short
+        of_all = _time(
+            entries_of_all, parts_of_all, work_of_all, reads_of_all, longest_all, chip, OPTIONS
+        )
+        of_next = NEXT_READ_COST * reads_of_short * chip.num_kv_heads / chip.programs
+        of_next += tl.where(reads_of_short > 0, chip.next_cost, 0.0)
+        is_one = tl.min(of_all, 0) <= tl.min(time, 0) + of_next
+        limit = tl.where(is_one, 0, SHORT)
+        chosen = tl.where(is_one, tl.argmin(of_all, 0), chosen)
+        of_chosen = tl.where(is_one, longest_all, longest)
+    length = tl.maximum(tl.cdiv(of_chosen, chosen + 1), 1)
+    return limit, tl.where(chosen == 0, WHOLE, length)

@@ -1,0 +1,151 @@
+"""Which calls the Hopper kernel can take, and which it should."""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
+from torch_paged_attn.backends.triton.runtime.launch import is_traced
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+
+# rows of a consumer: the height of a warpgroup's product
+BLOCK_M = 64
+
+# keys of the smallest tile, and of the smallest box
+LEAST_KEYS, LEAST_BOX = 64, 16
+
+HAS_GLUON = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+
+# its scale in base two, and one over it, are float32 and neither 0 nor infinite; a larger softcap
+# multiplies the error of tanh
+LEAST_SCALE, MOST_SOFTCAP = 2.0**-100, 1024.0
+
+# windows this wide hide nothing: no sequence is as long
+UNBOUNDED = 2**30
+
+# the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
+LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
+MOST_MERGED = 128
+
+# what the portable kernel has and this one has not
+NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
+
+
+def unsupported_device(device: torch.device | None = None) -> str | None:
+    """Why no call on a device can take this kernel; None if some can."""
+    if device is None and not torch.cuda.is_available():
+        return "there is no GPU"
+    if target_of(device or torch.device("cuda")).arch != "sm90":
+        return "this is no Hopper chip"
+    return None if HAS_GLUON else "this Triton has no Gluon for Hopper"
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why a call cannot take this kernel; None if it can."""
+    q, k, v = call.q, call.k, call.v
+    if (reason := unsupported_device(q.device)) is not None:
+        return reason
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
+    if call.result_dtype != q.dtype:
+        return f"out_dtype is {call.out_dtype}"
+    dims = call.head_dim, call.head_dim_v
+    if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
+        return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
+    for name in NOT_CARRIED:
+        if getattr(call, name) is not None:
+            return f"it has no {name}"
+    if call.dropout_p > 0.0:
+        return "it has no dropout_p"
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+        return f"softmax_scale is {call.softmax_scale}"
+    if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:
+        return f"softcap is {call.softcap}"
+    if call.block_table is not None:
+        page_size = call.page_size
+        if page_size % LEAST_BOX:
+            return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
+        if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
+            return "pages do not lie a whole number of slots apart"
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
+        return "q, k or v is not aligned to 16 bytes"
+    if call.layout is not None:
+        if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
+            return "it has no windows beside a layout"
+        if key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
+            return "the blocks of the layout are too many to be numbered in 32 bits"
+    return None
+
+
+def unprofitable(call: AttentionCall) -> str | None:
+    """Why a call is better off with tiles of few rows, or with keys that several programs share;
+    None if it is not."""
+    rows = mean_length(call) * sharing_heads(call)
+    if rows <= BLOCK_M:
+        return f"a sequence has {rows} rows for each head of keys"
+    tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
+    if 2 * tiles < target_of(call.q.device).multiprocessors and not most_parts(call, False):
+        return f"{tiles} tiles do not fill the chip"
+    return None
+
+
+def is_misaligned(x: Tensor, axes: int) -> bool:
+    """Whether the accelerator cannot address x: addresses and strides are multiples of 16 bytes."""
+    strides = x.stride()[:axes]
+    # what is traced has no address yet
+    is_off = not is_traced() and x.data_ptr() % 16 != 0
+    return is_off or any(s * x.itemsize % 16 or s <= 0 for s in strides)
+
+
+def width_of(dim: int) -> int:
+    """A head as it lies in shared memory."""
+    return max(64, next_power_of_2(dim))
+
+
+def is_bound(window: int) -> bool:
+    """Whether a window hides keys."""
+    return 0 <= window < UNBOUNDED
+
+
+def key_bound(call: AttentionCall) -> int:
+    """How many keys a sequence may have."""
+    if call.block_table is None:
+        return call.k.shape[0]
+    return call.block_table.shape[1] * call.page_size
+
+
+def mean_length(call: AttentionCall) -> int:
+    return -(-call.total_q // max(call.batch, 1))
+
+
+def heads_per_layout(call: AttentionCall) -> int:
+    """Query heads that share a layout."""
+    if call.layout is None:
+        return 1
+    return call.num_heads // call.layout.crow_indices.shape[-2]
+
+
+def sharing_heads(call: AttentionCall) -> int:
+    """Query heads that read the same keys."""
+    return min(call.group_size, heads_per_layout(call)) if call.layout else call.group_size
+
+
+def most_parts(call: AttentionCall, is_beside: bool) -> int:
+    """How many pieces of tiles there may be: none where tiles are many, or see few keys."""
+    # sums of wider values do not fit beside those that are merged
+    if call.layout is not None or width_of(call.head_dim_v) > MOST_MERGED:
+        return 0
+    keys = key_bound(call)
+    if call.block_table is None:
+        keys //= max(call.batch, 1)
+    if not is_beside and (_fills(call) or keys < LEAST_CUT):
+        return 0
+    return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
+
+
+def _fills(call: AttentionCall) -> bool:
+    """Whether there are surely as many tiles as multiprocessors."""
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    return tiles >= target_of(call.q.device).multiprocessors
