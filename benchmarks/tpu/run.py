@@ -58,7 +58,7 @@ def main() -> None:
             row: dict[str, Any] = {"problem": problem.name, "live_bytes": problem.live_bytes}
             for contender, build in problem.contenders.items():
                 try:
-                    row[contender] = measure(build, generation)
+                    row[contender] = measure(build, generation, problem.kernels)
                 except Missing as reason:
                     row[contender] = {"missing": str(reason)}
             document["results"].append(row)

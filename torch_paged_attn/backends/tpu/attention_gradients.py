@@ -27,7 +27,15 @@ from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradients, query_gradients
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
-from torch_paged_attn.backends.tpu.tiles import cut_keys, cut_queries
+from torch_paged_attn.backends.tpu.tiles import Cut, cut_keys, cut_queries
+
+Needs = tuple[bool, bool, bool, bool, bool]
+
+# the tensors that have gradients, in the order of `Needs` and `Gradients`
+WITH_GRADIENT = ("q", "k", "v", "attn_bias", "sinks")
+
+# query rows of a tile: with more, too much of the diagonal's tiles is computed for nothing
+MOST_TILE_ROWS = 512
 
 
 class Gradients(NamedTuple):
@@ -41,20 +49,16 @@ class Gradients(NamedTuple):
 
 
 def unsupported_backward(call: Call) -> str | None:
-    """Why there are no gradients of a call that has a forward: the argument, and what is allowed.
-
-    It may be a call of torch's or of JAX's tensors.
-    """
+    """Why there are no gradients of a call with a forward: the argument, and what is allowed."""
     if call.op != "flash_varlen":
-        return f"{call.op}: no backward on TPUs; supported: flash_varlen"
+        return f"{call.op} has no backward on TPUs; supported: flash_varlen"
     if call.block_table is not None:
-        return "block_table: no backward for paged keys; allowed: packed k and v"
-    floats = tuple(str(x).removeprefix("torch.") for x in (call.q.dtype, call.k.dtype))
-    for name, dtype in zip(("q", "k"), floats, strict=True):
-        if dtype not in FLOATS:
-            return f"{name} has dtype {dtype}: no backward; allowed: {', '.join(FLOATS)}"
-    if call.out_dtype is not None and call.out_dtype != call.q.dtype:
-        return f"out_dtype is {call.out_dtype}: no backward; allowed: that of q"
+        return "block_table came, and there is no backward for paged keys; allowed: packed k and v"
+    if (dtype := call.q.dtype.name) not in FLOATS:
+        return f"q has dtype {dtype}, which has no backward; allowed: {', '.join(FLOATS)}"
+    for name, dtype in (("k", call.k.dtype.name), ("out_dtype", call.result_dtype.name)):
+        if dtype != call.q.dtype.name:
+            return f"{name} is {dtype}; allowed: {call.q.dtype.name}, as q"
     return None
 
 
@@ -66,7 +70,7 @@ def attend_backward(
     out: Array,
     softmax_lse: Array,
     *,
-    needs: tuple[bool, bool, bool, bool, bool],
+    needs: Needs,
     config: Config | None,
     interpret: Any,
 ) -> Gradients:
@@ -78,17 +82,10 @@ def attend_backward(
     if (reason := unsupported_backward(call)) is not None:
         refuse(f"{call.op}_backward", reason)
     needs_q, needs_k, needs_v, needs_bias, needs_sinks = needs
-    if needs_bias:
-        refuse(f"{call.op}_backward", "attn_bias requires grad; allowed: one that does not")
+    needs_bias = needs_bias and call.attn_bias is not None and call.attn_bias.dtype != jnp.bool_
     total_q, total_k, batch = call.total_q, call.k.shape[0], call.batch
-    if 0 in (total_q, total_k, batch):
-        zeros = [jnp.zeros_like(x) for x in (call.q, call.k, call.v)]
-        if total_q == 0 or batch == 0:
-            dsinks = None if call.sinks is None else jnp.zeros_like(call.sinks)
-            return Gradients(*zeros, None, dsinks if needs_sinks else None)
-
     # of rows that see no key all gradients are 0, whatever stands there
-    is_live = -jnp.inf != softmax_lse.T
+    is_live = ~jnp.isneginf(softmax_lse.T)
     is_live &= (jnp.arange(total_q) < call.cu_seqlens_q[-1])[:, None]
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(is_live, delta if dlse is None else delta - dlse.T, 0.0)
@@ -96,8 +93,12 @@ def attend_backward(
     dsinks = None
     if needs_sinks and call.sinks is not None:
         dsinks = -jnp.sum(jnp.exp2(base_2(call.sinks) - lse) * delta, axis=0)
-    if total_k == 0:
-        return Gradients(*zeros, None, dsinks)
+    if 0 in (total_q, total_k, batch):
+        zeros = (
+            None if x is None else jnp.zeros_like(x)
+            for x in (call.q, call.k, call.v, call.attn_bias if needs_bias else None)
+        )
+        return Gradients(*zeros, dsinks)
 
     options = _choose_options(call, config, interpret)
     num_cores, dtype = options.config.num_cores, options.compute_dtype
@@ -136,16 +137,32 @@ def attend_backward(
         slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E),
         rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
     )
-    dq = dk = dv = None
-    if needs_q:
+    dq = dk = dv = dbias = None
+    if needs_q or needs_bias:
         of_sequence = -(-lengths.key // options.block_k)
         first_key_tile = (jnp.cumsum(of_sequence) - of_sequence).astype(jnp.int32)
-        dq = heads.to_tokens(query_gradients(operands, cut.tiles, first_key_tile, options), cut)
-        dq = jnp.where(is_live[..., None], dq, 0).astype(call.q.dtype)
+        dq, dbias = query_gradients(
+            operands, cut.tiles, first_key_tile, options, needs_bias=needs_bias
+        )
+        dq = jnp.where(is_live[..., None], heads.to_tokens(dq, cut), 0).astype(call.q.dtype)
+    if dbias is not None:
+        dbias = _of_bias(dbias, call, heads, cut)
     if needs_k or needs_v:
         dk, dv = key_gradients(operands, cut.tiles, key_cut.tiles, options)
-        dk, dv = to_keys(dk, call.k), to_keys(dv, call.v)
-    return Gradients(dq, dk if needs_k else None, dv if needs_v else None, None, dsinks)
+        dk = to_keys(dk, call.k) if needs_k else None
+        dv = to_keys(dv, call.v) if needs_v else None
+    return Gradients(dq if needs_q else None, dk, dv, dbias, dsinks)
+
+
+def _of_bias(dbias: Array, call: Call, heads: Heads, cut: Cut) -> Array:
+    """(num_tiles, 1 or num_kv_heads, rows, keys) as (1 or num_heads, total_q, keys)."""
+    num_heads, _, keys = call.attn_bias.shape
+    dbias = dataclasses.replace(heads, num_kv_heads=dbias.shape[1]).to_tokens(dbias, cut)
+    if num_heads == 1:
+        dbias = jnp.sum(dbias, axis=1, keepdims=True)
+    is_live = jnp.arange(call.total_q) < call.cu_seqlens_q[-1]
+    dbias = jnp.where(is_live[:, None, None], dbias, 0.0)
+    return dbias.swapaxes(0, 1)[..., :keys].astype(call.attn_bias.dtype)
 
 
 def _choose_options(call: Call, config: Config | None, interpret: Any) -> Options:
@@ -156,9 +173,14 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> Option
     longest = call.max_seqlen_q or call.total_q
     longest_k = longest if call.cu_seqlens_k is None else call.k.shape[0]
     block_k = min(config.block_k, max(LANES, _power_of_two(longest_k)))
+    tile_rows = min(config.tile_rows, MOST_TILE_ROWS)
     # a block is computed on for so long that one copy ahead of it is in time
     config = dataclasses.replace(
-        config, block_k=block_k, step_k=min(config.step_k, block_k), num_buffers=2
+        config,
+        tile_rows=tile_rows,
+        block_k=block_k,
+        step_k=min(config.step_k, block_k),
+        num_buffers=2,
     )
     widths = call.head_dim, call.head_dim_v
     config = config.fit_backward(call.num_kv_heads, widths, compute_dtype_of(call).itemsize)

@@ -101,6 +101,12 @@ class Call(_Arguments):
         return Layout(self.crow_indices, self.col_indices, *blocks, max_keys)
 
 
+def tensors_of(call: Call) -> dict[str, Any]:
+    """The tensors that a call has, by their names."""
+    given = ((name, getattr(call, name)) for name in _TENSORS)
+    return {name: x for name, x in given if x is not None}
+
+
 def _flatten(call: Call) -> tuple[list[Any], tuple[Any, ...]]:
     tensors = [getattr(call, name) for name in _TENSORS]
     return tensors, tuple(getattr(call, name) for name in _COMPILED_FOR)

@@ -66,7 +66,7 @@ class Config:
         tiles = num_kv_heads * max(query + passing[0], key + passing[1])
         in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
         rows = min(max(MOST_ROWS, self.tile_rows), in_flight)
-        scores = rows * self.step_k * 4 * (4 + computed)
+        scores = rows * self.step_k * (8 + 2 * computed)
         if tiles + scores <= self.vmem_bytes:
             return self
         if self.tile_rows > LEAST_ROWS and (query >= key or self.block_k <= LEAST_KEYS):

@@ -69,8 +69,9 @@ class Refs(NamedTuple):
     dq: Any = None  # (1, num_kv_heads, rows, head_dim)
     dq_acc: Any = None
     columns: Any = None  # (2 * num_kv_heads, rows, LANES): the statistics, all lanes alike
-    dbias: Any = None  # as bias, in HBM
-    dbias_buffers: Any = None
+    zeros: Any = None  # the memory of dbias
+    dbias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys), in HBM
+    dbias_buffer: Any = None  # (1 or num_kv_heads, rows, block_k)
     dbias_done: Any = None
 
     # gradients of keys and values: tables, inputs and outputs of a tile, what passes by, scratch

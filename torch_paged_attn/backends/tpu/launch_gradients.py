@@ -35,9 +35,17 @@ class Operands(NamedTuple):
 
 
 def query_gradients(
-    operands: Operands, tiles: Tiles, first_key_tile: Array, options: Options
-) -> Array:
-    """dq, in tiles as q; `first_key_tile` (batch,) is where a sequence's tiles of keys start."""
+    operands: Operands,
+    tiles: Tiles,
+    first_key_tile: Array,
+    options: Options,
+    *,
+    needs_bias: bool,
+) -> tuple[Array, Array | None]:
+    """dq, in tiles as q, and in float32 dbias, as bias, of which each row of a tile has its own.
+
+    `first_key_tile` (batch,) is where a sequence's tiles of keys start.
+    """
     q, dout, statistics, k, v, bias, slopes, rng = operands
     num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
     num_tiles, heads, rows, _ = q.shape
@@ -68,10 +76,17 @@ def query_gradients(
         inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
-    [dq] = _launch(
-        query_gradient_kernel, num_tiles, scalars, inputs, {"dq": q.shape}, scratch, options
+    results = {"dq": _Result(q.shape)}
+    if needs_bias and bias is not None:
+        # blocks that no row sees are not written
+        inputs["zeros"] = jnp.zeros_like(bias), IN_HBM
+        results["dbias"] = _Result(bias.shape, jnp.float32, in_place_of="zeros")
+        scratch["dbias_buffer"] = pltpu.VMEM((*bias.shape[1:3], options.block_k), jnp.float32)
+        scratch["dbias_done"] = pltpu.SemaphoreType.DMA
+    dq, *dbias = _launch(
+        query_gradient_kernel, num_tiles, scalars, inputs, results, scratch, options
     )
-    return dq
+    return dq, dbias[0] if dbias else None
 
 
 def key_gradients(
@@ -108,9 +123,17 @@ def key_gradients(
         inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
-    results = {"dk": k.shape, "dv": v.shape}
+    results = {"dk": _Result(k.shape), "dv": _Result(v.shape)}
     dk, dv = _launch(key_gradient_kernel, num_tiles, scalars, inputs, results, scratch, options)
     return dk, dv
+
+
+class _Result(NamedTuple):
+    """A result in tiles, or in HBM in the place of an input."""
+
+    shape: tuple[int, ...]
+    dtype: Any = None  # None: what the options say
+    in_place_of: str = ""
 
 
 def _launch(
@@ -118,23 +141,34 @@ def _launch(
     num_tiles: int,
     scalars: dict[str, Array],
     inputs: dict[str, tuple[Array, Any]],
-    results: dict[str, tuple[int, ...]],
+    results: dict[str, _Result],
     scratch: dict[str, Any],
     options: Options,
 ) -> list[Array]:
-    """Run a kernel for each tile; results are in tiles."""
+    """Run a kernel for each tile."""
     config = options.config
+    aliases = {
+        len(scalars) + list(inputs).index(result.in_place_of): i
+        for i, result in enumerate(results.values())
+        if result.in_place_of
+    }
     names = (*scalars, *inputs, *results, *scratch)
     return pl.pallas_call(
         functools.partial(kernel, names=names, options=options, num_tiles=num_tiles),
-        out_shape=[jax.ShapeDtypeStruct(x, options.out_dtype) for x in results.values()],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype or options.out_dtype) for x in results.values()
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(config.num_cores, num_tiles // config.num_cores),
             in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[of_tile(x, config.num_cores) for x in results.values()],
+            out_specs=[
+                IN_HBM if x.in_place_of else of_tile(x.shape, config.num_cores)
+                for x in results.values()
+            ],
             scratch_shapes=list(scratch.values()),
         ),
+        input_output_aliases=aliases,
         compiler_params=compiler_params(config),
         interpret=options.interpret,
         name=f"paged_attn_flash_varlen_backward_{'_'.join(results)}",

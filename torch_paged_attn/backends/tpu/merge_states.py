@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.backends.tpu.merge_states_backward import merge_states_backward
+
 
 @jax.jit
+@jax.custom_vjp
 def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Arguments as in the op; computed in float32."""
     lse = jnp.logaddexp(lse_a, lse_b)
@@ -16,3 +19,15 @@ def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tupl
         # a part without weight may hold anything
         merged = merged + jnp.where(weight > 0.0, weight * out.astype(jnp.float32), 0.0)
     return merged.astype(out_a.dtype), lse
+
+
+def _forward(*parts: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    out, lse = merge_states(*parts)
+    return (out, lse), (*parts, out, lse)
+
+
+def _backward(kept: tuple[Array, ...], given: tuple[Array, Array]) -> tuple[Array, ...]:
+    return merge_states_backward(*given, *kept)
+
+
+merge_states.__wrapped__.defvjp(_forward, _backward)

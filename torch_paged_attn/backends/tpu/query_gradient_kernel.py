@@ -1,15 +1,18 @@
 """The kernel for the gradient of queries: a tile of queries stays, keys pass by as in the forward.
 
 A grid step is a tile of the forward's list. Of each piece of keys that it sees, probabilities are
-computed anew, and `dq += dx k`: a query's sum is added up over its keys in ascending order.
+computed anew, and `dq += dx k`: a query's sum is added up over its keys in ascending order. The
+gradient of a bias is written on the way, block by block.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
@@ -68,7 +71,19 @@ class QueryGradient:
         def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
             self._attend(first, slot, place, width, layout, masked)
 
-        Pieces(self.refs, self.options, self.tile).walk(first, turn, attend)
+        walk = functools.partial(Pieces(self.refs, self.options, self.tile).walk, first, turn)
+        refs = self.refs
+        if refs.dbias is None:
+            walk(attend)
+            return
+        refs.dbias_buffer[...] = jnp.zeros_like(refs.dbias_buffer)
+        walk(attend)
+        columns = pl.ds(pl.multiple_of(first, self.options.block_k), self.options.block_k)
+        copy = pltpu.make_async_copy(
+            refs.dbias_buffer, refs.dbias.at[self.tile, :, :, columns], refs.dbias_done
+        )
+        copy.start()
+        copy.wait()
 
     def _attend(
         self,
@@ -108,6 +123,10 @@ class QueryGradient:
                 found = score_gradients(
                     piece, options, head, products[i], dp[i], lse, delta, biases[i], masks[i]
                 )
+                if refs.dbias is not None:
+                    of_bias = head if refs.dbias_buffer.shape[0] > 1 else 0
+                    columns = pl.ds(pl.multiple_of(place * width, width), width)
+                    refs.dbias_buffer[of_bias, :, columns] += found.ds
                 dx = found.dx.astype(options.compute_dtype)
                 refs.dq_acc[head] += product(dx, keys[i], 0)
 

@@ -47,7 +47,10 @@ def score_gradients(
         weights = jnp.where(keep, p, 0.0)
         dp = jnp.where(keep, dp * (1.0 / (1.0 - options.dropout_p)), 0.0)
     ds = p * (dp - delta)
-    dx = ds if tanh is None else ds * (1.0 - tanh * tanh)
     if visible is not None:
-        dx = jnp.where(visible, dx, 0.0)
+        ds = jnp.where(visible, ds, 0.0)
+    dx = ds
+    if tanh is not None:
+        dx = ds * (1.0 - tanh * tanh)
+        dx = dx if visible is None else jnp.where(visible, dx, 0.0)
     return ScoreGradients(weights, ds, dx)
