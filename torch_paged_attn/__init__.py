@@ -10,7 +10,15 @@ flash-attn's functions take.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
+from torch_paged_attn.ops import (
+    blocksparse,
+    blocksparse_backward,
+    flash_varlen,
+    flash_varlen_backward,
+    merge_states,
+    merge_states_backward,
+    reshape_and_cache,
+)
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
@@ -31,12 +39,15 @@ __all__ = [
     "PagedBatch",
     "PagedKVCache",
     "blocksparse",
+    "blocksparse_backward",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "flash_varlen",
+    "flash_varlen_backward",
     "layouts",
     "merge_states",
+    "merge_states_backward",
     "reshape_and_cache",
     "warmup",
 ]

@@ -21,6 +21,7 @@ KINDS = {
     float | None: "float?",
     bool: "bool",
     torch.dtype | None: "ScalarType?",
+    tuple[bool, bool, bool, bool, bool]: "bool[5]",
 }
 
 
@@ -36,6 +37,8 @@ class Argument(NamedTuple):
     per_sequence: int | None
     # no result depends on it: the public functions fill it in, and the schema has no default for it
     is_hint: bool
+    # whether the op's backward takes it, too
+    in_backward: bool
 
     @property
     def kind(self) -> str:
@@ -59,9 +62,16 @@ def argument(
     meaning: str,
     per_sequence: int | None = None,
     is_hint: bool = False,
+    in_backward: bool = True,
 ) -> Any:
     """A field that operators take. Neighbours of one shape and meaning share a line of the docs."""
-    metadata = dict(shape=shape, meaning=meaning, per_sequence=per_sequence, is_hint=is_hint)
+    metadata = dict(
+        shape=shape,
+        meaning=meaning,
+        per_sequence=per_sequence,
+        is_hint=is_hint,
+        in_backward=in_backward,
+    )
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -90,6 +100,7 @@ DESCALE: dict[str, Any] = {
     "shape": "`()`, `(num_kv_heads,)` or `(batch, num_kv_heads)` float32",
     "per_sequence": 2,
     "meaning": "Stored value times descale is the real value.",
+    "in_backward": False,
 }
 WINDOW = "Keys seen before (left) and after (right) the position, inclusive; -1 is unbounded."
 
@@ -136,6 +147,7 @@ class AttentionCall:
         None,
         shape="`(batch, max_pages)` int32",
         per_sequence=2,
+        in_backward=False,
         meaning="Page `i` of a sequence holds its keys `i * page_size` to `(i + 1) * page_size -"
         " 1`. Entries past `ceil(Lk / page_size)` may hold anything.",
     )
@@ -160,6 +172,7 @@ class AttentionCall:
     out_scale: Tensor | None = argument(
         None,
         shape="`()` or `(1,)` float32",
+        in_backward=False,
         meaning="For a float8 output: stored = real / out_scale, rounded to nearest even and"
         " saturated.",
     )
@@ -186,7 +199,12 @@ class AttentionCall:
         0.0, meaning="In [0, 1); kept probabilities are divided by `1 - dropout_p`."
     )
     out_dtype: torch.dtype | None = argument(
-        None, meaning="dtype of `out`, that of `q` when omitted."
+        None, meaning="dtype of `out`, that of `q` when omitted.", in_backward=False
+    )
+    deterministic: bool = argument(
+        True,
+        meaning="Of the backward: the same bits every time. False lets it add up in whatever order"
+        " is fastest, unless `torch.use_deterministic_algorithms(True)` asks for the same bits.",
     )
     layout: BlockLayout | None = None
 
@@ -200,8 +218,15 @@ class AttentionCall:
         """From what the operator `blocksparse` was called with."""
         names = [x.name for x in arguments("blocksparse")[: len(args)]]
         given = OWN_DEFAULTS["blocksparse"] | dict(zip(names, args, strict=True)) | kwargs
-        layout = {x.name: given.pop(x.name) for x in _listed(BlockLayout) if x.name in given}
+        layout = {x.name: given.pop(x.name) for x in listed(BlockLayout) if x.name in given}
         return cls("blocksparse", layout=BlockLayout(**layout), **given)
+
+    def given(self) -> dict[str, Any]:
+        """The call's arguments by their names."""
+        own = {x.name: getattr(self, x.name) for x in arguments("flash_varlen")}
+        if (layout := self.layout) is None:
+            return own
+        return own | {x.name: getattr(layout, x.name) for x in listed(BlockLayout)}
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Every tensor of the call by its name, None where it was not given."""
@@ -269,7 +294,8 @@ class AttentionCall:
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {"flash_varlen": {}, "blocksparse": {"causal": True}}
 
 
-def _listed(owner: type) -> tuple[Argument, ...]:
+def listed(owner: type) -> tuple[Argument, ...]:
+    """The arguments among the fields of a class."""
     fields = [field for field in dataclasses.fields(owner) if field.metadata]
     return tuple(Argument(x.name, x.type, x.default, **x.metadata) for x in fields)
 
@@ -277,9 +303,9 @@ def _listed(owner: type) -> tuple[Argument, ...]:
 @functools.cache
 def arguments(op: str) -> tuple[Argument, ...]:
     """The list: what `flash_varlen` or `blocksparse` takes, in the order of its schema."""
-    found = _listed(AttentionCall)
+    found = listed(AttentionCall)
     if op == "blocksparse":  # a layout comes behind q, k and v
-        found = found[:3] + _listed(BlockLayout) + found[3:]
+        found = found[:3] + listed(BlockLayout) + found[3:]
     own = OWN_DEFAULTS[op]
     found = tuple(x._replace(default=own.get(x.name, x.default)) for x in found)
     return tuple(sorted(found, key=lambda x: x.keyword_only))
@@ -289,6 +315,11 @@ def arguments(op: str) -> tuple[Argument, ...]:
 def tensor_names(op: str) -> tuple[str, ...]:
     """The tensors of the list."""
     return tuple(x.name for x in arguments(op) if x.is_tensor)
+
+
+def backward_arguments(op: str) -> tuple[Argument, ...]:
+    """Those of the list that the backward of `op` takes, too."""
+    return tuple(x for x in arguments(op) if x.in_backward)
 
 
 def defaults(op: str) -> dict[str, Any]:

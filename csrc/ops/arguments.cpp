@@ -20,6 +20,7 @@ Arguments::Arguments(const char* op, StableIValue* stack, uint64_t count)
 Arguments::~Arguments() {
   for (int i = 0; i < num_tensors_; ++i) aoti_torch_delete_tensor_object(tensors_[i]);
   for (int i = 0; i < num_boxes_; ++i) delete boxes_[i];
+  if (list_) torch_delete_list(list_);
 }
 
 StableIValue Arguments::next() {
@@ -65,15 +66,44 @@ std::optional<DType> Arguments::optional_dtype() {
   return box ? std::optional(dtype_of(to<int32_t>(*box))) : std::nullopt;
 }
 
+std::array<bool, 5> Arguments::mask() {
+  list_ = to<StableListHandle>(next());
+  std::array<bool, 5> mask;
+  for (size_t i = 0; i < mask.size(); ++i) {
+    StableIValue item;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &item));
+    mask[i] = to<bool>(item);
+  }
+  return mask;
+}
+
 void Arguments::require(bool accepted) {
-  if (taken_ != count_)
-    throw std::logic_error(std::string("paged_attn: the schema is not the kernel's: ") + op_);
-  // where an op has a derivative, `needs_gradient_` is what leads to it
+  require_all_taken();
   if (!accepted || needs_gradient_) refuse();
 }
 
+bool Arguments::recorded(bool accepted, int num_results) {
+  require_all_taken();
+  if (!accepted) refuse();
+  if (!needs_gradient_) return false;
+  give_back_to_stack();
+  record(op_, num_results, stack_);
+  return true;
+}
+
+void Arguments::require_all_taken() const {
+  if (taken_ != count_)
+    throw std::logic_error(std::string("paged_attn: the schema is not the kernel's: ") + op_);
+}
+
+// Another operator owns what lies on the stack from here on.
+void Arguments::give_back_to_stack() {
+  num_tensors_ = num_boxes_ = 0;
+  list_ = nullptr;
+}
+
 void Arguments::refuse() {
-  num_tensors_ = num_boxes_ = 0;  // the twin owns the stack from here on
+  give_back_to_stack();
   paged_attn::refuse(op_, stack_);
 }
 

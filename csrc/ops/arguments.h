@@ -2,6 +2,7 @@
 // the schema. The kernel owns what lies there.
 #pragma once
 
+#include <array>
 #include <optional>
 
 #include "tensor_view.h"
@@ -23,13 +24,18 @@ class Arguments {
   double number();
   std::optional<double> optional_number();
   std::optional<DType> optional_dtype();
+  std::array<bool, 5> mask();
 
   // Of those that were taken.
   bool on_cpu() const { return on_cpu_; }
 
   // To be called when all are taken: raises what the Python twin says unless the call is `accepted`
-  // and no result would need a gradient.
+  // and no result would need a gradient. Of an op that has no derivative.
   void require(bool accepted);
+
+  // Of an op that has one: raises unless the call is `accepted`. Where a result needs a gradient,
+  // answers true: autograd has recorded the call, and its results are on the stack.
+  bool recorded(bool accepted, int num_results);
 
  private:
   static constexpr uint64_t MOST = 32;
@@ -37,15 +43,18 @@ class Arguments {
   StableIValue next();
   StableIValue* next_box();
   TensorView own(AtenTensorHandle);
+  void require_all_taken() const;
+  void give_back_to_stack();
   [[noreturn]] void refuse();
 
   const char* op_;
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
   bool grad_mode_, on_cpu_ = true, needs_gradient_ = false;
-  // what to give back: tensors, and the boxes in which optional values come
+  // what to give back: tensors, the boxes in which optional values come, a list
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];
+  StableListHandle list_ = nullptr;
   int num_tensors_ = 0, num_boxes_ = 0;
 };
 

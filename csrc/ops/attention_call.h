@@ -39,6 +39,7 @@ struct AttentionArguments {
   double softcap = next.number();
   double dropout_p = next.number();
   std::optional<DType> out_dtype = next.optional_dtype();
+  bool deterministic = next.boolean();  // the backward's alone
 };
 
 // Fills in everything but the outputs. False when any rule of the contract is broken; then nothing

@@ -50,26 +50,31 @@ struct PythonError : torch::PyTorchError {
   throw std::runtime_error(text);
 }
 
-// What `<op>_error` answers. The handle is read here because torch's own conversion of a string to
-// std::string keeps it for ever.
-std::string ask_twin(std::string op, StableIValue* stack) {
+// Calls the operator `<op>_<suffix>` with what lies on the stack.
+void call_python(std::string op, const char* suffix, StableIValue* stack) {
   std::replace(op.begin(), op.end(), '.', '_');  // of an overload
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(("paged_attn::" + op + "_error").c_str(), "",
-                                                      stack, TORCH_ABI_VERSION));
-  const StringHandle handle = torch::stable::detail::to<StringHandle>(stack[0]);
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher(("paged_attn::" + op + suffix).c_str(), "", stack, TORCH_ABI_VERSION));
+}
+
+// The handle is read here because torch's own conversion of a string to std::string keeps it for
+// ever.
+std::string take_string(StableIValue value) {
+  const StringHandle handle = torch::stable::detail::to<StringHandle>(value);
   size_t length;
   const char* data;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
   STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-  const std::string answer(data, length);
+  const std::string taken(data, length);
   STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-  return answer;
+  return taken;
 }
 
 }  // namespace
 
 void refuse(const char* op, StableIValue* stack) {
-  const std::string answer = ask_twin(op, stack);
+  call_python(op, "_error", stack);
+  const std::string answer = take_string(stack[0]);
   const size_t colon = answer.find(": ");
   if (colon == std::string::npos)
     throw std::runtime_error(std::string("paged_attn::") + op +
@@ -77,6 +82,17 @@ void refuse(const char* op, StableIValue* stack) {
                              " thread wrote a tensor of the call meanwhile, or this is a bug to"
                              " report");
   raise(answer.substr(0, colon), answer.substr(colon + 2));
+}
+
+void record(const char* op, int num_results, StableIValue* stack) {
+  call_python(op, "_recorded", stack);
+  // the address of the type of what was raised, or nothing; the results; its text
+  const std::string python_type = take_string(stack[0]), text = take_string(stack[num_results + 1]);
+  std::copy(stack + 1, stack + 1 + num_results, stack);
+  if (python_type.empty()) return;
+  for (int i = 0; i < num_results; ++i)
+    aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(stack[i]));
+  throw PythonError(reinterpret_cast<_object*>(std::stoull(python_type)), text);
 }
 
 }  // namespace paged_attn

@@ -9,7 +9,8 @@ import torch
 import torch_paged_attn
 from torch_paged_attn import reference
 from torch_paged_attn.attention_call import AttentionCall, arguments, tensor_names
-from torch_paged_attn.ops import _library
+from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops import _library, signature
 from torch_paged_attn.testing import Problem, Truth, assert_accurate, build
 
 BASE = Problem("base", ((3, 9), (1, 30), (8, 0)), 4, 2, 16, page_size=4)
@@ -34,11 +35,12 @@ OPTIONS = {
 
 
 LENGTHS = {"cu_seqlens_k", "seqused_k", "block_table"}
+OF_THE_BACKWARD = {"deterministic"}
 
 
 def options():
     listed = (x for x in arguments("flash_varlen")[4:] if not x.is_hint)
-    return [x.name for x in listed if x.name not in LENGTHS]
+    return [x.name for x in listed if x.name not in LENGTHS | OF_THE_BACKWARD]
 
 
 @pytest.mark.parametrize("name", options())
@@ -53,7 +55,7 @@ def test_each_option_changes_the_result_as_the_reference_says(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["flash_varlen", "blocksparse", "reshape_and_cache", "merge_states"]
+    "name", [name for name in torch_paged_attn.ops.__all__ if name in _library.OPS]
 )
 def test_the_public_function_has_the_schemas_arguments(name):
     function = inspect.signature(getattr(torch_paged_attn, name))
@@ -63,20 +65,26 @@ def test_the_public_function_has_the_schemas_arguments(name):
         parameter = function.parameters[argument.name]
         assert (parameter.kind == parameter.KEYWORD_ONLY) == argument.kwarg_only
         if argument.has_default_value():
-            assert parameter.default == argument.default_value
+            default = parameter.default
+            default = list(default) if isinstance(default, tuple) else default
+            assert default == argument.default_value
 
 
-@pytest.mark.parametrize("name", ["flash_varlen", "blocksparse"])
+BACKWARDS = ["flash_varlen_backward", "blocksparse_backward"]
+
+
+@pytest.mark.parametrize("name", ["flash_varlen", "blocksparse", *BACKWARDS])
 def test_the_public_function_tells_all_about_its_arguments(name):
     function = getattr(torch_paged_attn, name)
     documented = inspect.getdoc(function)
     hints = typing.get_type_hints(function)
-    for argument in arguments(name):
+    for argument in signature.arguments(name):
         assert argument.name in documented and argument.meaning.split()[0] in documented
         wanted = argument.type | None if argument.is_hint else argument.type
         assert hints[argument.name] == wanted
     assert "{arguments}" not in documented
-    assert hints["return"] == tuple[torch.Tensor, torch.Tensor]
+    results = 5 if name in BACKWARDS else 2
+    assert hints["return"] == tuple[(torch.Tensor,) * results]
 
 
 def test_a_call_by_position_is_the_call_by_name():
@@ -96,6 +104,24 @@ def test_a_call_by_position_is_the_call_by_name():
     assert AttentionCall.flash_varlen(*positional[:4]).causal is False
     with pytest.raises(ValueError):
         AttentionCall.blocksparse(*positional, *options, "one too many")
+
+
+def test_a_backward_by_position_is_the_call_by_name():
+    listed = signature.arguments("blocksparse_backward")
+    positional = [x.name for x in listed if not x.keyword_only]
+    options = {x.name: f"given {x.name}" for x in listed if x.keyword_only}
+    calls = [
+        BackwardCall.blocksparse(*positional, **options),
+        BackwardCall.blocksparse(**{name: name for name in positional}, **options),
+    ]
+    for call in calls:
+        assert list(call.tensors().items()) == [(n, n) for n in call.tensors()]
+        assert list(call.tensors()) == [x.name for x in listed if x.is_tensor]
+        assert call.forward.given()["crow_indices"] == "crow_indices"
+        assert call.forward.layout.q_block_size == "given q_block_size"
+        assert call.output_mask == "given output_mask"
+        assert call.forward.block_table is None
+    assert BackwardCall.flash_varlen(*positional[:5], *positional[7:12]).forward.causal is False
 
 
 @pytest.mark.parametrize("name", _library.OPS)

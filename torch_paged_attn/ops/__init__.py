@@ -4,10 +4,21 @@ but the CPU's compiled library, where it was built."""
 from torch_paged_attn.ops import _library
 from torch_paged_attn.ops import append_slots as append_slots  # internal: registered, not offered
 from torch_paged_attn.ops.blocksparse import blocksparse
+from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
 from torch_paged_attn.ops.flash_varlen import flash_varlen
+from torch_paged_attn.ops.flash_varlen_backward import flash_varlen_backward
 from torch_paged_attn.ops.merge_states import merge_states
+from torch_paged_attn.ops.merge_states_backward import merge_states_backward
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
 
 _library.bind_backends()
 
-__all__ = ["blocksparse", "flash_varlen", "merge_states", "reshape_and_cache"]
+__all__ = [
+    "blocksparse",
+    "blocksparse_backward",
+    "flash_varlen",
+    "flash_varlen_backward",
+    "merge_states",
+    "merge_states_backward",
+    "reshape_and_cache",
+]

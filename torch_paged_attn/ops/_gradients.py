@@ -1,49 +1,133 @@
-"""Calls whose result would need a gradient are refused by name: no backend has a derivative yet.
+"""How a call that needs a gradient finds its way to autograd, and one that needs none past it.
 
 A call that needs none makes no stop on its way. Autograd's dispatch keys fall through to the
 backend, and the kernel itself looks at its inputs: the CPU's in csrc/ops/autograd.cpp, one written
-in Python through `Gate.guarded`.
+in Python through `Gate.guarded`. If a result needs a gradient, the kernel sends the call to a twin
+operator, `<op>_gated`, whose kernel takes autograd's place: it refuses what has no derivative, else
+it records the call and goes on with the operator itself, below autograd, where no kernel looks.
 
 A kernel cannot see a gradient that a wrapper around a tensor asks for: those of `torch.func`,
 subclasses with `__torch_dispatch__`, FakeTensors. Two dispatch keys come before autograd's wherever
-there are such wrappers or a dispatch mode is on, and nowhere else. They send the call to a twin
-operator, `<op>_gated`, whose kernel takes autograd's place: it looks at the wrappers, then goes on
-with the operator itself, below autograd.
-
-An operator that gets a derivative calls it in the twin's kernel, `Gate.enter`.
+there are such wrappers or a dispatch mode is on, and nowhere else: they send the call to the twin.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 # what a call passes on its way to a wrapper, and only then
 WRAPPING_KEYS = "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode"
-# autograd's own, and where a call arrives instead if autograd is off (inference mode)
-GATE_KEYS = "Autograd", "Python", "CompositeExplicitAutograd"
+# where a call of the twin arrives if autograd is off (inference mode) or was passed before
+BELOW_AUTOGRAD = "Python", "CompositeExplicitAutograd"
+
+ALLOWED = "no requires_grad, or a call under torch.no_grad()"
+
+
+class Derivative(Protocol):
+    """How an operator is differentiated."""
+
+    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Raise NotImplementedError for a call, right otherwise, that has no derivative; `asking`
+        are the names of the tensors that require grad.
+        """
+
+    def save(
+        self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
+    ) -> None:
+        """Keep in `ctx` what the backward needs."""
+
+    def backward(
+        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the positional arguments, from those of the results; None for what is
+        not `asked` for.
+        """
+
+
+class Once:
+    """Of a backward, which `create_graph=True` has recorded, too: who goes back through it is told
+    that it cannot be.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Whether anybody goes back through the call is not known yet."""
+
+    def save(
+        self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
+    ) -> None:
+        """Nothing is needed."""
+
+    def backward(
+        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(
+            f"paged_attn::{self.op}: a gradient of its results came, which are gradients"
+            " themselves; allowed: a loss without gradients in it"
+        )
+
+
+class Recorded(torch.autograd.Function):
+    """A call that autograd records. Each operator has a subclass, whose name profilers show."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: "Gate", keys: Any, options: dict[str, Any], *args: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # under a transform of torch.func, another level may record the call as well
+        with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()):
+            results = gate.below_autograd(keys, args, options)
+        ctx.derivative = gate.derivative
+        ctx.derivative.save(ctx, args, options, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.derivative.backward(ctx, ctx.needs_input_grad[3:], gradients)
 
 
 class Gate:
     """Looks whether a call of one operator needs a gradient."""
 
-    def __init__(self, library: torch.library.Library, name: str, signature: str) -> None:
+    def __init__(
+        self,
+        library: torch.library.Library,
+        name: str,
+        signature: str,
+        check: Callable[..., None],
+        derivative: Derivative | None,
+    ) -> None:
         packet, _, overload = name.partition(".")
         self.op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
+        self.check, self.derivative = check, derivative
+        self.function: Any = type(packet, (Recorded,), {})
         arguments = self.op._schema.arguments
         # the positional arguments' names, "" for those that are no tensors
         self.tensors = [a.name * ("Tensor" in str(a.type)) for a in arguments if not a.kwarg_only]
         self.written = [
             i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
         ]
-        twin = name.replace(".", "_") + "_gated"
-        library.define(f"{twin}{signature}")
-        self.twin = getattr(torch.ops.paged_attn, twin).default
-        for key in GATE_KEYS:
-            library.impl(twin, self.enter, key, with_keyset=True)
+        stem = name.replace(".", "_")
+        library.define(f"{stem}_gated{signature}")
+        self.twin = getattr(torch.ops.paged_attn, f"{stem}_gated").default
+        library.impl(f"{stem}_gated", self.enter, "Autograd", with_keyset=True)
+        for key in BELOW_AUTOGRAD:
+            library.impl(f"{stem}_gated", self.pass_below, key, with_keyset=True)
         if self.written:  # torch's own loop over the slices serves only what writes nothing
-            library.impl(twin, self.refuse_vmap, "FuncTorchBatched")
+            library.impl(f"{stem}_gated", self.refuse_vmap, "FuncTorchBatched")
+        if derivative is not None:
+            # torch 2.13 gives a caller in C++ each result as the type of the last but that: these
+            # types read the same both ways
+            before = signature[: signature.rindex("->")]
+            results = "Tensor, " * len(self.op._schema.returns)
+            library.define(f"{stem}_recorded{before}-> (str raised, {results}str text)")
+            library.impl(f"{stem}_recorded", self.recorded, "CompositeImplicitAutograd")
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         for key in WRAPPING_KEYS:
             library.impl(name, self.send_to_twin, key)
@@ -51,33 +135,84 @@ class Gate:
     def send_to_twin(self, *args: Any, **kwargs: Any) -> Any:
         return self.twin(*args, **kwargs)
 
-    def enter(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """The twin's kernel: the operator without autograd, if no gradient is needed."""
-        self.check(args)
-        self.bump_versions(args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+    def recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """The twin for a kernel in C++, which would lose what Python raises: it gets the address of
+        the type, nothing if nothing was raised, and the text.
+        """
+        try:
+            return "", *self.twin(*args, **kwargs), ""
+        except BaseException as error:
+            self.raised = type(error)  # which must live until it is raised again
+            nothing = (torch.empty(0) for _ in self.op._schema.returns)
+            return str(id(self.raised)), *nothing, str(error)
 
-    def check(self, args: tuple[Any, ...]) -> None:
-        """Raise if a result would need a gradient."""
-        grad_mode = torch.is_grad_enabled()
-        # there are tangents only inside a level of forward-mode AD
-        dual_level: int = forward_ad._current_level
-        if not grad_mode and dual_level < 0:
-            return
-        for name, value in zip(self.tensors, args, strict=False):
-            if not name or value is None:
-                continue
-            if grad_mode and value.requires_grad:
-                came, allowed = "requires grad", "no requires_grad, or a call under torch.no_grad()"
-            elif dual_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-                came, allowed = "carries a tangent of forward-mode AD", "its primal"
-            else:
-                continue
+    def enter(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """The twin's kernel: the operator, recorded if a gradient is needed."""
+        self.refuse_tangents(args)
+        if asking := self.asking(args):
+            self.refuse_gradients(asking, args, kwargs)
+            return self.record(self, keys, kwargs, *args)
+        self.bump_versions(args)
+        return self.below_autograd(keys, args, kwargs)
+
+    def pass_below(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """The twin's kernel where autograd has been passed: nobody asks for a gradient."""
+        self.refuse_tangents(args)
+        self.bump_versions(args)
+        if not self.asking(args):
+            return self.below_autograd(keys, args, kwargs)
+        with torch.no_grad():
+            return self.below_autograd(keys, args, kwargs)
+
+    def below_autograd(self, keys: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+    def asking(self, args: tuple[Any, ...]) -> list[str]:
+        """The names of the tensors of which a gradient is asked for."""
+        if not torch.is_grad_enabled():
+            return []
+        pairs = zip(self.tensors, args, strict=False)
+        return [name for name, x in pairs if name and x is not None and x.requires_grad]
+
+    def record(self, *args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return self.function.apply(*args)
+        # one level of several, as an operator's kernel is called for each: what `Function.apply`
+        # does instead needs the function whole, from outside
+        from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+        with enable_single_level_autograd_function():
+            return super(torch.autograd.Function, self.function).apply(*args)  # type: ignore[misc]
+
+    def refuse(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Raise if a result would need a gradient that there is not."""
+        self.refuse_tangents(args)
+        if asking := self.asking(args):
+            self.refuse_gradients(asking, args, options)
+
+    def refuse_gradients(
+        self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        name = self.op._schema.name
+        if self.derivative is None:
             raise NotImplementedError(
-                f"{self.op._schema.name}: {name} {came}, and no backend has a derivative yet;"
-                f" allowed: {allowed}"
+                f"{name}: {asking[0]} requires grad, and the operator has no derivative;"
+                f" allowed: {ALLOWED}"
             )
+        self.check(*args, **options)
+        self.derivative.check(asking, args, options)
+
+    def refuse_tangents(self, args: tuple[Any, ...]) -> None:
+        # there are tangents only inside a level of forward-mode AD
+        if forward_ad._current_level < 0:
+            return
+        for name, x in zip(self.tensors, args, strict=False):
+            if name and x is not None and forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    f"{self.op._schema.name}: {name} carries a tangent of forward-mode AD, and no"
+                    " operator has such a derivative; allowed: its primal"
+                )
 
     def refuse_vmap(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -95,7 +230,9 @@ class Gate:
         """A backend's function in Python, behind the gate."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            self.check(args)
+            self.refuse_tangents(args)
+            if self.asking(args):
+                return self.twin(*args, **kwargs)
             if self.written:
                 self.bump_versions(args)
             return function(*args, **kwargs)

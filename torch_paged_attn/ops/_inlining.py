@@ -3,6 +3,8 @@
 `Backend.traceable` gives the op as a function to be traced. It is asked only where all sizes are
 plain numbers, because what the host decides (tiles, grids, splits) would otherwise be decided for
 one size and guarded: with dynamic shapes an op stays one node, and no new size compiles anything.
+So does a call of which a gradient is asked for: checkpointing policies and the partitioner, which
+decide what is kept for the backward, go by the op.
 `torch.export` keeps the ops too; compiling an exported program looks into them.
 """
 
@@ -32,8 +34,10 @@ def inline(name: str, library: torch.library.Library) -> None:
         from torch.export._trace import custom_triton_ops_decomposition_disabled
 
         leaves = pytree.tree_leaves((args, kwargs))
-        device = next(x for x in leaves if isinstance(x, Tensor)).device
-        key = DISPATCH_KEYS.get(device.type)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        key = DISPATCH_KEYS.get(tensors[0].device.type)
+        if any(x.requires_grad for x in tensors):
+            key = None
         is_static = all(map(_is_static, leaves))
         if key and is_static and not custom_triton_ops_decomposition_disabled():
             backend, _ = serving(key)

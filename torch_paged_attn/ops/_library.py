@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from torch_paged_attn import environment
-from torch_paged_attn.ops._gradients import Gate
+from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
-from torch_paged_attn.ops.backend import backends, backends_of, serving
+from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
-# op name -> what refuses its calls that would need a gradient
+# op name -> what looks whether its calls need a gradient
 GATES: dict[str, Gate] = {}
+# op name -> its form in PyTorch's own operators
+COMPOSED: dict[str, Callable[..., Any]] = {}
 
 
 def define(
@@ -27,8 +29,12 @@ def define(
     check: Callable[..., None],
     check_values: Callable[..., None],
     fake: Callable[..., Any],
+    derivative: Derivative | None = None,
+    composed: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Define one operator: schema, fake, gate for gradients, and the twin that explains refusals.
+
+    `composed` answers, in PyTorch's own operators, where a backend has no kernel.
 
     `check` raises for metadata and options the contract forbids and reads no tensor value;
     `check_values` raises for what tensors hold. `<op>_error` runs both and answers with the text,
@@ -36,11 +42,13 @@ def define(
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
-    gate = GATES[name] = Gate(LIBRARY, name, schema[schema.index("(") :])
+    gate = Gate(LIBRARY, name, schema[schema.index("(") :], check, derivative)
+    GATES[name] = gate
 
     @torch.library.register_fake(f"paged_attn::{name}", lib=LIBRARY)
     def _fake(*args: Any, **kwargs: Any) -> Any:
-        gate.check(args)  # of plain meta tensors: others have passed the gate
+        if gate.asking(args):  # plain meta tensors: others have passed the gate
+            return gate.twin(*args, **kwargs)
         check(*args, **kwargs)
         return fake(*args, **kwargs)
 
@@ -52,7 +60,10 @@ def define(
     explain = functools.partial(_explain, gate, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
-    inline(name, LIBRARY)
+    if not name.endswith("_backward"):
+        inline(name, LIBRARY)
+    if composed is not None:
+        COMPOSED[name] = composed
     OPS[name] = check, check_values
     return gate.op
 
@@ -61,14 +72,15 @@ def bind_backends() -> None:
     """Bind every operator on every dispatch key; only compiled libraries are loaded right away."""
     for key in dict.fromkeys(key for backend in backends() for key in backend.dispatch_keys):
         first = backends_of(key)[0]
-        if first.is_compiled and first.unsupported() is None:
-            # its library has bound its kernels
-            if not _sees_gradients():
-                for name, gate in GATES.items():
-                    LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
-            continue
+        is_loaded = first.is_compiled and first.unsupported() is None
+        if is_loaded and not _sees_gradients():
+            for name, gate in GATES.items():
+                LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
         for name in OPS:
-            LIBRARY.impl(name, _lazy(key, name), key)
+            # what the library has bound is bound
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+            if not (is_loaded and has_kernel(f"paged_attn::{name}", key)):
+                LIBRARY.impl(name, _lazy(key, name), key)
     # torch_xla's tensors are functional, and that key comes before theirs: what writes into its
     # arguments is answered there, which torch.compile cannot hold in a graph
     if importlib.util.find_spec("torch_xla") is not None:
@@ -106,27 +118,38 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     backend, reason = serving(key)
     if backend is None:
         raise NotImplementedError(f"paged_attn::{name}: {reason}")
-    function = backend.function(name)
+    function = _function(backend, name)
     check, check_values = OPS[name]
     checks = [] if backend.checks_metadata else [check]
     if environment.CHECK:
         checks = [check, check_values]
-    if not checks:
-        return GATES[name].guarded(function)
+    return GATES[name].guarded(_checked(function, checks) if checks else function)
 
+
+def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         for check in checks:
             check(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return GATES[name].guarded(checked)
+    return checked
+
+
+def _function(backend: Backend, name: str) -> Callable[..., Any]:
+    if backend.has(name):
+        return backend.function(name)
+    if name in COMPOSED:
+        return COMPOSED[name]
+    raise NotImplementedError(
+        f"paged_attn::{name}: the {backend.name} backend does not have it yet"
+    )
 
 
 def _explain(gate: Gate, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any) -> str:
     try:
-        gate.check(args)
         for check in checks:
             check(*args, **kwargs)
+        gate.refuse(args, kwargs)
     except (ValueError, IndexError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         return f"{type(error).__name__}: {error}"
     return ""

@@ -7,8 +7,13 @@ imported by the first call.
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, ClassVar
+
+import torch
+
+from torch_paged_attn.attention_call import AttentionCall
 
 # The folders of all backends. Of those that share a dispatch key, the first that can run answers.
 FOLDERS = ("tpu", "neuron", "triton", "cpu")
@@ -37,6 +42,11 @@ class Backend:
         """Why it cannot run here, or None."""
         return None
 
+    def has(self, op: str) -> bool:
+        """Whether there is a function for an op; every backend has one but for backwards."""
+        file = f"torch_paged_attn.backends.{self.name}.{op.partition('.')[0]}"
+        return importlib.util.find_spec(file) is not None
+
     def function(self, op: str) -> Callable[..., Any]:
         """The function that takes an op's arguments, `reshape_and_cache_split` for
         `reshape_and_cache.split`; by default in the file that is named like the op.
@@ -44,6 +54,12 @@ class Backend:
         file = op.partition(".")[0]
         module = importlib.import_module(f"torch_paged_attn.backends.{self.name}.{file}")
         return getattr(module, op.replace(".", "_"))
+
+    def unsupported_backward(self, call: AttentionCall) -> str | None:
+        """Why it has no gradient of this call of `flash_varlen` or `blocksparse`, which it can
+        answer, or None. It is asked at the forward, and continues "q requires grad, and ".
+        """
+        return f"the {self.name} backend has no {call.op}_backward yet"
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """The op as torch.compile traces it, kernel launches included, or None where a call stays
@@ -77,3 +93,9 @@ def serving(key: str) -> tuple[Backend | None, str]:
             return backend, ""
         reasons.append(reason)
     return None, "; ".join(reasons) or "no backend for this device yet"
+
+
+def serving_device(device: torch.device) -> tuple[Backend | None, str]:
+    """The backend that answers for tensors on a device, or None and why not."""
+    keys = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
+    return serving(keys.get(device.type, "PrivateUse1"))

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
+from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.checks import check_dtype, fail
 from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
 from torch_paged_attn.ops.signature import described, schema
 
-OP = "blocksparse"
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -20,32 +20,41 @@ def check(*args: Any, **kwargs: Any) -> None:
     """Raise for metadata the contract forbids."""
     call = AttentionCall.blocksparse(*args, **kwargs)
     check_attention(call)
+    check_layout(call)
+
+
+def check_layout(call: AttentionCall) -> None:
+    """The rules for the layout of a call that is right otherwise."""
     assert call.layout is not None
-    crow, col = call.layout.crow_indices, call.layout.col_indices
+    op, crow, col = call.op, call.layout.crow_indices, call.layout.col_indices
     for name in ("q_block_size", "k_block_size"):
         if (size := getattr(call.layout, name)) not in BLOCK_SIZES:
-            fail(OP, name, f"is {size}", ", ".join(map(str, BLOCK_SIZES)))
+            fail(op, name, f"is {size}", ", ".join(map(str, BLOCK_SIZES)))
     for name, tensor, last in (("crow_indices", crow, "rows + 1"), ("col_indices", col, "nnz")):
-        check_dtype(OP, name, tensor, (torch.int32,))
+        check_dtype(op, name, tensor, (torch.int32,))
         if tensor.dim() not in (2, 3):
-            fail(OP, name, f"has shape {tuple(tensor.shape)}", f"(H, {last}) or (batch, H, {last})")
+            fail(op, name, f"has shape {tuple(tensor.shape)}", f"(H, {last}) or (batch, H, {last})")
     if crow.shape[:-1] != col.shape[:-1]:
         allowed = f"crow_indices' {tuple(crow.shape)} in all but the last dimension"
-        fail(OP, "col_indices", f"has shape {tuple(col.shape)}", allowed)
+        fail(op, "col_indices", f"has shape {tuple(col.shape)}", allowed)
     if crow.shape[-1] == 0:
         came = f"has shape {tuple(crow.shape)}"
-        fail(OP, "crow_indices", came, "rows + 1 >= 1 entries per head")
+        fail(op, "crow_indices", came, "rows + 1 >= 1 entries per head")
     if crow.dim() == 3 and crow.shape[0] != call.batch:
         came = f"has a batch of {crow.shape[0]}"
-        fail(OP, "crow_indices", came, f"cu_seqlens_q's, {call.batch}")
+        fail(op, "crow_indices", came, f"cu_seqlens_q's, {call.batch}")
     if crow.shape[-2] not in (1, call.num_kv_heads, call.num_heads):
         allowed = f"1, num_kv_heads = {call.num_kv_heads} or num_heads = {call.num_heads}"
-        fail(OP, "crow_indices", f"has {crow.shape[-2]} heads", allowed)
+        fail(op, "crow_indices", f"has {crow.shape[-2]} heads", allowed)
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
     """Raise for lengths, page ids and layout entries that point outside. Reads tensors."""
-    call = AttentionCall.blocksparse(*args, **kwargs)
+    check_layout_values(AttentionCall.blocksparse(*args, **kwargs))
+
+
+def check_layout_values(call: AttentionCall) -> None:
+    """The rules for what tensors hold, those of the layout too."""
     check_attention_values(call)
     assert call.layout is not None
     query_lens = call.cu_seqlens_q.diff().tolist()
@@ -53,30 +62,30 @@ def check_values(*args: Any, **kwargs: Any) -> None:
     for b, (query_len, key_len) in enumerate(zip(query_lens, key_lens, strict=True)):
         positions = range(max(0, key_len - query_len), key_len)
         if query_len and positions:
-            _check_rows(call.layout, b, positions)
+            _check_rows(call.op, call.layout, b, positions)
 
 
-def _check_rows(layout: BlockLayout, b: int, positions: range) -> None:
+def _check_rows(op: str, layout: BlockLayout, b: int, positions: range) -> None:
     """The layout's rows that queries at these positions belong to."""
     rows, nnz = layout.crow_indices.shape[-1] - 1, layout.col_indices.shape[-1]
     first, last = positions[0] // layout.q_block_size, positions[-1] // layout.q_block_size
     if last >= rows:
         came = f"has {rows} rows of {layout.q_block_size} for Lk[{b}] = {positions.stop}"
-        fail(OP, "crow_indices", came, f"at least {last + 1} rows")
+        fail(op, "crow_indices", came, f"at least {last + 1} rows")
     crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
     for h in range(crow.shape[0]):
         bounds = crow[h].tolist()
         for row in range(first, last + 1):
             if not 0 <= bounds[row] <= bounds[row + 1] <= nnz:
                 came = f"runs from {bounds[row]} to {bounds[row + 1]} in row {row} of head {h}"
-                fail(OP, "crow_indices", came, f"nondecreasing bounds within nnz = {nnz}")
+                fail(op, "crow_indices", came, f"nondecreasing bounds within nnz = {nnz}")
             columns = col[h, bounds[row] : bounds[row + 1]].tolist()
             if min(columns, default=0) < 0:
                 came = f"hold {min(columns)} in row {row} of head {h}"
-                fail(OP, "col_indices", came, "columns of at least 0", IndexError)
+                fail(op, "col_indices", came, "columns of at least 0", IndexError)
             if len(set(columns)) < len(columns):
                 came = f"repeat a column in row {row} of head {h}"
-                fail(OP, "col_indices", came, "unique columns in a row")
+                fail(op, "col_indices", came, "unique columns in a row")
 
 
 def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -84,7 +93,13 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.blocksparse(*args, **kwargs).new_results()
 
 
-_blocksparse = define(schema("blocksparse"), check=check, check_values=check_values, fake=fake)
+_blocksparse = define(
+    schema("blocksparse"),
+    check=check,
+    check_values=check_values,
+    fake=fake,
+    derivative=AttentionDerivative("blocksparse"),
+)
 
 
 @described

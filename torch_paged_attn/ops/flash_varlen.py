@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
+from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -25,7 +26,13 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.flash_varlen(*args, **kwargs).new_results()
 
 
-_flash_varlen = define(schema("flash_varlen"), check=check, check_values=check_values, fake=fake)
+_flash_varlen = define(
+    schema("flash_varlen"),
+    check=check,
+    check_values=check_values,
+    fake=fake,
+    derivative=AttentionDerivative("flash_varlen"),
+)
 
 _TENSORS = tensor_names("flash_varlen")
 # what the public functions pass on without a look
@@ -106,7 +113,8 @@ def flash_varlen(
             lengths.
         IndexError: (CPU) a page id outside the cache.
         RuntimeError: (CPU) a block_table too narrow for a length.
-        NotImplementedError: a result that would need a gradient.
+        NotImplementedError: a gradient that there is not: of paged keys, of 8 bits, of another
+            out_dtype, of slopes or scales, or one that this device's backend refuses by name.
 
     Sources: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180), ALiBi
     (arXiv 2108.12409), sinks as in gpt-oss (arXiv 2508.10925).

@@ -1,5 +1,8 @@
 """Contract of `paged_attn::merge_states`: attention over the union of two disjoint key sets."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,14 +20,19 @@ OP = "merge_states"
 
 def check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raise for metadata the contract forbids."""
-    check_dim(OP, "out_a", out_a, "(total_q, num_heads, head_dim_v)")
-    check_dtype(OP, "out_a", out_a, FLOAT)
-    check_dtype(OP, "out_b", out_b, (out_a.dtype,))
-    check_shape(OP, "out_b", out_b, tuple(out_a.shape), "out_a's shape")
+    check_parts(OP, out_a, lse_a, out_b, lse_b)
+
+
+def check_parts(op: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """The rules for two parts, for the backward too."""
+    check_dim(op, "out_a", out_a, "(total_q, num_heads, head_dim_v)")
+    check_dtype(op, "out_a", out_a, FLOAT)
+    check_dtype(op, "out_b", out_b, (out_a.dtype,))
+    check_shape(op, "out_b", out_b, tuple(out_a.shape), "out_a's shape")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_dtype(OP, name, lse, (torch.float32,))
-        check_shape(OP, name, lse, (out_a.shape[1], out_a.shape[0]), "(num_heads, total_q)")
-    check_devices(OP, out_a.device, {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
+        check_dtype(op, name, lse, (torch.float32,))
+        check_shape(op, name, lse, (out_a.shape[1], out_a.shape[0]), "(num_heads, total_q)")
+    check_devices(op, out_a.device, {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
 
 
 def check_values(*_args: Tensor) -> None:
@@ -36,12 +44,35 @@ def fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Te
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+class MergeDerivative:
+    """The derivative of `merge_states`: a call of its backward, which every device has."""
+
+    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Every call has one."""
+
+    def save(
+        self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
+    ) -> None:
+        ctx.save_for_backward(*args, *results)
+
+    def backward(
+        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        dout, dlse = gradients
+        saved = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(saved[4])
+        found = torch.ops.paged_attn.merge_states_backward.default(dout, dlse, *saved)
+        return tuple(x if is_asked else None for x, is_asked in zip(found, asked, strict=True))
+
+
 _merge_states = define(
     "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)"
     " -> (Tensor out, Tensor softmax_lse)",
     check=check,
     check_values=check_values,
     fake=fake,
+    derivative=MergeDerivative(),
 )
 
 
@@ -64,7 +95,6 @@ def merge_states(
 
     Raises:
         ValueError: a shape, dtype or device outside the above.
-        NotImplementedError: a result that would need a gradient.
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.
     """

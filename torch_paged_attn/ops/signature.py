@@ -10,10 +10,24 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torch_paged_attn.attention_call import Argument, arguments
+from torch_paged_attn import attention_call, backward_call
+from torch_paged_attn.attention_call import Argument
 
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+RESULTS = ("out", "softmax_lse")
+
+
+def arguments(op: str) -> tuple[Argument, ...]:
+    """What an attention op or the backward of one takes, in the order of its schema."""
+    return (backward_call if op.endswith("_backward") else attention_call).arguments(op)
+
+
+def results(op: str) -> tuple[str, ...]:
+    """The names of what it returns, all tensors."""
+    return tuple(backward_call.GRADIENTS) if op.endswith("_backward") else RESULTS
 
 
 def schema(op: str) -> str:
@@ -24,8 +38,10 @@ def schema(op: str) -> str:
     for i, x in enumerate(listed):
         if x.keyword_only and not listed[i - 1].keyword_only:
             words.append("*")
-        words.append(f"{x.kind} {x.name}" + (f"={x.default}" if i > last_hint else ""))
-    return f"{op}({', '.join(words)}) -> (Tensor out, Tensor softmax_lse)"
+        default = list(x.default) if isinstance(x.default, tuple) else x.default
+        words.append(f"{x.kind} {x.name}" + (f"={default}" if i > last_hint else ""))
+    returned = ", ".join(f"Tensor {name}" for name in results(op))
+    return f"{op}({', '.join(words)}) -> ({returned})"
 
 
 def described(function: Function) -> Function:
@@ -35,10 +51,10 @@ def described(function: Function) -> Function:
     """
     listed = arguments(function.__name__)
     parameters = [_parameter(x) for x in listed]
-    results = tuple[Tensor, Tensor]
-    signature = inspect.Signature(parameters, return_annotation=results)
+    returned = tuple[(Tensor,) * len(results(function.__name__))]  # type: ignore[misc, valid-type]
+    signature = inspect.Signature(parameters, return_annotation=returned)
     function.__signature__ = signature  # type: ignore[attr-defined]
-    function.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": results}
+    function.__annotations__ = {x.name: x.annotation for x in parameters} | {"return": returned}
     if function.__doc__:  # python -OO drops it
         function.__doc__ = re.sub(
             r"^( *)\{arguments\}$",

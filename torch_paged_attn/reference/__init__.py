@@ -7,8 +7,11 @@ from torch_paged_attn.reference.attention import (
     Sums,
 )
 from torch_paged_attn.reference.blocksparse import blocksparse
+from torch_paged_attn.reference.blocksparse_backward import blocksparse_backward
 from torch_paged_attn.reference.flash_varlen import flash_varlen
+from torch_paged_attn.reference.flash_varlen_backward import flash_varlen_backward
 from torch_paged_attn.reference.merge_states import merge_states
+from torch_paged_attn.reference.merge_states_backward import merge_states_backward
 from torch_paged_attn.reference.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
@@ -20,8 +23,11 @@ __all__ = [
     "Precision",
     "Sums",
     "blocksparse",
+    "blocksparse_backward",
     "flash_varlen",
+    "flash_varlen_backward",
     "merge_states",
+    "merge_states_backward",
     "reshape_and_cache",
     "reshape_and_cache_split",
 ]

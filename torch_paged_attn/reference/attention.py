@@ -1,7 +1,7 @@
 """The formula that `flash_varlen` and `blocksparse` share, one sequence at a time."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -73,9 +73,84 @@ def attend(
     num_heads, device = call.num_heads, call.q.device
     out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute, device=device)
     lse = torch.full((num_heads, call.total_q), float("-inf"), dtype=compute, device=device)
+
+    for x in scored_sequences(call, compute, layout_mask):
+        s, rows = x.logits, x.rows
+        logits = s
+        if call.sinks is not None:
+            sink = call.sinks.to(compute)[:, None, None].expand(-1, s.shape[1], 1)
+            logits = torch.cat([s, sink], -1)
+        if logits.shape[-1] == 0:
+            continue  # neither a key nor a sink
+        lse[:, rows] = logits.logsumexp(-1)
+        shift = logits.amax(-1, keepdim=True)
+        shift = shift.masked_fill(shift == float("-inf"), 0.0)
+        p = (s - shift).exp()
+        total = (logits - shift).exp().sum(-1, keepdim=True)
+        total = total.masked_fill(total == 0.0, 1.0)  # a row without a key: 0 / 1
+        undropped = p
+        p = x.dropped(p)
+        if precision.round_probabilities:
+            p = p.to(call.q.dtype).to(compute)
+        out[rows] = (p @ x.v / total).transpose(0, 1)
+        if precision.observe is not None:
+            values = x.v if call.out_scale is None else x.v / call.out_scale.to(compute)
+            weights = undropped / total, p / total
+            precision.observe(Sums(rows, *weights, values, x.magnitudes(), call.q.dtype))
+
+    if call.out_scale is not None:
+        out = out / call.out_scale.to(compute)
+    if precision.round_out:
+        return to_storage(out, call.result_dtype), lse.float()
+    if call.result_dtype in FLOAT8:
+        limit = torch.finfo(call.result_dtype).max
+        out = out.clamp(-limit, limit)
+    return out, lse
+
+
+@dataclasses.dataclass
+class Scored:
+    """One sequence: its real rows for each query head, and the logits of all its pairs.
+
+    `q` is `(heads, Lq, dim)`, `k` and `v` are `(heads, Lk, dim)`; `visible`, `scores`, which come
+    before ALiBi and bias, `logits` and `keep` `(heads, Lq, Lk)`.
+    """
+
+    call: AttentionCall
+    rows: slice
+    first_key: int  # row of k and v; of packed keys
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+    scores: Tensor
+    terms: list[Tensor]  # ALiBi and bias
+    logits: Tensor
+    keep: Tensor | None  # by dropout
+
+    def dropped(self, p: Tensor) -> Tensor:
+        """Probabilities, or what is multiplied with them, after dropout."""
+        if self.keep is None:
+            return p
+        return p.masked_fill(~self.keep, 0.0) / (1.0 - self.call.dropout_p)
+
+    def magnitudes(self) -> Tensor:
+        """What each logit adds up, in size."""
+        products = (self.q.abs() @ self.k.abs().mT) * abs(self.call.scale)
+        terms = (term.abs() for term in self.terms)
+        return sum(terms, products).masked_fill(~self.visible, 0.0)
+
+
+def scored_sequences(
+    call: AttentionCall,
+    compute: torch.dtype,
+    layout_mask: Callable[[int, Tensor, Tensor], Tensor] | None,
+) -> Iterator[Scored]:
+    """Every sequence of a call, in order."""
+    num_heads, device = call.num_heads, call.q.device
     q_bounds = call.cu_seqlens_q.tolist()
     key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
-
+    k_bounds = (call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k).tolist()
     for b, key_len in enumerate(key_lens):
         rows = slice(q_bounds[b], q_bounds[b + 1])
         query_len = rows.stop - rows.start
@@ -89,59 +164,27 @@ def attend(
         if call.attn_bias is not None:
             bias = call.attn_bias[:, rows, :key_len]
             visible = visible & (bias if bias.dtype == torch.bool else bias != float("-inf"))
-        k_real = _real_rows(call, b, call.k, call.k_descale, visible, compute)
-        v_real = _real_rows(call, b, call.v, call.v_descale, visible, compute)
+        k = _real_rows(call, b, call.k, call.k_descale, visible, compute)
+        v = _real_rows(call, b, call.v, call.v_descale, visible, compute)
         q_scale = _descale(call, call.q_descale, b, compute)
-        q_real = call.q[rows].transpose(0, 1).to(compute)
-        q_real = q_real * q_scale.repeat_interleave(call.group_size)[:, None, None]
+        q = call.q[rows].transpose(0, 1).to(compute)
+        q = q * q_scale.repeat_interleave(call.group_size)[:, None, None]
 
-        s = (q_real @ k_real.mT) * call.scale
+        scores = (q @ k.mT) * call.scale
         if call.softcap > 0.0:
-            s = call.softcap * torch.tanh(s / call.softcap)
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         terms = []
         if call.alibi_slopes is not None:
             slopes = call.alibi_slopes[b] if call.alibi_slopes.dim() == 2 else call.alibi_slopes
             terms.append(-slopes.to(compute)[:, None, None] * distance.abs())
         if bias is not None and bias.dtype != torch.bool:
             terms.append(bias.to(compute))
-        s = sum(terms, s)
-        s = s.masked_fill(~visible, float("-inf"))
-
-        logits = s
-        if call.sinks is not None:
-            sink = call.sinks.to(compute)[:, None, None].expand(-1, query_len, 1)
-            logits = torch.cat([s, sink], -1)
-        if logits.shape[-1] == 0:
-            continue  # neither a key nor a sink
-        lse[:, rows] = logits.logsumexp(-1)
-        shift = logits.amax(-1, keepdim=True)
-        shift = shift.masked_fill(shift == float("-inf"), 0.0)
-        p = (s - shift).exp()
-        total = (logits - shift).exp().sum(-1, keepdim=True)
-        total = total.masked_fill(total == 0.0, 1.0)  # a row without a key: 0 / 1
-        undropped = p
+        logits = sum(terms, scores).masked_fill(~visible, float("-inf"))
+        keep = None
         if call.dropout_p > 0.0:
             assert call.rng_state is not None  # the contract's checks require it
             keep = dropout_keep(call.rng_state, call.dropout_p, b, num_heads, query_len, key_len)
-            p = p.masked_fill(~keep, 0.0) / (1.0 - call.dropout_p)
-        if precision.round_probabilities:
-            p = p.to(call.q.dtype).to(compute)
-        out[rows] = (p @ v_real / total).transpose(0, 1)
-        if precision.observe is not None:
-            magnitudes = (q_real.abs() @ k_real.abs().mT) * abs(call.scale)
-            magnitudes = sum((term.abs() for term in terms), magnitudes).masked_fill(~visible, 0.0)
-            values = v_real if call.out_scale is None else v_real / call.out_scale.to(compute)
-            sums = Sums(rows, undropped / total, p / total, values, magnitudes, call.q.dtype)
-            precision.observe(sums)
-
-    if call.out_scale is not None:
-        out = out / call.out_scale.to(compute)
-    if precision.round_out:
-        return to_storage(out, call.result_dtype), lse.float()
-    if call.result_dtype in FLOAT8:
-        limit = torch.finfo(call.result_dtype).max
-        out = out.clamp(-limit, limit)
-    return out, lse
+        yield Scored(call, rows, k_bounds[b], q, k, v, visible, scores, terms, logits, keep)
 
 
 def _visible(call: AttentionCall, distance: Tensor) -> Tensor:

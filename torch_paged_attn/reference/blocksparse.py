@@ -13,10 +13,11 @@ from torch_paged_attn.reference.attention import FLOAT32, Precision, attend
 def blocksparse(*args: Any, precision: Precision = FLOAT32, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.blocksparse`, plus `precision`."""
     call = AttentionCall.blocksparse(*args, **kwargs)
-    return attend(call, precision, functools.partial(_layout_mask, call))
+    return attend(call, precision, functools.partial(layout_mask, call))
 
 
-def _layout_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -> Tensor:
+def layout_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -> Tensor:
+    """Bool `(num_heads, Lq, Lk)`: the pairs of sequence `b` whose blocks are listed."""
     layout = call.layout
     assert layout is not None
     crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))

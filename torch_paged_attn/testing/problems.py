@@ -48,6 +48,7 @@ class Problem:
     sinks: bool = False
     descale: str = ""  # "scalar", "heads" or "batch"
     dropout_p: float = 0.0
+    deterministic: bool = True
     layout: Layout | None = None
     seed: int = 0
 
@@ -285,3 +286,115 @@ PROBLEMS = {
         ),
     )
 }
+
+SHORT = ((5, 0), (67, 0), (0, 9), (1, 33), (30, 14))
+
+# What trains beside them: packed, and short enough for the slowest device.
+TRAINING = {
+    p.name: p
+    for p in (
+        Problem("training/mqa_window/f16", SHORT, 4, 1, 64, dtype=f16, window_size_left=20),
+        Problem("training/head_dim_80/bf16", SHORT, 4, 4, 80, dtype=bf16, padding_rows=3),
+        Problem(
+            "training/gemma2/bf16",
+            SHORT,
+            4,
+            2,
+            256,
+            dtype=bf16,
+            softcap=5.0,
+            window_size_left=24,
+            softmax_scale=0.08,
+        ),
+        Problem(
+            "training/gpt_oss/bf16",
+            SHORT,
+            8,
+            1,
+            64,
+            dtype=bf16,
+            sinks=True,
+            window_size_left=16,
+            lengths="none",
+        ),
+        Problem(
+            "training/sinks_of_rows_without_keys/f32",
+            ((9, -4), (20, 0), (3, -3)),
+            4,
+            2,
+            32,
+            sinks=True,
+        ),
+        Problem(
+            "training/one_bias/bf16",
+            SHORT,
+            4,
+            2,
+            64,
+            dtype=bf16,
+            bias="float",
+            softcap=7.0,
+            causal=False,
+        ),
+        Problem("training/bias_of_heads/f32", SHORT, 4, 2, 40, bias="float", bias_heads="all"),
+        Problem(
+            "training/bool_bias/f16",
+            SHORT,
+            2,
+            2,
+            64,
+            dtype=f16,
+            bias="bool",
+            bias_heads="all",
+            fused_qkv=True,
+        ),
+        Problem("training/alibi/bf16", SHORT, 4, 2, 64, dtype=bf16, alibi="heads", causal=False),
+        Problem(
+            "training/everything/f32",
+            SHORT,
+            4,
+            2,
+            24,
+            40,
+            padding_rows=2,
+            window_size_left=40,
+            window_size_right=5,
+            causal=False,
+            softcap=4.0,
+            alibi="batch",
+            bias="float",
+            sinks=True,
+            dropout_p=0.25,
+        ),
+        Problem("training/dropout/bf16", SHORT, 4, 2, 128, dtype=bf16, dropout_p=0.1),
+        Problem(
+            "training/blocksparse/bf16",
+            SHORT,
+            4,
+            2,
+            64,
+            dtype=bf16,
+            layout=Layout(16, 32, "all", density=0.5),
+        ),
+        Problem(
+            "training/blocksparse_wide/f32",
+            ((70, 0), (5, 130)),
+            4,
+            2,
+            32,
+            layout=Layout(64, 128, "kv", density=0.6),
+            softcap=3.0,
+            window_size_left=90,
+        ),
+    )
+}
+
+
+def trains(problem: Problem) -> bool:
+    """Whether the contract has gradients of a problem."""
+    floats = {problem.kv_dtype, problem.out_dtype} <= {None, problem.dtype}
+    return problem.page_size is None and problem.dtype.itemsize > 1 and floats
+
+
+# every problem with gradients
+DIFFERENTIABLE = {p.name: p for p in PROBLEMS.values() if trains(p)} | TRAINING

@@ -24,6 +24,12 @@ class Tpu(Backend):
 
         return front_ends.unsupported()
 
+    def has(self, op: str) -> bool:
+        """Whether torch tensors have a way to an op."""
+        from torch_paged_attn.backends.tpu import binding
+
+        return hasattr(binding, op.replace(".", "_"))
+
     def function(self, op: str) -> Callable[..., Any]:
         """An op on torch tensors."""
         from torch_paged_attn.backends.tpu import binding

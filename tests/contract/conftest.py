@@ -1,0 +1,32 @@
+"""Backwards for tests of what stands before them."""
+
+import pytest
+import torch
+
+from torch_paged_attn import reference
+from torch_paged_attn.backends.cpu import Cpu
+
+
+@pytest.fixture
+def no_backward(monkeypatch):
+    """The CPU has no gradients."""
+    monkeypatch.setattr(Cpu, "unsupported_backward", lambda self, call: "this test has none")
+
+
+@pytest.fixture
+def reference_backward(monkeypatch):
+    """The CPU's gradients are the reference's: their names, in the order of their calls."""
+    called = []
+    monkeypatch.setattr(Cpu, "unsupported_backward", lambda self, call: None)
+
+    def answer(name):
+        def call(*args, **kwargs):
+            called.append(name)
+            return getattr(reference, name)(*args, **kwargs)
+
+        return call
+
+    with torch.library._scoped_library("paged_attn", "IMPL") as library:
+        for name in ("flash_varlen_backward", "blocksparse_backward", "merge_states_backward"):
+            library.impl(name, answer(name), "CPU", allow_override=True)
+        yield called

@@ -1,0 +1,114 @@
+"""The closed forms of the gradients are those of the float64 formulas by torch.autograd."""
+
+import pytest
+import torch
+
+from torch_paged_attn import reference
+from torch_paged_attn.reference import GOLDEN
+from torch_paged_attn.testing import build
+from torch_paged_attn.testing.problems import DIFFERENTIABLE
+
+INPUTS = ("q", "k", "v", "attn_bias", "sinks")
+
+
+def close(found, wanted):
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype == torch.float64
+    assert (found - wanted).abs().max() <= 1e-11 * (1 + wanted.abs().max()), found - wanted
+
+
+def in_float64(args):
+    """The call with float64 leaves, none of which is NaN where nobody looks."""
+    leaves = {n: args[n].double().requires_grad_() for n in INPUTS if is_float(args.get(n))}
+    return args | leaves, leaves
+
+
+def is_float(x):
+    return x is not None and x.is_floating_point()
+
+
+def loss_gradients(out, lse, seed=0):
+    """What a loss hands back: NaN in rows that see no key, and in those of padding."""
+    g = torch.Generator().manual_seed(seed)
+    dout = torch.randn(out.shape, generator=g, dtype=torch.float64)
+    dlse = torch.randn(lse.shape, generator=g, dtype=torch.float64)
+    return dout, dlse
+
+
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if "2048" not in n])
+def test_attention(name):
+    call = build(DIFFERENTIABLE[name])
+    args, leaves = in_float64(call.args)
+    out, lse = getattr(reference, call.op)(**args, precision=GOLDEN)
+    dout, dlse = loss_gradients(out, lse)
+    seen = lse > float("-inf")
+    loss = (out * dout).sum() + torch.where(seen, lse, 0.0).mul(dlse).sum()
+    wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    dout = dout.masked_fill(~seen.mT[..., None], float("nan"))
+    given = {n: x for n, x in call.args.items() if n != "out_dtype"}
+    results = dict(out=out.detach(), softmax_lse=lse.detach(), dout=dout, dlse=dlse)
+    found = getattr(reference, f"{call.op}_backward")(**given, **results, precision=GOLDEN)
+    for x, which in zip(found, INPUTS, strict=True):
+        if which in leaves:
+            close(x, wanted[which])
+        else:
+            assert x.shape == (0,)
+
+
+def test_a_part_of_the_keys_has_its_share():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (5, 12, 12))
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+
+    def of(part):
+        n = part.stop - part.start
+        lengths = bounds, torch.tensor([0, n], dtype=torch.int32)
+        return dict(q=q, k=k[part], v=v[part], cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+
+    whole, parts = of(slice(0, 12)), [of(slice(0, 7)), of(slice(7, 12))]
+    out, lse = reference.flash_varlen(**whole, precision=GOLDEN)
+    dout, dlse = loss_gradients(out, lse)
+    given = dict(dout=dout, dlse=dlse, out=out, softmax_lse=lse, precision=GOLDEN)
+    dq, dk, dv, *_ = reference.flash_varlen_backward(**whole, **given)
+    a, b = (reference.flash_varlen_backward(**part, **given) for part in parts)
+    close(a[0] + b[0], dq)
+    close(torch.cat([a[1], b[1]]), dk)
+    close(torch.cat([a[2], b[2]]), dv)
+
+    # and so have parts that are merged, each by its own results
+    states = [reference.flash_varlen(**part, precision=GOLDEN) for part in parts]
+    flat = [x for state in states for x in state]
+    results = dict(dout=dout, dlse=dlse, out=out, softmax_lse=lse)
+    names = "out_a", "lse_a", "out_b", "lse_b"
+    merged = dict(zip(names, flat, strict=True))
+    gradients = reference.merge_states_backward(**results, **merged, precision=GOLDEN)
+    a, b = (
+        reference.flash_varlen_backward(*gradients[i : i + 2], **part, **results, precision=GOLDEN)
+        for i, part, results in (
+            (0, parts[0], dict(out=flat[0], softmax_lse=flat[1])),
+            (2, parts[1], dict(out=flat[2], softmax_lse=flat[3])),
+        )
+    )
+    close(a[0] + b[0], dq)
+    close(torch.cat([a[1], b[1]]), dk)
+    close(torch.cat([a[2], b[2]]), dv)
+
+
+def test_merge_states():
+    torch.manual_seed(1)
+    parts = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 2, 3), (2, 6)) * 2]
+    parts[1][:, ::2] = float("-inf")
+    parts[3][:, ::3] = float("-inf")
+    leaves = [part.requires_grad_() for part in parts]
+    out, lse = reference.merge_states(*leaves, precision=GOLDEN)
+    dout, dlse = loss_gradients(out, lse)
+    seen = lse > float("-inf")
+    lse_loss = torch.where(seen, lse, 0.0).mul(dlse).sum()
+    wanted = torch.autograd.grad((out * dout).sum() + lse_loss, leaves)
+    nan = float("nan")
+    dout, dlse = dout.masked_fill(~seen.mT[..., None], nan), dlse.masked_fill(~seen, nan)
+    values = [leaf.detach() for leaf in leaves]
+    values[0] = values[0].masked_fill((values[1] == float("-inf")).mT[..., None], nan)
+    results = out.detach(), lse.detach()
+    found = reference.merge_states_backward(dout, dlse, *values, *results, precision=GOLDEN)
+    for x, y in zip(found, wanted, strict=True):
+        close(x, y.nan_to_num(0.0))
