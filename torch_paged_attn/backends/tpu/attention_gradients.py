@@ -28,11 +28,11 @@ from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradien
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tiles import Cut, cut_keys, cut_queries
-
-Needs = tuple[bool, bool, bool, bool, bool]
+from torch_paged_attn.backward_call import GRADIENTS
 
 # the tensors that have gradients, in the order of `Needs` and `Gradients`
-WITH_GRADIENT = ("q", "k", "v", "attn_bias", "sinks")
+WITH_GRADIENT = tuple(GRADIENTS.values())
+Needs = tuple[bool, bool, bool, bool, bool]
 
 # query rows of a tile: with more, too much of the diagonal's tiles is computed for nothing
 MOST_TILE_ROWS = 512
@@ -152,6 +152,12 @@ def attend_backward(
         dk = to_keys(dk, call.k) if needs_k else None
         dv = to_keys(dv, call.v) if needs_v else None
     return Gradients(dq if needs_q else None, dk, dv, dbias, dsinks)
+
+
+def wanted_gradients(*args: Any, **options: Any) -> Any:
+    """Of `attend_backward`, those that there are; a lone one is no tuple."""
+    found = tuple(x for x in attend_backward(*args, **options) if x is not None)
+    return found if len(found) > 1 else found[0]
 
 
 def _of_bias(dbias: Array, call: Call, heads: Heads, cut: Cut) -> Array:
