@@ -5,12 +5,14 @@ generations); by default it is all that can run in one process. What did not run
 at the end of the output.
 """
 
+import functools
+
 import pytest
 import torch
 from runners import ALONE, RUNNERS
 from sampling import IS_THOROUGH, NEVER, SAMPLES, chosen
 
-from torch_paged_attn.testing import PROBLEMS
+from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS, build
 
 
 def names_of(asked):
@@ -29,7 +31,7 @@ def selected(config):
     running, absent = {}, {}
     for name in names:
         if not asked and name in ALONE:
-            absent[name] = f"it needs a process of its own: --backend {name}"
+            absent[name] = f"{ALONE[name]}: --backend {name}"
         elif (reason := RUNNERS[name].missing()) is not None:
             absent[name] = reason
         else:
@@ -38,6 +40,9 @@ def selected(config):
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "gradients: runs where the runner's backend has those of the case"
+    )
     config.addinivalue_line(
         "markers", "over(cases): what a test runs over, by name; it takes `case`"
     )
@@ -67,12 +72,20 @@ def pytest_generate_tests(metafunc):
         return
     cases = over.args[0]
     pairs = [(r, c) for r in runners for c in chosen(r, test, tuple(cases))]
+    if metafunc.definition.get_closest_marker("gradients") is not None:
+        pairs = [(r, c) for r, c in pairs if no_gradients(runners[r], cases[c]) is None]
     metafunc.parametrize(
         ("runner", "case"),
         [(runners[r], cases[c]) for r, c in pairs],
         ids=[f"{r}-{c}" for r, c in pairs],
         indirect=["runner"],
     )
+
+
+@functools.cache
+def no_gradients(runner, problem):
+    """Why a backend has no gradients of a problem, or None."""
+    return runner.unsupported_backward(build(problem))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -99,10 +112,18 @@ def poison_allocations():
 def pytest_terminal_summary(terminalreporter, config):
     running, absent = selected(config)
     terminalreporter.section("tests/backends: what did not run, and why")
-    if not absent and (IS_THOROUGH or running.keys().isdisjoint(SAMPLES)):
+    refused = {}
+    for name, runner in running.items():
+        for problem in DIFFERENTIABLE.values():
+            if (reason := no_gradients(runner, problem)) is not None:
+                refused.setdefault((name, reason), []).append(problem.name)
+    if not absent and not refused and (IS_THOROUGH or running.keys().isdisjoint(SAMPLES)):
         terminalreporter.write_line("everything ran")
     for name, reason in absent.items():
         terminalreporter.write_line(f"{name}: nothing, because {reason}")
+    for (name, reason), problems in refused.items():
+        which = "all" if len(problems) == len(DIFFERENTIABLE) else "; ".join(problems)
+        terminalreporter.write_line(f"{name}: gradients refused, because {reason}: {which}")
     for name in running:
         for test, reason in NEVER.get(name, {}).items():
             terminalreporter.write_line(f"{name}: never {test}: {reason}")

@@ -12,7 +12,10 @@ from dispatched import dispatched
 from sampling import IS_THOROUGH
 
 import torch_paged_attn
-from torch_paged_attn import environment
+from torch_paged_attn import environment, reference
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.ops import _library
+from torch_paged_attn.ops.backend import serving_device
 
 
 def to_cpu(results):
@@ -57,6 +60,28 @@ class Runner:
         """Sequence `b` of a call by itself."""
         return self.attend(call.alone(b))
 
+    def unsupported_backward(self, call):
+        """Why the backend has no gradients of a call, or None."""
+        backend, _ = serving_device(self.device)
+        return backend.unsupported_backward(attention_call(call))
+
+    def gradients(self, call, *given, **changes):
+        """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and softmax_lse."""
+        return to_cpu(call.backward(*given, **changes).to(self.device).run())
+
+    def by_autograd(self, call, dout, dlse):
+        """The gradients that there are, by the inputs' names, and the results of the forward."""
+        call = call.to(self.device).needs()
+        results = call.run()
+        leaves = {n: x for n, x in call.args.items() if getattr(x, "requires_grad", False)}
+        given = [x.to(self.device) for x in (dout, dlse)]
+        found = torch.autograd.grad(results, list(leaves.values()), given)
+        return dict(zip(leaves, to_cpu(found), strict=True)), to_cpu(x.detach() for x in results)
+
+    def merge_gradients(self, *given):
+        """Gradients by the inputs of `merge_states`."""
+        return to_cpu(torch_paged_attn.merge_states_backward(*moved(given, self.device)))
+
     def write(self, key, value, caches, slots, *scales):
         """The caches, one tensor or two, after a write; those that are given may be written."""
         caches, *others = moved((caches, slots, *scales), self.device)
@@ -66,6 +91,11 @@ class Runner:
 
     def merge(self, *states):
         return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device)))
+
+
+def attention_call(call):
+    """As backends are asked about it."""
+    return getattr(AttentionCall, call.op)(**call.args)
 
 
 def moved(values, device):
@@ -125,6 +155,17 @@ class Functions(Runner):
         args, options = dispatched(call.op, call.args | changes)
         return self._function(call.op)(*args, **options)
 
+    def unsupported_backward(self, call):
+        return self._backend().unsupported_backward(attention_call(call))
+
+    def gradients(self, call, *given, **changes):
+        call = call.backward(*given, **changes)
+        args, options = dispatched(call.op, call.args)
+        return self._function(call.op)(*args, **options)
+
+    def merge_gradients(self, *given):
+        return _library._function(self._backend(), "merge_states_backward")(*given)
+
     def write(self, key, value, caches, slots, *scales):
         is_one = isinstance(caches, torch.Tensor)
         op = "reshape_and_cache" if is_one else "reshape_and_cache.split"
@@ -135,8 +176,10 @@ class Functions(Runner):
         return self._function("merge_states")(*states)
 
     def _function(self, op):
-        module = importlib.import_module(f"torch_paged_attn.backends.{self.folder}")
-        return module.BACKEND.function(op)
+        return self._backend().function(op)
+
+    def _backend(self):
+        return importlib.import_module(f"torch_paged_attn.backends.{self.folder}").BACKEND
 
 
 class TritonInterpreter(Functions, TritonGpu):
@@ -150,6 +193,34 @@ class TritonInterpreter(Functions, TritonGpu):
 
     def prepare(self):
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+class Reference(Runner):
+    """The formulas, in the baseline's precision: whether the suite is right about gradients."""
+
+    name = "reference"
+
+    def attend(self, call, **changes):
+        return getattr(reference, call.op)(**call.args | changes, precision=reference.BASELINE)
+
+    def unsupported_backward(self, call):
+        return None
+
+    def gradients(self, call, *given, **changes):
+        call = call.backward(*given, **changes)
+        return getattr(reference, call.op)(**call.args, precision=reference.BASELINE)
+
+    def merge(self, *states):
+        return reference.merge_states(*states)
+
+    def merge_gradients(self, *given):
+        return reference.merge_states_backward(*given)
+
+    def write(self, key, value, caches, slots, *scales):
+        is_one = isinstance(caches, torch.Tensor)
+        write = reference.reshape_and_cache if is_one else reference.reshape_and_cache_split
+        write(key, value, *([caches] if is_one else caches), slots, *scales)
+        return caches
 
 
 class Tpu(Runner):
@@ -186,6 +257,17 @@ class Tpu(Runner):
 
     def alone(self, call, b):
         return self.attend(call.alone(b), max_seqlen_q=call.args["q"].shape[0])
+
+    def unsupported_backward(self, call):
+        from torch_paged_attn.backends.tpu import BACKEND
+
+        return BACKEND.unsupported_backward(attention_call(call))
+
+    def gradients(self, call, *given, **changes):
+        return self.attend(call.backward(*given, **changes))
+
+    def merge_gradients(self, *given):
+        return _library.COMPOSED["merge_states_backward"](*given)
 
     def write(self, key, value, caches, slots, *scales):
         from jax_arrays import to_jax
@@ -257,11 +339,15 @@ RUNNERS = {
     runner.name: runner
     for runner in (
         Cpu(),
+        Reference(),
         TritonGpu(),
         TritonInterpreter(),
         Tpu(),
         *(Neuron(generation) for generation in (2, 3, 4)),
     )
 }
-# a process of its own is needed by:
-ALONE = ("triton-interpreter",)
+# what runs only where it is asked for, and why
+ALONE = {
+    "triton-interpreter": "it needs a process of its own",
+    "reference": "it is what the others are judged by",
+}

@@ -50,10 +50,13 @@ LIKE = {
 }
 
 # Tests that a runner never runs, thorough or not.
+_FUNCTIONS = "the runner calls a backend's functions, which are nothing to the dispatcher"
+_OF_THE_DISPATCHER = dict.fromkeys(("gradients_by_autograd", "gradients_refused"), _FUNCTIONS)
+_OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
 NEVER = {
-    runner: {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
+    runner: _OF_CACHES | _OF_THE_DISPATCHER
     for runner in ("triton-interpreter", "tpu", "neuron-2", "neuron-3", "neuron-4")
-}
+} | {"reference": _OF_THE_DISPATCHER}
 
 BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays")
 

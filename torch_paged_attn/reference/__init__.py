@@ -6,6 +6,7 @@ from torch_paged_attn.reference.attention import (
     Precision,
     Sums,
 )
+from torch_paged_attn.reference.attention_backward import BackwardSums
 from torch_paged_attn.reference.blocksparse import blocksparse
 from torch_paged_attn.reference.blocksparse_backward import blocksparse_backward
 from torch_paged_attn.reference.flash_varlen import flash_varlen
@@ -20,6 +21,7 @@ from torch_paged_attn.reference.reshape_and_cache import (
 __all__ = [
     "BASELINE",
     "GOLDEN",
+    "BackwardSums",
     "Precision",
     "Sums",
     "blocksparse",

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,13 @@ class Sums:
 class Precision:
     """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked.
 
-    `observe` is shown the sums of each sequence.
+    `observe` is shown the sums of each sequence: `Sums`, or those of a backward.
     """
 
     compute: torch.dtype = torch.float32
     round_probabilities: bool = False
     round_out: bool = True
-    observe: Callable[[Sums], None] | None = None
+    observe: Callable[[Any], None] | None = None
 
 
 FLOAT32 = Precision()

@@ -1,5 +1,6 @@
 """The gradients of attention in closed form, one sequence at a time."""
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -7,6 +8,28 @@ from torch import Tensor
 
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.reference.attention import FLOAT32, Precision, Scored, scored_sequences
+
+
+@dataclasses.dataclass
+class BackwardSums:
+    """What the gradients of one sequence are sums of: rounding errors scale with it.
+
+    `(heads, Lq, Lk)`: `p`, the probabilities, and `dropped`, what is left of them; `dp`, the
+    gradient of `p`; `ds`, that of the logits, and `dx`, that of the products. `d` is
+    `(heads, Lq, 1)`; `dout` and `out` are `(heads, Lq, dim_v)`, in rows that see a key.
+    """
+
+    scored: Scored
+    keys: slice  # rows of k and v
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    p: Tensor
+    dropped: Tensor
+    dp: Tensor
+    d: Tensor
+    ds: Tensor
+    dx: Tensor
 
 
 def attend_backward(
@@ -34,17 +57,22 @@ def _add_sequence(
     lse = call.softmax_lse[:, rows, None].to(compute)  # (heads, Lq, 1)
     empty = lse == float("-inf")
     dout = call.dout[rows].transpose(0, 1).to(compute).masked_fill(empty, 0.0)
-    d = (dout * call.out[rows].transpose(0, 1).to(compute)).sum(-1, keepdim=True)
+    out = call.out[rows].transpose(0, 1).to(compute)
+    d = (dout * out).sum(-1, keepdim=True)
     if call.dlse is not None:
         d = d - call.dlse[:, rows, None].to(compute)
     d = d.masked_fill(empty, 0.0)
 
     p = (x.logits - lse).exp().masked_fill(~x.visible | empty, 0.0)
     dropped = x.dropped(p)
-    ds = p * (x.dropped(dout @ x.v.mT) - d)
+    dp = x.dropped(dout @ x.v.mT)
+    ds = p * (dp - d)
     dx = ds
     if forward.softcap > 0.0:
         dx = ds * (1.0 - (x.scores / forward.softcap).square())
+    keys = slice(x.first_key, x.first_key + x.k.shape[1])
+    if precision.observe is not None:
+        precision.observe(BackwardSums(x, keys, dout, out, lse, p, dropped, dp, d, ds, dx))
     if precision.round_probabilities:
         dropped, dx = (y.to(forward.q.dtype).to(compute) for y in (dropped, dx))
 
@@ -54,7 +82,6 @@ def _add_sequence(
         return heads.sum(1).transpose(0, 1)
 
     wants_q, wants_k, wants_v, wants_bias, wants_sinks = call.wanted
-    keys = slice(x.first_key, x.first_key + x.k.shape[1])
     if wants_q:
         dq[rows] = forward.scale * (dx @ x.k).transpose(0, 1)
     if wants_k:

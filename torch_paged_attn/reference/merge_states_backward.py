@@ -30,6 +30,6 @@ def merge_states_backward(
         results += [weight.mT[..., None] * g, weight * dlse_part]
     if precision.round_out:
         inputs = out_a, lse_a, out_b, lse_b
-        results = [x.to(like.dtype) for x, like in zip(results, inputs, strict=True)]
+        results = [x.to(y.dtype).contiguous() for x, y in zip(results, inputs, strict=True)]
     dout_a, dlse_a, dout_b, dlse_b = results
     return dout_a, dlse_a, dout_b, dlse_b

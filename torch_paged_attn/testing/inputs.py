@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 import torch_paged_attn
-from torch_paged_attn import reference
+from torch_paged_attn import backward_call, reference
 from torch_paged_attn.attention_call import option_names, per_sequence_tensors
+from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.reference.attention import to_storage
 from torch_paged_attn.testing.accuracy import Truth
+from torch_paged_attn.testing.gradients import Gradients
 from torch_paged_attn.testing.problems import Problem
 
 NAN = float("nan")
@@ -29,13 +31,35 @@ class Call:
     op: str
     args: dict[str, Any]
 
-    def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
+    def run(self, **changes: Any) -> tuple[Tensor, ...]:
         """Call the operator on whatever device the tensors are on."""
         return getattr(torch_paged_attn, self.op)(**{**self.args, **changes})
 
     def truth(self) -> Truth:
         """The reference's answer, on the CPU."""
         return Truth.of(getattr(reference, self.op), **self.args)
+
+    def needs(self, *names: str) -> "Call":
+        """The same call whose inputs of these names, all that can without any, require grad."""
+        inputs = names or tuple(GRADIENTS.values())
+        args = dict(self.args)
+        for name in inputs:
+            if isinstance(x := args.get(name), Tensor) and x.is_floating_point():
+                args[name] = x.detach().requires_grad_()
+        return dataclasses.replace(self, args=args)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, softmax_lse: Tensor, **changes: Any
+    ) -> "Call":
+        """The call of the backward, for a forward that returned `out` and `softmax_lse`."""
+        op = f"{self.op}_backward"
+        given = self.args | {"dout": dout, "dlse": dlse, "out": out, "softmax_lse": softmax_lse}
+        taken = {x.name for x in backward_call.arguments(op)}
+        return Call(op, {n: x for n, x in (given | changes).items() if n in taken})
+
+    def gradients(self, dout: Tensor, dlse: Tensor | None) -> Gradients:
+        """The reference's answer to what a loss hands back, on the CPU."""
+        return Gradients.by_reference(self.op, self.args, dout, dlse)
 
     def alone(self, b: int) -> "Call":
         """Sequence `b` of this call as a batch of one, over the same caches."""
@@ -69,6 +93,18 @@ def _move(value: Any, device: torch.device | str) -> Any:
     span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     flat = value.as_strided((max(span, 0) if value.numel() else 0,), (1,))
     return flat.to(device).as_strided(value.shape, value.stride())
+
+
+def hostile_gradients(
+    call: Call, out: Tensor, softmax_lse: Tensor, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What a loss hands back for a call's results, NaN in rows that see no key and of padding."""
+    g = torch.Generator().manual_seed(seed)
+    dout, dlse = _randn(g, *out.shape), _randn(g, *softmax_lse.shape)
+    unseen = softmax_lse.cpu() == float("-inf")
+    unseen[:, int(call.args["cu_seqlens_q"][-1]) :] = True
+    dout = dout.masked_fill(unseen.mT[..., None], NAN)
+    return dout.to(out.dtype), dlse.masked_fill(unseen, NAN)
 
 
 def cumulative(lengths: list[int]) -> Tensor:

@@ -1,0 +1,200 @@
+"""What the rounding errors of an honest backward are as large as, taken from golden's own sums.
+
+As for the forward (`scales.py`), with what a backward has besides. Each of dq, dk and dv is a sum
+of weights times values: dX and K, dX and Q, P and dout. The weights are rounded to q's dtype, and
+they are off before they are rounded, by what stands in them:
+
+- P by its logit, and a whole row of it by softmax_lse;
+- dP by its float32 product;
+- a whole row by D, whose `out` was rounded twice: its probabilities, and itself.
+
+What is off by row adds up along the row in dq, and like chance in dk and dv.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
+from torch_paged_attn.reference import BackwardSums
+from torch_paged_attn.testing.scales import (
+    DEVIATION,
+    EPS_BFLOAT16,
+    EPS_FLOAT32,
+    EXPONENTIAL,
+    LOGIT,
+    ROW,
+    SURE,
+)
+
+
+@dataclasses.dataclass
+class GradientScale:
+    """Of one gradient, shaped as it but for `row_error` and `row_along`, which are shaped as its
+    rows: how far its numbers may be `off` by float32 alone, what they owe to chance, how long a
+    row's error may be and how far it may point along the row.
+    """
+
+    off: Tensor
+    luck: Tensor
+    row_error: Tensor
+    row_along: Tensor
+
+    @classmethod
+    def zeros(cls, shape: torch.Size) -> "GradientScale":
+        whole, rows = (torch.zeros(s, dtype=torch.float64) for s in (shape, shape[:-1]))
+        return cls(whole, whole.clone(), rows, rows.clone())
+
+
+class GradientObserver:
+    """Collects the scales of the gradients of the sequences that a reference shows."""
+
+    def __init__(self, call: BackwardCall) -> None:
+        dtype = call.forward.q.dtype
+        eps = torch.finfo(dtype).eps
+        self._call, self._dtype = call, dtype
+        self._eps = eps if eps > EPS_FLOAT32 else 0.0
+        # a number per head counts as a row of one
+        shapes = (x.shape if x.dim() > 1 else (*x.shape, 1) for x in call.new_results())
+        self.scales = {
+            name: GradientScale.zeros(torch.Size(shape))
+            for name, shape in zip(GRADIENTS, shapes, strict=True)
+        }
+
+    def __call__(self, sums: BackwardSums) -> None:
+        call, x = self._call.forward, sums.scored
+        off = _Off.of(sums, self._eps)
+        factor = _ratio(sums.dx, sums.ds)  # of softcap
+        wanted = dict(zip(GRADIENTS, self._call.wanted, strict=True))
+        group = (call.num_kv_heads, call.group_size)
+
+        def transposed(t: Tensor) -> Tensor:
+            """`(heads, Lq, n)` as `(kv_heads, n, group * Lq)`: what a key's gradient sums over."""
+            return t.unflatten(0, group).flatten(1, 2).mT
+
+        if wanted["dq"]:
+            values = call.scale * x.k
+            along_row = (sums.p * factor @ values) * off.d
+            along_row = along_row.abs() + (sums.dx @ values).abs() * off.lse
+            self._add("dq", x.rows, sums.dx, off.dx, values, along_row)
+        if wanted["dk"]:
+            by_row = (sums.p * factor * off.d).square() + (sums.dx * off.lse).square()
+            weights, u = transposed(sums.dx), transposed((off.dx.square() + by_row).sqrt())
+            self._add("dk", sums.keys, weights, u, transposed(call.scale * x.q).mT)
+        if wanted["dv"]:
+            weights, u = transposed(sums.dropped), transposed(sums.dropped * off.p_with_lse)
+            self._add("dv", sums.keys, weights, u, transposed(sums.dout).mT)
+        if wanted["dbias"]:
+            by_row = (sums.p * off.d).square() + (sums.ds * off.lse).square()
+            u = (off.ds.square() + by_row).sqrt()
+            if self.scales["dbias"].off.shape[0] == 1:
+                u = u.square().sum(0, keepdim=True).sqrt()
+            where = self.scales["dbias"]
+            for whole in (where.off, where.luck):
+                whole[:, x.rows, : u.shape[-1]] = u
+            where.row_error[:, x.rows] = 2.0 * SURE * u.norm(dim=-1)
+            where.row_along[:, x.rows] = float("inf")  # elements share no values
+        if wanted["dsinks"]:
+            assert call.sinks is not None
+            weight = (call.sinks.double()[:, None, None] - sums.lse).exp().nan_to_num(0.0, 0.0)
+            u = ((weight * off.d).square() + (weight * sums.d * off.lse).square()).sum(1)
+            float32 = ROW * (weight * sums.d).abs().sum(1)
+            where = self.scales["dsinks"]
+            for whole in (where.off, where.luck):
+                whole.copy_((whole.square() + u).sqrt() + float32)
+            where.row_error.copy_(2.0 * where.off[:, 0])
+            where.row_along.fill_(float("inf"))
+
+    def _add(
+        self,
+        name: str,
+        rows: slice,
+        weights: Tensor,
+        off: Tensor,
+        values: Tensor,
+        along_row: Tensor | None = None,
+    ) -> None:
+        """Scales of `weights @ values`, `(heads, rows, n)` and `(heads, n, dim)`: of dq, dk or dv.
+        Weights are `off` each by itself, results `along_row` together.
+        """
+        golden = weights @ values
+        square = golden.square().sum(-1)
+        magnitude = weights.abs() @ values.abs()
+        spread = (weights.square() @ values.square()).sqrt()
+        deviation = (off.square() @ values.square()).sqrt()
+        together = torch.zeros_like(golden) if along_row is None else along_row
+        float32 = ROW * magnitude + self._lost() * values.abs().sum(-2, keepdim=True)
+        alike, chance = 0.5 * self._eps, SURE * DEVIATION * self._eps
+
+        rounded = (alike * square.sqrt()).maximum(chance * spread.norm(dim=-1))
+        row_error = rounded + float32.norm(dim=-1)
+        row_error += 2.0 * (deviation.norm(dim=-1) + together.norm(dim=-1))
+
+        parts = golden @ values.mT  # of the square of a row's length, by key
+        along = weights * parts
+        rounded = (alike * square).maximum(chance * along.norm(dim=-1))
+        rounded = rounded.minimum(alike * along.abs().sum(-1))
+        row_along = rounded + (golden.abs() * float32).sum(-1)
+        row_along += 2.0 * ((off * parts).norm(dim=-1) + (golden.abs() * together).sum(-1))
+
+        luck = 2.0 * EPS_FLOAT32 * magnitude + DEVIATION * self._eps * spread
+        luck += deviation + together
+        found = GradientScale(deviation + together, luck, row_error, row_along)
+        for field in dataclasses.fields(GradientScale):
+            part = getattr(found, field.name).transpose(0, 1)
+            getattr(self.scales[name], field.name)[rows] = part
+
+    def _lost(self) -> float:
+        """How far a weight may be off that is too small for its dtype."""
+        info = torch.finfo(self._dtype)
+        half = max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
+        return half / (1.0 - self._call.forward.dropout_p)
+
+
+@dataclasses.dataclass
+class _Off:
+    """How far the parts of a sequence's sums may be off before they are rounded to q's dtype.
+
+    `(heads, Lq, Lk)`: `ds` and `dx`, but for their rows; `p_with_lse`, of one, with its row.
+    `(heads, Lq, 1)`: `lse` and `d`, of all of a row at once.
+    """
+
+    ds: Tensor
+    dx: Tensor
+    p_with_lse: Tensor
+    lse: Tensor
+    d: Tensor
+
+    @classmethod
+    def of(cls, sums: BackwardSums, eps: float) -> "_Off":
+        x = sums.scored
+        softcap, kept = x.call.softcap, 1.0 - x.call.dropout_p
+        magnitudes = x.magnitudes()
+        logit = LOGIT * magnitudes
+        lse = LOGIT * (sums.p * magnitudes).norm(dim=-1, keepdim=True)
+        lse += max(2.0 * EPS_FLOAT32, min(eps, EPS_BFLOAT16) / EXPONENTIAL)
+        product = LOGIT * (sums.dout.abs() @ x.v.abs().mT) / kept
+
+        # out is off by its own roundings, in 16 bits by more than by float32
+        sixteen = 0.5 * SURE * DEVIATION * eps
+        by_out = (sums.dout * sums.out).norm(dim=-1, keepdim=True)
+        by_p = (sums.p * sums.dp).norm(dim=-1, keepdim=True)
+        by_logits = (sums.p * logit * (sums.dp - sums.d)).norm(dim=-1, keepdim=True)
+        d = (sixteen + LOGIT) * (by_out.square() + by_p.square()).sqrt() + by_logits
+        d += LOGIT * sums.d.abs()
+
+        ds = ((sums.ds * logit).square() + (sums.p * product).square()).sqrt()
+        factor = _ratio(sums.dx, sums.ds)
+        dx = (ds * factor).square()
+        if softcap > 0.0:
+            t = x.scores / softcap
+            of_tanh = (1.0 - t.square()) * logit / softcap + 4.0 * EPS_FLOAT32
+            dx += (sums.ds * 2.0 * t * of_tanh).square()
+        p_with_lse = (logit.square() + lse.square()).sqrt()
+        return cls(ds, dx.sqrt(), p_with_lse, lse, d)
+
+
+def _ratio(dx: Tensor, ds: Tensor) -> Tensor:
+    """The softcap's factor of each pair, 1 where it cannot be seen."""
+    return torch.where(ds == 0.0, 1.0, dx / ds)

@@ -1,0 +1,99 @@
+"""The rule of `accuracy.py` for gradients: float64, and a baseline with a kernel's roundings.
+
+A kernel rounds P and dX to q's dtype as operands of products, reads `out` as it was saved, and has
+everything else in float32: so has the baseline. The mean is granted nothing for the last rounding,
+which is the baseline's as well. Golden's `out` and softmax_lse are float64 as well:
+what a backward owes to those that it was given counts as its own error.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn import reference
+from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
+from torch_paged_attn.reference import BASELINE, GOLDEN
+from torch_paged_attn.testing.accuracy import assert_close_as_baseline, assert_rows
+from torch_paged_attn.testing.gradient_scales import GradientObserver
+from torch_paged_attn.testing.scales import EPS_FLOAT32
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """Golden of one gradient and how far from it a kernel may be, as in `accuracy.Truth`."""
+
+    golden: Tensor
+    dtype: torch.dtype
+    allowed: Tensor
+    luck: Tensor
+    row_error: Tensor
+    row_along: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """The truth of one backward: the gradients that there are, by name."""
+
+    of: dict[str, Gradient]
+
+    @classmethod
+    def by_reference(
+        cls,
+        op: str,
+        args: dict[str, Any],
+        dout: Tensor,
+        dlse: Tensor | None,
+        output_mask: Sequence[bool] = (True,) * 5,
+    ) -> "Gradients":
+        """Run the references of `op` and of its backward, at both precisions."""
+        forward, backward = getattr(reference, op), getattr(reference, f"{op}_backward")
+        given = dict(args, dout=dout, dlse=dlse, output_mask=tuple(output_mask))
+        given.pop("out_dtype", None)
+        taken = [forward(**args, precision=precision) for precision in (GOLDEN, BASELINE)]
+        calls = [given | {"out": out, "softmax_lse": lse} for out, lse in taken]
+        call: BackwardCall = getattr(BackwardCall, op)(**calls[1])
+        observer = GradientObserver(call)
+        golden = backward(**calls[0], precision=dataclasses.replace(GOLDEN, observe=observer))
+        baseline = backward(**calls[1], precision=BASELINE)
+        is_float32 = torch.finfo(call.forward.q.dtype).eps <= EPS_FLOAT32
+        found = {}
+        for name, wanted, exact, rounded in zip(
+            GRADIENTS, call.wanted, golden, baseline, strict=True
+        ):
+            if not wanted:
+                continue
+            scale = observer.scales[name]
+            golden_rows = exact if exact.dim() > 1 else exact[:, None]
+            error = rounded.double().reshape(golden_rows.shape) - golden_rows
+            allowed = error.abs()
+            if is_float32:
+                allowed = allowed.maximum(scale.off)
+            found[name] = Gradient(
+                golden_rows,
+                rounded.dtype,
+                allowed,
+                scale.luck,
+                scale.row_error.maximum(2.0 * error.norm(dim=-1)),
+                scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs()),
+            )
+        return cls(found)
+
+
+def assert_accurate_gradients(found: Sequence[Tensor], truth: Gradients) -> None:
+    """Raise AssertionError unless dq, dk, dv, dbias, dsinks are as right as the contract asks."""
+    for name, actual in zip(GRADIENTS, found, strict=True):
+        if name not in truth.of:
+            assert actual.shape == (0,), f"{name}: shape {tuple(actual.shape)}, not asked for"
+            continue
+        wanted = truth.of[name]
+        assert actual.dtype == wanted.dtype, f"{name}: {actual.dtype}, not {wanted.dtype}"
+        if actual.dim() == 1:
+            actual = actual[:, None]
+        try:
+            assert_close_as_baseline(actual, wanted.golden, wanted.allowed, wanted.luck, slack=0.0)
+            assert_rows(actual, wanted.golden, wanted.row_error, wanted.row_along)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
