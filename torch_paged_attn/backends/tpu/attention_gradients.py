@@ -94,11 +94,9 @@ def attend_backward(
     if needs_sinks and call.sinks is not None:
         dsinks = -jnp.sum(jnp.exp2(base_2(call.sinks) - lse) * delta, axis=0)
     if 0 in (total_q, total_k, batch):
-        zeros = (
-            None if x is None else jnp.zeros_like(x)
-            for x in (call.q, call.k, call.v, call.attn_bias if needs_bias else None)
-        )
-        return Gradients(*zeros, dsinks)
+        inputs = (call.q, call.k, call.v, call.attn_bias if needs_bias else None)
+        dq, dk, dv, dbias = (None if x is None else jnp.zeros_like(x) for x in inputs)
+        return Gradients(dq, dk, dv, dbias, dsinks)
 
     options = _choose_options(call, config, interpret)
     num_cores, dtype = options.config.num_cores, options.compute_dtype

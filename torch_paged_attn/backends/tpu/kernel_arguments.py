@@ -75,7 +75,7 @@ class Refs(NamedTuple):
     dbias_done: Any = None
 
     # gradients of keys and values: tables, inputs and outputs of a tile, what passes by, scratch
-    key_tiles: KeyTiles | None = None
+    key_tiles: Any = None  # KeyTiles
     k: Any = None  # (1, num_kv_heads, block_k, head_dim)
     v: Any = None
     dk: Any = None

@@ -8,9 +8,13 @@ from torch_paged_attn.backends.tpu.merge_states_backward import merge_states_bac
 
 
 @jax.jit
-@jax.custom_vjp
 def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Arguments as in the op; computed in float32."""
+    return _merge_states(out_a, lse_a, out_b, lse_b)
+
+
+@jax.custom_vjp
+def _merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     lse = jnp.logaddexp(lse_a, lse_b)
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)
     merged = jnp.zeros(out_a.shape, jnp.float32)
@@ -22,7 +26,7 @@ def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tupl
 
 
 def _forward(*parts: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    out, lse = merge_states(*parts)
+    out, lse = _merge_states(*parts)
     return (out, lse), (*parts, out, lse)
 
 
@@ -30,4 +34,4 @@ def _backward(kept: tuple[Array, ...], given: tuple[Array, Array]) -> tuple[Arra
     return merge_states_backward(*given, *kept)
 
 
-merge_states.__wrapped__.defvjp(_forward, _backward)
+_merge_states.defvjp(_forward, _backward)
