@@ -165,12 +165,12 @@ def blocksparse_causal(tokens: int, num_heads: int, head_dim: int, block: int) -
 
 
 def backward_causal(tokens: int, num_heads: int, head_dim: int, block: int) -> Problem:
-    """Gradients of q, k and v, packed; tiles of `block` queries and keys, as splash's."""
+    """Gradients of q, k and v, packed: blocks of `block` keys, of which ours are computed on in
+    steps of 512 as always, and splash's tiles of as many queries.
+    """
 
     def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        config = dataclasses.replace(
-            config_for(generation), tile_rows=block, block_k=block, step_k=block
-        )
+        config = dataclasses.replace(config_for(generation), block_k=block)
 
         def call(qkv: Any, dout: Any, out: Any, lse: Any, cu_seqlens: Any) -> Any:
             return flash_varlen_backward(

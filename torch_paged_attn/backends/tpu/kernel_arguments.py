@@ -28,6 +28,7 @@ class Options:
     compute_dtype: Any
     out_dtype: Any
     interpret: Any
+    first_head: int = 0  # the launch's first query head among the call's
 
 
 class Refs(NamedTuple):

@@ -105,9 +105,8 @@ class Scores:
         """True for the probabilities that dropout keeps."""
         tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
         query = tiles.first_query[self.tile] + self.token
-        head = head * self.options.group_size + lax.shift_right_logical(
-            self.row, tile_q.bit_length() - 1
-        )
+        of_group = lax.shift_right_logical(self.row, tile_q.bit_length() - 1)
+        head = self.options.first_head + head * self.options.group_size + of_group
         head = (tiles.sequence[self.tile] << 16) | head
         column, query, head = (
             x.astype(jnp.uint32) for x in (self.first_key + self.key, query, head)

@@ -144,6 +144,7 @@ class KeyCut(NamedTuple):
     """Tiles of keys, and where each packed key is in them."""
 
     tiles: KeyTiles
+    per_sequence: Array  # (batch,) how many tiles a sequence has
     token: Array  # (num_tiles, tile_k) in k
     tile_of: Array  # (total_k,) tile of a token, and its place there
     place_of: Array  # (total_k,)
@@ -197,6 +198,7 @@ def cut_keys(
     token = first_key[sequence][:, None] + first[:, None] + jnp.arange(tile_k)
     return KeyCut(
         tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles),
+        per_sequence=per_sequence,
         token=jnp.clip(token, 0, total_k - 1),
         tile_of=jnp.clip(first_tile[of_token] + place // tile_k, 0, bound - 1),
         place_of=place % tile_k,
