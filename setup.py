@@ -18,9 +18,21 @@ from setuptools import setup
 WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
 TORCH_2_11 = "0x020b000000000000"
 
-OPS = ["arguments", "attention_call", "attention_guard", "autograd", "blocksparse", "cpu_isa"]
+OPS = [
+    "arguments",
+    "attention_backward",
+    "attention_call",
+    "attention_guard",
+    "autograd",
+    "blocksparse",
+    "cpu_isa",
+]
 OPS += ["flash_varlen", "merge_states", "refuse", "reshape_and_cache", "tensor_view"]
-SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + ["csrc/core/schedule.cpp", "csrc/dispatch.cpp"]
+SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + [
+    "csrc/core/schedule.cpp",
+    "csrc/core/backward_plan.cpp",
+    "csrc/dispatch.cpp",
+]
 
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}

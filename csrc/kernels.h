@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/attention.h"
+#include "core/backward.h"
 #include "core/tokens.h"
 
 namespace paged_attn {
@@ -13,8 +14,14 @@ struct Kernels {
                               int64_t tile_rows);
   void (*attend)(const Attention&, const Task&, float* workspace);
   void (*merge_splits)(const Attention&, const MergeTask&, float* head_dim_v_floats);
+  // of query tokens [begin, end) of a sequence; all of them before any task of the backward
+  void (*backward_statistics)(const Backward&, int64_t sequence, int64_t begin, int64_t end);
+  int64_t (*backward_floats)(const Backward&);  // float32 scratch of a task
+  void (*attend_backward)(const Backward&, const BackwardTask&, float* workspace);
   void (*reshape_and_cache)(const ReshapeAndCache&, int64_t task);
   void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
+  void (*merge_states_backward)(const MergeStatesBackward&, int64_t token_begin,
+                                int64_t token_end);
 };
 
 extern const Kernels kernels_generic;

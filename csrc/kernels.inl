@@ -2,10 +2,20 @@
 // unnamed namespaces, so that no ISA's code can stand in for another's.
 #include "kernels.h"
 #include "kernels/attention.h"
-#include "kernels/merge_states.h"
+#include "kernels/backward_statistics.h"
+#include "kernels/merge_states_backward.h"
 #include "kernels/reshape_and_cache.h"
 
-#define PAGED_ATTN_KERNELS(isa)                                                      \
-  const paged_attn::Kernels paged_attn::kernels_##isa = {                            \
-      #isa, workspace_floats, attend, merge_splits, reshape_and_cache, merge_states, \
+#define PAGED_ATTN_KERNELS(isa)                                                       \
+  const paged_attn::Kernels paged_attn::kernels_##isa = {                             \
+      #isa,                                                                           \
+      workspace_floats,                                                               \
+      attend,                                                                         \
+      merge_splits,                                                                   \
+      backward_statistics,                                                            \
+      backward_floats,                                                                \
+      attend_backward,                                                                \
+      reshape_and_cache,                                                              \
+      merge_states,                                                                   \
+      merge_states_backward,                                                          \
   }

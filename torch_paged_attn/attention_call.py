@@ -235,6 +235,11 @@ class AttentionCall:
             return own
         return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
 
+    def given_tensors(self) -> dict[str, Tensor]:
+        """The tensors that were given, in the order of the op's list."""
+        own = self.tensors()
+        return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
+
     @property
     def total_q(self) -> int:
         return self.q.shape[0]
@@ -327,6 +332,7 @@ def defaults(op: str) -> dict[str, Any]:
     return {x.name: x.default for x in arguments(op)}
 
 
+@functools.cache
 def option_names(op: str) -> tuple[str, ...]:
     """The arguments that are passed by name only."""
     return tuple(x.name for x in arguments(op) if x.keyword_only)

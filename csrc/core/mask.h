@@ -162,11 +162,9 @@ PAGED_ATTN_INLINE void finish_row(const Attention& a, const ScoreRow& row, const
   }
 }
 
-// A bias can hide a key from every row of a task; such a column borrows the value row of one that
-// is seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.
-inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
-                                 const paged_attn::Task& task, KeyBlock& block) {
-  I seen[MAX_COLUMNS / W] = {};
+// Marks the columns of a block that any row of a task sees.
+inline void mark_seen(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+                      const KeyBlock& block, I* seen) {
   for (int64_t token = task.token_begin; token < task.token_end; ++token)
     for (int64_t g = 0; g < a.group_size; ++g) {
       const ScoreRow row = score_row(a, s, token, task.group_begin * a.group_size + g);
@@ -178,6 +176,14 @@ inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
         }
       }
     }
+}
+
+// A bias can hide a key from every row of a task; such a column borrows the value row of one that
+// is seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.
+inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
+                                 const paged_attn::Task& task, KeyBlock& block) {
+  I seen[MAX_COLUMNS / W] = {};
+  mark_seen(a, s, task, block, seen);
   int donor = -1;
   for (int c = 0; c < block.num_columns && donor < 0; ++c)
     if (seen[c / W][c % W]) donor = c;

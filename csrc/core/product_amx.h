@@ -2,7 +2,7 @@
 // multiplied 16 rows x 16 columns x 16 operands at a time.
 #pragma once
 
-#include "product.h"
+#include "matrix.h"
 
 namespace {
 
@@ -188,6 +188,32 @@ struct AmxWork {
     panels -= 2;
     c += 2 * W;
     b += stride_b;
+  }
+};
+
+// In one go, for what has nothing else to do meanwhile.
+template <>
+struct Matrix<AmxProduct> {
+  static constexpr int ROW_STEP = W;
+
+  static inline void multiply(const float* a, int64_t stride_a, int64_t rows, const float* b,
+                              int64_t stride_b, int64_t begin, int64_t end, float* c,
+                              int64_t stride_c, int64_t depth, bool add) {
+    AmxWork work = {a,
+                    stride_a,
+                    b + begin / AmxProduct::PANEL * stride_b,
+                    stride_b,
+                    c + begin,
+                    stride_c,
+                    int(depth / AmxProduct::GRAIN),
+                    int((end - begin) / W),
+                    int((rows + W - 1) / W),
+                    add,
+                    0,
+                    0};
+    amx_fence();
+    while (work.panels > 0) work.take();
+    amx_fence();
   }
 };
 

@@ -13,6 +13,18 @@ PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
   return round_up(a.head_dim, Product::DEPTH * Product::GRAIN) / Product::DEPTH;
 }
 
+// A row's numbers as operands.
+template <class Product, class T>
+PAGED_ATTN_INLINE void load_row(const T* from, int64_t head_dim, float* to) {
+  constexpr int STEP = W * Product::DEPTH;
+  for (int64_t d = 0; d < head_dim; d += STEP) {
+    const int64_t n = head_dim - d;
+    const F operands = n >= STEP ? Product::load_operands(from + d)
+                                 : Product::load_operands(from + d, int(n));
+    store(to + d / Product::DEPTH, operands);
+  }
+}
+
 // Rows of one group as operands; `to` has a row stride of whole vectors.
 template <class Product>
 inline void load_queries(const Attention& a, const Sequence& s, const paged_attn::Task& task,

@@ -49,4 +49,16 @@ struct MergeStates {
   float* lse;  // contiguous
 };
 
+struct MergeStatesBackward {
+  DType dtype;
+  int64_t total_q, num_heads, head_dim_v;
+  MergeStates::Part gradient;  // dout and dlse, which may be null
+  MergeStates::Part merged;    // out and softmax_lse
+  struct Part {
+    MergeStates::Part state;
+    void* dout;   // contiguous
+    float* dlse;  // contiguous
+  } parts[2];
+};
+
 }  // namespace paged_attn

@@ -1,6 +1,7 @@
 // AMX-BF16 multiplies pairs of bfloat16 by tiles; all else is AVX-512-BF16's.
 #include "../kernels.h"
 #include "../kernels/attention_amx.h"
+#include "../kernels/attention_backward.h"
 #include "../kernels/attention_rows_amx.h"
 
 namespace {
@@ -73,6 +74,26 @@ void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* 
   vectors.merge_splits(a, task, acc);
 }
 
+void backward_statistics(const Backward& b, int64_t sequence, int64_t begin, int64_t end) {
+  vectors.backward_statistics(b, sequence, begin, end);
+}
+
+int64_t floats_of_backward(const Backward& b) {
+  if (!AmxProduct::suits(b.forward.q_dtype, b.forward.kv_dtype)) return vectors.backward_floats(b);
+  return backward_workspace<AmxProduct>(b, b.tile_rows, nullptr).floats;
+}
+
+void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float* memory) {
+  if (!AmxProduct::suits(b.forward.q_dtype, b.forward.kv_dtype))
+    return vectors.attend_backward(b, task, memory);
+  const DenormalsAreZero mode;
+  static const AmxRegisters registers;
+  _tile_loadconfig(&registers);
+  const Sequence s = sequence_at(b.forward, task.sequence);
+  BackwardOfTask<AmxProduct>(b, task, s, memory).run();
+  _tile_release();
+}
+
 void reshape_and_cache(const paged_attn::ReshapeAndCache& call, int64_t worker) {
   vectors.reshape_and_cache(call, worker);
 }
@@ -81,8 +102,22 @@ void merge_states(const paged_attn::MergeStates& call, int64_t token_begin, int6
   vectors.merge_states(call, token_begin, token_end);
 }
 
+void merge_states_backward(const paged_attn::MergeStatesBackward& call, int64_t token_begin,
+                           int64_t token_end) {
+  vectors.merge_states_backward(call, token_begin, token_end);
+}
+
 }  // namespace
 
 const paged_attn::Kernels paged_attn::kernels_amx = {
-    "amx", workspace_floats, attend, merge_splits, reshape_and_cache, merge_states,
+    "amx",
+    workspace_floats,
+    attend,
+    merge_splits,
+    backward_statistics,
+    floats_of_backward,
+    attend_backward_by_tiles,
+    reshape_and_cache,
+    merge_states,
+    merge_states_backward,
 };

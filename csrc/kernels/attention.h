@@ -1,6 +1,7 @@
 // The attention kernels as the rest of the library calls them.
 #pragma once
 
+#include "attention_backward.h"
 #include "attention_rows.h"
 #include "attention_tile.h"
 
@@ -63,6 +64,19 @@ void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* 
     write_row(a, s, task.token_begin + in_group / a.group_size,
               group * a.group_size + in_group % a.group_size, acc, m, l);
   }
+}
+
+int64_t backward_floats(const Backward& b) {
+  return with_product(b.forward, [&](auto product) __attribute__((always_inline)) {
+    return backward_workspace<decltype(product)>(b, b.tile_rows, nullptr).floats;
+  });
+}
+
+void attend_backward(const Backward& b, const BackwardTask& task, float* memory) {
+  const Sequence s = sequence_at(b.forward, task.sequence);
+  with_product(b.forward, [&](auto product) __attribute__((always_inline)) {
+    BackwardOfTask<decltype(product)>(b, task, s, memory).run();
+  });
 }
 
 }  // namespace

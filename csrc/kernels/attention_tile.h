@@ -6,106 +6,12 @@
 // What is packed are operands of a Product, each the size of a float.
 #pragma once
 
-#include "../core/product.h"
+#include "../core/matrix.h"
+#include "../core/packing.h"
 #include "../core/query_rows.h"
 #include "../core/workspace.h"
 
 namespace {
-
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
-
-// a longer chain of float32 sums would round more often than the sums of a good library
-constexpr int64_t MAX_CHAIN = 128;
-
-// C (TILE_ROWS, VECS * W) becomes scale A (TILE_ROWS, depth) @ B (depth, one panel), plus
-// diag(keep) C if there is a `keep`. Depth counts operands.
-template <class Product, int VECS>
-inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
-                          int64_t stride_c, int64_t depth, float scale, const float* keep) {
-  constexpr int PANEL = Product::PANEL;
-  F acc[TILE_ROWS][VECS] = {};
-  for (int64_t k = 0; k < depth; ++k, b += PANEL) {
-    F column[VECS];
-#pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) column[j] = load(b + j * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < TILE_ROWS; ++r) {
-      const F x = set1(a[r * stride_a + k]);
-#pragma GCC unroll 4
-      for (int j = 0; j < VECS; ++j) acc[r][j] = Product::multiply_add(column[j], x, acc[r][j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < TILE_ROWS; ++r)
-#pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) {
-      float* to = c + r * stride_c + j * W;
-      const F product = acc[r][j] * set1(scale);
-      store(to, keep ? fma(load(to), set1(keep[r]), product) : product);
-    }
-}
-
-template <class Product>
-PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, const float* b,
-                                float* c, int64_t stride_c, int64_t depth, float scale,
-                                const float* keep) {
-  const auto tile = [&](auto count) __attribute__((always_inline)) {
-    multiply_tile<Product, decltype(count)::value>(a, stride_a, b, c, stride_c, depth, scale, keep);
-  };
-  if constexpr (TILE_VECS == 4) {
-    if (vecs == 4) return tile(Count<4>());
-    if (vecs == 3) return tile(Count<3>());
-  }
-  return vecs == 2 ? tile(Count<2>()) : tile(Count<1>());
-}
-
-// (column / PANEL, operand of head_dim, column % PANEL)
-template <class Product, class T>
-inline void pack_keys(const T* k, const KeyBlock& block, int64_t head_dim, int64_t depth,
-                      float* packed) {
-  constexpr int STEP = W * Product::DEPTH, PANEL = Product::PANEL;
-  for (int c = 0; c < block.num_columns; c += W) {
-    float* panel = packed + c / PANEL * depth * PANEL + c % PANEL;
-    for (int64_t d = 0; d < head_dim; d += STEP) {
-      const int n = int(min64(STEP, head_dim - d));
-      F rows[W];
-      if (n == STEP) {
-        for (int i = 0; i < W; ++i) rows[i] = Product::load_operands(k + block.k_offset[c + i] + d);
-      } else {
-        for (int i = 0; i < W; ++i)
-          rows[i] = Product::load_operands(k + block.k_offset[c + i] + d, n);
-      }
-      transpose(rows);
-      const int64_t first = d / Product::DEPTH;
-      for (int i = 0; i < min64(W, depth - first); ++i) store(panel + (first + i) * PANEL, rows[i]);
-    }
-  }
-}
-
-// (head_dim_v / PANEL, operand of columns, head_dim_v % PANEL)
-template <class Product, class T>
-inline void pack_values(const T* v, const KeyBlock& block, int64_t head_dim, float* packed) {
-  constexpr int DEPTH = Product::DEPTH, STEP = W * DEPTH, PANEL = Product::PANEL;
-  for (int c = 0; c < block.num_columns; c += DEPTH) {
-    const T* row[DEPTH];
-    for (int i = 0; i < DEPTH; ++i) row[i] = v + block.v_offset[c + i];
-    for (int64_t d = 0; d < head_dim; d += STEP) {
-      const int n = int(min64(STEP, head_dim - d));
-      F x[DEPTH];
-      for (int i = 0; i < DEPTH; ++i)
-        x[i] =
-            n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
-      Product::interleave(x);
-      for (int i = 0; i < DEPTH; ++i) {
-        const int64_t dim = d + i * W;
-        store(packed + (dim / PANEL * MAX_COLUMNS + c) / DEPTH * PANEL + dim % PANEL, x[i]);
-      }
-    }
-  }
-}
 
 template <class Product>
 PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const KeyBlock& block,
@@ -113,10 +19,10 @@ PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const Key
   with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
     typedef typename decltype(tag)::type T;
     if constexpr (Product::template accepts<T>) {
-      pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block, a.head_dim,
-                         key_depth<Product>(a), keys);
-      pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block, a.head_dim_v,
-                           values);
+      pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block.k_offset,
+                         block.num_columns, a.head_dim, key_depth<Product>(a), keys);
+      pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block.v_offset,
+                           block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
     }
   });
 }

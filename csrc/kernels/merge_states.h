@@ -8,7 +8,7 @@ namespace {
 
 template <class T>
 PAGED_ATTN_INLINE F load_strided(const T* p, int64_t stride, int n) {
-  if (stride == 1) return load(p, n);
+  if (stride == 1) return n == W ? load(p) : load(p, n);
   T gathered[W] = {};
   for (int i = 0; i < n; ++i) gathered[i] = p[i * stride];
   return load(gathered, W);

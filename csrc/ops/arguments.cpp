@@ -68,8 +68,11 @@ std::optional<DType> Arguments::optional_dtype() {
 
 std::array<bool, 5> Arguments::mask() {
   list_ = to<StableListHandle>(next());
-  std::array<bool, 5> mask;
-  for (size_t i = 0; i < mask.size(); ++i) {
+  std::array<bool, 5> mask = {};
+  size_t size;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
+  is_malformed_ = size != mask.size();
+  for (size_t i = 0; i < mask.size() && !is_malformed_; ++i) {
     StableIValue item;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &item));
     mask[i] = to<bool>(item);
@@ -79,12 +82,12 @@ std::array<bool, 5> Arguments::mask() {
 
 void Arguments::require(bool accepted) {
   require_all_taken();
-  if (!accepted || needs_gradient_) refuse();
+  if (!accepted || is_malformed_ || needs_gradient_) refuse();
 }
 
 bool Arguments::recorded(bool accepted, int num_results) {
   require_all_taken();
-  if (!accepted) refuse();
+  if (!accepted || is_malformed_) refuse();
   if (!needs_gradient_) return false;
   give_back_to_stack();
   record(op_, num_results, stack_);

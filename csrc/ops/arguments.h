@@ -50,7 +50,7 @@ class Arguments {
   const char* op_;
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
-  bool grad_mode_, on_cpu_ = true, needs_gradient_ = false;
+  bool grad_mode_, on_cpu_ = true, needs_gradient_ = false, is_malformed_ = false;
   // what to give back: tensors, the boxes in which optional values come, a list
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];

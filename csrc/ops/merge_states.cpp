@@ -1,5 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "../kernels.h"
 #include "arguments.h"
 #include "scratch.h"
@@ -8,52 +11,86 @@ namespace {
 
 using namespace paged_attn;
 
-bool accept(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
-            const TensorView& lse_b, MergeStates& s) {
-  if (out_a.dim != 3 || out_a.dtype > DType::float16 || out_b.dtype != out_a.dtype) return false;
-  if (!out_b.has_shape({out_a.size(0), out_a.size(1), out_a.size(2)})) return false;
+bool accept_parts(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
+                  const TensorView& lse_b) {
+  if (out_a.dim != 3 || out_a.dtype > DType::float16) return false;
   for (const TensorView* lse : {&lse_a, &lse_b})
     if (!lse->is(DType::float32) || !lse->has_shape({out_a.size(1), out_a.size(0)})) return false;
-  const auto part = [](const TensorView& out, const TensorView& lse) {
-    return MergeStates::Part{out.data(),
-                             out.stride(0),
-                             out.stride(1),
-                             out.stride(2),
-                             static_cast<const float*>(lse.data()),
-                             lse.stride(0),
-                             lse.stride(1)};
-  };
-  s.dtype = out_a.dtype;
-  s.total_q = out_a.size(0);
-  s.num_heads = out_a.size(1);
-  s.head_dim_v = out_a.size(2);
-  s.a = part(out_a, lse_a);
-  s.b = part(out_b, lse_b);
-  return true;
+  return out_b.dtype == out_a.dtype &&
+         out_b.has_shape({out_a.size(0), out_a.size(1), out_a.size(2)});
+}
+
+MergeStates::Part part_of(const TensorView& out, const TensorView& lse) {
+  return {out.data(),
+          out.stride(0),
+          out.stride(1),
+          out.stride(2),
+          static_cast<const float*>(lse.data()),
+          lse ? lse.stride(0) : 0,
+          lse ? lse.stride(1) : 0};
+}
+
+// Calls f(begin, end) for pieces of the tokens.
+template <class Function>
+void run_tokens(int64_t total_q, int64_t row, const Function& f) {
+  const int64_t tokens = row >= 32768 ? 1 : 32768 / (row + 1);  // of one task
+  const int64_t count = (total_q + tokens - 1) / tokens;
+  run_tasks(count, count > 1 ? torch::stable::get_num_threads() : 1, [&](int64_t i) {
+    f(i * tokens, std::min((i + 1) * tokens, total_q));
+    return true;
+  });
 }
 
 void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
   Arguments next("merge_states", stack, num_args);
   const TensorView out_a = next.tensor(), lse_a = next.tensor();
   const TensorView out_b = next.tensor(), lse_b = next.tensor();
-  MergeStates call = {};
-  if (next.recorded(next.on_cpu() && accept(out_a, lse_a, out_b, lse_b, call), 2)) return;
+  if (next.recorded(next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
+  MergeStates call = {out_a.dtype,           out_a.size(0),         out_a.size(1), out_a.size(2),
+                      part_of(out_a, lse_a), part_of(out_b, lse_b), nullptr,       nullptr};
   Tensor out = empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype);
   Tensor lse = empty_tensor({call.num_heads, call.total_q}, DType::float32);
   call.out = out.mutable_data_ptr();
   call.lse = static_cast<float*>(lse.mutable_data_ptr());
-  const Kernels& isa = kernels();
-  const int64_t row = call.num_heads * call.head_dim_v;
-  const int64_t tokens = row >= 32768 ? 1 : 32768 / (row + 1);  // of one task
-  const int64_t count = (call.total_q + tokens - 1) / tokens;
-  run_tasks(count, count > 1 ? torch::stable::get_num_threads() : 1, [&](int64_t i) {
-    const int64_t end = (i + 1) * tokens;
-    isa.merge_states(call, i * tokens, end < call.total_q ? end : call.total_q);
-    return true;
-  });
+  run_tokens(call.total_q, call.num_heads * call.head_dim_v,
+             [&](int64_t begin, int64_t end) { kernels().merge_states(call, begin, end); });
   return_tensors(stack, {out, lse});
+}
+
+void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("merge_states_backward", stack, num_args);
+  const TensorView dout = next.tensor(), dlse = next.optional_tensor();
+  const TensorView out_a = next.tensor(), lse_a = next.tensor();
+  const TensorView out_b = next.tensor(), lse_b = next.tensor();
+  const TensorView out = next.tensor(), softmax_lse = next.tensor();
+  bool accepted = next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b) &&
+                  accept_parts(out_a, softmax_lse, out, softmax_lse) &&
+                  accept_parts(out_a, dlse ? dlse : softmax_lse, dout, softmax_lse);
+  if (next.recorded(accepted, 4)) return;
+  MergeStatesBackward call = {out_a.dtype,
+                              out_a.size(0),
+                              out_a.size(1),
+                              out_a.size(2),
+                              part_of(dout, dlse),
+                              part_of(out, softmax_lse),
+                              {{part_of(out_a, lse_a)}, {part_of(out_b, lse_b)}}};
+  std::vector<Tensor> results;
+  for (MergeStatesBackward::Part& part : call.parts) {
+    results.push_back(
+        empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype));
+    part.dout = results.back().mutable_data_ptr();
+    results.push_back(empty_tensor({call.num_heads, call.total_q}, DType::float32));
+    part.dlse = static_cast<float*>(results.back().mutable_data_ptr());
+  }
+  run_tokens(call.total_q, 3 * call.num_heads * call.head_dim_v, [&](int64_t begin, int64_t end) {
+    kernels().merge_states_backward(call, begin, end);
+  });
+  return_tensors(stack, {results[0], results[1], results[2], results[3]});
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) { m.impl("merge_states", &merge_states); }
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
+  m.impl("merge_states", &merge_states);
+  m.impl("merge_states_backward", &merge_states_backward);
+}

@@ -72,3 +72,374 @@ def test_some_of_the_inputs(names, reference_backward, monkeypatch):
     found = gradients(torch_paged_attn.flash_varlen, args, asked)
     assert masks == [tuple(name in names for name in INPUTS)]
     assert_same(found, gradients(reference.flash_varlen, args, asked))
+
+
+@pytest.mark.parametrize("which", ["out", "lse"])
+def test_one_result_alone(which):
+    _, args, leaves = case()
+
+    def loss(function):
+        out, lse = function(**args)
+        return out.sum() if which == "out" else torch.where(lse > float("-inf"), lse, 0.0).sum()
+
+    found, wanted = (
+        torch.autograd.grad(loss(f), list(leaves.values()), materialize_grads=True)
+        for f in (torch_paged_attn.flash_varlen, reference.flash_varlen)
+    )
+    assert_same(found, wanted)
+
+
+def test_slices_of_a_fused_projection():
+    """Gradients are contiguous, whatever the strides of the inputs."""
+    torch.manual_seed(0)
+    fused = torch.randn(6, 8, 16).requires_grad_()
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    def gradient(function):
+        q, k, v = fused.split([4, 2, 2], dim=1)
+        return torch.autograd.grad(loss_of(*function(q, k, v, bounds, causal=True)), fused)
+
+    assert_same(gradient(torch_paged_attn.flash_varlen), gradient(reference.flash_varlen))
+
+
+def test_values_that_are_a_part_of_the_keys():
+    torch.manual_seed(0)
+    latent = torch.randn(6, 1, 16).requires_grad_()
+    q, bounds = torch.randn(6, 4, 16), torch.tensor([0, 6], dtype=torch.int32)
+
+    def gradient(function):
+        return torch.autograd.grad(loss_of(*function(q, latent, latent[..., :8], bounds)), latent)
+
+    assert_same(gradient(torch_paged_attn.flash_varlen), gradient(reference.flash_varlen))
+
+
+def positional(op, args):
+    """The call as `opcheck` wants it: tensors and hints in order, options by name."""
+    overload = getattr(torch.ops.paged_attn, op).default
+    args = {"cu_seqlens_k": None, "max_seqlen_q": 7, "max_seqlen_k": 9} | args
+    order = [a.name for a in overload._schema.arguments if not a.kwarg_only]
+    return overload, tuple(args.pop(name, None) for name in order), args
+
+
+@pytest.mark.parametrize("changes", [{}, SPARSE], ids=["flash_varlen", "blocksparse"])
+def test_opcheck(changes):
+    op, args, _ = case(**changes)
+    torch.library.opcheck(*positional(op, args))
+
+
+@pytest.mark.parametrize("changes", [{}, SPARSE], ids=["flash_varlen", "blocksparse"])
+def test_opcheck_of_the_backward(changes):
+    op, args, _ = case(**changes)
+    args = {n: x.detach() if is_float(x) else x for n, x in args.items()}
+    args.pop("out_dtype")
+    out, lse = getattr(torch_paged_attn, op)(**args)
+    args |= {"dout": torch.randn(out.shape), "dlse": None, "out": out, "softmax_lse": lse}
+    for mask in ([True] * 5, [False, True, False, False, True]):
+        torch.library.opcheck(*positional(f"{op}_backward", args | {"output_mask": mask}))
+
+
+def test_opcheck_of_merged_states():
+    out, lse = torch.randn(3, 2, 4).requires_grad_(), torch.randn(2, 3).requires_grad_()
+    parts = out, lse, out.detach() + 1, lse.detach() - 1
+    torch.library.opcheck(torch.ops.paged_attn.merge_states.default, parts)
+    parts = tuple(x.detach() for x in parts)
+    merged = torch_paged_attn.merge_states(*parts)
+    given = (torch.randn(3, 2, 4), torch.randn(2, 3), *parts, *merged)
+    torch.library.opcheck(torch.ops.paged_attn.merge_states_backward.default, given)
+
+
+class Graphs:
+    """A compiler that runs graphs as they are and keeps the names of their operators."""
+
+    def __init__(self, partition=None):
+        self.forward, self.backward = [], []
+        self.partition = partition
+
+    def keep(self, names):
+        def compiler(graph, _):
+            names.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+            return graph.forward
+
+        return compiler
+
+    def compile(self, function, **options):
+        from functorch.compile import min_cut_rematerialization_partition
+        from torch._dynamo.backends.common import aot_autograd
+
+        torch._dynamo.reset()
+        backend = aot_autograd(
+            fw_compiler=self.keep(self.forward),
+            bw_compiler=self.keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+    def count(self, op):
+        """How often an operator stands in the forward graph, and in the backward's."""
+        target = f"paged_attn.{op}.default"
+        assert len(self.forward) == len(self.backward) == 1
+        return self.forward[0].count(target), self.backward[0].count(target)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("changes", [{}, SPARSE], ids=["flash_varlen", "blocksparse"])
+def test_compiled(changes, dynamic):
+    op, args, leaves = case(**changes)
+    graphs = Graphs()
+
+    def attend(**args):
+        return getattr(torch_paged_attn, op)(**args | {"q": args["q"] * 1.0})
+
+    found = gradients(graphs.compile(attend, dynamic=dynamic), args, leaves)
+    assert_same(found, gradients(getattr(reference, op), args, leaves))
+    assert graphs.count(op) == (1, 0) and graphs.count(f"{op}_backward") == (0, 1)
+
+
+def test_compiled_once_for_batches_of_any_size():
+    graphs = Graphs()
+    compiled = graphs.compile(torch_paged_attn.flash_varlen, dynamic=True)
+    # no two sizes of the first batch are equal by chance: dynamo would take them for one symbol
+    sizes = {"num_heads": 10, "num_kv_heads": 5, "head_dim": 16, "head_dim_v": 16, "bias": ""}
+    for seqs in (SEQS, ((7, 1), (2, 2), (9, 0), (3, 30)), ((2, 1), (4, 0))):
+        _, args, leaves = case(seqs=seqs, **sizes)
+        found = gradients(compiled, args, leaves)
+        assert_same(found, gradients(reference.flash_varlen, args, leaves))
+        assert graphs.count("flash_varlen_backward") == (0, 1)
+
+
+def test_a_graph_without_gradients_has_no_backward():
+    graphs = Graphs()
+    _, args, _ = case()
+    compiled = graphs.compile(torch_paged_attn.flash_varlen)
+    with torch.no_grad():
+        compiled(**args)
+    assert "paged_attn.flash_varlen.default" in graphs.forward[0] and not graphs.backward
+
+
+def policy_of(policy):
+    """Contexts of selective checkpointing that save attention, or compute it again."""
+    from torch.utils import checkpoint
+
+    def decide(_context, op, *_args, **_kwargs):
+        is_ours = op is torch.ops.paged_attn.flash_varlen.default
+        return policy if is_ours else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    return lambda: checkpoint.create_selective_checkpoint_contexts(decide)
+
+
+def checkpointed(context_fn=None):
+    from torch.utils.checkpoint import checkpoint
+
+    options = {} if context_fn is None else {"context_fn": context_fn}
+
+    def block(**args):
+        out, lse = torch_paged_attn.flash_varlen(**args)
+        return out * 1.0, lse * 1.0
+
+    return lambda **args: checkpoint(block, use_reentrant=False, **options, **args)
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often an operator ran."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.count = op, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.op
+        return func(*args, **(kwargs or {}))
+
+
+POLICIES = {"MUST_SAVE": 1, "PREFER_RECOMPUTE": 2}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_selective_checkpointing(policy):
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    _, args, leaves = case()
+    context = policy_of(CheckpointPolicy[policy])
+    with Calls(torch.ops.paged_attn.flash_varlen.default) as calls:
+        found = gradients(checkpointed(context), args, leaves)
+    assert calls.count == POLICIES[policy]
+    assert_same(found, gradients(reference.flash_varlen, args, leaves))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_selective_checkpointing_compiled(policy):
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    _, args, leaves = case()
+    graphs = Graphs()
+    compiled = graphs.compile(checkpointed(policy_of(CheckpointPolicy[policy])))
+    found = gradients(compiled, args, leaves)
+    assert_same(found, gradients(reference.flash_varlen, args, leaves))
+    assert graphs.count("flash_varlen") == (1, POLICIES[policy] - 1)
+    assert graphs.count("flash_varlen_backward") == (0, 1)
+
+
+def test_checkpointing():
+    """Computing again stops as soon as all is there: an exception that passes a kernel in C++."""
+    _, args, leaves = case()
+    found = gradients(checkpointed(), args, leaves)
+    assert_same(found, gradients(reference.flash_varlen, args, leaves))
+
+
+def test_what_is_saved():
+    """The inputs and the results, and nothing else: hooks may keep them elsewhere."""
+    _, args, leaves = case()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out, lse = torch_paged_attn.flash_varlen(**args)
+    kept = {x.data_ptr() for x in saved if x.numel()}
+    given = [x for x in args.values() if isinstance(x, torch.Tensor)]
+    assert kept == {x.data_ptr() for x in (*given, out, lse)} and len(saved) == len(kept)
+    with torch.autograd.graph.save_on_cpu():
+        found = gradients(torch_paged_attn.flash_varlen, args, leaves)
+    assert_same(found, gradients(reference.flash_varlen, args, leaves))
+
+
+def test_an_exception_of_a_hook_passes():
+    class Full(Exception):
+        pass
+
+    def pack(_):
+        raise Full("no room")
+
+    _, args, _ = case()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        pytest.raises(Full, match="no room"),
+    ):
+        torch_paged_attn.flash_varlen(**args)
+
+
+def test_an_input_that_is_written_before_the_backward_is_seen():
+    _, args, leaves = case()
+    out, _ = torch_paged_attn.flash_varlen(**args)
+    with torch.no_grad():
+        leaves["k"].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_of_gradients_are_refused():
+    _, args, leaves = case()
+    out, _ = torch_paged_attn.flash_varlen(**args)
+    (dq,) = torch.autograd.grad(out.sum(), leaves["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^paged_attn::flash_varlen_backward: a gra"):
+        torch.autograd.grad(dq.square().sum(), leaves["q"])
+
+
+def loss_by_q(args, function):
+    return lambda q: loss_of(*function(**args | {"q": q}))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms():
+    from torch.func import grad, jacrev, vjp, vmap
+
+    _, args, leaves = case(seqs=((3, 2),))
+    args = {n: x.detach() if is_float(x) else x for n, x in args.items()}
+    ours, plain = (loss_by_q(args, m.flash_varlen) for m in (torch_paged_attn, reference))
+    q = args["q"]
+    batch = torch.stack([q, q * 2.0])
+    wanted = [torch.func.grad(plain)(x) for x in batch]
+    assert_same([grad(ours)(q)], wanted[:1])
+    assert_same([vjp(ours, q)[1](torch.tensor(1.0))[0]], wanted[:1])
+    assert_same([jacrev(ours)(q)], wanted[:1])
+    assert_same(vmap(grad(ours))(batch), wanted)
+    assert_same(grad(lambda x: vmap(ours)(x).sum())(batch), wanted)
+    with pytest.raises(NotImplementedError, match="a gradient of its results came"):
+        grad(lambda x: grad(ours)(x).sum())(q)
+    assert leaves.keys() == {"q", "k", "v", "attn_bias", "sinks"}
+
+
+def test_subclasses():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    _, args, leaves = case()
+    q = TwoTensor(leaves["q"].detach(), leaves["q"].detach() * 2.0).requires_grad_()
+    (dq,) = torch.autograd.grad(loss_of(*torch_paged_attn.flash_varlen(**args | {"q": q})), q)
+    for part, factor in ((dq.a, 1.0), (dq.b, 2.0)):
+        scaled = (leaves["q"].detach() * factor).requires_grad_()
+        wanted = gradients(reference.flash_varlen, args | {"q": scaled}, {"q": scaled})
+        assert_same([part], wanted)
+
+
+def test_plain_meta_tensors():
+    _, args, _ = case()
+    meta = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in args.items()}
+    meta |= {n: meta[n].detach().requires_grad_() for n in ("q", "k")}
+    out, _ = torch_paged_attn.flash_varlen(**meta)
+    dq, dk = torch.autograd.grad(out.sum(), (meta["q"], meta["k"]))
+    assert dq.shape == meta["q"].shape and dk.shape == meta["k"].shape
+
+
+def test_deterministic_is_passed_on(monkeypatch):
+    seen, answer = [], reference.flash_varlen_backward
+
+    def backward(*args, deterministic=True, **kwargs):
+        seen.append(deterministic)
+        return answer(*args, **kwargs)
+
+    monkeypatch.setattr(reference, "flash_varlen_backward", backward)
+    _, args, leaves = case()
+    for asked in (True, False):
+        loss = loss_of(*torch_paged_attn.flash_varlen(**args | {"deterministic": asked}))
+        torch.autograd.grad(loss, leaves["q"])
+    assert seen == [True, False]
+
+
+CASTS = {
+    "f32": (torch.float32, torch.bfloat16),
+    "other 16 bits": (torch.float16, torch.bfloat16),
+    "same": (torch.bfloat16, torch.bfloat16),
+    "to f16": (torch.float32, torch.float16),
+}
+
+
+@pytest.mark.parametrize("dtype, to", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("changes", [{}, SPARSE], ids=["flash_varlen", "blocksparse"])
+def test_autocast(changes, dtype, to):
+    """q, k and v are cast, and their gradients back; bias and sinks are left as they are."""
+    op, args, leaves = case(dtype=dtype, **changes)
+    args["attn_bias"] = leaves["attn_bias"] = args["attn_bias"].detach().float().requires_grad_()
+    function = getattr(torch_paged_attn, op)
+
+    def attend(**args):
+        with torch.autocast("cpu", to):
+            return function(**args)
+
+    out, _ = attend(**args)
+    cast = args | {name: args[name].to(to) for name in "qkv"}
+    assert out.dtype == to and torch.equal(out, function(**cast)[0])
+    found = gradients(attend, args, leaves)
+    assert [x.dtype for x in found] == [x.dtype for x in leaves.values()]
+    assert_same(found, gradients(function, cast, leaves))
+    graphs = Graphs()
+    compiled = gradients(graphs.compile(attend), args, leaves)
+    assert_same(compiled, found)
+    assert graphs.count(op) == (1, 0) and graphs.count(f"{op}_backward") == (0, 1)
+    # and the same call outside
+    assert function(**args)[0].dtype == dtype
+
+
+def test_autocast_leaves_caches_and_eight_bits_alone():
+    call = build(Problem("cached", SEQS, 4, 2, 8, page_size=4))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = call.run()
+        assert out.dtype == torch.float32
+        out, _ = call.run(q=call.args["q"].half())
+        assert out.dtype == torch.float32
+    call = build(Problem("eight bits", SEQS, 4, 2, 8, dtype=torch.float8_e4m3fn))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call.run()[0].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA", "XLA", "PrivateUse1"])
+def test_autocast_is_bound(key):
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for op in ("flash_varlen", "blocksparse"):
+        assert has(f"paged_attn::{op}", f"Autocast{key}")

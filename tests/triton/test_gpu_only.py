@@ -9,6 +9,7 @@ import torch
 
 import torch_paged_attn
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
+from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -177,7 +178,7 @@ def test_threads_that_call_with_sizes_of_their_own_get_their_results(monkeypatch
     assert not failures
 
 
-def test_streams_give_their_counters_back():
+def test_streams_give_their_scratch_memory_back():
     call = decode(4, 2000).to("cuda")
     call.run()
     launch_cache.clear()
@@ -188,9 +189,9 @@ def test_streams_give_their_counters_back():
             with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
                 call.run()
     torch.cuda.synchronize()
-    assert 0 < len(workspace._counters) <= workspace.MOST_STREAMS
+    assert 0 < len(workspace._scratch) <= workspace.MOST_STREAMS
     launch_cache.clear()
-    assert len(workspace._counters) == 0
+    assert len(workspace._scratch) == 0
     assert torch.cuda.memory_allocated() <= before
 
 
@@ -289,3 +290,66 @@ def test_caches_past_two_to_the_31_elements(run):
     args["block_table"] = torch.where(used, pages + far, pages).cuda()
     assert args["k"].numel() > 2**31
     assert_accurate(*run(dataclasses.replace(call, args=args)), truth)
+
+
+def kvcache_step(batch, pages=8, page_size=16, heads=8, kv_heads=2, dim=64):
+    """Tensors of a decode step: q, caches, new keys and values, lengths, table."""
+    g = torch.Generator("cuda").manual_seed(batch)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16)
+
+    caches = [randn(batch * pages, page_size, kv_heads, dim) for _ in range(2)]
+    table = torch.randperm(batch * pages, generator=g, device="cuda").view(batch, pages).int()
+    lengths = torch.arange(5, 5 + batch, device="cuda").int()
+    new = [randn(batch, 1, kv_heads, dim) for _ in range(2)]
+    return randn(batch, 1, heads, dim), *caches, *new, lengths, table
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_of_the_plans_of_earlier_ones_are_those_of_new_plans(mode):
+    """Lengths grow, new tokens differ, and two sizes take turns."""
+
+    def steps(forget):
+        outs = []
+        problems = [kvcache_step(3), kvcache_step(4)]
+        for i in range(6):
+            for q, k_cache, v_cache, k, v, lengths, table in problems:
+                forget()
+                out = flash_attn_with_kvcache(
+                    q + i, k_cache, v_cache, k * i, v + i, cache_seqlens=lengths + i,
+                    block_table=table, causal=True,
+                )  # fmt: skip
+                outs.append(out)
+        return [*outs, *(x for problem in problems for x in problem[1:3])]
+
+    with MODES[mode]():
+        wants, gots = steps(launch_cache.clear), steps(lambda: None)
+    assert all(map(torch.equal, gots, wants))
+
+
+def test_steps_on_streams_and_in_graphs():
+    q, k_cache, v_cache, k, v, lengths, table = kvcache_step(3)
+
+    def step():
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    want = step()
+    step()
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = step()
+        stream.synchronize()
+        assert torch.equal(got, want) and torch.equal(step(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    launch_cache.clear()
+    for i in range(2):
+        k.add_(i)
+        graph.replay()
+        assert torch.equal(captured, step())

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torch_paged_attn import environment
-from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
+from torch_paged_attn.backends.triton.runtime import guard, launch_cache, workspace
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 from torch_paged_attn.testing import Problem
@@ -56,7 +56,7 @@ OTHERS = {
 @pytest.mark.parametrize("guarded", [True, False])
 def test_other_tensors_get_a_plan_of_their_own(other, guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(launch_cache, "_TensorGuards", None)
+        monkeypatch.setattr(guard, "_TensorGuards", None)
     plans = Plans()
     for _ in range(3):
         assert plans.answer(inputs()) == 1
@@ -223,7 +223,7 @@ class Kernel:
 def known(monkeypatch):
     """Triton is the known one, and there is a GPU 0."""
     monkeypatch.setattr(launch_cache, "IS_KNOWN", True)
-    monkeypatch.setattr(launch_cache, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch_cache, "current_device", lambda: 0)
     monkeypatch.setattr(launch_cache, "current_stream", lambda device: STREAM + device)
     monkeypatch.setattr(launch_cache, "ready_kernel", Kernel.ready)
 
@@ -278,7 +278,7 @@ def test_what_a_kernel_is_compiled_for_is_the_key(name, known, monkeypatch):
     kernel = Kernel()
     some(kernel)(torch.zeros(4), (None,))
     if name == "device":
-        monkeypatch.setattr(launch_cache, "_current_device", lambda: 1)
+        monkeypatch.setattr(launch_cache, "current_device", lambda: 1)
     make, pointer = OTHER_LAUNCHES[name]
     make(kernel)(pointer(), (None,))
     assert len(kernel.by_triton) == 2
@@ -296,18 +296,41 @@ def test_every_launch_goes_through_triton_where_only_triton_knows_how(why, known
     assert len(kernel.by_triton) == 3 and not launch.is_ready
 
 
+class Maps:
+    def __init__(self, name):
+        self.name = name
+
+    def at(self, address):
+        return f"{self.name} at {address}"
+
+
 def test_a_tensor_map_is_described_once_and_only_so_many_are_kept(known, monkeypatch):
     monkeypatch.setattr(launch_cache, "MOST_MAPS", 2)
-    described = []
-    maps = [
-        types.SimpleNamespace(name=name, base=torch.zeros(1), block_shape=[8, 8], layout="swizzled")
-        for name in "abc"
-    ]
-    ready = ReadyKernel(print, (), lambda x, i: described.append((x.name, i)) or [x.name, i])
-    for a, b in ((0, 1), (0, 1), (2, 1), (0, 1)):
-        found = ready.addresses((maps[a], None, maps[b]))
-    assert described == [("a", 0), ("b", 1), ("c", 0), ("a", 0)]
-    assert found == ["a", 0, None, "b", 1]
+    described, a, b = [], Maps("a"), Maps("b")
+    ready = ReadyKernel(print, (), lambda x, i: described.append((x, i)) or [x, i])
+    for number, boxes, address in ((0, a, 16), (1, b, 16), (0, a, 16), (0, a, 32), (1, b, 16)):
+        found = ready.map_arguments(number, boxes, address)
+        assert found == [f"{boxes.name} at {address}", number]
+    assert described == [("a at 16", 0), ("b at 16", 1), ("a at 32", 0), ("b at 16", 1)]
+
+
+def test_pointers_become_addresses_and_tensor_maps_arguments(known):
+    x = torch.zeros(1)
+    tensor_map = types.SimpleNamespace(base=x, block_shape=[8, 8], layout="swizzled")
+    ready = ReadyKernel(print, (), lambda x, i: [f"map {i}"])
+    found = ready.addresses((tensor_map, None, x, (x, None), tensor_map))
+    assert found == ["map 0", None, x.data_ptr(), (x.data_ptr(), None), "map 1"]
+
+
+def test_a_launch_of_other_sizes_is_ready_if_numbers_are_as_short(known):
+    kernel, q = Kernel(), torch.zeros(4)
+    launch = some(kernel)
+    assert not launch.resized((4,), tokens=6).is_ready
+    launch(q, (None,))
+    resized = launch.resized((4,), tokens=6)
+    resized.start(q.data_ptr(), (None,))
+    assert kernel.by_launcher == [(4, 1, 1, STREAM, "fixed", q.data_ptr(), (None,), 6, 4, 64)]
+    assert not launch.resized((4,), tokens=2**31).is_ready
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (5, 2, 8)])
@@ -336,7 +359,7 @@ def launches(problems):
         found.append(((kernel.__name__, *own), theirs))
 
     JITFunction.run = note
-    launch_cache._current_device = lambda: 0
+    launch_cache.current_device = lambda: 0
     try:
         with cross_compile.elsewhere("sm90"):
             calls = [call() for call in cross_compile.CALLS.values()]

@@ -222,16 +222,17 @@ class Gate:
 
     def bump_versions(self, args: tuple[Any, ...]) -> None:
         """Tell autograd what a kernel writes through raw pointers."""
-        for i in self.written:
-            if args[i] is not None and not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
+        counted = [x for i in self.written if (x := args[i]) is not None and not x.is_inference()]
+        if counted:
+            torch.autograd.graph.increment_version(counted)
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A backend's function in Python, behind the gate."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            self.refuse_tangents(args)
-            if self.asking(args):
+            if forward_ad._current_level >= 0:
+                self.refuse_tangents(args)
+            if torch.is_grad_enabled() and self.asking(args):
                 return self.twin(*args, **kwargs)
             if self.written:
                 self.bump_versions(args)

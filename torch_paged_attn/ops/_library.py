@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_paged_attn import environment
+from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
@@ -31,10 +32,12 @@ def define(
     fake: Callable[..., Any],
     derivative: Derivative | None = None,
     composed: Callable[..., Any] | None = None,
+    autocast: bool = False,
 ) -> torch._ops.OpOverload:
     """Define one operator: schema, fake, gate for gradients, and the twin that explains refusals.
 
-    `composed` answers, in PyTorch's own operators, where a backend has no kernel.
+    `composed` answers, in PyTorch's own operators, where a backend has no kernel; `autocast` says
+    that q, k and v are cast under `torch.autocast`.
 
     `check` raises for metadata and options the contract forbids and reads no tensor value;
     `check_values` raises for what tensors hold. `<op>_error` runs both and answers with the text,
@@ -62,6 +65,8 @@ def define(
 
     if not name.endswith("_backward"):
         inline(name, LIBRARY)
+    if autocast:
+        bind_autocast(LIBRARY, name, (gate.op, gate.twin))
     if composed is not None:
         COMPOSED[name] = composed
     OPS[name] = check, check_values

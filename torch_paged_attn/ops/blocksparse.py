@@ -99,6 +99,7 @@ _blocksparse = define(
     check_values=check_values,
     fake=fake,
     derivative=AttentionDerivative("blocksparse"),
+    autocast=True,
 )
 
 

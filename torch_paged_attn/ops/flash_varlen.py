@@ -32,6 +32,7 @@ _flash_varlen = define(
     check_values=check_values,
     fake=fake,
     derivative=AttentionDerivative("flash_varlen"),
+    autocast=True,
 )
 
 _TENSORS = tensor_names("flash_varlen")

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 
 
@@ -18,6 +19,9 @@ class Cpu(Backend):
     def unsupported(self) -> str | None:
         """None when the kernels are loaded, else the reason why not."""
         return _load()
+
+    def unsupported_backward(self, call: AttentionCall) -> None:
+        """None: every call that has gradients has them here."""
 
 
 @functools.cache

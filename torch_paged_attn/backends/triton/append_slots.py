@@ -105,7 +105,9 @@ def append_slots(
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.append_slots`."""
-    tensors = cache_seqlens, block_table, cu_seqlens_k_new
+    tensors: tuple[Tensor, ...] = cache_seqlens, block_table
+    if cu_seqlens_k_new is not None:
+        tensors = *tensors, cu_seqlens_k_new
     options = {"page_size": page_size, "num_tokens": num_tokens}
     return launch_cache.call("append_slots", _plan, tensors, options)
 
@@ -113,7 +115,7 @@ def append_slots(
 def _plan(
     cache_seqlens: Tensor,
     block_table: Tensor,
-    cu_seqlens_k_new: Tensor | None,
+    cu_seqlens_k_new: Tensor | None = None,
     *,
     page_size: int,
     num_tokens: int,
@@ -124,6 +126,12 @@ def _plan(
     new_slots = Allocation((num_tokens,), torch.int64, device)
     new_lengths = Allocation((batch,), torch.int32, device)
     is_empty = num_tokens == 0 and batch == 0
+    has_bounds = cu_seqlens_k_new is not None
+
+    def pointers(given: tuple[Any, ...], slots: Any, lengths: Any) -> Pointers:
+        before, table, *bounds = given
+        return Pointers(before, table, bounds[0] if has_bounds else None, slots, lengths)
+
     launch = Launch(
         _append_slots_kernel,
         (triton.cdiv(max(num_tokens, batch), BLOCK),),
@@ -146,10 +154,9 @@ def _plan(
         if is_empty:
             return slots, lengths
         if launch.is_ready:
-            launch.start((*addresses, slots.data_ptr(), lengths.data_ptr()))
+            launch.start(pointers(addresses, slots.data_ptr(), lengths.data_ptr()))
         else:
-            before, table, bounds = tensors
-            launch(Pointers(before, table, bounds, slots, lengths))
+            launch(pointers(tensors, slots, lengths))
         return slots, lengths
 
     return run

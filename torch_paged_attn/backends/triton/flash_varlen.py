@@ -52,17 +52,17 @@ class AttentionOp:
         self._name, self._check = name, check
         self._call_of = getattr(AttentionCall, name)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
-        self._after_hints = len(listed) - self._hints - 2
+        self._most = len(listed) - 2
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
         if args[at] < 0 or args[at + 1] < 0:
             self._check(*args, **options)
-        rest = args[at + 2 :]
-        tensors = *args[:at], *rest, *(None,) * (self._after_hints - len(rest))
+        tensors = *args[:at], *args[at + 2 :]
         return launch_cache.call(self._name, self._plan, tensors, options)
 
     def _plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
+        tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)

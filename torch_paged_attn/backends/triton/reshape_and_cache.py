@@ -6,6 +6,7 @@ is found there then is that of the one that writes, so that memory nobody initia
 """
 
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,13 +176,12 @@ def _reshape_and_cache_kernel(
 
 def reshape_and_cache(*args: Any) -> None:
     """Arguments as in the op `reshape_and_cache`."""
-    launch_cache.call("reshape_and_cache", _plan, (*args, *(None,) * (6 - len(args))), {})
+    launch_cache.call("reshape_and_cache", _plan, args, {})
 
 
 def reshape_and_cache_split(*args: Any) -> None:
     """Arguments as in the op `reshape_and_cache.split`."""
-    tensors = *args, *(None,) * (7 - len(args))
-    launch_cache.call("reshape_and_cache.split", _plan_split, tensors, {})
+    launch_cache.call("reshape_and_cache.split", _plan_split, args, {})
 
 
 def _plan(
@@ -189,17 +189,16 @@ def _plan(
     value: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Plan:
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
     write = _plan_write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
     v_offset = kv_cache.stride(0) * kv_cache.itemsize
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> None:
-        key, value, kv_cache, *rest = tensors
-
         def halves() -> tuple[Any, ...]:
+            key, value, kv_cache, *rest = tensors
             return key, value, kv_cache[0], kv_cache[1], *rest
 
         key_address, value_address, k_address, *more = addresses
@@ -208,7 +207,16 @@ def _plan(
     return run
 
 
-def _plan_split(*tensors: Any) -> Plan:
+def _plan_split(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Plan:
+    tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
     check_split(*tensors)
     write = _plan_write(*tensors)
     return lambda tensors, addresses: write(lambda: tensors, addresses)
@@ -230,8 +238,9 @@ def _plan_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Callable[[Callable[[], tuple[Any, ...]], Any], None]:
-    """What writes into tensors like these. It asks for the tensors only if addresses will not do:
-    halves of a cache take longer to make than the rest of a call.
+    """What writes into tensors like these, of which those that are given come. It asks for the
+    tensors only if addresses will not do: halves of a cache take longer to make than the rest of a
+    call.
     """
     num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
     num_slots = k_cache.shape[0] * k_cache.shape[2]
@@ -280,19 +289,24 @@ def _plan_write(
         **is_dependent,
     )
 
+    tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    given = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
+    names = [*given, "claims", None]
+    pick = operator.itemgetter(*(names.index(x if x in names else None) for x in Pointers._fields))
+
     def write(tensors: Callable[[], tuple[Any, ...]], addresses: Any) -> None:
         claims = None if is_few else new_claims()
         if copy.is_ready:
             if claims is None:
-                copy.start((*addresses, None))
+                copy.start(pick((*addresses, None, None)))
             else:
                 claim.start(addresses[SLOTS], claims.data_ptr())
-                copy.start((*addresses, claims.data_ptr()))
+                copy.start(pick((*addresses, claims.data_ptr(), None)))
             return
-        *rows, slots, k_scale, v_scale = tensors()
+        found = Pointers(*pick((*tensors(), claims, None)))
         if claims is not None:
-            claim(slots, claims)
-        k_new, v_new, k_old, v_old = (as_stored(x, target)[0] for x in rows)
-        copy(Pointers(k_new, v_new, k_old, v_old, slots, k_scale, v_scale, claims))
+            claim(found.slots, claims)
+        rows = (as_stored(x, target)[0] for x in found[:SLOTS])
+        copy(Pointers(*rows, *found[SLOTS:]))
 
     return write

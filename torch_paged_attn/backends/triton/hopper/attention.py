@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Pointers, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import (
     number_of_entries,
@@ -315,13 +315,12 @@ def tile_options_of(options: Options) -> TileOptions:
 
 def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
     """Plan a call for which `unsupported` has no reason, and launch the kernels."""
-    tensors = call.tensors()
     plan = plan_attention(call, config)
-    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+    return plan(tuple(call.given_tensors().values()), None)
 
 
 def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list."""
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
     from torch_paged_attn.backends.triton.hopper.attention_kernel import (
         _hopper_attention_fwd_kernel,
     )
@@ -342,9 +341,11 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
         build_lists = plan_block_lists(layout, *shape, _key_bound(call), options.IS_CAUSAL)
         lists_per_head = number_of_lists(layout, shape[0], _key_bound(call))
     q_boxes, k_boxes, v_boxes, out_boxes = boxes_of(call, results[0], options)
-    names = tensor_names(call.op)
-    pick = operator.itemgetter(*(names.index(name) for name in READ_BY_ADDRESS))
-    pick_layout = operator.itemgetter(*(names.index(n) for n in LAYOUT)) if layout else None
+    # what is not given is the None behind the tensors
+    names = list(call.given_tensors())
+    places = {name: i for i, name in enumerate(names)}
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
+    pick_layout = operator.itemgetter(*(places[name] for name in LAYOUT)) if layout else None
     launch = Launch(
         _hopper_attention_fwd_kernel,
         (grid_of(call, options),),
@@ -356,18 +357,30 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        q, k, v = tensors[:3]
-        cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, sinks = pick(tensors)
+        *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
         entries = spans = None
         if build_lists is not None and pick_layout is not None:
             entries, spans = build_lists(*pick_layout(tensors))
-        tile_list = list_tiles(Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k))
-        launch(
-            q_boxes.at(q.data_ptr()),
-            k_boxes.at(k.data_ptr()),
-            v_boxes.at(v.data_ptr()),
-            out_boxes.at(out.data_ptr()),
-            Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks),
+        if not launch.is_ready or addresses is None:
+            q, k, v = tensors[:3]
+            tile_list = list_tiles(Lengths(*lengths))
+            launch(
+                q_boxes.at(q.data_ptr()),
+                k_boxes.at(k.data_ptr()),
+                v_boxes.at(v.data_ptr()),
+                out_boxes.at(out.data_ptr()),
+                Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks),
+            )
+            return out, lse
+        *starts, table, slopes, sink = pick((*addresses, None))
+        tile_list, boxes_at = list_tiles(Lengths(*lengths), tuple(starts)), launch.map_arguments
+        lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
+        launch.start(
+            *boxes_at(0, q_boxes, addresses[0]),
+            *boxes_at(1, k_boxes, addresses[1]),
+            *boxes_at(2, v_boxes, addresses[2]),
+            *boxes_at(3, out_boxes, out.data_ptr()),
+            (lse.data_ptr(), tile_list.data_ptr(), table, *lists, slopes, sink),
         )
         return out, lse
 

@@ -6,7 +6,7 @@ with more work, and that of equal ones before it, both counted from the lengths 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -139,8 +139,9 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
 
 def plan_tile_list(
     batch: int, total_q: int, max_keys: int, options: TileOptions, device: torch.device
-) -> Callable[[Lengths], Tensor]:
-    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device.
+) -> Callable[..., Tensor]:
+    """What lists the tiles of `batch` sequences of up to `max_keys` keys, on the device: it takes
+    `Lengths`, and their addresses if they are known.
 
     A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
     its first token, the sequence's first row and length, its first key and number of keys, and the
@@ -158,9 +159,12 @@ def plan_tile_list(
         num_warps=4,
     )
 
-    def list_tiles(lengths: Lengths) -> Tensor:
+    def list_tiles(lengths: Lengths, addresses: tuple[Any, ...] | None = None) -> Tensor:
         tile_list = new_list()
-        launch(tile_list, lengths)
+        if launch.is_ready and addresses is not None:
+            launch.start(tile_list.data_ptr(), addresses)
+        else:
+            launch(tile_list, lengths)
         return tile_list
 
     return list_tiles

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable import arguments
 from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.portable.formats import formats_of
@@ -19,15 +19,20 @@ from torch_paged_attn.backends.triton.portable.graph_kernel import (
     node_arguments,
 )
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan
-from torch_paged_attn.backends.triton.portable.tiles import choose_tiles, key_bound, traits_of
+from torch_paged_attn.backends.triton.portable.tiles import (
+    Tiles,
+    choose_tiles,
+    key_bound,
+    traits_of,
+)
 from torch_paged_attn.backends.triton.runtime.launch import (
     dependent_launch,
     is_traced,
     only_read,
 )
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import target_of
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation, zeroed_counters
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
+from torch_paged_attn.backends.triton.runtime.target import Target, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import Config
 
 # what the kernel's pointers are called in the list of arguments, where the names differ
@@ -44,77 +49,121 @@ def attend(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
-    tensors = call.tensors()
     plan = plan_attention(call, config=config, splits=splits)
-    return plan(tuple(tensors[name] for name in tensor_names(call.op)), None)
+    return plan(tuple(call.given_tensors().values()), None)
 
 
 def plan_attention(
     call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
 ) -> Plan:
-    """A plan for the tensors of calls like this one, in the order of the op's list."""
-    target, device = target_of(call.q.device), call.q.device
-    results = call.new_results()
-    new_out, new_lse = map(Allocation.like, results)
+    """A plan for the given tensors of calls like this one, in the order of the op's list."""
     if call.total_q == 0:
+        new_out, new_lse = map(Allocation.like, call.new_results())
         return lambda tensors, addresses: (new_out(), new_lse())
-    traits = traits_of(call, target)
-    tiles = choose_tiles(traits, call.total_q, call.batch, key_bound(call), config, splits)
-    formats = formats_of(call, target, tiles.is_paired)
-    new_parts = Allocation((tiles.part_elements(call.head_dim_v),), torch.float32, device)
-    is_split, num_programs = tiles.is_split, tiles.num_programs
+    kind = kind_of(call, Kind)
+    tiles = choose_tiles(kind.traits, call.total_q, call.batch, key_bound(call), config, splits)
+    return kind.plan(call, tiles)
 
-    pointers = arguments.pointers(call, formats, target, results, (None, None))
-    stored = arguments.Pointers(*(x if x is None else x.dtype for x in pointers))
-    pick = _picker(call.op, pointers)
-    strides, sizes = arguments.strides(call, pointers), arguments.sizes(call)
-    scalars = arguments.scalars(call, formats, tiles)
-    options = arguments.options(call, formats, tiles, target)
-    of_compiler = arguments.compiler_options(tiles, target)
-    launch = Launch(
-        _attention_fwd_kernel,
-        tiles.grid,
-        strides=strides,
-        scalars=scalars,
-        **sizes._asdict(),
-        OPTIONS=options,
-        **dependent_launch(target.overlaps_launches),
-        **of_compiler,
-    )
 
-    def launch_in_graph(pointers: arguments.Pointers) -> None:
+class Kind:
+    """What calls share that differ in sizes alone."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.target, self.device = target_of(call.q.device), call.q.device
+        self.traits = traits_of(call, self.target)
+        # by what of the tiles a kernel is compiled for
+        self._launches: dict[tuple[Any, ...], LaunchKind] = {}
+
+    def plan(self, call: AttentionCall, tiles: Tiles) -> Plan:
+        """The plan for a call of this kind."""
+        kind, sizes = self._launches.get(key := tiles.of_kernel()), arguments.sizes(call)
+        if kind is None:
+            kind = self._launches[key] = LaunchKind(call, tiles, self.target)
+            launch = kind.launch
+        else:
+            launch = kind.launch.resized(tiles.grid, **sizes._asdict())
+        new_out, new_lse = kind.results(call.total_q)
+        scratch = None
+        if tiles.is_split:
+            sizes_of_scratch = tiles.part_elements(call.head_dim_v), tiles.num_programs
+            scratch = ScratchOf(*sizes_of_scratch, self.device)
+        pick = kind.pick
+
+        def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+            out, lse = new_out(), new_lse()
+            held = None if scratch is None else scratch()
+            if launch.is_ready:
+                shared = (None, None) if held is None else held.addresses
+                launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *shared, None)))
+                return out, lse
+            memory = (None, None) if held is None else (held.parts, held.counters)
+            pointers = kind.pointers((*tensors, out, lse, *memory, None))
+            if is_traced():
+                kind.launch_in_graph(pointers, tiles.grid, sizes)
+            else:
+                launch(pointers)
+            return out, lse
+
+        return run
+
+
+class LaunchKind:
+    """What launches share that differ in sizes and grid alone. `launch` is that of the call that it
+    is made for.
+    """
+
+    def __init__(self, call: AttentionCall, tiles: Tiles, target: Target) -> None:
+        formats = formats_of(call, target, tiles.is_paired)
+        out, lse = call.new_results()
+        pointers = arguments.pointers(call, formats, target, (out, lse), (None, None))
+        self._out_shape, self._num_heads = out.shape[1:], call.num_heads
+        self._out_dtype, self._device = out.dtype, call.q.device
+        self._stored = [x if x is None else x.dtype for x in pointers]
+        self.pick = _picker(list(call.given_tensors()), pointers)
+        self._strides = arguments.strides(call, pointers)
+        self._scalars = arguments.scalars(call, formats, tiles)
+        self._options = arguments.options(call, formats, tiles, target)
+        self._of_compiler = arguments.compiler_options(tiles, target)
+        self.launch = Launch(
+            _attention_fwd_kernel,
+            tiles.grid,
+            strides=self._strides,
+            scalars=self._scalars,
+            **arguments.sizes(call)._asdict(),
+            OPTIONS=self._options,
+            **dependent_launch(target.overlaps_launches),
+            **self._of_compiler,
+        )
+
+    def results(self, total_q: int) -> tuple[Allocation, Allocation]:
+        """`out` and `softmax_lse` of so many queries."""
+        return (
+            Allocation((total_q, *self._out_shape), self._out_dtype, self._device),
+            Allocation((self._num_heads, total_q), torch.float32, self._device),
+        )
+
+    def pointers(self, tensors: tuple[Any, ...]) -> arguments.Pointers:
+        """The kernel's, as it reads what is stored, out of the plan's tensors."""
+        picked = zip(self.pick(tensors), self._stored, strict=True)
+        views = [x if t is None or t == x.dtype else x.view(t) for x, t in picked]
+        return arguments.Pointers(*views)
+
+    def launch_in_graph(
+        self, pointers: arguments.Pointers, grid: tuple[int, ...], sizes: arguments.Sizes
+    ) -> None:
+        """Launch as a node of the graph that is being traced."""
         lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
         copies = only_read(*(getattr(pointers, name) for name in lengths))
         pointers = pointers._replace(**dict(zip(lengths, copies, strict=True)))
-        node = node_arguments(pointers, strides, sizes, scalars, options)
-        Launch(_graph_attention_fwd_kernel, tiles.grid, **node, **of_compiler)()
-
-    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
-        parts: Any = None
-        counters: Any = None
-        if is_split:
-            parts, counters = new_parts(), zeroed_counters(num_programs, device)
-        if launch.is_ready:
-            scratch = (parts.data_ptr(), counters.data_ptr()) if is_split else (None, None)
-            launch.start(pick((*addresses, out.data_ptr(), lse.data_ptr(), *scratch, None)))
-            return out, lse
-        picked = zip(pick((*tensors, out, lse, parts, counters, None)), stored, strict=True)
-        pointers = arguments.Pointers(
-            *(x if t is None or t == x.dtype else x.view(t) for x, t in picked)
-        )
-        if is_traced():
-            launch_in_graph(pointers)
-        else:
-            launch(pointers)
-        return out, lse
-
-    return run
+        node = node_arguments(pointers, self._strides, sizes, self._scalars, self._options)
+        Launch(_graph_attention_fwd_kernel, grid, **node, **self._of_compiler)()
 
 
-def _picker(op: str, pointers: arguments.Pointers) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Picks the kernel's pointers out of the op's tensors, results, scratch memory and None."""
-    names = [*tensor_names(op), "out", "lse", "parts", "counters", None]
+def _picker(
+    given: list[str], pointers: arguments.Pointers
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Picks the kernel's pointers out of the given tensors, results, scratch memory and None."""
+    names = [*given, "out", "lse", "parts", "counters", None]
     made = ("parts", "counters")
     sources = [
         ARGUMENTS.get(name, name) if name in made or x is not None else None

@@ -7,6 +7,7 @@ looks at no tensor and keeps what it has chosen.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -117,6 +118,13 @@ class Tiles:
     fixed_units: int  # or so many; 0 where all programs get the same
     search_width: int
     is_one_look: bool
+
+    def of_kernel(self) -> tuple[Any, ...]:
+        """All but the grid."""
+        return (
+            self.config, self.pack, self.tokens, self.block_n, self.gap, self.is_paired,
+            self.is_split, self.min_units, self.fixed_units, self.search_width, self.is_one_look,
+        )  # fmt: skip
 
     @property
     def part_rows(self) -> int:

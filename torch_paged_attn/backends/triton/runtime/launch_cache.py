@@ -1,11 +1,13 @@
 """What calls and launches like earlier ones need not work out again.
 
-Below the dispatcher, which has dealt with modes, subclasses and gradients. Two caches, each with an
-explicit key and a bound:
+Below the dispatcher, which has dealt with modes, subclasses and gradients. Three caches, each with
+an explicit key and a bound:
 
 - A *plan* does all of a call that depends on no value and no address: `make_plan` checks the call
   and chooses tiles, grids and numbers, once for all layers of a step. Its key is what the tensors
-  are (`described`), the options, and what of the environment a plan depends on.
+  are (`described`), the options, and what of the environment a plan depends on. The plans of the
+  last calls are found without it, by a guard.
+- A *kind* is what plans share for calls that differ in sizes alone.
 - A *kernel* is ready to start: Triton's own launcher and the constants that it takes. Its key is
   what the kernel is compiled for (`compiled_for`), in which no number of tokens, sequences or pages
   has a place. So the first layer of a step of a new size makes a plan, but looks up no kernel in
@@ -16,10 +18,8 @@ kernels that need scratch memory of Triton's, every launch is Triton's `kernel[g
 """
 
 import contextlib
-import functools
 import inspect
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,19 +27,27 @@ import triton
 from torch import Tensor
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
+from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 
+# plans of an op that a call looks at first: those of layers that alternate, and of prefill
+MOST_RECENT = 4
 MOST_PLANS = 1024
+MOST_KINDS = 256
 MOST_KERNELS = 512
 # tensor maps of a kernel
 MOST_MAPS = 1024
 
-# makes a call's results, of the tensors it was planned for or others like them and of their
-# addresses, which a graph does not know
+# tensors whose first dimension is a size of the call
+SIZED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+
+# makes a call's results, of the tensors that are given, those it was planned for or others like
+# them, and of their addresses, which a graph does not know (None)
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
 # the Triton whose launcher `ready_kernel` knows
@@ -50,23 +58,31 @@ IS_KNOWN = (
 # how many modes such as torch.set_default_device's are on: they see every look at a tensor
 _function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-# what code that torch.compile writes compares its inputs with
-_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 _plans = LRU(MOST_PLANS)
+_kinds = LRU(MOST_KINDS)
 _kernels = LRU(MOST_KERNELS)
-# by op: that of the last call, mostly that of the next layer
-_last: dict[str, "Planned"] = {}
+# by op, those of the last calls first
+_recent: dict[str, tuple[tuple[Guard, Plan], ...]] = {}
 
 
 def clear() -> None:
     """Drop all plans and kernels, and the memory that streams hold."""
-    _last.clear()
+    _recent.clear()
     _plans.clear()
+    _kinds.clear()
     _kernels.clear()
     workspace.clear()
+
+
+class Planned:
+    """A plan, and a guard that tells faster than a key whether a call fits."""
+
+    __slots__ = ("guard", "plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.guard: Guard | None = None
 
 
 def call(
@@ -78,10 +94,7 @@ def call(
     """The results of an op: of the plan for calls like this one, if there is one, else of
     `make_plan(*tensors, **options)`.
     """
-    if is_traced():
-        plan = make_plan(*tensors, **options)
-        return plan if plan is NotImplemented else plan(tensors, None)
-    if _function_modes():
+    if _function_modes() and not is_traced():
         with _without_function_modes():
             return _call(op, make_plan, tensors, options)
     return _call(op, make_plan, tensors, options)
@@ -93,80 +106,79 @@ def _call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
+    # what is traced has types of its own, which no guard knows
+    for guard, plan in _recent.get(op, ()):
+        if (found := guard.match(tensors, options)) is not None:
+            return plan(*found)
+    if is_traced():
+        plan = make_plan(*tensors, **options)
+        return plan if plan is NotImplemented else plan(given(tensors), None)
     first = tensors[0]
-    if first is not None and first.is_cuda and first.get_device() != _current_device():
+    if first is not None and first.is_cuda and first.get_device() != current_device():
         with torch.cuda.device(first.device):
             return _call(op, make_plan, tensors, options)
-    addresses = [x if x is None else x.data_ptr() for x in tensors]
-    settings = environment.BATCH_INVARIANT, assumed(), options
-    last = _last.get(op)
-    if last is not None and last.fits(tensors, addresses, settings):
-        return last.plan(tensors, addresses)
-    key = op, *settings[:2], *described(tensors, addresses), *options.items()
+    key = op, environment.BATCH_INVARIANT, assumed(), *described(tensors), *options.items()
     planned = _plans.get(key)
     if planned is None:
-        planned = Planned(make_plan(*tensors, **options), settings)
+        planned = Planned(make_plan(*tensors, **options))
         _plans.put(key, planned)
-    else:
-        if planned.guard is None or planned is last:
-            planned.guard = guard_against(tensors, addresses)
-        _last[op] = planned
-    return planned.plan(tensors, addresses)
+    _guard(op, planned, tensors, options)
+    present = given(tensors)
+    return planned.plan(present, [x.data_ptr() for x in present])
 
 
-# the types of all arguments, and what compares the tensors among them
-Guard = tuple[tuple[type, ...], Callable[..., bool]]
+def _guard(
+    op: str, planned: Planned, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
+) -> None:
+    """Have the next call of an op look at this plan first."""
+    guard = planned.guard
+    if guard is None or guard.match(tensors, options) is None:
+        if Guard.unsupported(tensors) is not None:
+            return
+        guard = planned.guard = Guard(tensors, options)
+    # another thread may be reading the tuple: it is never changed
+    others = [x for x in _recent.get(op, ()) if x[1] is not planned.plan]
+    _recent[op] = ((guard, planned.plan), *others[: MOST_RECENT - 1])
 
 
-class Planned:
-    """A plan, and a guard that tells faster than a key whether a call fits."""
-
-    __slots__ = ("_settings", "guard", "plan")
-
-    def __init__(self, plan: Plan, settings: tuple[Any, ...]) -> None:
-        self.plan, self._settings = plan, settings
-        self.guard: Guard | None = None
-
-    def fits(
-        self, tensors: tuple[Any, ...], addresses: list[Any], settings: tuple[Any, ...]
-    ) -> bool:
-        """Whether the plan is surely for a call. Where not, its key tells."""
-        if (guard := self.guard) is None or settings != self._settings:
-            return False
-        types, check = guard
-        is_like = tuple(map(type, tensors)) == types and _bits_of(addresses) & 15 == 0
-        return is_like and check(*[x for x in tensors if x is not None])
+def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Without what was not given."""
+    return tuple([x for x in tensors if x is not None])
 
 
-def guard_against(tensors: tuple[Any, ...], addresses: list[Any]) -> Guard | None:
-    """torch.compile's guard, which compares all tensors at once, and the modes that are on too.
-
-    None for tensors off multiples of 16 bytes, because `fits` looks at all addresses at once, and
-    where one tensor comes twice, which the guard refuses.
+def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> Any:
+    """What `make_kind` makes of a call that differs from this one in sizes alone: in numbers of
+    queries, keys, sequences and pages. It depends on none of these, and keeps no tensor.
     """
-    given = [x for x in tensors if x is not None]
-    is_off = _bits_of(addresses) & 15 != 0
-    if _TensorGuards is None or is_off or len(set(map(id, given))) < len(given):
-        return None
-    guards = _TensorGuards(
-        *given,
-        dynamic_dims_sizes=[list(x.shape) for x in given],
-        dynamic_dims_strides=[list(x.stride()) for x in given],
-    )
-    return tuple(map(type, tensors)), guards.check
+    if is_traced():
+        return make_kind(call)
+    tensors = [_kind_of_tensor(name, x) for name, x in call.given_tensors().items()]
+    options = [getattr(call, name) for name in option_names("flash_varlen")]
+    if (layout := call.layout) is not None:
+        options += layout.q_block_size, layout.k_block_size
+    key = make_kind, environment.BATCH_INVARIANT, assumed(), call.q.device, *tensors, *options
+    kind = _kinds.get(key)
+    if kind is None:
+        kind = make_kind(call)
+        _kinds.put(key, kind)
+    return kind
 
 
-def _bits_of(addresses: list[Any]) -> int:
-    return functools.reduce(operator.or_, filter(None, addresses), 0)
+def _kind_of_tensor(name: str, x: Tensor) -> tuple[Any, ...]:
+    offset = x.data_ptr() & 15
+    if name == "block_table":
+        return name, offset, x.stride(1)
+    shape = x.shape[1:] if name in SIZED else x.shape
+    return name, offset, x.dtype, shape, x.stride()
 
 
-def described(tensors: tuple[Any, ...], addresses: list[Any]) -> list[Any]:
+def described(tensors: tuple[Any, ...]) -> list[Any]:
     """Everything about tensors that a plan may depend on: all but values and addresses. Of an
     address it is only how far off it lies from a multiple of 16 bytes.
     """
     return [
-        None if x is None else (x.dtype, x.device, x.shape, x.stride(), address & 15)
-        for x, address in zip(tensors, addresses, strict=True)
+        None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() & 15)
+        for x in tensors
     ]
 
 
@@ -179,7 +191,7 @@ def compiled_for(
     """
     varying = {param.name for param in kernel.params if param.do_not_specialize}
     numbers = [(n, _bits(x) if n in varying else _exactly(x)) for n, x in options.items()]
-    return kernel, _current_device(), tuple([_kind(x) for x in pointers]), *numbers
+    return kernel, current_device(), tuple([_kind(x) for x in pointers]), *numbers
 
 
 def _kind(x: Any) -> Any:
@@ -199,6 +211,12 @@ def _bits(x: Any) -> Any:
     if type(x) is not int:
         return _exactly(x)
     return 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else "unsigned"
+
+
+def _are_short(numbers: Iterable[int | None]) -> bool:
+    """Whether all numbers have 32 bits."""
+    given = [x for x in numbers if x is not None]
+    return min(given) >= -(2**31) and max(given) < 2**31
 
 
 class Launch:
@@ -223,6 +241,11 @@ class Launch:
             *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
         )
 
+    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
+        """What `start` takes for the kernel's tensor map of that number: of such boxes, there."""
+        ready: Any = self._ready
+        return ready.map_arguments(number, boxes, address)
+
     def __call__(self, *pointers: Any) -> None:
         if self._ready is not None:
             self.start(*self._ready.addresses(pointers))
@@ -232,6 +255,23 @@ class Launch:
             self._make_ready(pointers)
         else:
             self._through_triton(pointers)
+
+    def resized(self, grid: tuple[int, ...], **sizes: Any) -> "Launch":
+        """A launch of another grid and other sizes, for which no kernel is compiled: if this one is
+        ready, so is that. Of the sizes the same are None.
+        """
+        launch = Launch(self.kernel, grid, **self.options | sizes)
+        before = [self.options[name] for name in sizes]
+        if self.is_ready and _are_short(before) and _are_short(sizes.values()):
+            launch._take(self._ready, len(self.kernel.arg_names) - len(self._constants))
+        return launch
+
+    def _take(self, ready: "ReadyKernel | None", num_pointers: int) -> None:
+        names = self.kernel.arg_names[num_pointers:]
+        self._constants = tuple([self.options[name] for name in names])
+        # in this order: another thread may look
+        self._ready = ready
+        self.is_ready = True
 
     def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
         return self.kernel[self.grid](*pointers, **self.options)
@@ -246,11 +286,7 @@ class Launch:
             if ready is None:
                 return
             _kernels.put(key, ready)
-        names = self.kernel.arg_names[len(pointers) :]
-        self._constants = tuple([self.options[name] for name in names])
-        # in this order: another thread may look
-        self._ready = ready
-        self.is_ready = True
+        self._take(ready, len(pointers))
         if not is_new:
             self(*pointers)
 
@@ -270,7 +306,7 @@ class ReadyKernel:
         describe_map: Callable[[Any, int], list[Any]],
     ) -> None:
         self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
-        self.device = _current_device()
+        self.device = current_device()
         self._maps = LRU(MOST_MAPS)
 
     def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
@@ -281,20 +317,19 @@ class ReadyKernel:
             if isinstance(x, tuple):
                 found.append(tuple([y if y is None else y.data_ptr() for y in x]))
             elif hasattr(x, "block_shape"):
-                found += self._map_arguments(x, maps)
+                found += self._describe_map(x, maps)
                 maps += 1
             else:
                 found.append(x if x is None else x.data_ptr())
         return found
 
-    def _map_arguments(self, tensor_map: Any, number: int) -> list[Any]:
-        # an entry keeps its map alive, so that no other one is found where it was
-        key = id(tensor_map), number
-        entry = self._maps.get(key)
-        if entry is None:
-            entry = tensor_map, self._describe_map(tensor_map, number)
-            self._maps.put(key, entry)
-        return entry[1]
+    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
+        """The launcher's arguments for the tensor map of such boxes at an address."""
+        found = self._maps.get(key := (number, boxes, address))
+        if found is None:
+            found = self._describe_map(boxes.at(address), number)
+            self._maps.put(key, found)
+        return found
 
 
 def ready_kernel(compiled: Any) -> ReadyKernel | None:

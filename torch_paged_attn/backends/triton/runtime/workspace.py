@@ -1,16 +1,18 @@
 """Memory that a call needs besides its arguments.
 
-`Allocation` makes results, and scratch that goes back to PyTorch's allocator when the call returns;
+`Allocation` makes results, and memory that goes back to PyTorch's allocator when the call returns;
 the allocator hands it out again in the order of the stream.
 
-Counters are zero before every launch and after it: kernels set back what they count. So the
-launches of a stream, which run one after another, share them. A launch that a CUDA graph captures
+The launches of a stream, which run one after another, share `scratch`: partial results, and
+counters, which are zero before every launch and after it, because kernels set back what they count.
+A launch that a CUDA graph captures
 may run at any time and on any stream once the graph is replayed, so it gets counters that no other
 launch has, from a store that was zeroed before the capture.
 """
 
 import itertools
 import operator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,9 +22,11 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.lru import LRU
 
-# streams whose counters are kept, and the fewest that each of them has
+# streams whose scratch memory is kept, the fewest counters that each of them has, and how many
+# elements of partial results; larger ones are allocated for each launch
 MOST_STREAMS = 32
 LEAST = 1 << 13
+LEAST_PARTS, MOST_PARTS = 1 << 18, 1 << 21
 
 # counters of a device for captured launches; at least half of them are left when a capture begins
 # after a call like those in it
@@ -33,10 +37,22 @@ LINE = 32
 
 # what code that torch.compile writes allocates with: it takes a third of the time of `torch.empty`
 _empty_on_current_device: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing: Any = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
+def _stream_handle(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# the handle of a device's current stream, by torch's own way to it where there is one
+current_stream: Callable[[int], int] = (
+    getattr(torch._C, "_cuda_getCurrentRawStream", None) or _stream_handle
+)
 
 # by device and stream
-_counters = LRU(MOST_STREAMS)
+_scratch = LRU(MOST_STREAMS)
 _stores: dict[int, Tensor] = {}
 # stores are never given back: a graph does not say when it was replayed for the last time
 _all_stores: list[Tensor] = []
@@ -67,44 +83,81 @@ class Allocation:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-def current_stream(device: int) -> int:
-    """The handle of a device's current stream."""
-    if _raw_stream is not None:
-        return _raw_stream(device)
-    return torch.cuda.current_stream(device).cuda_stream
+class Scratch:
+    """Partial results (float32) and counters (int32 zeros) for the next launch of a stream."""
+
+    __slots__ = ("addresses", "counters", "num_counters", "num_parts", "parts")
+
+    def __init__(self, parts: Tensor, counters: Tensor) -> None:
+        self.parts, self.counters = parts, counters
+        self.num_parts, self.num_counters = parts.numel(), counters.numel()
+        # what is traced has none
+        both = () if is_traced() else (parts, counters)
+        self.addresses = tuple(x.data_ptr() for x in both)
 
 
-def zeroed_counters(count: int, device: torch.device) -> Tensor:
-    """At least `count` int32 zeros for the next launch on the current stream."""
-    if device.type != "cuda" or is_traced():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    index = device.index
-    if torch.cuda.is_current_stream_capturing():
-        return _of_graph(index, -(-count // LINE) * LINE)
-    held = _counters.get((index, current_stream(index)))
-    if held is not None and held.numel() >= count:
-        return held
-    # while torch.compile runs what is to become a graph, all that its thread allocates comes from
-    # the graph's pool, where nothing can be kept
-    with ThreadPoolExecutor(1) as elsewhere:
-        stream = torch.cuda.current_stream(index)
-        return elsewhere.submit(_grow, index, stream, count).result()
+class ScratchOf:
+    """Called, at least as much scratch memory for the next launch on the current stream."""
+
+    __slots__ = ("_device", "_is_kept", "_num_counters", "_num_parts")
+
+    def __init__(self, num_parts: int, num_counters: int, device: torch.device) -> None:
+        self._num_parts, self._num_counters = num_parts, num_counters
+        self._device = device
+        self._is_kept = device.type == "cuda" and not is_traced()
+
+    def __call__(self) -> Scratch:
+        if not self._is_kept:
+            counters = torch.zeros(self._num_counters, dtype=torch.int32, device=self._device)
+            return Scratch(self._new_parts(), counters)
+        index = self._device.index
+        if _is_capturing():
+            counters = _of_graph(index, -(-self._num_counters // LINE) * LINE)
+            return Scratch(self._new_parts(), counters)
+        held = _scratch.get((index, current_stream(index)))
+        if held is None or held.num_counters < self._num_counters:
+            held = self._grown()
+        if held.num_parts >= self._num_parts:
+            return held
+        if self._num_parts > MOST_PARTS:
+            return Scratch(self._new_parts(), held.counters)
+        return self._grown()
+
+    def _new_parts(self) -> Tensor:
+        return _new_parts(self._num_parts, self._device)
+
+    def _grown(self) -> Scratch:
+        # while torch.compile runs what is to become a graph, all that its thread allocates comes
+        # from the graph's pool, where nothing can be kept
+        stream = torch.cuda.current_stream(self._device.index)
+        with ThreadPoolExecutor(1) as elsewhere:
+            sizes = self._num_parts, self._num_counters
+            return elsewhere.submit(_grow, self._device.index, stream, *sizes).result()
+
+
+def _new_parts(count: int, device: torch.device) -> Tensor:
+    return Allocation((count,), torch.float32, device)()
 
 
 def clear() -> None:
-    """Give the counters of all streams back."""
-    _counters.clear()
+    """Give the scratch memory of all streams back."""
+    _scratch.clear()
 
 
-def _grow(index: int, stream: torch.cuda.Stream, count: int) -> Tensor:
-    """Counters that the stream's launches share from now on."""
+def _grow(index: int, stream: torch.cuda.Stream, num_parts: int, num_counters: int) -> Scratch:
+    """Scratch memory that the stream's launches share from now on."""
     with torch.cuda.stream(stream):
         if index not in _stores or _stores[index].numel() < STORE // 2:
             _stores[index] = _zeros(index, STORE)
             _all_stores.append(_stores[index])
-        counters = _zeros(index, max(count, LEAST))
-        _counters.put((index, stream.cuda_stream), counters)
-        return counters
+        before = _scratch.get((index, stream.cuda_stream))
+        if before is not None:
+            num_parts = max(num_parts, before.num_parts)
+            num_counters = max(num_counters, before.num_counters)
+        parts = _new_parts(min(max(num_parts, LEAST_PARTS), MOST_PARTS), _stores[index].device)
+        held = Scratch(parts, _zeros(index, max(num_counters, LEAST)))
+        _scratch.put((index, stream.cuda_stream), held)
+        return held
 
 
 def _of_graph(index: int, count: int) -> Tensor:
@@ -115,7 +168,7 @@ def _of_graph(index: int, count: int) -> Tensor:
     _stores[index] = store[count:]
     if _stores[index].numel() < STORE // 2:
         # the next call outside a capture finds no counters, and makes a new store too
-        _counters.clear()
+        _scratch.clear()
     return store
 
 

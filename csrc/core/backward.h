@@ -1,0 +1,74 @@
+// What the backward of one attention call works on: plain pointers and element strides, no torch.
+#pragma once
+
+#include "attention.h"
+
+namespace paged_attn {
+
+// Keys of a task. Their gradients are summed in float32 in the caches of a core.
+constexpr int KEY_TILE = 128;
+
+// Query tokens of a sequence under the heads of a group: row r is token r / group_size under head
+// r % group_size.
+struct QueryTile {
+  int32_t token_begin, token_end;
+  int32_t row;        // of the block layout; -1 before position 0
+  int64_t first_row;  // among the sums of the sequence's rows under one group
+};
+
+// A row of the block layout that lists columns of a key tile.
+struct LayoutEntry {
+  int32_t row;         // counted from the sequence's first one
+  int32_t rank, count;  // which of the row's key tiles this is, and how many there are
+  uint32_t granules;   // bit i: columns [i, i + 1) * ALIGN of the key tile are listed
+};
+
+struct BackwardSequence {
+  int64_t tiles, num_tiles;  // its part of Backward::tiles
+  int64_t rows;              // of one group's sums; whole register tiles
+  int64_t sums, turns;       // of its first group
+  int64_t num_key_tiles;
+  // with a block layout: its first row and how many there are; their first tiles and one more;
+  // where lists of entries begin, (layout head, key tile); key tiles of (layout head, row)
+  int64_t num_rows, row_tiles, lists, row_counts;
+};
+
+struct Backward {
+  Attention forward;  // without results
+
+  const void *dout, *out;  // q's dtype
+  int64_t dout_stride_token, dout_stride_head, out_stride_token, out_stride_head;
+  Strided<float> lse, dlse;  // (head, token)
+
+  // results that are asked for, contiguous; a bias of one head has a dbias_stride_head of 0
+  void *dq, *dk, *dv, *dbias;
+  int64_t dbias_stride_head, dbias_stride_query;
+
+  // Of each (head, token): lse in base 2, +inf where nothing passes a gradient to keys; the row sum
+  // of dout * out less dlse; the gradient of the sink.
+  float *lse_2, *delta, *dsink;
+  float* dq_sums;     // (row of a group, head_dim in whole vectors)
+  float* dbias_sums;  // of a bias of one head; the result itself in float32
+  // How many key tiles have added to a query tile of a group. The next one in order waits for it.
+  int32_t* turns;
+  // With a bias of one head, tasks that are done, by (sequence, KV head, key tile): a key tile's
+  // heads add to its gradient in order.
+  int32_t* done;
+
+  int64_t tile_rows;  // of the largest query tile
+  const BackwardSequence* sequences;
+  const QueryTile* tiles;
+  const int32_t *row_tiles, *row_counts;
+  const int64_t* lists;
+  const LayoutEntry* entries;
+};
+
+// The keys of one tile under one KV head, with all queries that see them. It waits only for tasks
+// that stand before it in the plan.
+struct BackwardTask {
+  int32_t sequence, kv_head, key_tile;
+  int64_t done;  // its place in Backward::done; the KV head before it is `done_before`, or -1
+  int64_t done_before;
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,57 @@
+// Rows of tokens become operands of matrix products: as rows on the left, as panels on the right.
+#pragma once
+
+#include "product.h"
+#include "seqlen_info.h"
+
+namespace {
+
+// Rows of `count` tokens, the depth of a product across them, as its right-hand side:
+// (token / PANEL, operand of head_dim, token % PANEL). `count` is a multiple of W.
+template <class Product, class T>
+inline void pack_keys(const T* k, const int64_t* offset, int count, int64_t head_dim, int64_t depth,
+                      float* packed) {
+  constexpr int STEP = W * Product::DEPTH, PANEL = Product::PANEL;
+  for (int c = 0; c < count; c += W) {
+    float* panel = packed + c / PANEL * depth * PANEL + c % PANEL;
+    for (int64_t d = 0; d < head_dim; d += STEP) {
+      const int n = int(min64(STEP, head_dim - d));
+      F rows[W];
+      if (n == STEP) {
+        for (int i = 0; i < W; ++i) rows[i] = Product::load_operands(k + offset[c + i] + d);
+      } else {
+        for (int i = 0; i < W; ++i)
+          rows[i] = Product::load_operands(k + offset[c + i] + d, n);
+      }
+      transpose(rows);
+      const int64_t first = d / Product::DEPTH;
+      for (int i = 0; i < min64(W, depth - first); ++i) store(panel + (first + i) * PANEL, rows[i]);
+    }
+  }
+}
+
+// The same with the depth along them: (head_dim / PANEL, operand of `max_count` tokens,
+// head_dim % PANEL). `count` is a multiple of DEPTH.
+template <class Product, class T>
+inline void pack_values(const T* v, const int64_t* offset, int count, int64_t head_dim,
+                        int64_t max_count, float* packed) {
+  constexpr int DEPTH = Product::DEPTH, STEP = W * DEPTH, PANEL = Product::PANEL;
+  for (int c = 0; c < count; c += DEPTH) {
+    const T* row[DEPTH];
+    for (int i = 0; i < DEPTH; ++i) row[i] = v + offset[c + i];
+    for (int64_t d = 0; d < head_dim; d += STEP) {
+      const int n = int(min64(STEP, head_dim - d));
+      F x[DEPTH];
+      for (int i = 0; i < DEPTH; ++i)
+        x[i] =
+            n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
+      Product::interleave(x);
+      for (int i = 0; i < DEPTH; ++i) {
+        const int64_t dim = d + i * W;
+        store(packed + (dim / PANEL * max_count + c) / DEPTH * PANEL + dim % PANEL, x[i]);
+      }
+    }
+  }
+}
+
+}  // namespace

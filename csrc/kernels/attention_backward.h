@@ -1,0 +1,503 @@
+// Gradients of q, k and v: a task is a key tile of one KV head with all queries that see it.
+//
+// Keys and values are packed once. For each tile of queries, S = Q K^T and dP = dO V^T are computed
+// again; their rows become P and dX (backward_rows.h), rounded to what a product multiplies; then
+// dV += P^T dO and dK += dX^T Q stay with the task, and dQ += dX K goes to sums in memory when the
+// key tiles before this one have added theirs (core/backward_plan.h). Five products in all.
+#pragma once
+
+#include <sched.h>
+
+#include "../core/matrix.h"
+#include "../core/packing.h"
+#include "../core/query_rows.h"
+#include "../core/workspace.h"
+#include "backward_rows.h"
+
+namespace {
+
+using paged_attn::BackwardSequence;
+using paged_attn::BackwardTask;
+using paged_attn::QueryTile;
+
+// What runs of columns begin and end at: whole steps of a product along them.
+template <class Product>
+constexpr int RUN_STEP = Product::GRAIN * Product::DEPTH > ALIGN ? Product::GRAIN * Product::DEPTH
+                                                                 : ALIGN;
+// Rows that a run's last register tile, or its transposition, may touch behind it.
+constexpr int ROWS_AFTER = 32;
+// Room for a query tile is made in these: register tiles and steps along rows are parts of it.
+constexpr int ROWS_TOGETHER = 96;
+
+struct BackwardWorkspace {
+  int64_t rows;                        // that a query tile may have
+  int64_t depth_q, depth_o;            // operands along head_dim, head_dim_v
+  int64_t stride_q, stride_o;          // the same in whole vectors
+  int64_t stride_dk, stride_dv;        // of sums
+  int64_t stride_t;                    // of operands along rows
+  float *keys, *values, *keys_across;  // right-hand sides of S, dP, dQ
+  float *dk, *dv;
+  float *q, *o, *q_across, *o_across;  // left-hand sides of S, dP; right-hand sides of dK, dV
+  float *scores, *gradients;           // (rows, KEY_TILE)
+  float *scores_t, *gradients_t;       // operands, (KEY_TILE, rows)
+  float *lse_2, *delta;
+  int64_t *q_offset, *o_offset;
+  int64_t floats;
+};
+
+template <class Product>
+PAGED_ATTN_INLINE BackwardWorkspace backward_workspace(const Backward& b, int64_t rows,
+                                                       float* memory) {
+  constexpr int DEPTH = Product::DEPTH, PANEL = Product::PANEL;
+  const Attention& a = b.forward;
+  BackwardWorkspace w;
+  Workspace space(memory);
+  w.rows = round_up(rows, ROWS_TOGETHER);
+  const auto depth = [](int64_t dim) __attribute__((always_inline)) {
+    return round_up(dim, DEPTH * Product::GRAIN) / DEPTH;
+  };
+  w.depth_q = depth(a.head_dim);
+  w.depth_o = depth(a.head_dim_v);
+  w.stride_q = round_up(w.depth_q, W);
+  w.stride_o = round_up(w.depth_o, W);
+  w.stride_dk = round_up(a.head_dim, W);
+  w.stride_dv = round_up(a.head_dim_v, W);
+  w.stride_t = w.rows / DEPTH;
+  w.keys = space.take(w.stride_q * KEY_TILE);
+  w.values = space.take(w.stride_o * KEY_TILE);
+  w.keys_across = space.take(round_up(a.head_dim, PANEL) * KEY_TILE / DEPTH);
+  w.dk = space.take(w.stride_dk * (KEY_TILE + ROWS_AFTER));
+  w.dv = space.take(w.stride_dv * (KEY_TILE + ROWS_AFTER));
+  w.q = space.take(w.rows * w.stride_q);
+  w.o = space.take(w.rows * w.stride_o);
+  w.q_across = space.take(round_up(a.head_dim, PANEL) * w.rows / DEPTH);
+  w.o_across = space.take(round_up(a.head_dim_v, PANEL) * w.rows / DEPTH);
+  w.scores = space.take(w.rows * KEY_TILE);
+  w.gradients = space.take(w.rows * KEY_TILE);
+  w.scores_t = space.take((KEY_TILE + ROWS_AFTER) * w.stride_t);
+  w.gradients_t = space.take((KEY_TILE + ROWS_AFTER) * w.stride_t);
+  w.lse_2 = space.take(w.rows);
+  w.delta = space.take(w.rows);
+  w.q_offset = (int64_t*)space.take(2 * w.rows);
+  w.o_offset = (int64_t*)space.take(2 * w.rows);
+  w.floats = space.floats();
+  return w;
+}
+
+// The task's keys, and what a query tile sees of them.
+struct KeyTile {
+  int64_t begin, end;  // keys
+  KeyBlock block;      // a query tile's segments, runs of listed columns
+  Columns runs[KEY_TILE / ALIGN];
+  int num_runs;
+};
+
+// Finds the columns that a query tile may see, of those that are listed. False if there are none.
+template <class Product>
+PAGED_ATTN_INLINE bool see_columns(const Attention& a, const Sequence& s, const QueryTile& tile,
+                                   uint32_t granules, KeyTile& keys) {
+  const KeyRange visible = visible_keys(a, s, tile.token_begin, tile.token_end - 1);
+  const int begin = int(max64(visible.begin - keys.begin, 0));
+  const int end = int(min64(visible.end, keys.end) - keys.begin);
+  keys.num_runs = keys.block.num_segments = 0;
+  for (int c = begin / ALIGN * ALIGN; c < end; c += ALIGN) {
+    if (!(granules >> c / ALIGN & 1)) continue;
+    KeyBlock& block = keys.block;
+    if (block.num_segments > 0 && block.segments[block.num_segments - 1].end == c)
+      block.segments[block.num_segments - 1].end = c + ALIGN;
+    else
+      block.segments[block.num_segments++] = {keys.begin + c, c, c + ALIGN};
+  }
+  for (int i = 0; i < keys.block.num_segments; ++i) {
+    const Segment& segment = keys.block.segments[i];
+    constexpr int STEP = RUN_STEP<Product>;
+    const int first = segment.begin / STEP * STEP, last = int(round_up(segment.end, STEP));
+    if (keys.num_runs > 0 && keys.runs[keys.num_runs - 1].end >= first)
+      keys.runs[keys.num_runs - 1].end = last;
+    else
+      keys.runs[keys.num_runs++] = {first, last, 0};
+  }
+  uint32_t listed = 0;
+  for (int i = 0; i < keys.block.num_segments; ++i)
+    for (int c = keys.block.segments[i].begin; c < keys.block.segments[i].end; c += ALIGN)
+      listed |= 1u << c / ALIGN;
+  for (int i = 0; i < keys.num_runs; ++i) keys.runs[i].granules = listed;
+  return keys.num_runs > 0;
+}
+
+// Calls f(group, tile index in the sequence, listed granules, rank, count) for each query tile that
+// the layout or the mask lets see some of a key tile, the last tokens first: under a causal mask
+// tasks that run at the same time then never wait for each other.
+template <class Function>
+PAGED_ATTN_INLINE void for_each_tile(const Backward& b, const Sequence& s, const BackwardTask& task,
+                                     Function f) {
+  const Attention& a = b.forward;
+  const BackwardSequence& x = b.sequences[task.sequence];
+  const int64_t groups = a.num_groups / a.num_kv_heads;
+  for (int64_t group = task.kv_head * groups; group < (task.kv_head + 1) * groups; ++group) {
+    if (!a.layout.crow) {
+      for (int64_t i = x.num_tiles; i-- > 0;) {
+        const QueryTile& tile = b.tiles[x.tiles + i];
+        const KeyRange keys = visible_keys(a, s, tile.token_begin, tile.token_end - 1);
+        const int64_t first = keys.begin / KEY_TILE, end = (keys.end + KEY_TILE - 1) / KEY_TILE;
+        if (task.key_tile >= first && task.key_tile < end)
+          f(group, i, ~0u, task.key_tile - first, end - first);
+      }
+      continue;
+    }
+    const int64_t head = group * a.layout.num_heads / a.num_groups;
+    const int64_t* list = b.lists + x.lists + head * (x.num_key_tiles + 1) + task.key_tile;
+    for (int64_t i = list[1]; i-- > list[0];) {
+      const paged_attn::LayoutEntry& entry = b.entries[i];
+      const int32_t* tiles = b.row_tiles + x.row_tiles + entry.row;
+      for (int64_t j = tiles[1]; j-- > tiles[0];) f(group, j, entry.granules, entry.rank, entry.count);
+    }
+  }
+}
+
+// Where keys lie in memory, by columns. One that no query sees borrows the place of one that is
+// seen: its probabilities are 0, but what stands there may be no number. False if none is seen.
+template <class Product>
+inline bool find_keys(const Backward& b, const Sequence& s, const BackwardTask& task,
+                       KeyTile& keys) {
+  const Attention& a = b.forward;
+  I seen[KEY_TILE / W] = {};
+  for_each_tile(b, s, task,
+                [&](int64_t group, int64_t i, uint32_t granules, int64_t, int64_t)
+                    __attribute__((always_inline)) {
+    const QueryTile& tile = b.tiles[b.sequences[task.sequence].tiles + i];
+    if (!see_columns<Product>(a, s, tile, granules, keys)) return;
+    if (a.bias) {
+      paged_attn::Task rows = {};
+      rows.token_begin = tile.token_begin;
+      rows.token_end = tile.token_end;
+      rows.group_begin = int32_t(group);
+      return mark_seen(a, s, rows, keys.block, seen);
+    }
+    KeyRange visible = visible_keys(a, s, tile.token_begin, tile.token_end - 1);
+    visible = {max64(visible.begin, keys.begin), min64(visible.end, keys.end)};
+    for (int j = 0; j < keys.block.num_segments; ++j) {
+      const Segment& segment = keys.block.segments[j];
+      for (int c = segment.begin; c < segment.end; c += W)
+        seen[c / W] |= lanes_in(visible, keys.begin + c);
+    }
+  });
+  int donor = -1;
+  for (int c = 0; c < KEY_TILE && donor < 0; ++c)
+    if (seen[c / W][c % W]) donor = c;
+  if (donor < 0) return false;
+  for (int c = 0; c < KEY_TILE; ++c) {
+    const int64_t key = s.k_start + keys.begin + (seen[c / W][c % W] ? c : donor);
+    keys.block.k_offset[c] = key * a.k.stride_token;
+    keys.block.v_offset[c] = key * a.v.stride_token;
+  }
+  return true;
+}
+
+// Operands of rows, along columns: from (row, column) to (column, row). Rows are whole blocks.
+template <class Product>
+inline void transpose_run(const float* from, int64_t rows, const Columns& run, float* to,
+                          int64_t stride_to) {
+  constexpr int DEPTH = Product::DEPTH;
+  for (int c = run.begin; c < run.end; c += W * DEPTH)
+    for (int64_t r = 0; r < rows; r += W * DEPTH) {
+      F block[DEPTH][W];
+      for (int i = 0; i < W; ++i) {
+        F x[DEPTH];
+        for (int j = 0; j < DEPTH; ++j)
+          x[j] = load(from + (r + i * DEPTH + j) * KEY_TILE + c / DEPTH);
+        Product::interleave(x);
+        for (int j = 0; j < DEPTH; ++j) block[j][i] = x[j];
+      }
+      for (int j = 0; j < DEPTH; ++j) {
+        transpose(block[j]);
+        for (int i = 0; i < W; ++i)
+          store(to + (c + j * W + i) * stride_to + r / DEPTH, block[j][i]);
+      }
+    }
+  // the last register tile may reach beyond the run
+  const int64_t end = run.begin + round_up(run.end - run.begin, W * DEPTH);
+  const int64_t last = run.begin + round_up(run.end - run.begin, Matrix<Product>::ROW_STEP);
+  if (last > end) memset(to + end * stride_to, 0, (last - end) * stride_to * sizeof(float));
+}
+
+template <class Product>
+class BackwardOfTask {
+ public:
+  PAGED_ATTN_INLINE BackwardOfTask(const Backward& backward, const BackwardTask& backward_task,
+                                   const Sequence& sequence, float* memory)
+      : b(backward),
+        a(backward.forward),
+        task(backward_task),
+        s(sequence),
+        x(backward.sequences[backward_task.sequence]),
+        w(backward_workspace<Product>(backward, backward.tile_rows, memory)) {}
+
+  inline void run() {
+    if (b.dbias_sums && task.done_before >= 0) wait(b.done + task.done_before, 1);
+    keys.begin = int64_t(task.key_tile) * KEY_TILE;
+    keys.end = min64(keys.begin + KEY_TILE, s.k_len);
+    keys.block.num_columns = KEY_TILE;
+    const bool any = find_keys<Product>(b, s, task, keys);
+    memset(w.dk, 0, w.stride_dk * KEY_TILE * sizeof(float));
+    memset(w.dv, 0, w.stride_dv * KEY_TILE * sizeof(float));
+    if (any) pack_keys_and_values();
+    for_each_tile(b, s, task,
+                  [&](int64_t group, int64_t i, uint32_t granules, int64_t rank, int64_t count)
+                      __attribute__((always_inline)) {
+      attend_tile(group, i, granules, rank, count, any);
+    });
+    write_keys();
+    if (task.key_tile == 0) zero_blind_queries();
+    if (b.dbias_sums) __atomic_store_n(b.done + task.done, 1, __ATOMIC_RELEASE);
+  }
+
+ private:
+  const Backward& b;
+  const Attention& a;
+  const BackwardTask& task;
+  const Sequence& s;
+  const BackwardSequence& x;
+  const BackwardWorkspace w;
+  KeyTile keys;
+  // of the query tile at hand: what it has, and that in whole steps across and along rows
+  int64_t rows, rows_across, rows_along;
+
+  // Another thread has taken what is waited for, and is at work on it.
+  static PAGED_ATTN_APART void wait(const int32_t* p, int32_t value) {
+    for (int i = 0; __atomic_load_n(p, __ATOMIC_ACQUIRE) != value; ++i)
+      if (i >= 1024) sched_yield();
+  }
+
+  template <class Function>
+  PAGED_ATTN_INLINE void with_dtype(Function f) const {
+    with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
+      typedef typename decltype(tag)::type T;
+      if constexpr (Product::template accepts<T>) f(T());
+    });
+  }
+
+  inline void pack_keys_and_values() {
+    with_dtype([&](auto type) __attribute__((always_inline)) {
+      typedef decltype(type) T;
+      const T* k = (const T*)a.k.data + task.kv_head * a.k.stride_head;
+      const T* v = (const T*)a.v.data + task.kv_head * a.v.stride_head;
+      const KeyBlock& block = keys.block;
+      const int count = int(round_up(keys.end - keys.begin, RUN_STEP<Product>));
+      pack_keys<Product>(k, block.k_offset, count, a.head_dim, w.depth_q, w.keys);
+      pack_keys<Product>(v, block.v_offset, count, a.head_dim_v, w.depth_o, w.values);
+      if (b.dq)
+        pack_values<Product>(k, block.k_offset, count, a.head_dim, KEY_TILE, w.keys_across);
+    });
+  }
+
+  // Rows of a tile as operands. One that sees no key borrows the place of one that does: its
+  // probabilities are 0, but what stands there may be no number. False if none sees any.
+  inline bool load_tile(const QueryTile& tile, int64_t group) {
+    rows_across = round_up(rows, Matrix<Product>::ROW_STEP);
+    rows_along = round_up(rows, W * Product::DEPTH);
+    const int64_t all_rows = max64(rows_across, rows_along);
+    int64_t donor = -1;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = s.q_start + tile.token_begin + r / a.group_size;
+      const int64_t head = group * a.group_size + r % a.group_size;
+      w.lse_2[r] = b.lse_2[head * a.total_q + token];
+      w.delta[r] = b.delta[head * a.total_q + token];
+      w.q_offset[r] = token * a.q_stride_token + head * a.q_stride_head;
+      w.o_offset[r] = token * b.dout_stride_token + head * b.dout_stride_head;
+      if (donor < 0 && w.lse_2[r] != INFINITY) donor = r;
+    }
+    if (donor < 0) return false;
+    for (int64_t r = 0; r < all_rows; ++r) {
+      if (r < rows && w.lse_2[r] != INFINITY) continue;
+      w.lse_2[r] = INFINITY;
+      w.delta[r] = 0;
+      w.q_offset[r] = w.q_offset[donor];
+      w.o_offset[r] = w.o_offset[donor];
+    }
+    with_dtype([&](auto type) __attribute__((always_inline)) {
+      typedef decltype(type) T;
+      const T *q = (const T*)a.q, *o = (const T*)b.dout;
+      for (int64_t r = 0; r < rows_across; ++r) {
+        load_row<Product>(q + w.q_offset[r], a.head_dim, w.q + r * w.stride_q);
+        load_row<Product>(o + w.o_offset[r], a.head_dim_v, w.o + r * w.stride_o);
+      }
+      const int n = int(rows_along);
+      if (b.dk) pack_values<Product>(q, w.q_offset, n, a.head_dim, w.rows, w.q_across);
+      if (b.dv) pack_values<Product>(o, w.o_offset, n, a.head_dim_v, w.rows, w.o_across);
+    });
+    return true;
+  }
+
+  inline void attend_tile(int64_t group, int64_t i, uint32_t granules, int64_t rank, int64_t count,
+                          bool any) {
+    const QueryTile& tile = b.tiles[x.tiles + i];
+    float* sums = b.dq_sums + (x.sums + group * x.rows + tile.first_row) * w.stride_dk;
+    rows = (tile.token_end - tile.token_begin) * a.group_size;
+    any = any && see_columns<Product>(a, s, tile, granules, keys) && load_tile(tile, group);
+    if (any) {
+      multiply_rows();
+      finish_rows(tile, i > 0 ? &tile - 1 : nullptr, group);
+      for (int64_t r = rows; r < max64(rows_across, rows_along); ++r) {
+        memset(w.scores + r * KEY_TILE, 0, KEY_TILE * sizeof(float));
+        memset(w.gradients + r * KEY_TILE, 0, KEY_TILE * sizeof(float));
+      }
+      for (int64_t j = 0; b.dq && j < rows * w.stride_dk; j += CACHE_LINE / int(sizeof(float)))
+        __builtin_prefetch(sums + j, 1, 2);
+      add_to_keys();
+    }
+    if (!b.dq) return;
+    int32_t* turn = b.turns + x.turns + group * x.num_tiles + i;
+    if (rank > 0) wait(turn, int32_t(rank));
+    if (any) {
+      for (int j = 0; j < keys.num_runs; ++j) {
+        const Columns& run = keys.runs[j];
+        const float* columns = w.keys_across + run.begin / Product::DEPTH * Product::PANEL;
+        Matrix<Product>::multiply(w.gradients + run.begin / Product::DEPTH, KEY_TILE, rows_across,
+                                  columns, KEY_TILE / Product::DEPTH * Product::PANEL, 0,
+                                  w.stride_dk, sums, w.stride_dk,
+                                  (run.end - run.begin) / Product::DEPTH, rank > 0 || j > 0);
+      }
+    } else if (rank == 0) {
+      memset(sums, 0, rows * w.stride_dk * sizeof(float));
+    }
+    if (rank + 1 == count) write_queries(tile, group, sums);
+    __atomic_store_n(turn, int32_t(rank) + 1, __ATOMIC_RELEASE);
+  }
+
+  // scores = Q K^T, gradients = dO V^T
+  PAGED_ATTN_INLINE void multiply_rows() {
+    for (int j = 0; j < keys.num_runs; ++j) {
+      const Columns& run = keys.runs[j];
+      Matrix<Product>::multiply(w.q, w.stride_q, rows_across, w.keys, w.depth_q * Product::PANEL,
+                                run.begin, run.end, w.scores, KEY_TILE, w.depth_q, false);
+      Matrix<Product>::multiply(w.o, w.stride_o, rows_across, w.values, w.depth_o * Product::PANEL,
+                                run.begin, run.end, w.gradients, KEY_TILE, w.depth_o, false);
+    }
+  }
+
+  // Asks for what the tile before this one, which comes next, will read: its rows lie far apart.
+  PAGED_ATTN_INLINE void fetch_next(const QueryTile* next, int64_t group, int64_t r) const {
+    if (next == nullptr) return;
+    const int64_t token = next->token_begin + r / a.group_size;
+    if (token >= next->token_end) return;
+    const int64_t head = group * a.group_size + r % a.group_size, bytes = bytes_of(a.q_dtype);
+    const int64_t q = (s.q_start + token) * a.q_stride_token + head * a.q_stride_head;
+    const int64_t o = (s.q_start + token) * b.dout_stride_token + head * b.dout_stride_head;
+    for (int64_t i = 0; i < a.head_dim * bytes; i += CACHE_LINE)
+      __builtin_prefetch((const char*)a.q + q * bytes + i, 0, 2);
+    for (int64_t i = 0; i < a.head_dim_v * bytes; i += CACHE_LINE)
+      __builtin_prefetch((const char*)b.dout + o * bytes + i, 0, 2);
+  }
+
+  // scores become P, gradients dX
+  PAGED_ATTN_INLINE void finish_rows(const QueryTile& tile, const QueryTile* next, int64_t group) {
+    const float scale = logit_scale(a, s, task.kv_head);
+    const bool plain = is_plain(a) && !a.dropout.enabled;
+    for (int j = 0; j < keys.num_runs; ++j) {
+      const Columns& run = keys.runs[j];
+      const bool finished =
+          plain && all_visible(a, s, tile.token_begin, tile.token_end - 1, keys.block, run.begin,
+                               run.end);
+      for (int64_t r = 0; r < rows; ++r) {
+        if (j == 0) fetch_next(next, group, r);
+        float *scores = w.scores + r * KEY_TILE, *gradients = w.gradients + r * KEY_TILE;
+        GradientRow g = {scale, w.lse_2[r], w.delta[r]};
+        if (finished) {
+          gradient_row<Product>(run, g, scores, gradients);
+          continue;
+        }
+        const ScoreRow row = score_row(a, s, tile.token_begin + r / a.group_size,
+                                       group * a.group_size + r % a.group_size);
+        if (!plain) {
+          gradient_row_of_logits<Product>(b, s, row, keys.block, run, g, scores, gradients);
+          continue;
+        }
+        for (int c = run.begin; c < run.end; c += W)
+          store(scores + c, load(scores + c) * set1(g.scale));
+        finish_row(a, row, keys.block, run.begin, run.end, scores);
+        g.scale = 1.f;
+        gradient_row<Product>(run, g, scores, gradients);
+      }
+    }
+  }
+
+  // dV += P^T dO, dK += dX^T Q
+  PAGED_ATTN_INLINE void add_to_keys() {
+    constexpr int PANEL = Product::PANEL;
+    for (int j = 0; j < keys.num_runs; ++j) {
+      const Columns& run = keys.runs[j];
+      const int64_t first = run.begin * w.stride_t, count = run.end - run.begin;
+      if (b.dv) {
+        transpose_run<Product>(w.scores, rows_along, run, w.scores_t, w.stride_t);
+        Matrix<Product>::multiply(w.scores_t + first, w.stride_t, count, w.o_across,
+                                  w.stride_t * PANEL, 0, w.stride_dv, w.dv + run.begin * w.stride_dv,
+                                  w.stride_dv, rows_along / Product::DEPTH, true);
+      }
+      if (b.dk) {
+        transpose_run<Product>(w.gradients, rows_along, run, w.gradients_t, w.stride_t);
+        Matrix<Product>::multiply(w.gradients_t + first, w.stride_t, count, w.q_across,
+                                  w.stride_t * PANEL, 0, w.stride_dk, w.dk + run.begin * w.stride_dk,
+                                  w.stride_dk, rows_along / Product::DEPTH, true);
+      }
+    }
+  }
+
+  template <class T>
+  static PAGED_ATTN_INLINE void write_row(const float* from, float factor, int64_t head_dim, T* to) {
+    for (int64_t d = 0; d < head_dim; d += W)
+      store(to + d, load(from + d) * set1(factor), int(min64(W, head_dim - d)));
+  }
+
+  inline void write_queries(const QueryTile& tile, int64_t group, const float* sums) {
+    const int64_t count = (tile.token_end - tile.token_begin) * a.group_size;
+    with_dtype([&](auto type) __attribute__((always_inline)) {
+      typedef decltype(type) T;
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t token = s.q_start + tile.token_begin + r / a.group_size;
+        const int64_t head = group * a.group_size + r % a.group_size;
+        T* to = (T*)b.dq + (token * a.num_heads + head) * a.head_dim;
+        if (sums)
+          write_row(sums + r * w.stride_dk, float(a.softmax_scale), a.head_dim, to);
+        else
+          memset(to, 0, a.head_dim * sizeof(T));
+      }
+    });
+  }
+
+  // Queries that no key tile comes to.
+  inline void zero_blind_queries() {
+    if (!b.dq) return;
+    const int64_t groups = a.num_groups / a.num_kv_heads;
+    for (int64_t group = task.kv_head * groups; group < (task.kv_head + 1) * groups; ++group)
+      for (int64_t i = 0; i < x.num_tiles; ++i) {
+        const QueryTile& tile = b.tiles[x.tiles + i];
+        bool is_blind;
+        if (a.layout.crow) {
+          const int64_t head = group * a.layout.num_heads / a.num_groups;
+          is_blind = tile.row < 0 || tile.row >= x.num_rows ||
+                     b.row_counts[x.row_counts + head * x.num_rows + tile.row] == 0;
+        } else {
+          is_blind = visible_keys(a, s, tile.token_begin, tile.token_end - 1).end == 0;
+        }
+        if (is_blind) write_queries(tile, group, nullptr);
+      }
+  }
+
+  inline void write_keys() {
+    const float factor_v = a.dropout.enabled ? a.dropout.keep_scale : 1.f;
+    with_dtype([&](auto type) __attribute__((always_inline)) {
+      typedef decltype(type) T;
+      for (int64_t key = keys.begin; key < keys.end; ++key) {
+        const int64_t row = (s.k_start + key) * a.num_kv_heads + task.kv_head, c = key - keys.begin;
+        if (b.dk)
+          write_row(w.dk + c * w.stride_dk, float(a.softmax_scale), a.head_dim,
+                    (T*)b.dk + row * a.head_dim);
+        if (b.dv)
+          write_row(w.dv + c * w.stride_dv, factor_v, a.head_dim_v, (T*)b.dv + row * a.head_dim_v);
+      }
+    });
+  }
+};
+
+}  // namespace

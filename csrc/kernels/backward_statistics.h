@@ -1,0 +1,67 @@
+// What the backward needs of each row before anything else, in one pass over dout and out.
+#pragma once
+
+#include "../core/backward.h"
+#include "../core/mask.h"
+
+namespace {
+
+using paged_attn::Backward;
+
+// The sum of dout * out. An output of 0 counts as 0 whatever stands in dout: a row that sees no key
+// is nothing but zeros.
+template <class T>
+PAGED_ATTN_INLINE float dot_rows(const T* dout, const T* out, int64_t head_dim, bool* all_zero) {
+  F sum = {};
+  I any = {};
+  for (int64_t d = 0; d < head_dim; d += W) {
+    const int n = int(min64(W, head_dim - d));
+    const F x = n == W ? load(dout + d) : load(dout + d, n);
+    const F y = n == W ? load(out + d) : load(out + d, n);
+    const I used = (I)(y != F{});
+    any |= used;
+    sum += select(used, x * y, F{});
+  }
+  *all_zero = reduce_max(select(any, set1(1.f), F{})) == 0;
+  return reduce_add(sum);
+}
+
+inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, int64_t head) {
+  const Attention& a = b.forward;
+  const int64_t row = s.q_start + token, place = head * a.total_q + row;
+  const float lse = b.lse(head, row);
+  float delta = b.dlse ? -b.dlse(head, row) : 0.f;
+  bool all_zero = false;
+  if (lse != -INFINITY) {
+    with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
+      typedef typename decltype(tag)::type T;
+      delta += dot_rows(
+          (const T*)b.dout + row * b.dout_stride_token + head * b.dout_stride_head,
+          (const T*)b.out + row * b.out_stride_token + head * b.out_stride_head, a.head_dim_v,
+          &all_zero);
+    });
+  } else {
+    delta = 0;
+  }
+  const KeyRange visible = visible_keys(a, s, token);
+  bool sees_keys = lse != -INFINITY && visible.end > 0;
+  const float lse_2 = base_2(lse);
+  if (a.sinks) {
+    const float sink = a.sinks(head);
+    // a bias can hide all keys
+    sees_keys &= !(all_zero && lse == sink);
+    if (b.dsink)
+      b.dsink[place] = lse == -INFINITY ? 0.f : -exp2(base_2(sink) - lse_2) * delta;
+  }
+  b.lse_2[place] = sees_keys ? lse_2 : INFINITY;
+  b.delta[place] = delta;
+}
+
+// Of rows [begin, end) of the batch.
+void backward_statistics(const Backward& b, int64_t sequence, int64_t begin, int64_t end) {
+  const Sequence s = sequence_at(b.forward, sequence);
+  for (int64_t token = begin; token < end; ++token)
+    for (int64_t head = 0; head < b.forward.num_heads; ++head) row_statistics(b, s, token, head);
+}
+
+}  // namespace

@@ -1,0 +1,278 @@
+// flash_varlen_backward and blocksparse_backward: their arguments, their guard, how a call runs.
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "../core/backward_plan.h"
+#include "../core/schedule.h"
+#include "../core/seqlen_info.h"
+#include "../kernels.h"
+#include "attention_call.h"
+#include "scratch.h"
+
+namespace paged_attn {
+namespace {
+
+// In the order of the schemas, as AttentionArguments.
+struct BackwardArguments {
+  Arguments& next;
+  bool has_layout;
+
+  TensorView dout = next.tensor();
+  TensorView dlse = next.optional_tensor();
+  TensorView q = next.tensor();
+  TensorView k = next.tensor();
+  TensorView v = next.tensor();
+  TensorView crow_indices = has_layout ? next.tensor() : TensorView();
+  TensorView col_indices = has_layout ? next.tensor() : TensorView();
+  TensorView out = next.tensor();
+  TensorView softmax_lse = next.tensor();
+  TensorView cu_seqlens_q = next.tensor();
+  TensorView cu_seqlens_k = next.optional_tensor();
+  int64_t max_seqlen_q = next.integer();
+  int64_t max_seqlen_k = next.integer();
+  TensorView seqused_k = next.optional_tensor();
+  TensorView attn_bias = next.optional_tensor();
+  TensorView alibi_slopes = next.optional_tensor();
+  TensorView sinks = next.optional_tensor();
+  TensorView rng_state = next.optional_tensor();
+  int64_t q_block_size = has_layout ? next.integer() : 0;
+  int64_t k_block_size = has_layout ? next.integer() : 0;
+  std::optional<double> softmax_scale = next.optional_number();
+  bool causal = next.boolean();
+  int64_t window_size_left = next.integer();
+  int64_t window_size_right = next.integer();
+  double softcap = next.number();
+  double dropout_p = next.number();
+  bool deterministic = next.boolean();
+  std::array<bool, 5> output_mask = next.mask();
+
+  // The call whose backward this is.
+  AttentionArguments forward() const {
+    return {.next = next,
+            .has_layout = has_layout,
+            .q = q,
+            .k = k,
+            .v = v,
+            .crow_indices = crow_indices,
+            .col_indices = col_indices,
+            .cu_seqlens_q = cu_seqlens_q,
+            .cu_seqlens_k = cu_seqlens_k,
+            .max_seqlen_q = max_seqlen_q,
+            .max_seqlen_k = max_seqlen_k,
+            .seqused_k = seqused_k,
+            .block_table = TensorView(),
+            .attn_bias = attn_bias,
+            .alibi_slopes = alibi_slopes,
+            .sinks = sinks,
+            .q_descale = TensorView(),
+            .k_descale = TensorView(),
+            .v_descale = TensorView(),
+            .out_scale = TensorView(),
+            .rng_state = rng_state,
+            .q_block_size = q_block_size,
+            .k_block_size = k_block_size,
+            .softmax_scale = softmax_scale,
+            .causal = causal,
+            .window_size_left = window_size_left,
+            .window_size_right = window_size_right,
+            .softcap = softcap,
+            .dropout_p = dropout_p,
+            .out_dtype = std::nullopt,
+            .deterministic = deterministic};
+  }
+};
+
+bool accept(const BackwardArguments& x, Backward& b) {
+  Attention& a = b.forward;
+  if (!accept_attention(x.forward(), a)) return false;
+  if (a.q_dtype > DType::float16 || a.kv_dtype != a.q_dtype) return false;
+  for (const TensorView* t : {&x.dout, &x.out})
+    if (t->dtype != a.q_dtype || !t->has_shape({a.total_q, a.num_heads, a.head_dim_v}))
+      return false;
+  for (const TensorView* t : {&x.softmax_lse, &x.dlse})
+    if (*t && !(t->is(DType::float32) && t->has_shape({a.num_heads, a.total_q}))) return false;
+  b.lse = strided<float>(x.softmax_lse);
+  b.dlse = strided<float>(x.dlse);
+  return true;
+}
+
+// A tensor whose rows are contiguous: the one that is viewed, or a copy.
+Tensor with_contiguous_rows(const TensorView& view) {
+  AtenTensorHandle own;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &own));
+  const Tensor tensor(own);
+  return view.rows_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// Rows that are no sequence's: queries past the last one, keys past Lk.
+void zero_padding(const Backward& b) {
+  const Attention& a = b.forward;
+  const int64_t bytes = bytes_of(a.q_dtype);
+  const auto zero = [&](void* data, int64_t begin, int64_t end, int64_t row) {
+    if (data && end > begin)
+      std::memset(static_cast<char*>(data) + begin * row * bytes, 0, (end - begin) * row * bytes);
+  };
+  zero(b.dq, a.cu_seqlens_q(a.batch), a.total_q, a.num_heads * a.head_dim);
+}
+
+void zero_unused_keys(const Backward& b, int64_t total_k) {
+  const Attention& a = b.forward;
+  const auto zero = [&](int64_t begin, int64_t end) {
+    const int64_t bytes = bytes_of(a.q_dtype) * a.num_kv_heads;
+    for (auto [data, head_dim] : {std::pair(b.dk, a.head_dim), std::pair(b.dv, a.head_dim_v)})
+      if (data && end > begin)
+        std::memset(static_cast<char*>(data) + begin * head_dim * bytes, 0,
+                    (end - begin) * head_dim * bytes);
+  };
+  int64_t used = 0;
+  for (int64_t i = 0; i < a.batch; ++i) {
+    const Sequence s = sequence_at(a, i);
+    zero(used, s.k_start);
+    used = s.k_start + s.k_len;
+  }
+  zero(used, total_k);
+}
+
+// Sums of each head over all tokens, in their order.
+void add_sinks(const Backward& b, float* dsinks) {
+  const Attention& a = b.forward;
+  const int64_t used = a.cu_seqlens_q(a.batch);
+  for (int64_t head = 0; head < a.num_heads; ++head) {
+    double sum = 0;
+    for (int64_t token = 0; token < used; ++token) sum += b.dsink[head * a.total_q + token];
+    dsinks[head] = float(sum);
+  }
+}
+
+constexpr int64_t STATISTICS_TOKENS = 64;  // of one task
+
+void run_statistics(const Backward& b, int64_t threads) {
+  const Attention& a = b.forward;
+  struct Part {
+    int64_t sequence, begin, end;
+  };
+  std::vector<Part> parts;
+  for (int64_t i = 0; i < a.batch; ++i) {
+    const Sequence s = sequence_at(a, i);
+    for (int64_t token = 0; token < s.q_len; token += STATISTICS_TOKENS)
+      parts.push_back({i, token, std::min(token + STATISTICS_TOKENS, s.q_len)});
+  }
+  const Kernels& isa = kernels();
+  run_tasks(int64_t(parts.size()), threads, [&](int64_t i) {
+    isa.backward_statistics(b, parts[i].sequence, parts[i].begin, parts[i].end);
+    return true;
+  });
+}
+
+void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
+  const Kernels& isa = kernels();
+  const int64_t floats = (isa.backward_floats(b) + 15) / 16 * 16;
+  const int64_t tasks = int64_t(plan.tasks.size());
+  const int64_t workers = std::max<int64_t>(1, std::min(threads, tasks));
+  // nobody may stop for want of memory once others wait for him
+  static thread_local Scratch scratch;
+  float* memory = scratch.floats(workers * floats);
+  if (memory == nullptr) throw std::bad_alloc();
+  std::atomic<int64_t> next{0};
+  run_tasks(workers, workers, [&](int64_t worker) {
+    for (int64_t i = next++; i < tasks; i = next++)
+      isa.attend_backward(b, plan.tasks[i], memory + worker * floats);
+    return true;
+  });
+}
+
+Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32); }
+
+void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
+  Arguments arguments(op, stack, num_args);
+  const BackwardArguments x = {arguments, has_layout};
+  Backward b = {};
+  if (arguments.recorded(arguments.on_cpu() && accept(x, b), 5)) return;
+  const Attention& a = b.forward;
+  const bool has_dbias = x.output_mask[3] && x.attn_bias && a.bias_dtype <= DType::float16;
+  const bool has_dsinks = x.output_mask[4] && x.sinks;
+  const int64_t total_k = x.k.size(0);
+  const auto result = [&](bool wanted, std::initializer_list<int64_t> shape, DType dtype) {
+    return wanted ? empty_tensor(shape, dtype) : empty_tensor({0}, a.q_dtype);
+  };
+  Tensor dq = result(x.output_mask[0], {a.total_q, a.num_heads, a.head_dim}, a.q_dtype);
+  Tensor dk = result(x.output_mask[1], {total_k, a.num_kv_heads, a.head_dim}, a.q_dtype);
+  Tensor dv = result(x.output_mask[2], {total_k, a.num_kv_heads, a.head_dim_v}, a.q_dtype);
+  const int64_t bias_heads = has_dbias ? x.attn_bias.size(0) : 0;
+  const int64_t bias_keys = has_dbias ? x.attn_bias.size(2) : 0;
+  Tensor dbias = result(has_dbias, {bias_heads, a.total_q, bias_keys}, a.bias_dtype);
+  Tensor dsinks = result(has_dsinks, {a.num_heads}, DType::float32);
+  b.dq = x.output_mask[0] ? dq.mutable_data_ptr() : nullptr;
+  b.dk = x.output_mask[1] ? dk.mutable_data_ptr() : nullptr;
+  b.dv = x.output_mask[2] ? dv.mutable_data_ptr() : nullptr;
+  b.dbias = has_dbias ? dbias.mutable_data_ptr() : nullptr;
+
+  const Tensor dout = with_contiguous_rows(x.dout), out = with_contiguous_rows(x.out);
+  const TensorView dout_view(dout.get()), out_view(out.get());
+  b.dout = dout_view.data();
+  b.dout_stride_token = dout_view.stride(0);
+  b.dout_stride_head = dout_view.stride(1);
+  b.out = out_view.data();
+  b.out_stride_token = out_view.stride(0);
+  b.out_stride_head = out_view.stride(1);
+
+  const bool shared_bias = has_dbias && bias_heads == 1;
+  const int64_t bias_numbers = bias_heads * a.total_q * bias_keys;
+  b.dbias_stride_head = shared_bias ? 0 : a.total_q * bias_keys;
+  b.dbias_stride_query = bias_keys;
+  const bool sums_apart = shared_bias && a.bias_dtype != DType::float32;
+  Tensor bias_sums = empty_floats(sums_apart ? bias_numbers : 0);
+  if (shared_bias)
+    b.dbias_sums = static_cast<float*>(sums_apart ? bias_sums.mutable_data_ptr() : b.dbias);
+  if (has_dbias) std::memset(b.dbias, 0, bias_numbers * bytes_of(a.bias_dtype));
+  if (sums_apart) std::memset(b.dbias_sums, 0, bias_numbers * sizeof(float));
+
+  const int64_t threads = torch::stable::get_num_threads();
+  static thread_local BackwardPlan plan;
+  make_backward_plan(a, threads, shared_bias, plan);
+  const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
+  const int64_t places = a.num_heads * a.total_q, width = (a.head_dim + 15) / 16 * 16;
+  Tensor statistics = empty_floats(places * (has_dsinks ? 3 : 2));
+  b.lse_2 = static_cast<float*>(statistics.mutable_data_ptr());
+  b.delta = b.lse_2 + places;
+  b.dsink = has_dsinks ? b.delta + places : nullptr;
+  Tensor sums = empty_floats(b.dq ? plan.sum_rows * width : 0);
+  b.dq_sums = static_cast<float*>(sums.mutable_data_ptr());
+  std::vector<int32_t> turns(plan.turns), done(plan.done);
+  b.turns = turns.data();
+  b.done = done.data();
+  b.tile_rows = plan.rows;
+  b.sequences = plan.sequences.data();
+  b.tiles = plan.tiles.data();
+  b.row_tiles = plan.row_tiles.data();
+  b.row_counts = plan.row_counts.data();
+  b.lists = plan.lists.data();
+  b.entries = plan.entries.data();
+
+  zero_padding(b);
+  zero_unused_keys(b, total_k);
+  run_statistics(b, workers);
+  if (b.dq || b.dk || b.dv || b.dbias) run_backward(b, plan, workers);
+  if (has_dsinks) add_sinks(b, static_cast<float*>(dsinks.mutable_data_ptr()));
+  if (sums_apart) torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
+  return_tensors(stack, {dq, dk, dv, dbias, dsinks});
+}
+
+void flash_varlen_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
+  backward("flash_varlen_backward", /*has_layout=*/false, stack, num_args);
+}
+
+void blocksparse_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
+  backward("blocksparse_backward", /*has_layout=*/true, stack, num_args);
+}
+
+}  // namespace
+}  // namespace paged_attn
+
+STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
+  m.impl("flash_varlen_backward", &paged_attn::flash_varlen_backward);
+  m.impl("blocksparse_backward", &paged_attn::blocksparse_backward);
+}

@@ -1,0 +1,64 @@
+"""Telling, faster than by a key, that a call is like an earlier one."""
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn import environment
+from torch_paged_attn.backends.triton.runtime.target import assumed
+
+current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# what code that torch.compile writes compares its inputs with: types, dtypes, devices, sizes,
+# strides, and the modes of autograd that are on
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
+class Guard:
+    """Knows calls with the options of one call and tensors like its own, None where it had none."""
+
+    __slots__ = ("_check", "_device", "_is_invariant", "_kinds", "_options", "_pick", "_target")
+
+    def __init__(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+        places = [i for i, x in enumerate(tensors) if x is not None]
+        given = tuple([x for x in tensors if x is not None])
+        self._kinds, self._options = tuple(map(type, tensors)), options
+        # of one place itemgetter makes no tuple
+        self._pick = (
+            operator.itemgetter(slice(1)) if places == [0] else operator.itemgetter(*places)
+        )
+        self._check = _TensorGuards(
+            *given,
+            dynamic_dims_sizes=[list(x.shape) for x in given],
+            dynamic_dims_strides=[list(x.stride()) for x in given],
+        ).check
+        # -1 where there is no current device to be asked for
+        self._device = given[0].get_device() if given[0].is_cuda else -1
+        self._is_invariant, self._target = environment.BATCH_INVARIANT, assumed()
+
+    @staticmethod
+    def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:
+        """Why there can be no guard for a call."""
+        given = [x for x in tensors if x is not None]
+        if _TensorGuards is None:
+            return "this torch has none"
+        if any(x.data_ptr() & 15 for x in given):  # `match` looks at all addresses at once
+            return "a tensor lies off multiples of 16 bytes"
+        return "a tensor comes twice" if len(set(map(id, given))) < len(given) else None
+
+    def match(
+        self, tensors: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], list[int]] | None:
+        """The tensors that are given and their addresses, if a call is surely like it."""
+        if options != self._options or tuple(map(type, tensors)) != self._kinds:
+            return None
+        given = self._pick(tensors)
+        if not self._check(*given) or (self._device >= 0 and current_device() != self._device):
+            return None
+        addresses = [x.data_ptr() for x in given]
+        is_off = functools.reduce(operator.or_, addresses) & 15
+        if is_off or environment.BATCH_INVARIANT is not self._is_invariant:
+            return None
+        return None if assumed() is not self._target else (given, addresses)
