@@ -1,5 +1,7 @@
 """Backwards for tests of what stands before them."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -27,7 +29,8 @@ def reference_backward(monkeypatch):
 
         return call
 
-    with torch.library._scoped_library("paged_attn", "IMPL") as library:
+    with warnings.catch_warnings(), torch.library._scoped_library("paged_attn", "IMPL") as library:
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in ("flash_varlen_backward", "blocksparse_backward", "merge_states_backward"):
             answers = _library.GATES[name].guarded(answer(name))
             library.impl(name, answers, "CPU", allow_override=True)

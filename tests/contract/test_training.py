@@ -7,6 +7,8 @@ import torch
 
 import torch_paged_attn
 from torch_paged_attn import reference
+from torch_paged_attn.backends.cpu import Cpu
+from torch_paged_attn.ops import _inlining
 from torch_paged_attn.testing import Layout, Problem, build
 
 pytestmark = pytest.mark.usefixtures("reference_backward")
@@ -214,6 +216,26 @@ def test_a_graph_without_gradients_has_no_backward():
     with torch.no_grad():
         compiled(**args)
     assert "paged_attn.flash_varlen.default" in graphs.forward[0] and not graphs.backward
+
+
+def test_a_graph_looks_into_an_op_only_without_gradients(monkeypatch):
+    """Checkpointing policies and the partitioner go by the op."""
+
+    def looked_into(q, *_args, **_options):
+        return q * 2.0, q.sum(-1).mT
+
+    monkeypatch.setattr(_inlining, "DISPATCH_KEYS", {"cpu": "CPU"})
+    monkeypatch.setattr(Cpu, "traceable", lambda self, op: looked_into)
+    _, args, leaves = case(head_dim_v=8)
+    node = "paged_attn.flash_varlen.default"
+    graphs = Graphs()
+    with torch.no_grad():
+        plain = {n: x.detach() if is_float(x) else x for n, x in args.items()}
+        graphs.compile(torch_paged_attn.flash_varlen)(**plain)
+    assert node not in graphs.forward[0] and "aten.mul.Tensor" in graphs.forward[0]
+    graphs = Graphs()
+    gradients(graphs.compile(torch_paged_attn.flash_varlen), args, leaves)
+    assert graphs.count("flash_varlen") == (1, 0)
 
 
 def policy_of(policy):

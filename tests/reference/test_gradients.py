@@ -112,3 +112,29 @@ def test_merge_states():
     found = reference.merge_states_backward(dout, dlse, *values, *results, precision=GOLDEN)
     for x, y in zip(found, wanted, strict=True):
         close(x, y.nan_to_num(0.0))
+
+
+class Attend(torch.autograd.Function):
+    """The forward and the closed form behind it, as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx, lengths, q, k, v, bias, sinks):
+        call = lengths | {"q": q, "k": k, "v": v, "attn_bias": bias, "sinks": sinks}
+        out, lse = reference.flash_varlen(**call, precision=GOLDEN)
+        ctx.call = call | {"out": out, "softmax_lse": lse}
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        given = ctx.call | {"dout": dout, "dlse": dlse}
+        return None, *reference.flash_varlen_backward(**given, precision=GOLDEN)
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["one_bias", "bias_of_heads"])
+def test_finite_differences(heads):
+    torch.manual_seed(2)
+    lengths = {"cu_seqlens_q": torch.tensor([0, 2, 3], dtype=torch.int32), "softcap": 2.0}
+    lengths |= {"cu_seqlens_k": torch.tensor([0, 3, 4], dtype=torch.int32), "causal": True}
+    shapes = (3, 2, 4), (4, 1, 4), (4, 1, 2), (heads, 3, 3), (2,)
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    assert torch.autograd.gradcheck(lambda *x: Attend.apply(lengths, *x), leaves)

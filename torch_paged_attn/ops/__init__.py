@@ -1,7 +1,7 @@
 """The contract of every operator. Importing this module registers them; it imports no backend code
 but the CPU's compiled library, where it was built."""
 
-from torch_paged_attn.ops import _library
+from torch_paged_attn.ops import _flops, _library
 from torch_paged_attn.ops import append_slots as append_slots  # internal: registered, not offered
 from torch_paged_attn.ops.blocksparse import blocksparse
 from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
@@ -12,6 +12,7 @@ from torch_paged_attn.ops.merge_states_backward import merge_states_backward
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
 
 _library.bind_backends()
+_flops.register_flops()
 
 __all__ = [
     "blocksparse",

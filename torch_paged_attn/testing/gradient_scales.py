@@ -8,7 +8,8 @@ they are off before they are rounded, by what stands in them:
 - dP by its float32 product;
 - a whole row by D, whose `out` was rounded twice: its probabilities, and itself.
 
-What is off by row adds up along the row in dq, and like chance in dk and dv.
+What is off by row adds up along the row in dq, and like chance in dk and dv: there all keys share
+it, so that of few queries it is one draw, however many keys there are.
 """
 
 import dataclasses
@@ -32,19 +33,28 @@ from torch_paged_attn.testing.scales import (
 @dataclasses.dataclass
 class GradientScale:
     """Of one gradient, shaped as it but for `row_error` and `row_along`, which are shaped as its
-    rows: how far its numbers may be `off` by float32 alone, what they owe to chance, how long a
-    row's error may be and how far it may point along the row.
+    rows: how far its numbers may be `off` by float32 alone; what they owe to chance, each row by
+    itself (`luck`) or all that one query is in (`shared`); how long a row's error may be and how
+    far it may point along the row.
     """
 
     off: Tensor
     luck: Tensor
+    shared: Tensor
     row_error: Tensor
     row_along: Tensor
 
     @classmethod
     def zeros(cls, shape: torch.Size) -> "GradientScale":
         whole, rows = (torch.zeros(s, dtype=torch.float64) for s in (shape, shape[:-1]))
-        return cls(whole, whole.clone(), rows, rows.clone())
+        return cls(whole, whole.clone(), whole.clone(), rows, rows.clone())
+
+    def luck_of(self, queries: int) -> Tensor:
+        """What numbers owe to chance, as `assert_close_as_baseline` takes it: it divides by the
+        root of the number of rows that have any.
+        """
+        rows = max(1, int((self.luck + self.shared).any(-1).sum()))
+        return self.luck + self.shared * (rows / max(1, queries)) ** 0.5
 
 
 class GradientObserver:
@@ -55,6 +65,7 @@ class GradientObserver:
         eps = torch.finfo(dtype).eps
         self._call, self._dtype = call, dtype
         self._eps = eps if eps > EPS_FLOAT32 else 0.0
+        self.queries = 0  # that see a key, each head's
         # a number per head counts as a row of one
         shapes = (x.shape if x.dim() > 1 else (*x.shape, 1) for x in call.new_results())
         self.scales = {
@@ -64,6 +75,7 @@ class GradientObserver:
 
     def __call__(self, sums: BackwardSums) -> None:
         call, x = self._call.forward, sums.scored
+        self.queries += int(x.visible.any(-1).sum())
         off = _Off.of(sums, self._eps)
         factor = _ratio(sums.dx, sums.ds)  # of softcap
         wanted = dict(zip(GRADIENTS, self._call.wanted, strict=True))
@@ -79,32 +91,43 @@ class GradientObserver:
             along_row = along_row.abs() + (sums.dx @ values).abs() * off.lse
             self._add("dq", x.rows, sums.dx, off.dx, values, along_row)
         if wanted["dk"]:
-            by_row = (sums.p * factor * off.d).square() + (sums.dx * off.lse).square()
-            weights, u = transposed(sums.dx), transposed((off.dx.square() + by_row).sqrt())
-            self._add("dk", sums.keys, weights, u, transposed(call.scale * x.q).mT)
+            by_row = ((sums.p * factor * off.d).square() + (sums.dx * off.lse).square()).sqrt()
+            weights, u, by_row = map(transposed, (sums.dx, off.dx, by_row))
+            values = transposed(call.scale * x.q).mT
+            self._add("dk", sums.keys, weights, u, values, by_row=by_row)
         if wanted["dv"]:
-            weights, u = transposed(sums.dropped), transposed(sums.dropped * off.p_with_lse)
-            self._add("dv", sums.keys, weights, u, transposed(sums.dout).mT)
+            weights, u, by_row = map(
+                transposed, (sums.dropped, sums.dropped * off.logit, sums.dropped * off.lse)
+            )
+            self._add("dv", sums.keys, weights, u, transposed(sums.dout).mT, by_row=by_row)
         if wanted["dbias"]:
             by_row = (sums.p * off.d).square() + (sums.ds * off.lse).square()
-            u = (off.ds.square() + by_row).sqrt()
-            if self.scales["dbias"].off.shape[0] == 1:
-                u = u.square().sum(0, keepdim=True).sqrt()
-            where = self.scales["dbias"]
-            for whole in (where.off, where.luck):
-                whole[:, x.rows, : u.shape[-1]] = u
-            where.row_error[:, x.rows] = 2.0 * SURE * u.norm(dim=-1)
-            where.row_along[:, x.rows] = float("inf")  # elements share no values
+            self._add_bias(x.rows, off.ds.square(), by_row)
         if wanted["dsinks"]:
-            assert call.sinks is not None
-            weight = (call.sinks.double()[:, None, None] - sums.lse).exp().nan_to_num(0.0, 0.0)
-            u = ((weight * off.d).square() + (weight * sums.d * off.lse).square()).sum(1)
-            float32 = ROW * (weight * sums.d).abs().sum(1)
-            where = self.scales["dsinks"]
-            for whole in (where.off, where.luck):
-                whole.copy_((whole.square() + u).sqrt() + float32)
-            where.row_error.copy_(2.0 * where.off[:, 0])
-            where.row_along.fill_(float("inf"))
+            self._add_sinks(sums, off)
+
+    def _add_bias(self, rows: slice, off: Tensor, by_row: Tensor) -> None:
+        """Scales of dbias from squares of what is off; one head's are a sum over all heads."""
+        scale = self.scales["dbias"]
+        if scale.off.shape[0] == 1:
+            off, by_row = off.sum(0, keepdim=True), by_row.sum(0, keepdim=True)
+        u = (off + by_row).sqrt()
+        keys = slice(0, u.shape[-1])
+        scale.off[:, rows, keys] = u
+        scale.shared[:, rows, keys] = u
+        scale.row_error[:, rows] = 2.0 * SURE * u.norm(dim=-1)
+        scale.row_along[:, rows] = float("inf")  # elements share no values
+
+    def _add_sinks(self, sums: BackwardSums, off: "_Off") -> None:
+        call, scale = self._call.forward, self.scales["dsinks"]
+        assert call.sinks is not None
+        weight = (call.sinks.double()[:, None, None] - sums.lse).exp()
+        weight = weight.masked_fill(sums.lse == float("-inf"), 0.0)
+        u = ((weight * off.d).square() + (weight * sums.d * off.lse).square()).sum(1)
+        scale.off.copy_((scale.off.square() + u).sqrt() + ROW * (weight * sums.d).abs().sum(1))
+        scale.luck.copy_(scale.off)
+        scale.row_error.copy_(2.0 * scale.off[:, 0])
+        scale.row_along.fill_(float("inf"))
 
     def _add(
         self,
@@ -114,10 +137,16 @@ class GradientObserver:
         off: Tensor,
         values: Tensor,
         along_row: Tensor | None = None,
+        by_row: Tensor | None = None,
     ) -> None:
         """Scales of `weights @ values`, `(heads, rows, n)` and `(heads, n, dim)`: of dq, dk or dv.
-        Weights are `off` each by itself, results `along_row` together.
+        Weights are `off` each by itself and `by_row` with others of a query; results of a query are
+        off by `along_row` together.
         """
+        shared = torch.zeros_like(weights @ values) if along_row is None else along_row
+        if by_row is not None:
+            shared = (by_row.square() @ values.square()).sqrt()
+            off = (off.square() + by_row.square()).sqrt()
         golden = weights @ values
         square = golden.square().sum(-1)
         magnitude = weights.abs() @ values.abs()
@@ -138,9 +167,8 @@ class GradientObserver:
         row_along = rounded + (golden.abs() * float32).sum(-1)
         row_along += 2.0 * ((off * parts).norm(dim=-1) + (golden.abs() * together).sum(-1))
 
-        luck = 2.0 * EPS_FLOAT32 * magnitude + DEVIATION * self._eps * spread
-        luck += deviation + together
-        found = GradientScale(deviation + together, luck, row_error, row_along)
+        luck = 2.0 * EPS_FLOAT32 * magnitude + DEVIATION * self._eps * spread + deviation
+        found = GradientScale(deviation + together, luck, shared, row_error, row_along)
         for field in dataclasses.fields(GradientScale):
             part = getattr(found, field.name).transpose(0, 1)
             getattr(self.scales[name], field.name)[rows] = part
@@ -156,13 +184,13 @@ class GradientObserver:
 class _Off:
     """How far the parts of a sequence's sums may be off before they are rounded to q's dtype.
 
-    `(heads, Lq, Lk)`: `ds` and `dx`, but for their rows; `p_with_lse`, of one, with its row.
-    `(heads, Lq, 1)`: `lse` and `d`, of all of a row at once.
+    `(heads, Lq, Lk)`: `logit`, `ds` and `dx`, but for their rows. `(heads, Lq, 1)`: `lse` and `d`,
+    of all of a row at once.
     """
 
+    logit: Tensor
     ds: Tensor
     dx: Tensor
-    p_with_lse: Tensor
     lse: Tensor
     d: Tensor
 
@@ -171,8 +199,10 @@ class _Off:
         x = sums.scored
         softcap, kept = x.call.softcap, 1.0 - x.call.dropout_p
         magnitudes = x.magnitudes()
-        logit = LOGIT * magnitudes
-        lse = LOGIT * (sums.p * magnitudes).norm(dim=-1, keepdim=True)
+        # softmax_lse is rounded when it is saved, and its difference from a logit
+        size = sums.lse.abs().masked_fill(sums.lse == float("-inf"), 0.0)
+        logit = LOGIT * (magnitudes + size)
+        lse = LOGIT * ((sums.p * magnitudes).norm(dim=-1, keepdim=True) + size)
         lse += max(2.0 * EPS_FLOAT32, min(eps, EPS_BFLOAT16) / EXPONENTIAL)
         product = LOGIT * (sums.dout.abs() @ x.v.abs().mT) / kept
 
@@ -191,8 +221,7 @@ class _Off:
             t = x.scores / softcap
             of_tanh = (1.0 - t.square()) * logit / softcap + 4.0 * EPS_FLOAT32
             dx += (sums.ds * 2.0 * t * of_tanh).square()
-        p_with_lse = (logit.square() + lse.square()).sqrt()
-        return cls(ds, dx.sqrt(), p_with_lse, lse, d)
+        return cls(logit, ds, dx.sqrt(), lse, d)
 
 
 def _ratio(dx: Tensor, ds: Tensor) -> Tensor:

@@ -69,13 +69,13 @@ class Gradients:
             golden_rows = exact if exact.dim() > 1 else exact[:, None]
             error = rounded.double().reshape(golden_rows.shape) - golden_rows
             allowed = error.abs()
-            if is_float32:
+            if is_float32 or name == "dsinks":  # a few sums of many errors: the baseline's are luck
                 allowed = allowed.maximum(scale.off)
             found[name] = Gradient(
                 golden_rows,
                 rounded.dtype,
                 allowed,
-                scale.luck,
+                scale.luck_of(observer.queries),
                 scale.row_error.maximum(2.0 * error.norm(dim=-1)),
                 scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs()),
             )

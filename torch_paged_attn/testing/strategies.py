@@ -30,6 +30,7 @@ def sometimes(value, default):
     return st.integers(0, 3).flatmap(lambda n: value if n == 0 else st.just(default))
 
 
+DESCALES = sometimes(st.sampled_from(("scalar", "heads", "batch")), "")
 NO_LAYOUT = st.none()
 layouts = st.builds(
     Layout,
@@ -42,14 +43,18 @@ layouts = st.builds(
 
 
 @st.composite
-def problems(draw, layout=NO_LAYOUT):
-    """Any call the contract allows, small enough for the float64 formula."""
-    dtype = draw(st.sampled_from(FLOATS + FLOATS + FLOAT8))
+def problems(draw, layout=NO_LAYOUT, trains=False):
+    """Any call the contract allows, small enough for the float64 formula; with gradients if it
+    `trains`.
+    """
+    dtype = draw(st.sampled_from(FLOATS if trains else FLOATS + FLOATS + FLOAT8))
     kv_heads = draw(st.integers(1, 3))
     head_dim = draw(HEAD_DIMS)
-    page_size = draw(st.one_of(st.none(), PAGE_SIZES))
-    kv_dtype = draw(sometimes(st.sampled_from((*FLOAT8, torch.int8)), None))
-    out_dtype = draw(sometimes(st.sampled_from(FLOATS + FLOAT8), None))
+    page_size = kv_dtype = out_dtype = None
+    if not trains:
+        page_size = draw(st.one_of(st.none(), PAGE_SIZES))
+        kv_dtype = draw(sometimes(st.sampled_from((*FLOAT8, torch.int8)), None))
+        out_dtype = draw(sometimes(st.sampled_from(FLOATS + FLOAT8), None))
     seqs = draw(batches())
     if page_size is None:
         square = all(context == 0 for _, context in seqs)
@@ -86,7 +91,7 @@ def problems(draw, layout=NO_LAYOUT):
         bias=draw(sometimes(st.sampled_from(("float", "bool")), "")),
         bias_heads=draw(st.sampled_from(("one", "all"))),
         sinks=draw(sometimes(st.booleans(), False)),
-        descale=draw(sometimes(st.sampled_from(("scalar", "heads", "batch")), "")),
+        descale="" if trains else draw(DESCALES),
         dropout_p=draw(sometimes(st.sampled_from((0.1, 0.9)), 0.0)),
         layout=draw(layout),
         seed=draw(st.integers(0, 2**16)),

@@ -1,0 +1,67 @@
+"""Any plan that trains: gradients right by the one rule, the same bits twice and alone."""
+
+import dataclasses
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_paged_attn import reference
+from torch_paged_attn.reference import BASELINE
+from torch_paged_attn.testing import assert_accurate_gradients, build
+from torch_paged_attn.testing.inputs import hostile_gradients
+from torch_paged_attn.testing.strategies import layouts, problems
+
+trained = problems(st.one_of(st.none(), layouts), trains=True)
+masks = st.one_of(st.just((True,) * 5), st.tuples(*[st.booleans()] * 5))
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def backward_of(problem, seed):
+    """A call, and what its backward takes after the CPU's forward."""
+    call = build(problem)
+    out, lse = call.run()
+    dout, dlse = hostile_gradients(call, out, lse, seed)
+    return call, dout, dlse, out, lse
+
+
+@given(trained, st.integers(0, 2**16))
+def test_the_rule_lets_the_formula_pass(problem, seed):
+    """In float32, with a kernel's roundings or without them, from results that have theirs."""
+    call, *given = backward_of(problem, seed)
+    truth = call.gradients(*given[:2])
+    backward = call.backward(*given)
+    for precision in (BASELINE, dataclasses.replace(BASELINE, round_probabilities=False)):
+        found = getattr(reference, backward.op)(**backward.args, precision=precision)
+        assert_accurate_gradients(found, truth)
+
+
+@given(trained, st.integers(0, 2**16))
+def test_gradients_agree_with_the_reference(problem, seed):
+    call, *given = backward_of(problem, seed)
+    assert_accurate_gradients(call.backward(*given).run(), call.gradients(*given[:2]))
+
+
+@given(trained, masks, st.integers(0, 2**20))
+def test_bits_depend_on_the_sequence_alone(problem, mask, hint):
+    """Nor do they on hints, or on what else is asked for; dsinks is a sum over all sequences."""
+    call, dout, dlse, out, lse = backward_of(problem, hint)
+    every = call.backward(dout, dlse, out, lse).run()
+    hints = {"max_seqlen_q": hint, "max_seqlen_k": hint, "output_mask": mask}
+    some = call.backward(dout, dlse, out, lse, **hints).run()
+    for asked, one, other in zip(mask, some, every, strict=True):
+        assert same_bits(one, other) if asked else one.shape == (0,)
+    if problem.dropout_p:
+        return  # a dropout mask depends on the place in the batch
+    q_bounds = call.args["cu_seqlens_q"].tolist()
+    k_bounds = call.args.get("cu_seqlens_k", call.args["cu_seqlens_q"]).tolist()
+    for b in range(len(problem.seqs)):
+        rows, keys = (slice(*bounds[b : b + 2]) for bounds in (q_bounds, k_bounds))
+        given = dout[rows], dlse[:, rows], out[rows], lse[:, rows]
+        dq, dk, dv, dbias, _ = call.alone(b).backward(*given).run()
+        assert same_bits(dq, every[0][rows])
+        assert same_bits(dk, every[1][keys]) and same_bits(dv, every[2][keys])
+        assert not dbias.numel() or same_bits(dbias, every[3][:, rows])
