@@ -174,9 +174,9 @@ def test_backward_compiles_within_vmem(family, generation):
         )
 
     kernels = aot.compile_kernels(call, (arguments,), generation)
-    assert [kernel.name.split("backward_")[1].split(".")[0] for kernel in kernels] == (
-        ["dq_dbias" if "attn_bias" in arguments else "dq", "dk_dv"]
-    )
+    # where VMEM is small, a launch has some of the heads
+    names = {kernel.name.split("backward_")[1].split(".")[0] for kernel in kernels}
+    assert names == {"dq_dbias" if "attn_bias" in arguments else "dq", "dk_dv"}
     for kernel in kernels:
         assert 0 < kernel.vmem_bytes <= generation.vmem_bytes
 

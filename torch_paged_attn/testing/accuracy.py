@@ -126,7 +126,7 @@ def assert_rows(out: Tensor, golden: Tensor, row_error: Tensor, row_along: Tenso
     info = torch.finfo(out.dtype)
     rounding = 0.5 * info.eps * golden.abs().clamp(min=info.tiny)
     # and be 0 where its terms are: chips, and XLA, flush what float32 has no full precision for
-    rounding = torch.where(golden.abs() < FLUSHED, golden.abs(), rounding)
+    rounding = rounding.maximum(torch.where(golden.abs() < FLUSHED, golden.abs(), 0.0))
     for name, found, allowed in (
         ("error", error.norm(dim=-1), row_error + rounding.norm(dim=-1)),
         (
