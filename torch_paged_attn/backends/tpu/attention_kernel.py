@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from torch_paged_attn.backends.tpu.config import MOST_HEADS
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
@@ -59,9 +58,7 @@ class TileAttention:
 
     def for_heads(self, body: Any) -> None:
         """`body(heads)` for all heads, as many at a time as are computed on together."""
-        # drawing numbers takes longer than any latency
-        most = 1 if self.options.dropout_p > 0.0 else MOST_HEADS
-        for_heads(self.softmax.m_i.shape[:2], body, most)
+        for_heads(self.softmax.m_i.shape[:2], self.options, body)
 
     def finish(self, heads: list[Any]) -> None:
         """Write the results of some heads, of which every key has been folded in."""

@@ -33,9 +33,9 @@ def key_gradient_kernel(
     loader = QueryLoader(named, options, num_tiles)
     gradient = KeyGradient(named, loader, options, tile)
     sizes = named.dk_acc.shape[:2]
-    for_heads(sizes, gradient.begin)
+    for_heads(sizes, options, gradient.begin)
     loader.run_tile(named.cursor, tile, step == 0, gradient.attend_tile)
-    for_heads(sizes, gradient.finish)
+    for_heads(sizes, options, gradient.finish)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,4 +171,4 @@ class KeyGradient:
                 refs.dv_acc[head, keys, :] += product(weights, dout[i], 0)
                 refs.dk_acc[head, keys, :] += product(dx, q[i], 0)
 
-        for_heads((num_heads, max(rows, width)), attend_heads)
+        for_heads((num_heads, max(rows, width)), options, attend_heads)

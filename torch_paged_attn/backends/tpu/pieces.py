@@ -80,14 +80,14 @@ class Pieces:
             pl.when(~is_full)(attend_edges)
 
 
-def for_heads(
-    sizes: Sequence[int], body: Callable[[list[Any]], None], most_heads: int = MOST_HEADS
-) -> None:
+def for_heads(sizes: Sequence[int], options: Options, body: Callable[[list[Any]], None]) -> None:
     """`body(heads)` for all heads, as many at a time as are computed on together; `sizes` are the
     numbers of heads and of a head's rows.
     """
     num_heads, rows = sizes
-    most = min(most_heads, max(1, MOST_ROWS // rows))
+    most = min(MOST_HEADS, max(1, MOST_ROWS // rows))
+    if options.dropout_p > 0.0:
+        most = 1  # drawing numbers takes longer than any latency
     together = max(n for n in range(1, most + 1) if num_heads % n == 0)
 
     def attend_some(i: Any, _: None) -> None:

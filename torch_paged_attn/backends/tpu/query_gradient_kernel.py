@@ -34,9 +34,9 @@ def query_gradient_kernel(
     loader = KvLoader(named, options, num_tiles)
     gradient = QueryGradient(named, loader, options, tile)
     sizes = named.dq_acc.shape[:2]
-    for_heads(sizes, gradient.begin)
+    for_heads(sizes, options, gradient.begin)
     loader.run_tile(named.cursor, tile, step == 0, gradient.attend_block)
-    for_heads(sizes, gradient.finish)
+    for_heads(sizes, options, gradient.finish)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class QueryGradient:
                 dx = found.dx.astype(options.compute_dtype)
                 refs.dq_acc[head] += product(dx, keys[i], 0)
 
-        for_heads((num_heads, rows), attend_heads)
+        for_heads((num_heads, rows), options, attend_heads)
 
 
 def _as_column(row: Array) -> Array:
