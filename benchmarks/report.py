@@ -19,10 +19,13 @@ ROOT = Path(__file__).parents[1]
 TITLES = {
     "read": "Decode, bound by reading the keys and values",
     "matmul": "Prefill, mixed batches and block-sparse, bound by matrix products",
+    "backward": "Training, bound by matrix products",
     "copy": "Cache writes, bound by a copy",
     "call": "Overhead of a call",
 }
-UNITS = {"read": "GB/s", "copy": "GB/s", "matmul": "GF/s"}
+UNITS = {"read": "GB/s", "copy": "GB/s", "matmul": "GF/s", "backward": "GF/s"}
+# what a section's rates are a share of
+SHARES = {bound: bound for bound in UNITS} | {"backward": "matmul"}
 
 
 def git(*command: str) -> str:
@@ -148,7 +151,7 @@ def columns(rows: list[dict[str, Any]]) -> list[str]:
     """A section's columns; peers in order of first appearance."""
     names = dict.fromkeys(name for row in rows if "timings" in row for name in peers(row))
     bound = rows[0]["bound"]
-    share = ["rate", f"of {bound}"] if bound in UNITS else []
+    share = ["rate", f"of {SHARES[bound]}"] if bound in UNITS else []
     if any(of_one_thread(row, rows) for row in rows):
         share.append("of one thread")
     return ["problem", "threads", "time", *share, *names]
@@ -168,7 +171,7 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
             texts |= {name: f"{speedup(row, name):.2f}x" for name in quiet}
             if ceiling in quiet:
                 texts["rate"] = f"{rate(row) / 1e9:.3g} {UNITS[row['bound']]}"
-                texts[f"of {row['bound']}"] = f"{of_ceiling(row):.0%}"
+                texts[f"of {SHARES[row['bound']]}"] = f"{of_ceiling(row):.0%}"
         if scaling := of_one_thread(row, rows):
             texts["of one thread"] = f"{scaling:.2f}x"
         yield [texts.get(column, "") for column in header]

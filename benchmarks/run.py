@@ -26,7 +26,7 @@ import vllm_peer
 from measure import interleave, sampler
 from problems import BENCHMARKS
 from rich.console import Console
-from workloads import AttentionWorkload, Workload, make
+from workloads import AttentionWorkload, BackwardWorkload, Workload, make
 from worktree import ROOT, built, remote_sampler
 
 # a backend whose figures are of another kind has a script of its own
@@ -44,6 +44,8 @@ def prepare_peers(workload: Workload, flex: bool) -> tuple[dict[str, Any], dict[
         slow = baselines.SLOW_PEERS if flex else ()
         peers: Any = (*baselines.TORCH_PEERS, *vllm_peer.VLLM_PEERS, *slow)
         wrong = workload.check_peer
+    elif isinstance(workload, BackwardWorkload):
+        subject, peers, wrong = workload, baselines.BACKWARD_PEERS, workload.check_peer
     else:
         subject, peers = workload, (baselines.IndexPut(), vllm_peer.VllmWrite())
 

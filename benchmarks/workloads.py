@@ -2,18 +2,25 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from measure import Ceiling, copy_ceiling, matmul_ceiling, read_ceiling
-from problems import Attention, CacheWrite
+from problems import Attention, Backward, CacheWrite
 from torch import Tensor
 
 import torch_paged_attn
 from torch_paged_attn import reference
 from torch_paged_attn.layouts import BlockSparseLayout
-from torch_paged_attn.testing import Call, Truth, assert_accurate, build
-from torch_paged_attn.testing.inputs import cumulative
+from torch_paged_attn.testing import (
+    Call,
+    Truth,
+    assert_accurate,
+    assert_accurate_gradients,
+    build,
+)
+from torch_paged_attn.testing.inputs import cumulative, hostile_gradients
 
 # a sequence with fewer scores than this is checked whole, a longer one in a few spans of rows
 CHECKED_SCORES = 2**24
@@ -169,11 +176,67 @@ class CacheWriteWorkload:
         return "every byte"
 
 
-Workload = AttentionWorkload | CacheWriteWorkload
+# what is compared with the reference's gradients, which looks at every product of every pair
+CHECKED_TOKENS, CHECKED_HEADS = 160, (8, 2)
 
 
-def make(benchmark: Attention | CacheWrite) -> Workload:
+class BackwardWorkload:
+    """The backward of one call of `flash_varlen`, or both directions."""
+
+    def __init__(self, benchmark: Backward) -> None:
+        self.name, self.bound, self.both = benchmark.name, benchmark.bound, benchmark.both
+        self.problem = benchmark.problem
+        self.call = build(benchmark.problem)
+        self.out, self.lse = self.call.run()
+        generator = torch.Generator().manual_seed(0)
+        self.dout = torch.randn(self.out.shape, generator=generator).to(self.out.dtype)
+        lengths = sequence_lengths(self.call)
+        pairs = sum(visible_pairs(self.call, b) for b in range(len(lengths)))
+        q, v = self.call.args["q"], self.call.args["v"]
+        # of the five products of a backward three are along head_dim, two along head_dim_v
+        backward = 2.0 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
+        self.work = backward + self.both * 2.0 * pairs * (q.shape[-1] + v.shape[-1])
+
+    def run(self) -> tuple[Tensor, ...]:
+        out, lse = self.call.run() if self.both else (self.out, self.lse)
+        return self.call.backward(self.dout, None, out, lse).run()[:3]
+
+    def ceiling(self) -> Ceiling:
+        return matmul_ceiling(self.dout.dtype)
+
+    def check(self) -> str:
+        """Raise AssertionError unless the gradients of a shorter batch of fewer heads are accurate.
+        At full size they are compared with a peer's.
+        """
+        seqs = tuple((min(n, CHECKED_TOKENS), context) for n, context in self.problem.seqs)
+        num_heads, num_kv_heads = CHECKED_HEADS
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        short = build(dataclasses.replace(self.problem, seqs=seqs, **heads))
+        out, lse = short.run()
+        dout, dlse = hostile_gradients(short, out, lse)
+        found = short.backward(dout, dlse, out, lse).run()
+        assert_accurate_gradients(found, short.gradients(dout, dlse))
+        return f"sequences of at most {CHECKED_TOKENS}, {num_heads} heads"
+
+    def check_peer(self, gradients: Sequence[Tensor]) -> str | None:
+        """Why a peer's gradients are not the same, or None."""
+        for name, x, ours in zip(("dq", "dk", "dv"), gradients, self.run(), strict=True):
+            error, allowed = (
+                (x.float() - ours.float()).abs().max(),
+                PEER_TOLERANCE * ours.abs().max(),
+            )
+            if not error <= allowed:
+                return f"{name} wrong by {error:.2g}, allowed {allowed:.2g}"
+        return None
+
+
+Workload = AttentionWorkload | BackwardWorkload | CacheWriteWorkload
+
+
+def make(benchmark: Attention | Backward | CacheWrite) -> Workload:
     """The tensors of a benchmark."""
+    if isinstance(benchmark, Backward):
+        return BackwardWorkload(benchmark)
     if isinstance(benchmark, Attention):
         return AttentionWorkload(benchmark)
     return CacheWriteWorkload(benchmark)

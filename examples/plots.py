@@ -84,6 +84,29 @@ def draw_serving(runs, prompts):
     save(figure, "serve.png")
 
 
+def draw_training(ways, variations, batches):
+    """Speed of every way, their losses step by step, and the losses over the seconds they took."""
+    figure, speed, below, right = panels()
+    colors = (OURS, PALE, THEIRS)
+    labels = [way.name.replace(", ", "\n", 1) for way in ways]
+    bars(speed, [way.speed(batches) for way in ways], labels, colors, "Bytes trained on per second")
+
+    for width, way, color in zip((5, 3, 1), ways, colors, strict=True):
+        below.plot(way.losses, color=color, linewidth=width)
+    for run in variations:
+        below.plot(run.losses, color="black", linewidth=0.5)
+    below.set_title("Loss, step by step: one curve")
+    below.set_xlabel("steps (thin: compiled, checkpointed, accumulated, autocast)")
+
+    for way, color in zip(ways, colors, strict=True):
+        seconds = torch.tensor(way.seconds).cumsum(0)
+        right.plot(seconds, way.losses, color=color, linewidth=2, label=way.name)
+    right.set_title("Loss over seconds of training")
+    right.set_xlabel("seconds")
+    right.legend(frameon=False)
+    save(figure, "train.png")
+
+
 def _draw_timeline(axes, times, prompts):
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for row, i in enumerate(order):

@@ -10,6 +10,8 @@ flash-attn's functions take.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.attention import register_flash_attention_impl
+
 from torch_paged_attn.ops import (
     blocksparse,
     blocksparse_backward,
@@ -63,6 +65,14 @@ _LATER = {
     "flash_attn_with_kvcache": "integrations.flash_attn",
     "warmup": "_warmup",
 }
+
+
+def _activate() -> Any:
+    return importlib.import_module(f"{__name__}.integrations.torch_attention").activate()
+
+
+# a name and no more: users activate it
+register_flash_attention_impl("PAGED_ATTN", register_fn=_activate)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,20 @@
-"""`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op."""
+"""`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op.
+
+`python -m torch_paged_attn hub` prints what the environment variable LOCAL_KERNELS has to be for
+Hugging Face programs to run on it (integrations/hub).
+"""
 
 import argparse
 import importlib.metadata
 import json
 import platform
+import sys
 from typing import Any
 
 import torch
 
 from torch_paged_attn import __version__
+from torch_paged_attn.integrations.hub import local_kernels
 from torch_paged_attn.ops import _library
 from torch_paged_attn.ops.backend import serving
 
@@ -69,12 +75,21 @@ def report() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m torch_paged_attn", description=__doc__)
+    summary = __doc__.splitlines()[0].partition(": ")[2]
+    parser = argparse.ArgumentParser(prog="python -m torch_paged_attn", description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    known = report()
-    if parser.parse_args().json:
-        print(json.dumps(known, indent=2))
+    parser.add_argument("--check", action="store_true", help="exit status 1 without CPU kernels")
+    verbs = parser.add_subparsers(dest="verb", metavar="")
+    verbs.add_parser("hub", help="print LOCAL_KERNELS for Hugging Face programs")
+    asked = parser.parse_args()
+    if asked.verb == "hub":
+        print(local_kernels())
         return
+    known = report()
+    without_kernels = known["devices"]["cpu"]["backend"] != "cpu"
+    if asked.json:
+        print(json.dumps(known, indent=2))
+        sys.exit(asked.check and without_kernels)
     print(
         f"torch_paged_attn {known['torch_paged_attn']},"
         f" Python {known['python']}, {known['machine']}"
@@ -91,6 +106,7 @@ def main() -> None:
             print(f"  paged_attn::{op}")
         for note in found.get("notes", ()):
             print(f"  {note}")
+    sys.exit(asked.check and without_kernels)
 
 
 if __name__ == "__main__":

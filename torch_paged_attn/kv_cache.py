@@ -124,6 +124,19 @@ class PagedKVCache:
         self._page_of_key: dict[bytes, int] = {}
         self._key_of_page: dict[int, bytes] = {}
 
+    @staticmethod
+    def bytes_per_token(
+        num_layers: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype | None = None
+    ) -> int:
+        """Bytes that the keys and values of one token take in all layers together."""
+        size = (dtype or torch.get_default_dtype()).itemsize
+        return 2 * num_layers * num_kv_heads * head_dim * size
+
+    @staticmethod
+    def pages_for(lengths: Sequence[int], page_size: int) -> int:
+        """Pages that sequences of these lengths take, if none is shared."""
+        return sum(-(-length // page_size) for length in lengths)
+
     def __contains__(self, seq: Hashable) -> bool:
         return seq in self._sequences
 

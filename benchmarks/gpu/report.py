@@ -111,6 +111,23 @@ def tables(read_ceiling: float) -> list[Table]:
             peers=("flex", "FA2"),
             ours="portable",
         ),
+        *(
+            Table(
+                f"{kind}, TFLOP/s of pairs that are seen",
+                "backward",
+                f"{kind} ",
+                {
+                    "ours": figure("ours"),
+                    "not deterministic": figure("fast"),
+                    "portable": figure("portable"),
+                    "cuDNN": figure("cuDNN"),
+                    "FA2": figure("FA2"),
+                    "FlexAttention": figure("flex"),
+                },
+                peers=("cuDNN", "FA2", "flex"),
+            )
+            for kind in ("backward", "forward+backward")
+        ),
         Table(
             "block-sparse, causal local + strided, heads of 128",
             "blocksparse",

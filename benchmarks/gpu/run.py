@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import attention
+import backward
 import blocksparse
 import cache_write
 import host
@@ -32,7 +33,9 @@ import portable
 import torch
 import triton
 
-PARTS = {part.__name__: part for part in (attention, portable, blocksparse, cache_write, host)}
+PARTS = {
+    part.__name__: part for part in (attention, backward, portable, blocksparse, cache_write, host)
+}
 
 
 def load(file: Path) -> ModuleType:

@@ -3,7 +3,8 @@ hardware.
 
 `python benchmarks/neuron/cost.py [--generation 3]` runs Llama-3-8B's shapes and counts instructions
 by engine, bytes by DMA, how long DMAs' descriptors are, and the peaks of the memories; beside them
-stands what the same calls cost in the design of vLLM's paged NKI kernel, by arithmetic.
+stands what the same calls cost in the design of vLLM's paged NKI kernel, by arithmetic. A second
+table is of the backward at shapes that `nki.kernels.flash_attn_bwd` took, beside its design.
 """
 
 import argparse
@@ -49,6 +50,7 @@ class Cost:
 
     instructions: dict[str, int]  # by engine
     matmuls: int  # products and transpositions on TensorE
+    columns: int  # that move through it
     dma_bytes: int
     long_share: float  # of the bytes, those in descriptors of LONG bytes or more
     peak: dict[str, int]  # bytes of a partition, by memory
@@ -56,12 +58,15 @@ class Cost:
     least_bytes: int  # that, the queries and the results
 
 
-def cost_of(problem: Problem, generation: int = 3) -> Cost:
-    """Run a problem on the emulator and count."""
+def cost_of(problem: Problem, generation: int = 3, backward: bool = False) -> Cost:
+    """Run a problem, or its backward, on the emulator and count."""
     call = build(problem)
-    args = {"cu_seqlens_k": None, "max_seqlen_q": 0, "max_seqlen_k": 0} | call.args
+    if backward:
+        shape = call.args["q"].shape
+        out, lse = call.args["q"].new_zeros(shape), torch.zeros(shape[1], shape[0])
+        call = call.backward(out, None, out, lse)
     with emulated(generation) as machine:
-        BACKEND.function(call.op)(**args)
+        BACKEND.function(call.op)(**call.args)
     engines: collections.Counter[str] = collections.Counter()
     matmuls = 0
     for (engine, instruction), count in machine.instructions.items():
@@ -74,6 +79,7 @@ def cost_of(problem: Problem, generation: int = 3) -> Cost:
     return Cost(
         instructions=dict(engines),
         matmuls=matmuls,
+        columns=machine.tensor_columns,
         dma_bytes=total,
         long_share=long / total,
         peak=dict(machine.peak),
@@ -119,6 +125,83 @@ def vllm_design(problem: Problem, large_tile: int = 2048) -> tuple[int, int]:
     return per_head * problem.num_kv_heads, matmuls * problem.num_kv_heads
 
 
+def flash_attn_bwd_design(problem: Problem) -> Cost:
+    """What `nki.kernels.flash_attn_bwd` needed for one sequence and equal heads, counted on its
+    published source: as many queries as keys, tiles of 128 queries by 512 keys.
+
+    Its tensors come as (head_dim, tokens), and so q, k, v and dout need no transposition before the
+    products over head_dim. A pair of tiles takes 14 instructions of TensorE: q and dout are turned,
+    scores, dP, dV and dK are a product each, dX is turned in 4 steps, and multiplied with keys in
+    4. Pairs above the diagonal are skipped, their loads are not: q and dout come once for each tile
+    of keys.
+    """
+    (tokens, _), *_ = problem.seqs
+    query_tiles, key_tiles = tokens // P, max(1, tokens // 512)
+    width = tokens // key_tiles
+    pairs = sum(
+        not problem.causal or i * P >= j * width
+        for i in range(query_tiles)
+        for j in range(key_tiles)
+    )
+    steps = width // P
+    row = tokens * problem.head_dim * problem.dtype.itemsize
+    # dout and out for the row sums, k and v, the three results; q and dout
+    num_bytes = tokens * 4 + (2 + 2 + 3 + 2 * key_tiles) * row
+    # elementwise: mask, exponential, dP, dX, what was turned, dq twice, q's scale
+    elementwise = pairs * (4 + 2 + steps + 2 + 1)
+    return Cost(
+        instructions={"vector and scalar": problem.num_heads * elementwise},
+        matmuls=problem.num_heads * (key_tiles * steps + pairs * (6 + 2 * steps)),
+        columns=problem.num_heads * (key_tiles * width + pairs * (2 * P + 6 * width)),
+        dma_bytes=problem.num_heads * num_bytes,
+        long_share=0.0,
+        peak={},
+        kv_bytes=0,
+        least_bytes=0,
+    )
+
+
+# a head of Llama's, and the four that share keys there, which flash_attn_bwd did not have
+TRAINED = dataclasses.replace(LLAMA, page_size=None, num_heads=1, num_kv_heads=1, lengths="none")
+BACKWARD_CASES = tuple(
+    dataclasses.replace(
+        TRAINED, name=f"{n}{', causal' if causal else ''}", seqs=((n, 0),), causal=causal
+    )
+    for n in (512, 2048, 4096, 8192)
+    for causal in (True, False)
+    if causal or n <= 4096
+)
+
+
+def surroundings(problem: Problem) -> int:
+    """Bytes that PyTorch's part of a backward moves: out and dout are read for the row sums, and a
+    number for each row is written.
+    """
+    tokens = sum(problem.query_lens) * problem.num_heads
+    return tokens * (2 * problem.head_dim * problem.dtype.itemsize + 4)
+
+
+def backward_table(generation: int) -> list[str]:
+    """A Markdown table of the backward, one row for each case."""
+    lines = [
+        "| tokens, one head | DMA, MiB | of flash_attn_bwd's | TensorE | of its | columns |"
+        " of its | VectorE and ScalarE | of its | SBUF peak, KiB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for problem in BACKWARD_CASES:
+        cost, old = cost_of(problem, generation, backward=True), flash_attn_bwd_design(problem)
+        num_bytes = cost.dma_bytes + surroundings(problem)
+        elementwise = cost.instructions["vector"] + cost.instructions["scalar"]
+        of_old = old.instructions["vector and scalar"]
+        lines.append(
+            f"| {problem.name} | {num_bytes / 2**20:.1f} | {num_bytes / old.dma_bytes:.2f} |"
+            f" {cost.matmuls:,} | {cost.matmuls / old.matmuls:.2f} |"
+            f" {cost.columns:,} | {cost.columns / old.columns:.2f} |"
+            f" {elementwise:,} | {elementwise / of_old:.2f} | {cost.peak['sbuf'] / 1024:.0f} |"
+        )
+    return lines
+
+
 def table(generation: int) -> list[str]:
     """A Markdown table, one row for each case."""
     lines = [
@@ -148,6 +231,7 @@ def main() -> None:
     generation = parser.parse_args().generation
     print(f"Counted on an emulator of generation {generation}, never measured on hardware.\n")
     print("\n".join(table(generation)))
+    print("\n".join(["", *backward_table(generation)]))
 
 
 if __name__ == "__main__":

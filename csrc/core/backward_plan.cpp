@@ -1,6 +1,7 @@
 #include "backward_plan.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "paged_kv.h"
 
@@ -121,8 +122,8 @@ void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
   plan.lists.clear();
   plan.entries.clear();
   plan.sum_rows = plan.turns = plan.done = plan.rows = plan.cost = 0;
-  // Neighbours in the list of tasks run at the same time, on key tiles of as many heads as there are
-  // threads: they seldom wait for each other, and few queries are in the caches at once.
+  // Neighbours in the list of tasks run at the same time, on key tiles of as many heads as there
+  // are threads: they seldom wait for each other, and few queries are in the caches at once.
   const int64_t together = ordered_heads ? 1 : std::min(threads, a.num_kv_heads);
   for (int64_t b = 0; b < a.batch; ++b) {
     const Sequence s = sequence_at(a, b);
@@ -141,6 +142,47 @@ void make_backward_plan(const Attention& a, int64_t threads, bool ordered_heads,
                                 h > 0 ? done - x.num_key_tiles : -1});
         }
     plan.done += a.num_kv_heads * x.num_key_tiles;
+  }
+}
+
+void follow_plan(const BackwardPlan& plan, Backward& b) {
+  b.tile_rows = plan.rows;
+  b.sequences = plan.sequences.data();
+  b.tiles = plan.tiles.data();
+  b.row_tiles = plan.row_tiles.data();
+  b.row_counts = plan.row_counts.data();
+  b.lists = plan.lists.data();
+  b.entries = plan.entries.data();
+}
+
+void zero_unused(const Backward& b, int64_t total_k) {
+  const Attention& a = b.forward;
+  const auto zero = [&](void* data, int64_t begin, int64_t end, int64_t row) {
+    row *= bytes_of(a.q_dtype);
+    if (data && end > begin)
+      std::memset(static_cast<char*>(data) + begin * row, 0, (end - begin) * row);
+  };
+  const auto zero_keys = [&](int64_t begin, int64_t end) {
+    zero(b.dk, begin, end, a.num_kv_heads * a.head_dim);
+    zero(b.dv, begin, end, a.num_kv_heads * a.head_dim_v);
+  };
+  zero(b.dq, a.cu_seqlens_q(a.batch), a.total_q, a.num_heads * a.head_dim);
+  int64_t used = 0;
+  for (int64_t i = 0; i < a.batch; ++i) {
+    const Sequence s = sequence_at(a, i);
+    zero_keys(used, s.k_start);
+    used = s.k_start + s.k_len;
+  }
+  zero_keys(used, total_k);
+}
+
+void sum_sinks(const Backward& b, float* dsinks) {
+  const Attention& a = b.forward;
+  const int64_t used = a.cu_seqlens_q(a.batch);
+  for (int64_t head = 0; head < a.num_heads; ++head) {
+    double sum = 0;
+    for (int64_t token = 0; token < used; ++token) sum += b.dsink[head * a.total_q + token];
+    dsinks[head] = float(sum);
   }
 }
 

@@ -27,4 +27,13 @@ struct BackwardPlan {
 // `ordered_heads`: KV heads add to one gradient, in order.
 void make_backward_plan(const Attention&, int64_t threads, bool ordered_heads, BackwardPlan&);
 
+// Lets the tasks find their tiles and lists.
+void follow_plan(const BackwardPlan&, Backward&);
+
+// Gradients of rows that are no sequence's: queries past the last one, keys that are not in use.
+void zero_unused(const Backward&, int64_t total_k);
+
+// Each head's sum over all tokens, in their order, when the statistics are there.
+void sum_sinks(const Backward&, float* dsinks);
+
 }  // namespace paged_attn

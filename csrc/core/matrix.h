@@ -56,6 +56,25 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
   return vecs == 2 ? tile(Count<2>()) : tile(Count<1>());
 }
 
+// Memory that is asked for while a product runs, some lines a register tile: rows r, `step` bytes
+// from one to the next, but `jump` bytes after every `group` of them.
+struct Fetch {
+  const char* at = nullptr;
+  int64_t row_bytes = 0, step = 0, jump = 0, group = 1, rows = 0;
+  int64_t row = 0, byte = 0, pace = 0;
+
+  PAGED_ATTN_INLINE int64_t lines() const { return rows * ((row_bytes + 63) / 64); }
+  PAGED_ATTN_INLINE void beat() {
+    for (int64_t i = 0; i < pace && row < rows; ++i) {
+      __builtin_prefetch(at + byte, 0, 2);
+      byte += 64;
+      if (byte < row_bytes) continue;
+      byte = 0;
+      at += ++row % group == 0 ? jump : step;
+    }
+  }
+};
+
 // A product of larger matrices.
 template <class Product>
 struct Matrix {
@@ -65,14 +84,18 @@ struct Matrix {
   // floats apart; columns are whole vectors, and A and C have room for rows in whole steps.
   static inline void multiply(const float* a, int64_t stride_a, int64_t rows, const float* b,
                               int64_t stride_b, int64_t begin, int64_t end, float* c,
-                              int64_t stride_c, int64_t depth, bool add) {
+                              int64_t stride_c, int64_t depth, bool add,
+                              Fetch fetch = {}) {
     constexpr int ROWS = Product::ROWS, PANEL = Product::PANEL;
     float ones[ROWS];
     for (float& x : ones) x = 1.f;
+    const int64_t beats = ((end - begin + PANEL - 1) / PANEL) * ((rows + ROWS - 1) / ROWS);
+    fetch.pace = (fetch.lines() + beats - 1) / beats;
     for (int64_t i = begin, n; i < end; i += n) {
       n = min64(PANEL - i % PANEL, end - i);
       const float* panel = b + i / PANEL * stride_b + i % PANEL;
       for (int64_t r = 0; r < rows; r += ROWS) {
+        fetch.beat();
         const float* keep = add ? ones : nullptr;
         for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = ones)
           ::multiply<Product>(int(n / W), a + r * stride_a + d, stride_a, panel + d * PANEL,

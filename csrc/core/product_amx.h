@@ -198,7 +198,7 @@ struct Matrix<AmxProduct> {
 
   static inline void multiply(const float* a, int64_t stride_a, int64_t rows, const float* b,
                               int64_t stride_b, int64_t begin, int64_t end, float* c,
-                              int64_t stride_c, int64_t depth, bool add) {
+                              int64_t stride_c, int64_t depth, bool add, Fetch fetch = {}) {
     AmxWork work = {a,
                     stride_a,
                     b + begin / AmxProduct::PANEL * stride_b,
@@ -212,7 +212,11 @@ struct Matrix<AmxProduct> {
                     0,
                     0};
     amx_fence();
-    while (work.panels > 0) work.take();
+    fetch.pace = (fetch.lines() + work.left() - 1) / work.left();
+    while (work.panels > 0) {
+      fetch.beat();
+      work.take();
+    }
     amx_fence();
   }
 };

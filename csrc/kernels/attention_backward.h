@@ -150,7 +150,8 @@ PAGED_ATTN_INLINE void for_each_tile(const Backward& b, const Sequence& s, const
     for (int64_t i = list[1]; i-- > list[0];) {
       const paged_attn::LayoutEntry& entry = b.entries[i];
       const int32_t* tiles = b.row_tiles + x.row_tiles + entry.row;
-      for (int64_t j = tiles[1]; j-- > tiles[0];) f(group, j, entry.granules, entry.rank, entry.count);
+      for (int64_t j = tiles[1]; j-- > tiles[0];)
+        f(group, j, entry.granules, entry.rank, entry.count);
     }
   }
 }
@@ -336,15 +337,13 @@ class BackwardOfTask {
     rows = (tile.token_end - tile.token_begin) * a.group_size;
     any = any && see_columns<Product>(a, s, tile, granules, keys) && load_tile(tile, group);
     if (any) {
-      multiply_rows();
-      finish_rows(tile, i > 0 ? &tile - 1 : nullptr, group);
+      multiply_rows(i > 0 ? &tile - 1 : nullptr, group);
+      finish_rows(tile, group);
       for (int64_t r = rows; r < max64(rows_across, rows_along); ++r) {
         memset(w.scores + r * KEY_TILE, 0, KEY_TILE * sizeof(float));
         memset(w.gradients + r * KEY_TILE, 0, KEY_TILE * sizeof(float));
       }
-      for (int64_t j = 0; b.dq && j < rows * w.stride_dk; j += CACHE_LINE / int(sizeof(float)))
-        __builtin_prefetch(sums + j, 1, 2);
-      add_to_keys();
+      add_to_keys(sums);
     }
     if (!b.dq) return;
     int32_t* turn = b.turns + x.turns + group * x.num_tiles + i;
@@ -365,33 +364,42 @@ class BackwardOfTask {
     __atomic_store_n(turn, int32_t(rank) + 1, __ATOMIC_RELEASE);
   }
 
-  // scores = Q K^T, gradients = dO V^T
-  PAGED_ATTN_INLINE void multiply_rows() {
+  // A tile's rows of queries or of dout, which lie far apart.
+  PAGED_ATTN_INLINE Fetch fetch_rows(const QueryTile* tile, int64_t group, const void* data,
+                                     int64_t stride_token, int64_t stride_head,
+                                     int64_t head_dim) const {
+    Fetch fetch;
+    if (tile == nullptr) return fetch;
+    const int64_t bytes = bytes_of(a.q_dtype);
+    const int64_t first = (s.q_start + tile->token_begin) * stride_token;
+    fetch.at = (const char*)data + (first + group * a.group_size * stride_head) * bytes;
+    fetch.row_bytes = head_dim * bytes;
+    fetch.group = a.group_size;
+    fetch.step = stride_head * bytes;
+    fetch.jump = (stride_token - (a.group_size - 1) * stride_head) * bytes;
+    fetch.rows = (tile->token_end - tile->token_begin) * a.group_size;
+    return fetch;
+  }
+
+  // scores = Q K^T, gradients = dO V^T; meanwhile the rows of the tile before this one, which comes
+  // next, are asked for
+  PAGED_ATTN_INLINE void multiply_rows(const QueryTile* next, int64_t group) {
     for (int j = 0; j < keys.num_runs; ++j) {
       const Columns& run = keys.runs[j];
+      if (j > 0) next = nullptr;
+      const Fetch q = fetch_rows(next, group, a.q, a.q_stride_token, a.q_stride_head, a.head_dim);
+      const Fetch o = fetch_rows(next, group, b.dout, b.dout_stride_token, b.dout_stride_head,
+                                 a.head_dim_v);
       Matrix<Product>::multiply(w.q, w.stride_q, rows_across, w.keys, w.depth_q * Product::PANEL,
-                                run.begin, run.end, w.scores, KEY_TILE, w.depth_q, false);
-      Matrix<Product>::multiply(w.o, w.stride_o, rows_across, w.values, w.depth_o * Product::PANEL,
-                                run.begin, run.end, w.gradients, KEY_TILE, w.depth_o, false);
+                                run.begin, run.end, w.scores, KEY_TILE, w.depth_q, false, q);
+      Matrix<Product>::multiply(w.o, w.stride_o, rows_across, w.values,
+                                w.depth_o * Product::PANEL, run.begin, run.end, w.gradients,
+                                KEY_TILE, w.depth_o, false, o);
     }
   }
 
-  // Asks for what the tile before this one, which comes next, will read: its rows lie far apart.
-  PAGED_ATTN_INLINE void fetch_next(const QueryTile* next, int64_t group, int64_t r) const {
-    if (next == nullptr) return;
-    const int64_t token = next->token_begin + r / a.group_size;
-    if (token >= next->token_end) return;
-    const int64_t head = group * a.group_size + r % a.group_size, bytes = bytes_of(a.q_dtype);
-    const int64_t q = (s.q_start + token) * a.q_stride_token + head * a.q_stride_head;
-    const int64_t o = (s.q_start + token) * b.dout_stride_token + head * b.dout_stride_head;
-    for (int64_t i = 0; i < a.head_dim * bytes; i += CACHE_LINE)
-      __builtin_prefetch((const char*)a.q + q * bytes + i, 0, 2);
-    for (int64_t i = 0; i < a.head_dim_v * bytes; i += CACHE_LINE)
-      __builtin_prefetch((const char*)b.dout + o * bytes + i, 0, 2);
-  }
-
   // scores become P, gradients dX
-  PAGED_ATTN_INLINE void finish_rows(const QueryTile& tile, const QueryTile* next, int64_t group) {
+  PAGED_ATTN_INLINE void finish_rows(const QueryTile& tile, int64_t group) {
     const float scale = logit_scale(a, s, task.kv_head);
     const bool plain = is_plain(a) && !a.dropout.enabled;
     for (int j = 0; j < keys.num_runs; ++j) {
@@ -400,7 +408,6 @@ class BackwardOfTask {
           plain && all_visible(a, s, tile.token_begin, tile.token_end - 1, keys.block, run.begin,
                                run.end);
       for (int64_t r = 0; r < rows; ++r) {
-        if (j == 0) fetch_next(next, group, r);
         float *scores = w.scores + r * KEY_TILE, *gradients = w.gradients + r * KEY_TILE;
         GradientRow g = {scale, w.lse_2[r], w.delta[r]};
         if (finished) {
@@ -422,29 +429,36 @@ class BackwardOfTask {
     }
   }
 
-  // dV += P^T dO, dK += dX^T Q
-  PAGED_ATTN_INLINE void add_to_keys() {
-    constexpr int PANEL = Product::PANEL;
+  // dV += P^T dO, dK += dX^T Q; meanwhile the sums of dQ are asked for
+  PAGED_ATTN_INLINE void add_to_keys(const float* sums) {
     for (int j = 0; j < keys.num_runs; ++j) {
       const Columns& run = keys.runs[j];
-      const int64_t first = run.begin * w.stride_t, count = run.end - run.begin;
+      Fetch fetch;
+      if (j == 0 && b.dq) {
+        fetch.at = (const char*)sums;
+        fetch.row_bytes = fetch.step = fetch.jump = w.stride_dk * sizeof(float);
+        fetch.rows = rows;
+      }
       if (b.dv) {
         transpose_run<Product>(w.scores, rows_along, run, w.scores_t, w.stride_t);
-        Matrix<Product>::multiply(w.scores_t + first, w.stride_t, count, w.o_across,
-                                  w.stride_t * PANEL, 0, w.stride_dv, w.dv + run.begin * w.stride_dv,
-                                  w.stride_dv, rows_along / Product::DEPTH, true);
+        add_to_sums(run, w.scores_t, w.o_across, w.dv, w.stride_dv, b.dk ? Fetch() : fetch);
       }
       if (b.dk) {
         transpose_run<Product>(w.gradients, rows_along, run, w.gradients_t, w.stride_t);
-        Matrix<Product>::multiply(w.gradients_t + first, w.stride_t, count, w.q_across,
-                                  w.stride_t * PANEL, 0, w.stride_dk, w.dk + run.begin * w.stride_dk,
-                                  w.stride_dk, rows_along / Product::DEPTH, true);
+        add_to_sums(run, w.gradients_t, w.q_across, w.dk, w.stride_dk, fetch);
       }
     }
   }
+  PAGED_ATTN_INLINE void add_to_sums(const Columns& run, const float* left, const float* right,
+                                     float* sums, int64_t stride, const Fetch& fetch) {
+    Matrix<Product>::multiply(left + run.begin * w.stride_t, w.stride_t, run.end - run.begin, right,
+                              w.stride_t * Product::PANEL, 0, stride, sums + run.begin * stride,
+                              stride, rows_along / Product::DEPTH, true, fetch);
+  }
 
   template <class T>
-  static PAGED_ATTN_INLINE void write_row(const float* from, float factor, int64_t head_dim, T* to) {
+  static PAGED_ATTN_INLINE void write_row(const float* from, float factor, int64_t head_dim,
+                                          T* to) {
     for (int64_t d = 0; d < head_dim; d += W)
       store(to + d, load(from + d) * set1(factor), int(min64(W, head_dim - d)));
   }

@@ -1,7 +1,7 @@
 // flash_varlen_backward and blocksparse_backward: their arguments, their guard, how a call runs.
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -107,46 +107,6 @@ Tensor with_contiguous_rows(const TensorView& view) {
   return view.rows_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Rows that are no sequence's: queries past the last one, keys past Lk.
-void zero_padding(const Backward& b) {
-  const Attention& a = b.forward;
-  const int64_t bytes = bytes_of(a.q_dtype);
-  const auto zero = [&](void* data, int64_t begin, int64_t end, int64_t row) {
-    if (data && end > begin)
-      std::memset(static_cast<char*>(data) + begin * row * bytes, 0, (end - begin) * row * bytes);
-  };
-  zero(b.dq, a.cu_seqlens_q(a.batch), a.total_q, a.num_heads * a.head_dim);
-}
-
-void zero_unused_keys(const Backward& b, int64_t total_k) {
-  const Attention& a = b.forward;
-  const auto zero = [&](int64_t begin, int64_t end) {
-    const int64_t bytes = bytes_of(a.q_dtype) * a.num_kv_heads;
-    for (auto [data, head_dim] : {std::pair(b.dk, a.head_dim), std::pair(b.dv, a.head_dim_v)})
-      if (data && end > begin)
-        std::memset(static_cast<char*>(data) + begin * head_dim * bytes, 0,
-                    (end - begin) * head_dim * bytes);
-  };
-  int64_t used = 0;
-  for (int64_t i = 0; i < a.batch; ++i) {
-    const Sequence s = sequence_at(a, i);
-    zero(used, s.k_start);
-    used = s.k_start + s.k_len;
-  }
-  zero(used, total_k);
-}
-
-// Sums of each head over all tokens, in their order.
-void add_sinks(const Backward& b, float* dsinks) {
-  const Attention& a = b.forward;
-  const int64_t used = a.cu_seqlens_q(a.batch);
-  for (int64_t head = 0; head < a.num_heads; ++head) {
-    double sum = 0;
-    for (int64_t token = 0; token < used; ++token) sum += b.dsink[head * a.total_q + token];
-    dsinks[head] = float(sum);
-  }
-}
-
 constexpr int64_t STATISTICS_TOKENS = 64;  // of one task
 
 void run_statistics(const Backward& b, int64_t threads) {
@@ -244,20 +204,14 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   std::vector<int32_t> turns(plan.turns), done(plan.done);
   b.turns = turns.data();
   b.done = done.data();
-  b.tile_rows = plan.rows;
-  b.sequences = plan.sequences.data();
-  b.tiles = plan.tiles.data();
-  b.row_tiles = plan.row_tiles.data();
-  b.row_counts = plan.row_counts.data();
-  b.lists = plan.lists.data();
-  b.entries = plan.entries.data();
+  follow_plan(plan, b);
 
-  zero_padding(b);
-  zero_unused_keys(b, total_k);
+  zero_unused(b, total_k);
   run_statistics(b, workers);
   if (b.dq || b.dk || b.dv || b.dbias) run_backward(b, plan, workers);
-  if (has_dsinks) add_sinks(b, static_cast<float*>(dsinks.mutable_data_ptr()));
-  if (sums_apart) torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
+  if (has_dsinks) sum_sinks(b, static_cast<float*>(dsinks.mutable_data_ptr()));
+  if (sums_apart)
+    torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
   return_tensors(stack, {dq, dk, dv, dbias, dsinks});
 }
 

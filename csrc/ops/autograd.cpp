@@ -1,5 +1,7 @@
 #include "autograd.h"
 
+#include "old_glibc.h"
+
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

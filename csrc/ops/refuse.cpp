@@ -1,5 +1,7 @@
 #include "refuse.h"
 
+#include "old_glibc.h"
+
 #include <dlfcn.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 

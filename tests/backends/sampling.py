@@ -97,6 +97,15 @@ SAMPLES: dict[str, Sample] = {
             "nan_stays": ("sglang/page1/f16",),
             "write": (*_WRITES, "f16-e5m2-packed_last"),
             "write_every_bfloat16": ("e4m3-0.3",),
+            "gradients_agree": ("training/everything/f32", "training/blocksparse/bf16"),
+            "gradients_same_bits": (),
+            "gradients_at_any_order": (),
+            "gradients_alone": ("more_queries_than_keys/f32",),
+            "gradients_unseen_memory": ("more_queries_than_keys/f32",),
+            "gradients_any_strides": (),
+            "gradients_asked_for": (),
+            "gradients_of_out_alone": (),
+            "gradients_only_read": (),
         },
         LIKE,
     ),
@@ -173,9 +182,30 @@ SAMPLES: dict[str, Sample] = {
             "unseen_memory": ("llama3_8b/decode_b5/bf16", "blocksparse/batched/f32"),
             "nan_stays": ("llama3_8b/mixed/f32",),
             "write_every_bfloat16": ("e5m2-2.0",),
+            "gradients_agree": (
+                "mistral/window_both/f32",
+                "more_queries_than_keys/f32",
+                "tiny_head/bf16",
+                "training/gpt_oss/bf16",
+                "training/bias_of_heads/f32",
+                "training/long/bf16",
+            ),
+            "gradients_same_bits": ("more_queries_than_keys/f32",),
+            "gradients_at_any_order": (),
+            "gradients_alone": ("more_queries_than_keys/f32",),
+            "gradients_unseen_memory": ("training/gpt_oss/bf16",),
+            "gradients_any_strides": ("more_queries_than_keys/f32",),
+            "gradients_asked_for": ("more_queries_than_keys/f32",),
+            "gradients_of_out_alone": (),
+            "gradients_only_read": (),
+            "gradients_of_nothing": ("training/everything/f32",),
         },
     ),
 }
+_OF_GRADIENTS = (
+    *("same_bits", "at_any_order", "alone", "unseen_memory", "any_strides", "asked_for"),
+    *("of_out_alone", "of_parts", "only_read", "of_nothing"),
+)
 # what differs between the generations: gathers, transpositions, copies by ScalarE, the room in SBUF
 _OTHER_GENERATIONS = Sample(
     "the generations differ in a few instructions: neuron-3 runs the others",
@@ -197,6 +227,8 @@ _OTHER_GENERATIONS = Sample(
         **dict.fromkeys((*BITS, "merge_prefix"), ()),
         "write": _WRITES,
         "write_every_bfloat16": (),
+        **dict.fromkeys((f"gradients_{promise}" for promise in _OF_GRADIENTS), ()),
+        "gradients_agree": ("training/sinks_of_rows_without_keys/f32", "tiny_head/bf16"),
     },
 )
 SAMPLES |= {"neuron-2": _OTHER_GENERATIONS, "neuron-4": _OTHER_GENERATIONS}

@@ -10,9 +10,9 @@ import torch
 
 from torch_paged_attn import flash_varlen, reference
 from torch_paged_attn.reference.philox import dropout_keep
-from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS, assert_accurate, build
 from torch_paged_attn.testing.accuracy import Truth
-from torch_paged_attn.testing.inputs import cumulative
+from torch_paged_attn.testing.inputs import cumulative, hostile_gradients
 
 
 def test_calls_from_many_threads_do_not_meet():
@@ -43,6 +43,27 @@ def test_threads_change_no_bit():
         for n in (1, 2, 3):
             torch.set_num_threads(n)
             results.append(call.run())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+# causal with groups; a bias of one head, which the heads add to in turn; a layout of every head
+@pytest.mark.parametrize(
+    "name",
+    ["training/long/bf16", "training/one_bias/bf16", "blocksparse/batched/f32"],
+)
+def test_threads_change_no_bit_of_gradients(name):
+    call = build(DIFFERENTIABLE[name])
+    out, lse = call.run()
+    backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 2, 7):
+            torch.set_num_threads(n)
+            results.append(backward.run())
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -238,3 +259,13 @@ def test_a_sink_beside_the_lowest_bias():
     truth = Truth.of(reference.flash_varlen, q, k, v, *bounds, **options)
     assert not truth.out[0, 0].any() and truth.out[0, 1].all()
     assert_accurate(out, lse, truth)
+
+
+def test_softcap_makes_no_number_of_nan():
+    """Twenty keys: whole vectors and a rest."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 16), *torch.randn(2, 20, 1, 16)
+    q[1] = float("nan")
+    out, lse = flash_varlen(q, k, v, cumulative([3]), cumulative([20]), softcap=5.0)
+    assert out[1].isnan().all() and lse[0, 1].isnan()
+    assert out[::2].isfinite().all() and lse[0, ::2].isfinite().all()

@@ -274,3 +274,15 @@ def test_written_is_checked(written):
         cache.free("a", written=written)
     assert cache.pages("a")
     assert cache.append("b", list(range(5))) == 4
+
+
+def test_sizes_are_known_before_there_is_a_cache():
+    lengths = [1, 16, 17, 0]
+    pages = PagedKVCache.pages_for(lengths, page_size=16)
+    assert pages == 1 + 1 + 2
+    cache = PagedKVCache(3, pages, 2, 16, 8, dtype=torch.bfloat16)
+    for i, length in enumerate(lengths):
+        cache.append(i, length)
+    assert cache.num_free_pages == 0
+    token = PagedKVCache.bytes_per_token(3, 2, 8, dtype=torch.bfloat16)
+    assert token * 16 * pages == cache.kv_cache.nbytes

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 
 import torch_paged_attn
 from torch_paged_attn import reference
@@ -153,19 +154,17 @@ def test_opcheck_of_merged_states():
 class Graphs:
     """A compiler that runs graphs as they are and keeps the names of their operators."""
 
-    def __init__(self, partition=None):
+    def __init__(self):
         self.forward, self.backward = [], []
-        self.partition = partition
 
     def keep(self, names):
         def compiler(graph, _):
             names.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
         return compiler
 
     def compile(self, function, **options):
-        from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
 
         torch._dynamo.reset()

@@ -5,7 +5,6 @@ import torch
 from sequences import DECODE, DIM, DIM_V, HEADS, KV_HEADS, MIXED, Batch
 
 from torch_paged_attn import reference
-from torch_paged_attn.integrations import flash_attn
 from torch_paged_attn.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -74,14 +73,6 @@ def test_float8_queries_answer_in_bfloat16():
     _, lse = flash_attn_varlen_func(*args, out=out, return_softmax_lse=True)
     truth = Truth.of(reference.flash_varlen, *args, out_dtype=torch.float32)
     assert_accurate(out, lse, truth)
-
-
-def test_the_module_offers_these_three():
-    assert [name for name in vars(flash_attn) if name.startswith("flash_attn_")] == [
-        "flash_attn_func",
-        "flash_attn_varlen_func",
-        "flash_attn_with_kvcache",
-    ]
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])

@@ -90,7 +90,7 @@ def test_constants_are_kept_and_bounded():
     assert _constants.multiples(2, 3, like).tolist() == [0, 2, 4, 6]
     for value in range(_constants.MOST + 9):
         assert _constants.repeated(value, 1, like).tolist() == [value]
-    assert len(_constants._kept) == _constants.MOST
+    assert 0 < len(_constants._kept) <= _constants.MOST
     assert _constants.multiples(3, 2, like) is not made
 
 
@@ -107,7 +107,7 @@ def test_fake_constants_are_not_kept():
     with FakeTensorMode():
         _constants.count(3, torch.empty(0))
         _constants.count(3, real)
-    assert not _constants._kept
+    assert len(_constants._kept) == 0
     assert type(_constants.count(3, real)) is torch.Tensor
 
 

@@ -1,11 +1,13 @@
 // One call of the kernels without torch, so that they run wherever a compiler reaches:
 //
 //     run_call                       prints the instruction set that the dispatch picks
-//     run_call OP FIELDS BLOB OUT    runs an operator: attend, reshape_and_cache or merge_states
+//     run_call OP FIELDS BLOB OUT    runs an operator: attend, attend_backward, reshape_and_cache,
+//                                    or merge_states
 //
 // FIELDS holds lines "member value" for members of the struct that the operator's kernel takes. The
 // value of a pointer is an offset into BLOB, the memory that the call works on. OUT is written:
-// attend and merge_states write the output and then the lse, reshape_and_cache all of the memory.
+// attend and merge_states write the output and then the lse, reshape_and_cache all of the memory, a
+// backward its results one after the other, the gradient of a bias of one head in float32.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "core/backward_plan.h"
 #include "core/schedule.h"
 #include "kernels.h"
 
@@ -78,6 +81,19 @@ void set(ReshapeAndCache& call, const std::string& name, const char* text, char*
 
 void set(MergeStates& call, const std::string& name, const char* text, char* blob) {
   MEMBER(dtype) MEMBER(total_q) MEMBER(num_heads) MEMBER(head_dim_v) PART(a) PART(b)
+  throw std::runtime_error("no such member: " + name);
+}
+
+// What the operator takes from its tensors' shapes besides.
+struct BackwardCall : Backward {
+  int64_t total_k, bias_heads, bias_keys;
+};
+
+void set(BackwardCall& call, const std::string& name, const char* text, char* blob) {
+  if (name.rfind("forward.", 0) == 0) return set(call.forward, name.substr(8), text, blob);
+  MEMBER(dout) MEMBER(dout_stride_token) MEMBER(dout_stride_head)
+  MEMBER(out) MEMBER(out_stride_token) MEMBER(out_stride_head)
+  STRIDED(lse) STRIDED(dlse) MEMBER(total_k) MEMBER(bias_heads) MEMBER(bias_keys)
   throw std::runtime_error("no such member: " + name);
 }
 
@@ -152,6 +168,47 @@ void merge_states(MergeStates s, FILE* file) {
   results.write(file);
 }
 
+void attend_backward(BackwardCall b, FILE* file) {
+  const Attention& a = b.forward;
+  const auto numbers = [&](int64_t count, DType dtype) {
+    return std::vector<char>(count * bytes_of(dtype), -1);  // NaN
+  };
+  auto dq = numbers(a.total_q * a.num_heads * a.head_dim, a.q_dtype);
+  auto dk = numbers(b.total_k * a.num_kv_heads * a.head_dim, a.q_dtype);
+  auto dv = numbers(b.total_k * a.num_kv_heads * a.head_dim_v, a.q_dtype);
+  const bool shared = b.bias_heads == 1;
+  const DType bias_dtype = shared ? DType::float32 : a.bias_dtype;
+  const int64_t bias_numbers = b.bias_heads * a.total_q * b.bias_keys;
+  std::vector<char> dbias(bias_numbers * bytes_of(bias_dtype));
+  b.dq = dq.data(), b.dk = dk.data(), b.dv = dv.data();
+  b.dbias = b.bias_heads > 0 ? dbias.data() : nullptr;
+  b.dbias_sums = shared ? reinterpret_cast<float*>(dbias.data()) : nullptr;
+  b.dbias_stride_head = shared ? 0 : a.total_q * b.bias_keys;
+  b.dbias_stride_query = b.bias_keys;
+
+  BackwardPlan plan;
+  make_backward_plan(a, 1, shared, plan);
+  follow_plan(plan, b);
+  const int64_t places = a.num_heads * a.total_q;
+  std::vector<float> statistics(3 * places), sums(plan.sum_rows * (a.head_dim + 16));
+  std::vector<float> dsinks(a.sinks ? a.num_heads : 0);
+  b.lse_2 = statistics.data(), b.delta = b.lse_2 + places, b.dsink = b.delta + places;
+  b.dq_sums = sums.data();
+  std::vector<int32_t> turns(plan.turns), done(plan.done);
+  b.turns = turns.data(), b.done = done.data();
+
+  const Kernels& isa = kernels();
+  zero_unused(b, b.total_k);
+  for (int64_t i = 0; i < a.batch; ++i)
+    isa.backward_statistics(b, i, 0, a.cu_seqlens_q(i + 1) - a.cu_seqlens_q(i));
+  float* memory = static_cast<float*>(aligned_alloc(64, (isa.backward_floats(b) + 16) / 16 * 64));
+  for (const BackwardTask& task : plan.tasks) isa.attend_backward(b, task, memory);
+  free(memory);
+  if (a.sinks) sum_sinks(b, dsinks.data());
+  for (const auto* bytes : {&dq, &dk, &dv, &dbias}) fwrite(bytes->data(), 1, bytes->size(), file);
+  fwrite(dsinks.data(), sizeof(float), dsinks.size(), file);
+}
+
 void reshape_and_cache(const ReshapeAndCache& r, const std::vector<char>& memory, FILE* file) {
   for (int64_t task = 0; task < 2 * r.residues; ++task) kernels().reshape_and_cache(r, task);
   fwrite(memory.data(), 1, memory.size(), file);
@@ -162,6 +219,8 @@ void run(const std::string& op, const char* fields, const char* blob, const char
   FILE* file = open_file(out, "wb");
   if (op == "attend")
     attend(read_fields<Attention>(fields, memory.data()), file);
+  else if (op == "attend_backward")
+    attend_backward(read_fields<BackwardCall>(fields, memory.data()), file);
   else if (op == "merge_states")
     merge_states(read_fields<MergeStates>(fields, memory.data()), file);
   else if (op == "reshape_and_cache")

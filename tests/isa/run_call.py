@@ -2,6 +2,7 @@
 
 import math
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,52 @@ def attend(call: Call, command: list[str], folder: Path) -> tuple[Tensor, Tensor
     out[used:] = 0
     lse[:, used:] = float("-inf")
     return out, lse
+
+
+def attend_backward(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    command: list[str],
+    folder: Path,
+) -> tuple[Tensor, ...]:
+    """`flash_varlen_backward` or `blocksparse_backward`, all five results."""
+    args, empty = call.args, call.args["q"].new_empty(0)
+    members = {f"forward.{name}": value for name, value in attention(call).items()}
+    for name, t in (("dout", dout), ("out", out)):
+        members |= {
+            name: t,
+            f"{name}_stride_token": t.stride(0),
+            f"{name}_stride_head": t.stride(1),
+        }
+    members |= strided("lse", lse, first=0) | strided("dlse", dlse, first=0)
+    members["total_k"] = args["k"].shape[0]
+    shapes = [(args[name].shape, args[name].dtype) for name in "qkv"]
+    bias = args.get("attn_bias")
+    if bias is not None and bias.dtype != torch.bool:
+        members |= {"bias_heads": bias.shape[0], "bias_keys": bias.shape[2]}
+        shapes.append((bias.shape, torch.float32 if bias.shape[0] == 1 else bias.dtype))
+    else:
+        shapes.append((empty.shape, empty.dtype))
+    sinks = args.get("sinks")
+    shapes.append((empty.shape, empty.dtype) if sinks is None else (sinks.shape, sinks.dtype))
+    raw = run("attend_backward", members, Memory(), command, folder)
+    results = list(tensors(raw, shapes))
+    if bias is not None and bias.dtype != torch.bool:
+        results[3] = results[3].to(bias.dtype)
+    return tuple(results)
+
+
+def tensors(raw: Tensor, shapes: list[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+    """What `raw` holds, one after the other."""
+    for shape, dtype in shapes:
+        result = torch.empty(shape, dtype=dtype)
+        size = result.numel() * dtype.itemsize
+        result.view(-1).view(torch.uint8)[:] = raw[:size]
+        raw = raw[size:]
+        yield result
 
 
 def merge_states(

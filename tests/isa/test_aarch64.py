@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from torch_paged_attn import reference
-from torch_paged_attn.testing import PROBLEMS, Truth, assert_accurate, build
+from torch_paged_attn.testing import (
+    DIFFERENTIABLE,
+    PROBLEMS,
+    Truth,
+    assert_accurate,
+    assert_accurate_gradients,
+    build,
+)
+from torch_paged_attn.testing.inputs import hostile_gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
 import run_call
@@ -60,6 +68,7 @@ def program(tmp_path_factory):
         command = [*compiler(), *KERNEL_FLAGS, *flags, "-c", source, "-o", objects[-1]]
         subprocess.run(command, check=True)
     sources = ["tests/isa/run_call.cpp", "csrc/dispatch.cpp", "csrc/core/schedule.cpp"]
+    sources += ["csrc/core/backward_plan.cpp"]
     paths = [str(ROOT / source) for source in sources]
     command = [*compiler(), "-O2", "-std=c++17", "-static", f"-I{ROOT / 'csrc'}", *paths, *objects]
     subprocess.run([*command, "-o", str(folder / "run_call")], check=True)
@@ -76,6 +85,17 @@ def test_agrees_with_the_reference(name, isa, program, tmp_path):
     call = build(PROBLEMS[name])
     out, lse = run_call.attend(call, emulate(program, isa=isa), tmp_path)
     assert_accurate(out, lse, call.truth())
+
+
+@pytest.mark.parametrize("isa", ISA_FLAGS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_agree_with_the_reference(name, isa, program, tmp_path):
+    call = build(DIFFERENTIABLE[name])
+    out, lse = call.run()
+    dout, dlse = hostile_gradients(call, out, lse)
+    command = emulate(program, isa=isa)
+    found = run_call.attend_backward(call, dout, dlse, out, lse, command, tmp_path)
+    assert_accurate_gradients(found, call.gradients(dout, dlse))
 
 
 def empty_caches(layout, dtype, heads=3, dims=(64, 17), num_pages=6, page_size=16):

@@ -14,7 +14,14 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 
-from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing import (
+    DIFFERENTIABLE,
+    PROBLEMS,
+    assert_accurate,
+    assert_accurate_gradients,
+    build,
+)
+from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import layouts, problems
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,6 +29,7 @@ import run_call
 
 ROOT = Path(__file__).parents[2]
 CXX = shutil.which("g++")
+BFLOAT16 = torch.bfloat16  # what tiles multiply
 FLAGS = ["-O1", "-g0", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
 ONLY_TABLE = """
 #include "kernels.h"
@@ -59,6 +67,7 @@ def build_program(program):
         ("csrc/isa/amx.cpp", [*vectors, *tiles]),
         ("csrc/isa/avx512bf16.cpp", vectors),
         ("csrc/core/schedule.cpp", []),
+        ("csrc/core/backward_plan.cpp", []),
         ("tests/isa/run_call.cpp", []),
         (folder / "kernels.cpp", []),
     ):
@@ -73,6 +82,15 @@ def test_agrees_with_the_reference(name, program, tmp_path):
     call = build(PROBLEMS[name])
     out, lse = run_call.attend(call, [program], tmp_path)
     assert_accurate(out, lse, call.truth())
+
+
+@pytest.mark.parametrize("name", [n for n, p in DIFFERENTIABLE.items() if p.dtype == BFLOAT16])
+def test_gradients_agree_with_the_reference(name, program, tmp_path):
+    call = build(DIFFERENTIABLE[name])
+    out, lse = call.run()
+    dout, dlse = hostile_gradients(call, out, lse)
+    found = run_call.attend_backward(call, dout, dlse, out, lse, [program], tmp_path)
+    assert_accurate_gradients(found, call.gradients(dout, dlse))
 
 
 def in_bfloat16(problem):

@@ -29,6 +29,17 @@ def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
     assert counted.dma_bytes < num_bytes and counted.matmuls < matmuls
 
 
+@pytest.mark.parametrize("name", ["2048, causal", "2048"])
+def test_backward_costs_less_than_flash_attn_bwd(name):
+    problem = next(p for p in cost.BACKWARD_CASES if p.name == name)
+    counted, old = cost.cost_of(problem, backward=True), cost.flash_attn_bwd_design(problem)
+    assert counted.dma_bytes + cost.surroundings(problem) <= 0.7 * old.dma_bytes
+    assert counted.matmuls <= 0.85 * old.matmuls and counted.columns <= 1.03 * old.columns
+    elementwise = counted.instructions["vector"] + counted.instructions["scalar"]
+    assert elementwise <= 0.75 * old.instructions["vector and scalar"]
+    assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
+
+
 def test_cost_follows_the_listed_blocks():
     full = dataclasses.replace(
         CASES["blocksparse_4096_quarter"], seqs=((2048, 0),), num_heads=8, num_kv_heads=2

@@ -91,7 +91,7 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
 
 
 # what the portable kernels and Hopper's both use
-SHARED_BY_KERNELS = ("dequant", "seqlen_info", "softmax")
+SHARED_BY_KERNELS = ("backward_statistics", "dequant", "seqlen_info", "softmax")
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
@@ -100,14 +100,15 @@ MAY_IMPORT = {
     "backends/cpu": ("backends.cpu", "ops"),
     "backends/tpu": ("backends.tpu", "ops"),
     "backends/neuron": ("backends.neuron", "ops"),
-    "backends/triton": ("backends.triton", "ops"),
+    "backends/triton": ("backends.triton", "lru", "ops"),
     "backends/triton/portable": (
         *("backends.triton." + m for m in ("portable", "runtime", "tuning", *SHARED_BY_KERNELS)),
     ),
     "backends/triton/hopper": (
         *("backends.triton." + m for m in ("hopper", "runtime", "tuning", *SHARED_BY_KERNELS)),
+        "lru",
     ),
-    "backends/triton/runtime": ("backends.triton.runtime", "ops"),
+    "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
 }
 
 

@@ -32,7 +32,10 @@ def kernels():
     """The backend's functions, called without the dispatcher: on a CPU it would pick C++."""
     from torch_paged_attn.backends.triton import BACKEND
 
-    ops = ("flash_varlen", "blocksparse", "merge_states", "reshape_and_cache", "append_slots")
+    ops = (
+        "flash_varlen", "blocksparse", "merge_states", "reshape_and_cache", "append_slots",
+        "append_and_attend",
+    )  # fmt: skip
     functions = {op: BACKEND.function(op) for op in ops}
     return types.SimpleNamespace(
         **functions, reshape_and_cache_split=BACKEND.function("reshape_and_cache.split")

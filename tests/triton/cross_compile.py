@@ -2,9 +2,10 @@
 
     python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only SUBSTRING] [--processes N]
 
-The calls are the named problems, those of `MORE`, and every kind of cache write, merge and look-up
-of slots. Tiles, specialisations and compiler options are those of a launch, because a launch is
-what happens, up to the point where a kernel would be loaded.
+The calls are the named problems, those of `MORE`, the backward of those that have one and of
+`BACKWARD`, and every kind of cache write, merge and look-up of slots. Tiles, specialisations and
+compiler options are those of a launch, because a launch is what happens, up to the point where a
+kernel would be loaded.
 """
 
 import argparse
@@ -24,7 +25,10 @@ from pathlib import Path
 import torch
 from dispatched import dispatched
 
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backward_call import arguments as backward_arguments
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, build
+from torch_paged_attn.testing.problems import DIFFERENTIABLE
 
 # backend, architecture and warp size as Triton names them; bytes of shared memory (LDS) a program
 # may have; what its matrix instructions are called
@@ -67,8 +71,15 @@ KNOWN = {
     ("sm90", "d256/prefill_softcap/bf16"): 256,
 }
 
+# The same for a kernel, whatever the call: its accumulators fill the registers, and smaller tiles,
+# which spill less, are slower.
+KNOWN_KERNELS = {"_hopper_backward_keys_kernel": 704, "_hopper_backward_queries_kernel": 128}
+
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+# what the names of backward's calls begin with
+BACKWARDS = "backward/"
 
 bf16, f32 = torch.bfloat16, torch.float32
 PREFILL = ((200, 72), (130, 0))
@@ -144,6 +155,36 @@ MORE = {
     )
 }
 
+# options that no kernel of a backward has more of
+EVERYTHING = {
+    "bias": "float",
+    "bias_heads": "all",
+    "softcap": 5.0,
+    "alibi": "heads",
+    "dropout_p": 0.1,
+    "window_size_left": 50,
+    "sinks": True,
+}
+
+# the sizes and options that choose a backward's tiles
+BACKWARD = {
+    p.name: p
+    for p in (
+        *(
+            Problem(f"d{d}/{kind}/{name}", PREFILL, 4, 2, d, head_dim_v, dtype=dtype, **options)
+            for d, head_dim_v in ((64, 64), (128, 128), (256, 256), (576, 512))
+            for name, dtype in (("bf16", bf16), ("f32", f32))
+            for kind, options in (
+                ("causal", {}),
+                ("full", {"causal": False}),
+                ("everything", EVERYTHING),
+                ("one_bias", EVERYTHING | {"bias_heads": "one"}),
+            )
+        ),
+        Problem("d128/layout/f16", PREFILL, 8, 2, 128, dtype=torch.float16, layout=Layout()),
+    )
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -164,7 +205,8 @@ class Kernel:
         """What a chip would not forgive, in words."""
         backend, _, _, room, _ = CHIPS[arch]
         found = []
-        if IS_FITTED and self.spills > KNOWN.get((arch, call), LEFT_OVER[backend]):
+        most = KNOWN_KERNELS.get(self.name, KNOWN.get((arch, call), LEFT_OVER[backend]))
+        if IS_FITTED and self.spills > most:
             found.append(f"{self.spills} bytes spilled")
         if self.shared > room:
             found.append(f"{self.shared} bytes of shared memory, of {room}")
@@ -181,6 +223,22 @@ def _attention(problem: Problem) -> Callable[[], None]:
     call = build(problem)
     args, options = dispatched(call.op, call.args)
     return functools.partial(BACKEND.function(call.op), *args, **options)
+
+
+def _backward(problem: Problem) -> Callable[[], None]:
+    """The backward of a problem's call, whose values matter to nobody."""
+    from torch_paged_attn.backends.triton import BACKEND
+
+    call = build(problem)
+    args, options = dispatched(call.op, call.args)
+    forward = getattr(AttentionCall, call.op)(*args, **options)
+    out, lse = forward.new_results()
+    given = forward.given() | {"dout": out, "dlse": lse, "out": out, "softmax_lse": lse}
+    op = f"{call.op}_backward"
+    listed = backward_arguments(op)
+    args = [given[x.name] for x in listed if not x.keyword_only]
+    options = {x.name: given[x.name] for x in listed if x.keyword_only and x.name in given}
+    return functools.partial(BACKEND.function(op), *args, **options)
 
 
 def _cache_write(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:
@@ -200,6 +258,13 @@ def _merge(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: merge_states(out, lse, out, lse)
 
 
+def _merge_backward(dtype: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.merge_states_backward import merge_states_backward
+
+    out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
+    return lambda: merge_states_backward(out, lse, out, lse, out, lse, out, lse)
+
+
 def _append_slots(bounds: list[int] | None) -> Callable[[], None]:
     from torch_paged_attn.backends.triton.append_slots import append_slots
 
@@ -208,15 +273,31 @@ def _append_slots(bounds: list[int] | None) -> Callable[[], None]:
     return lambda: append_slots(seqlens, table, cu_seqlens, 16, 18)
 
 
+def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.append_and_attend import append_and_attend
+
+    q, new = torch.zeros(40, 1, 8, 128, dtype=bf16), torch.zeros(40, 1, 2, 128, dtype=bf16)
+    cache, table = torch.zeros(80, 16, 2, 128).to(stored), torch.zeros(40, 4, dtype=torch.int32)
+    scales = (None, *[torch.ones(2)] * 2) if stored.itemsize == 1 else ()
+    return lambda: append_and_attend(q, cache, cache, new, new, table[:, 0], table, *scales)
+
+
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     problems = PROBLEMS | MORE
     calls = {name: functools.partial(_attention, problems[name]) for name in problems}
+    backwards = DIFFERENTIABLE | BACKWARD
+    calls |= {
+        f"{BACKWARDS}{name}": functools.partial(_backward, backwards[name]) for name in backwards
+    }
     for name, dtype in FLOATS.items():
+        calls[f"merge_states_backward/{name}"] = functools.partial(_merge_backward, dtype)
         calls[f"merge_states/{name}"] = functools.partial(_merge, dtype)
         for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
             write = functools.partial(_cache_write, dtype, stored)
             calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write
     calls["append_slots/equal"] = functools.partial(_append_slots, None)
+    for name, stored in {"bf16": bf16, "int8": torch.int8}.items():
+        calls[f"append_and_attend/{name}"] = functools.partial(_append_and_attend, stored)
     calls["append_slots/ragged"] = functools.partial(_append_slots, list(range(0, 20, 2)))
     return calls
 

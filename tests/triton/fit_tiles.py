@@ -2,9 +2,9 @@
 
     python tests/triton/fit_tiles.py gfx1201 [--entry prefill/d128/b2] [--processes N]
 
-For every entry of the chip's table: of CANDIDATES, from the largest on, the first with which no
-kernel of the calls that take the entry has a fault. What a chip that is there runs fastest is not
-found this way.
+For every entry of the chip's table, or those that are named: of CANDIDATES, from the largest on,
+the first with which no kernel of the calls that take the entry has a fault. What a chip that is
+there runs fastest is not found this way.
 """
 
 import argparse
@@ -28,12 +28,16 @@ CANDIDATES = sorted(
     key=lambda c: (-c[0] * c[1], -c[0], c[3] > 0, c[2]),
 )
 
+# a backward's kernels, which have tiles of their own
+KINDS = ("dkdv", "dq", "dbias")
+
 
 def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     """The calls that take each entry of a chip's table, and all its entries."""
     from triton.runtime.jit import JITFunction
 
-    from torch_paged_attn.backends.triton.portable import tiles
+    from torch_paged_attn.backends.triton.portable import backward, tiles
+    from torch_paged_attn.backends.triton.tuning import backward as backward_tuning
     from torch_paged_attn.backends.triton.tuning import portable as tuning
 
     taken: dict[str, list[str]] = {}
@@ -45,34 +49,48 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
             taken.setdefault(entry, []).append(name)
             return tuning.choose_config(*sizes)
 
+        def choose_backward(arch, *sizes, name=name):
+            for kind in KINDS:
+                if entry := backward_tuning.find_entry(arch, kind, *sizes):
+                    taken.setdefault(entry, []).append(name)
+            return backward_tuning.choose_backward_config(arch, *sizes)
+
         with (
             cross_compile.elsewhere(arch),
             mock.patch.object(tiles, "choose_config", choose),
+            mock.patch.object(backward, "choose_backward_config", choose_backward),
             mock.patch.object(JITFunction, "run"),
         ):
             call()()
-    return taken, list(tuning._table(arch))
+    return taken, list(tuning.table(arch))
 
 
 def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
     """What is wrong with the kernels of a call if an entry holds this tile."""
     from torch_paged_attn.backends.triton.portable import tiles
+    from torch_paged_attn.backends.triton.tuning import backward as backward_tuning
     from torch_paged_attn.backends.triton.tuning import portable as tuning
 
-    with mock.patch.dict(tuning._table(arch), {entry: tile}):
+    with mock.patch.dict(tuning.table(arch), {entry: tile}):
         tuning.choose_config.cache_clear()
+        backward_tuning.choose_backward_config.cache_clear()
         tiles.choose_tiles.cache_clear()
         kernels = cross_compile.compile_call(arch, name)
+    if (kind := entry.split("/")[0]) in KINDS:
+        kernels = [kernel for kernel in kernels if f"_{kind}_" in kernel.name]
     return [fault for kernel in kernels for fault in kernel.faults(arch, name)]
 
 
 def fit(arch: str, entry: str, names: list[str]) -> tuple[str, dict[str, int] | None]:
     """The largest tile with which none of these calls has a fault."""
-    most = 32 if entry.split("/")[2] == "b4" else 64 if entry.startswith("decode") else 128
+    kind, _, itemsize = entry.split("/")[:3]
+    most = 32 if itemsize == "b4" else 64 if kind == "decode" else 128
     hardest = list(names)
     for m, n, warps, chain in CANDIDATES:
-        if m > most:
+        if m > most or (chain and kind in KINDS):
             continue
+        if kind == "dkdv":  # its rows are keys
+            m, n = n, m
         tile = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": 1}
         tile |= {"chain": chain} if chain else {}
         for name in hardest:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from torch_paged_attn import reference
 from torch_paged_attn.ops.checks import QUANTISED
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.accuracy import Truth
+from torch_paged_attn.testing.inputs import cumulative
 from torch_paged_attn.testing.strategies import layouts, problems
 
 HAS_GPU = torch.cuda.is_available()
@@ -48,3 +51,19 @@ def test_fuzzed_plans_agree_with_the_reference(layout, part, run, device):
         assert_accurate(*run(call.to(device)), call.truth())
 
     check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(2, 3), *[(700, 300)] * HAS_GPU])
+def test_sinks_of_any_finite_size(dtype, lengths, kernels, device):
+    """In base two, those past 2.36e38 would be infinite. On Hopper the longer batch is its own."""
+    torch.manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, heads, 64).to(dtype) for heads in (4, 2, 2))
+    largest = torch.finfo(torch.float32).max
+    sinks = torch.tensor([3e38, -3e38, largest, -largest])
+    bounds = cumulative(lengths)
+    truth = Truth.of(reference.flash_varlen, q, k, v, bounds, sinks=sinks, causal=True)
+    tensors = (None if x is None else x.to(device) for x in (q, k, v, bounds, None))
+    args = *tensors, 0, 0, None, None, None, None, sinks.to(device)
+    assert_accurate(*kernels.flash_varlen(*args, causal=True), truth)

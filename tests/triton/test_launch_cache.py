@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime import guard, launch_cache, workspace
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
-from torch_paged_attn.backends.triton.runtime.lru import LRU
+from torch_paged_attn.lru import LRU
 from torch_paged_attn.testing import Problem
 
 STREAM = 7

@@ -1,6 +1,7 @@
 """Tiles of a ragged batch, longest first: counted by the kernel, sorted here."""
 
 import pytest
+import torch
 
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
@@ -44,6 +45,34 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_alig
             if query_len > 0:
                 expected.append((-max(stop, 0) // block_n, (b, *entry)))
     # by minus the tiles of keys; equal ones in the order of the batch
+    expected = [entry for _, entry in sorted(expected, key=lambda e: (e[0], e[1][:2]))]
+    assert order[0, :2].tolist() == [0, len(expected)]
+    assert [tuple(e) for e in order[1 : 1 + len(expected), :7].tolist()] == expected
+
+
+@pytest.mark.parametrize("is_cut", (False, True))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_tile_of_keys_once_and_the_longest_first(name, is_causal, is_cut, device):
+    seqs, tokens, block_n, padding = BATCHES[name], 64, 32, 70 * is_cut
+    query_lens, spans = [q for q, _ in seqs], [k for _, k in seqs]
+    key_lens = [k * (b % 3) // 2 if is_cut else k for b, k in enumerate(spans)]
+    cu_seqlens_q, cu_seqlens_k = cumulative(query_lens), cumulative(spans)
+    seqused_k = torch.tensor(key_lens, dtype=torch.int32) if is_cut else None
+    lengths = (None if x is None else x.to(device) for x in (cu_seqlens_q, cu_seqlens_k, seqused_k))
+    options = TileOptions(False, is_causal, False, TOKENS=tokens, BLOCK_N=block_n, OF_KEYS=True)
+    total_k = sum(spans) + padding
+    list_tiles = plan_tile_list(len(seqs), sum(query_lens), total_k, options, device)
+    order = list_tiles(Lengths(*lengths)).cpu()
+
+    expected = []
+    rows = zip([*query_lens, 0], [*key_lens, 0], [*spans, padding], strict=True)
+    for b, (query_len, key_len, span) in enumerate(rows):
+        for first in range(0, span, tokens):
+            seen_from = max(first - (key_len - query_len), 0) if is_causal else 0
+            visited = max(query_len - seen_from, 0) if first < key_len else 0
+            starts = int(cu_seqlens_q[b]), query_len, int(cu_seqlens_k[b]), key_len
+            expected.append((-visited // block_n, (b, first, *starts, min(first + tokens, span))))
     expected = [entry for _, entry in sorted(expected, key=lambda e: (e[0], e[1][:2]))]
     assert order[0, :2].tolist() == [0, len(expected)]
     assert [tuple(e) for e in order[1 : 1 + len(expected), :7].tolist()] == expected

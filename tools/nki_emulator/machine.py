@@ -44,6 +44,7 @@ class Machine:
         self.peak = {"sbuf": 0, "psum": 0}
         self.instructions: collections.Counter[tuple[str, str]] = collections.Counter()
         self.transfers: list[Transfer] = []
+        self.tensor_columns = 0  # that moved through TensorE, about one a cycle
         # the logical core's programs: which one runs, and what they have allocated together
         self.program_id = 0
         self.num_programs = 1

@@ -22,6 +22,11 @@ def check_tensors(name: str, **arguments: Any) -> None:
             raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
 
 
+def asks_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call is one that trains."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def flash_varlen_arguments(
     name: str,
     q: Tensor,
@@ -36,6 +41,7 @@ def flash_varlen_arguments(
     causal: bool,
     softcap: float,
     dropout_p: float = 0.0,
+    deterministic: bool = True,
     return_attn_probs: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -52,6 +58,8 @@ def flash_varlen_arguments(
     if window_size != (-1, -1):
         left, right = (-1 if size is None else size for size in window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}
+    if not deterministic and asks_gradient(q, k, v):
+        arguments["deterministic"] = False  # of the backward
     if causal:
         arguments["causal"] = causal
     if softcap:

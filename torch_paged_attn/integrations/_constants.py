@@ -5,25 +5,23 @@ traced or captured in a CUDA graph gets a tensor of its own: a graph holds no re
 from outside of it.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST = 256  # the least recently used one goes first
-_kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
-_lock = Lock()
+from torch_paged_attn.lru import LRU
+
+MOST = 256
+_kept = LRU(MOST)
 # torch's own, without a Stream made in Python
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def clear() -> None:
     """Give the memory of all kept tensors back."""
-    with _lock:
-        _kept.clear()
+    _kept.clear()
 
 
 def multiples(seqlen: int, batch: int, like: Tensor) -> Tensor:
@@ -80,16 +78,11 @@ def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Te
     elif device.type != "cpu":
         return make()
     key = (*what, device, stream)
-    with _lock:
-        if (kept := _kept.get(key)) is not None:
-            _kept.move_to_end(key)
-            return kept
+    if (kept := _kept.get(key)) is not None:
+        return kept
     # a tensor made under inference_mode could not be saved for a backward pass
     with torch.inference_mode(False):
         made = make()
     if type(made) is Tensor:  # not the fake one of a tracer
-        with _lock:
-            _kept[key] = made
-            if len(_kept) > MOST:
-                _kept.popitem(last=False)
+        _kept.put(key, made)
     return made

@@ -3,13 +3,36 @@
 Torch operators on the device alone: nothing is read on the host of an accelerator.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_paged_attn import environment
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
+from torch_paged_attn.ops.append_and_attend import append_and_attend
+
+
+def in_one_call(
+    tensors: tuple[Any, ...], s_aux: Tensor | None, descales: tuple[Any, ...], **options: Any
+) -> tuple[Tensor, Tensor] | None:
+    """out and softmax_lse of a call in pages on a GPU; None for a call that takes longer.
+
+    tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
+    options: those of attention
+    """
+    if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
+        return None
+    if not tensors[0].is_cuda or environment.CHECK:
+        return None
+    if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
+        return None
+    sinks = None if s_aux is None else s_aux.float()
+    try:
+        return append_and_attend(*tensors, sinks, *descales, **options)
+    except (ValueError, NotImplementedError):
+        return None  # nothing has been written: the long way does it, or says what is wrong
 
 
 def end_to_end(x: Tensor) -> bool:

@@ -2,7 +2,8 @@
 but the CPU's compiled library, where it was built."""
 
 from torch_paged_attn.ops import _flops, _library
-from torch_paged_attn.ops import append_slots as append_slots  # internal: registered, not offered
+from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: registered,
+from torch_paged_attn.ops import append_slots as append_slots  # but not offered, like this one
 from torch_paged_attn.ops.blocksparse import blocksparse
 from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
 from torch_paged_attn.ops.flash_varlen import flash_varlen

@@ -20,6 +20,9 @@ from torch_paged_attn.testing.accuracy import assert_close_as_baseline, assert_r
 from torch_paged_attn.testing.gradient_scales import GradientObserver
 from torch_paged_attn.testing.scales import EPS_FLOAT32
 
+# A probability below float32's normal range may count as 0, and so may what it adds to a row.
+UNDERFLOW = 2.0**-120
+
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
@@ -76,8 +79,9 @@ class Gradients:
                 rounded.dtype,
                 allowed,
                 scale.luck_of(observer.queries),
-                scale.row_error.maximum(2.0 * error.norm(dim=-1)),
-                scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs()),
+                scale.row_error.maximum(2.0 * error.norm(dim=-1)) + UNDERFLOW,
+                scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs())
+                + UNDERFLOW * golden_rows.norm(dim=-1),
             )
         return cls(found)
 

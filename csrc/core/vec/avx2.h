@@ -16,7 +16,7 @@ PAGED_ATTN_INLINE F fma(F a, F b, F c) {
 }
 // of two operands of which one is NaN the second is the answer: min and max keep a NaN in `x`
 PAGED_ATTN_INLINE F max(F bound, F x) { return (F)_mm256_max_ps((__m256)bound, (__m256)x); }
-PAGED_ATTN_INLINE F min(F x, F bound) { return (F)_mm256_min_ps((__m256)bound, (__m256)x); }
+PAGED_ATTN_INLINE F min(F bound, F x) { return (F)_mm256_min_ps((__m256)bound, (__m256)x); }
 PAGED_ATTN_INLINE F round(F x) { return (F)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
 PAGED_ATTN_INLINE float reduce_max(F x) {
   const __m128 low = _mm256_castps256_ps128((__m256)x), high = _mm256_extractf128_ps((__m256)x, 1);

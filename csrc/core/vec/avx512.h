@@ -14,7 +14,7 @@ PAGED_ATTN_INLINE F fma(F a, F b, F c) {
 }
 // of two operands of which one is NaN the second is the answer: min and max keep a NaN in `x`
 PAGED_ATTN_INLINE F max(F bound, F x) { return (F)_mm512_max_ps((__m512)bound, (__m512)x); }
-PAGED_ATTN_INLINE F min(F x, F bound) { return (F)_mm512_min_ps((__m512)bound, (__m512)x); }
+PAGED_ATTN_INLINE F min(F bound, F x) { return (F)_mm512_min_ps((__m512)bound, (__m512)x); }
 PAGED_ATTN_INLINE F round(F x) { return (F)_mm512_roundscale_ps((__m512)x, 0); }
 // x - floor(x), 0 for infinities
 PAGED_ATTN_INLINE F fraction(F x) { return (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF); }

@@ -55,6 +55,7 @@ def nc_matmul(
     require(perf_mode is MatmulPerfMode.none, "nc_matmul: perf_mode is not emulated")
     depth, rows = stationary.shape[0], stationary.size // stationary.shape[0]
     columns = moving.size // moving.shape[0]
+    current.tensor_columns += columns
     wide = dst.dtype == bfloat16
     most = 512 if current.generation < 4 else 8192 if wide else 4096
     require(moving.shape[0] == depth, f"nc_matmul: {depth} and {moving.shape[0]} partitions")
@@ -113,6 +114,7 @@ def nc_transpose(
     check_tiles("nc_transpose", dst, data)
     rows, columns = data.shape[0], data.size // data.shape[0]
     if engine is Engine.tensor:
+        machine().tensor_columns += rows  # a product with the identity
         require(
             data.buffer is MemoryRegion.sbuf and dst.buffer is MemoryRegion.psum,
             "nc_transpose on TensorE goes from SBUF to PSUM",

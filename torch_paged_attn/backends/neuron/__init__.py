@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.plan_cache import keep_plans
 from torch_paged_attn.ops.backend import Backend
 
@@ -25,6 +26,12 @@ class Neuron(Backend):
         from torch_paged_attn.backends.neuron import runtime
 
         return runtime.unsupported()
+
+    def unsupported_backward(self, call: AttentionCall) -> str | None:
+        """Why it has no gradient of a call, or None; it continues "q requires grad, and "."""
+        if call.op != "flash_varlen":
+            return f"the {self.name} backend has no {call.op}_backward"
+        return None
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Attention stays one opaque node: its work lists are made on the host from what the

@@ -59,7 +59,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out_type = call.result_dtype if call.result_dtype in FLOAT else torch.float32
 
     heads = heads_of(call)
-    k, v = (_rows(x, call, by_head=heads.planes > 1) for x in (call.k, call.v))
+    k, v = (rows_of(x, call, by_head=heads.planes > 1) for x in (call.k, call.v))
     tiles = choose_tile_sizes(call, heads, q.itemsize, (k, v))
     # a row is (token, member of the group), of every KV head or of one
     num_rows, width = call.total_q * heads.num_heads // heads.together, heads.together
@@ -110,7 +110,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
                 ),
                 has_bias=call.attn_bias is not None,
                 has_dropout=call.dropout_p > 0.0,
-                is_dynamic=_loops(info, tiles),
+                is_dynamic=is_dynamic(info, tiles.loaded),
             ),
         )
     return _results(call, out, lse)
@@ -136,12 +136,13 @@ def _kv_dtype(stored: torch.dtype, dtype: torch.dtype) -> str:
     return "" if stored == dtype else str(stored).removeprefix("torch.")
 
 
-def _loops(info: WorkInfo, tiles: TileSizes) -> bool:
-    triples = len(info.indices) * tiles.loaded * info.work.depth
+def is_dynamic(info: WorkInfo, heads: int) -> bool:
+    """Whether a launch that loads so many heads is a loop on the chip, and not unrolled."""
+    triples = len(info.indices) * heads * info.work.depth
     return triples > UNROLLED and hasattr(nl, "fori_loop")
 
 
-def _rows(cache: Tensor, call: AttentionCall, by_head: bool) -> PagedKV:
+def rows_of(cache: Tensor, call: AttentionCall, by_head: bool) -> PagedKV:
     """A cache as rows; packed keys are one long page, and no keys are a page that no row sees."""
     pages = cache if call.page_size else cache.transpose(0, 1)[None]
     if pages.numel() == 0:

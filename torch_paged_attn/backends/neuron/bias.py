@@ -21,65 +21,85 @@ class BiasRows:
     index: Tensor  # (num_items, P, depth) int32
     head_stride: int  # elements from one KV head's rows to the next's
     absent: Tensor
+    lines: "Lines"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The lines that each head of a group, or all heads, have in the rows: (num_lines,) tensors."""
+
+    item: Tensor
+    token: Tensor
+    of_row: Tensor  # (num_items, depth, P): which line each row takes
+    keys: Tensor  # (num_lines, tile_k) of the columns
+
+    @classmethod
+    def of(cls, work: WorkList, run: int) -> "Lines":
+        """A line for each item and token of the item's stack."""
+        first, last = work.token[:, 0, 0], work.token[:, -1, -1]
+        item, rank = count_up((last - first + 1)[work.stack])
+        start = torch.nn.functional.pad(
+            torch.bincount(item, minlength=work.num_items).cumsum(0), (1, 0)
+        )
+        place = work.token - work.token[:, :1, :1]
+        keys = (work.keys[..., None] + torch.arange(run)).flatten(1)
+        return cls(
+            item,
+            first[work.stack][item] + rank,
+            start[:-1, None, None] + place[work.stack],
+            keys[item],
+        )
 
 
 def lay_out_bias(attn_bias: Tensor, info: WorkInfo, heads: Heads, run: int) -> BiasRows:
-    """The bias in rows of (bias head, item, token of the item's stack)."""
+    """The bias in rows of (head, item, token of the item's stack): every head where all go
+    together, else the heads of an item's group.
+    """
     work, device = info.work, attn_bias.device
-    is_shared = attn_bias.shape[0] == 1
-    first, last = work.token[:, 0, 0], work.token[:, -1, -1]
-    item, rank = count_up((last - first + 1)[work.stack])
-    token = first[work.stack][item] + rank
-    start = torch.nn.functional.pad(
-        torch.bincount(item, minlength=work.num_items).cumsum(0), (1, 0)
-    )
-    keys = (work.keys[..., None] + torch.arange(run)).flatten(1)
-    keys = keys.clamp(max=max(attn_bias.shape[2] - 1, 0))
+    is_shared, alone = attn_bias.shape[0] == 1, heads.planes > 1
+    lines = Lines.of(work, run)
+    token, num_lines = lines.token, len(lines.token)
+    keys = lines.keys.clamp(max=max(attn_bias.shape[2] - 1, 0))
+    plane = work.plane[work.stack]
 
-    if attn_bias.shape[2] == 0:  # no sequence has a key
-        rows = torch.zeros(attn_bias.shape[0], len(item), work.tile_k, device=device)
+    if is_shared:
+        sources = [torch.zeros_like(token)]
+    elif alone:
+        first = heads.head_of(plane) * heads.group_size
+        members = (torch.tensor(member) for member in range(heads.members))
+        sources = [(first + heads.member_of(plane, m))[lines.item] for m in members]
     else:
-        at = token.to(device)[:, None], keys[item].to(device)
-        rows = torch.stack([head[at] for head in attn_bias])
+        sources = [torch.full_like(token, head) for head in range(heads.num_heads)]
+    if attn_bias.shape[2] == 0:  # no sequence has a key
+        rows = torch.zeros(len(sources), num_lines, work.tile_k, device=device)
+    else:
+        at_token, at_key = token[:, None].to(device), keys.to(device)
+        rows = torch.stack([attn_bias[h[:, None].to(device), at_token, at_key] for h in sources])
     if rows.dtype == torch.bool:
         rows = torch.zeros(rows.shape, device=device).masked_fill(~rows, float("-inf"))
     rows = rows.float()
 
     # a column is absent where no head of no token that may see it has a bias above -inf
     row_start, row_stop = (
-        torch.zeros(len(item), dtype=torch.long).scatter_reduce(
-            0, _row_of(work, start), edge.flatten(), "amax"
+        torch.zeros(num_lines, dtype=torch.long).scatter_reduce(
+            0, lines.of_row.flatten(), edge.flatten(), "amax"
         )
         for edge in (work.row_start, work.row_stop)
     )
     column = torch.arange(work.tile_k)
     may_see = (column >= row_start[:, None]) & (column < row_stop[:, None])
-    planes = 1 if is_shared else heads.planes
-    shows = (rows != float("-inf")).unflatten(0, (planes, -1)).any(1)
-    plane = (work.plane[work.stack][item] if planes > 1 else torch.zeros_like(item)).to(device)
-    seen = shows[plane, torch.arange(len(item), device=device)] & may_see.to(device)
+    seen = (rows != float("-inf")).any(0) & may_see.to(device)
     some = torch.zeros(work.num_items, work.tile_k, device=device)
-    some.index_add_(0, item.to(device), seen.float())
+    some.index_add_(0, lines.item.to(device), seen.float())
 
-    row = _row_of(work, start).view(work.row_start.shape)
-    plane, member = work.plane[:, None, None], work.member
-    if not is_shared:
-        # where heads go together, the kernel adds the KV head's own offset
-        head = heads.head_of(plane) * (heads.planes > 1) * heads.group_size
-        head = head + heads.member_of(plane, member)
-        row = row + head[work.stack] * len(item)
+    row = lines.of_row
+    if not is_shared:  # where heads go together, the kernel adds the KV head's own offset
+        row = row + (work.member * num_lines)[work.stack]
     return BiasRows(
         rows=rows.reshape(-1, work.tile_k),
         index=row[info.items].transpose(1, 2).to(torch.int32),
         # where heads go together, the kernel moves from one KV head's rows to the next
-        head_stride=0
-        if is_shared or heads.planes > 1
-        else heads.group_size * len(item) * work.tile_k,
+        head_stride=0 if is_shared or alone else heads.group_size * num_lines * work.tile_k,
         absent=(some == 0)[info.items.to(device)],
+        lines=lines,
     )
-
-
-def _row_of(work: WorkList, start: Tensor) -> Tensor:
-    """Which line of the bias each (item, level, row) takes, flat."""
-    place = work.token - work.token[:, :1, :1]
-    return (start[:-1, None, None] + place[work.stack]).flatten()

@@ -39,9 +39,9 @@ class Stretch:
     width: Tensor
 
     @classmethod
-    def over(cls, start: Tensor, stop: Tensor, tile_k: int) -> "Stretch":
-        """The keys in `[start, stop)`; tiles begin at multiples of `tile_k`."""
-        origin = start // tile_k * tile_k
+    def over(cls, start: Tensor, stop: Tensor, grid: int) -> "Stretch":
+        """The keys in `[start, stop)`, from a multiple of `grid` on."""
+        origin = start // grid * grid
         return cls(origin, torch.where(stop > start, stop - origin, 0))
 
     def before(self, stack: Tensor, position: Tensor) -> Tensor:

@@ -58,43 +58,44 @@ class PlanOptions:
     page_size: int
     tiles: TileSizes
 
+    @classmethod
+    def of(cls, call: AttentionCall, tiles: TileSizes) -> "PlanOptions":
+        """The options of a call."""
+        return cls(
+            total_q=call.total_q,
+            window_size_left=call.window_size_left,
+            window_size_right=call.window_right,
+            has_dropout=call.dropout_p > 0.0,
+            num_pages=call.k.shape[0],
+            page_size=call.page_size,
+            tiles=tiles,
+        )
+
 
 def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     """Tables of each work list, on the call's device; the layers of a step share them."""
     host, device = Metadata.of(call).on_host(), call.q.device
-    options = PlanOptions(
-        total_q=call.total_q,
-        window_size_left=call.window_size_left,
-        window_size_right=call.window_right,
-        has_dropout=call.dropout_p > 0.0,
-        num_pages=call.k.shape[0],
-        page_size=call.page_size,
-        tiles=tiles,
-    )
+    options = PlanOptions.of(call, tiles)
     tensors: tuple[Tensor | None, ...]
     tensors = host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k, host.block_table
     blocks: tuple[int, ...] = ()
     if (layout := host.layout) is not None:
         tensors += layout.crow_indices, layout.col_indices
         blocks = layout.q_block_size, layout.k_block_size
-    places = tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
 
     def make() -> list[WorkInfo]:
         return [tables.to(device) for tables in _make(host, options, rows)]
 
-    return plan_cache(tensors, (options, places, blocks, device), make)
+    return plan_cache(tensors, (options, places_of(rows), blocks, device), make)
+
+
+def places_of(rows: tuple[PagedKV, ...]) -> tuple[tuple[int, ...], ...]:
+    """What of the rows a plan depends on."""
+    return tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
 
 
 def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
-    cu_seqlens_q = host.cu_seqlens_q.long()
-    key_lens = key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long()
-    batch = Batch(
-        cu_seqlens_q,
-        key_lens,
-        options.total_q,
-        options.window_size_left,
-        options.window_size_right,
-    )
+    batch = batch_of(host, options)
     tiles = options.tiles
     heads, run, deepest = tiles.heads, tiles.run, tiles.deepest
     lists = build_work_lists(
@@ -107,19 +108,35 @@ def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -
         depths=sorted({1, max(1, deepest // 4), deepest}),
         layout=host.layout,
     )
-    in_sequence = None
-    if options.has_dropout:
-        _, lengths, _ = batch.sequences()
-        in_sequence = torch.arange(options.total_q) - cu_seqlens_q.repeat_interleave(lengths)
+    in_sequence = tokens_in_sequence(batch, options)
     return [
         lay_out(
-            work, heads, rows, _slots(work, host, options), in_sequence, run, tiles.item_programs
+            work, heads, rows, slots_of(work, host, options), in_sequence, run, tiles.item_programs
         )
         for work in lists
     ]
 
 
-def _slots(work: WorkList, host: Metadata, options: PlanOptions) -> tuple[Tensor, Tensor]:
+def batch_of(host: Metadata, options: PlanOptions) -> Batch:
+    """The lengths that the metadata gives."""
+    return Batch(
+        host.cu_seqlens_q.long(),
+        key_lengths(host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k).long(),
+        options.total_q,
+        options.window_size_left,
+        options.window_size_right,
+    )
+
+
+def tokens_in_sequence(batch: Batch, options: PlanOptions) -> Tensor | None:
+    """Every query's place in its sequence, which dropout's bits depend on; None without."""
+    if not options.has_dropout:
+        return None
+    _, lengths, _ = batch.sequences()
+    return torch.arange(options.total_q) - batch.cu_seqlens_q.repeat_interleave(lengths)
+
+
+def slots_of(work: WorkList, host: Metadata, options: PlanOptions) -> tuple[Tensor, Tensor]:
     """Page and slot that each run of an item's keys starts at, `(num_items, tile_k / run)`."""
     page, slot = torch.zeros_like(work.keys), torch.zeros_like(work.keys)
     sees = work.key_start < work.key_stop

@@ -51,10 +51,18 @@ class Heads:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenMajor(Heads):
+    """Each KV head alone, and rows as a contiguous q has them: (token, query head)."""
+
+    def row_of(self, plane: Tensor, token: Tensor, member: Tensor) -> Tensor:
+        return token * self.num_heads + plane * self.group_size + member
+
+
+@dataclasses.dataclass(frozen=True)
 class WorkInfo:
     """`attention_kernel`'s arguments of the same names, and the work list they come from.
 
-    Line i of the tables stands for `work`'s item `items[i]`; an idle line has any item there.
+    Line i of the tables stands for `work`'s item `items[i]`, unless it `is_idle`.
     """
 
     work: WorkList
@@ -63,6 +71,7 @@ class WorkInfo:
     count: Tensor
     positions: Tensor
     items: Tensor
+    is_idle: Tensor
 
     def to(self, device: torch.device) -> "WorkInfo":
         """The tables on `device`; the rest stays on the host."""
@@ -105,10 +114,12 @@ def lay_out(
     token_in_sequence: Tensor | None,
     run: int,
     programs: int,
+    loads_empty_tiles: bool = False,
 ) -> WorkInfo:
     """The tables of a work list; `slots` are page and slot of each run of keys.
 
-    `programs` share the items (1: they share the heads).
+    `programs` share the items (1: they share the heads). A tile without rows keeps what an earlier
+    stack has left there, unless `loads_empty_tiles` fills it with a row of its own stack.
 
     Without `token_in_sequence` there is no dropout, and no columns for it.
     """
@@ -119,10 +130,9 @@ def lay_out(
     plane = work.plane[:, None, None]
     row = heads.row_of(plane, work.token, work.member)
     skipped = torch.tensor(-1)
-    # a tile that has no row at all is not loaded either
     first = work.is_first[items] & ~is_idle
     last = work.is_last[items] & ~is_idle
-    has_rows = work.is_row.any(2, keepdim=True)
+    has_rows = work.is_row.any(2, keepdim=True) | loads_empty_tiles
     loaded = row.where(has_rows, skipped)[stack].where(first[:, None, None], skipped)
     stored = row.where(work.is_row, skipped)[stack].where(last[:, None, None], skipped)
     head = heads.head_of(work.plane)[work.stack, None]
@@ -153,4 +163,5 @@ def lay_out(
         count=torch.tensor([[count]], dtype=torch.int32),
         positions=positions.to(torch.int32),
         items=items,
+        is_idle=is_idle,
     )

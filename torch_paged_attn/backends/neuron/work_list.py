@@ -82,7 +82,7 @@ class WorkList:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spans:
+class Spans:
     """Consecutive tokens of one sequence and head, `(num_spans,)` each."""
 
     sequence: Tensor
@@ -92,7 +92,23 @@ class _Spans:
     layout_row: Tensor
 
 
-def _spans(batch: Batch, planes: int, layout: BlockLayout | None) -> _Spans:
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """Up to `depth` tiles of rows of one span each, and the stretch of keys that they meet:
+    `(num_stacks,)` tensors. Tiles of keys begin at multiples of their size, or at `key_start`.
+    """
+
+    span: Tensor
+    first_row: Tensor
+    stop_row: Tensor
+    key_start: Tensor
+    key_stop: Tensor
+    depth: int
+    is_aligned: bool = True
+
+
+def spans_of(batch: Batch, planes: int, layout: BlockLayout | None) -> Spans:
+    """The spans of every plane: sequences, cut at the rows of a layout; padding tokens are last."""
     _, lengths, key_lens = batch.sequences()
     sequence = torch.arange(len(lengths))
     first, last_row = torch.zeros_like(lengths), torch.zeros_like(lengths)
@@ -107,7 +123,7 @@ def _spans(batch: Batch, planes: int, layout: BlockLayout | None) -> _Spans:
         first = (row * size - past[sequence]).clamp(min=0)
         lengths = torch.minimum((row + 1) * size - past[sequence], lengths[sequence]) - first
     plane = torch.arange(planes).repeat_interleave(len(sequence))
-    return _Spans(
+    return Spans(
         sequence.repeat(planes),
         plane,
         first.repeat(planes),
@@ -134,7 +150,7 @@ def build_work_lists(
     stacks of the last of them, and what is left takes the first that holds it. `grain` divides
     `tile_k` and a layout's blocks.
     """
-    spans = _spans(batch, planes, layout)
+    spans = spans_of(batch, planes, layout)
     tiles = -(-spans.length * group_size // tile_q)
     span, rank = count_up(-(-tiles // depths[-1]))
     first_tile = rank * depths[-1]
@@ -143,39 +159,55 @@ def build_work_lists(
     for shallower, depth in zip((0, *depths), depths, strict=False):
         chosen = (num_tiles > shallower) & (num_tiles <= depth)
         if chosen.any():
-            stacks = span[chosen], first_tile[chosen] * tile_q, depth
-            lists.append(_list(batch, spans, stacks, group_size, tile_q, tile_k, grain, layout))
+            span_of, first_row = span[chosen], first_tile[chosen] * tile_q
+            stacks = Stacks(
+                span_of,
+                first_row,
+                spans.length[span_of] * group_size,
+                torch.zeros_like(first_row),
+                batch.sequences()[2][spans.sequence[span_of]],
+                depth,
+            )
+            lists.append(
+                list_items(batch, spans, stacks, group_size, tile_q, tile_k, grain, layout)
+            )
     return lists
 
 
-def _list(
+def list_items(
     batch: Batch,
-    spans: _Spans,
-    stacks: tuple[Tensor, Tensor, int],
+    spans: Spans,
+    stacks: Stacks,
     group_size: int,
     tile_q: int,
     tile_k: int,
     grain: int,
     layout: BlockLayout | None,
 ) -> WorkList:
-    span, first_row, depth = stacks
+    """The items of these stacks; a stack that sees no key has one."""
+    span, first_row, depth = stacks.span, stacks.first_row, stacks.depth
     starts, lengths, key_lens = batch.sequences()
     sequence, plane = spans.sequence[span], spans.plane[span]
     first_token, key_len = spans.first[span], key_lens[sequence]
     past = key_len - lengths[sequence]
 
-    last_row = torch.minimum(first_row + depth * tile_q, spans.length[span] * group_size) - 1
+    last_row = torch.minimum(first_row + depth * tile_q, stacks.stop_row) - 1
     row = first_row[:, None] + torch.arange(depth * tile_q)
     is_row = row <= last_row[:, None]
     row = torch.minimum(row, last_row[:, None])
     token = first_token[:, None] + row // group_size
     position = past[:, None] + token
-    row_start, row_stop = batch.visible(position, key_len[:, None])
+    key_start, key_stop = stacks.key_start[:, None], stacks.key_stop[:, None]
+    row_start, row_stop = (
+        edge.clamp(min=key_start).minimum(key_stop)
+        for edge in batch.visible(position, key_len[:, None])
+    )
 
     start, stop = row_start[:, 0], row_stop[:, -1]
     columns: Columns
     if layout is None:
-        columns = Stretch.over(start, stop, tile_k)
+        grid = tile_k if stacks.is_aligned else 1
+        columns = Stretch.over(start, stop, grid)
     else:
         csr = layout.crow_indices, layout.col_indices
         head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 
 
@@ -29,19 +30,24 @@ class Triton(Backend):
             attention = f"flash_varlen and blocksparse take the portable kernel: {reason}"
         else:
             attention = (
-                "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, else"
-                " the portable one; the DEBUG log of torch_paged_attn.backends.triton says which,"
-                " and why"
+                "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, and"
+                " flash_varlen its own backward, else the portable one; the DEBUG log of"
+                " torch_paged_attn.backends.triton says which, and why"
             )
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
+
+    def unsupported_backward(self, call: AttentionCall) -> str | None:
+        """None: the portable kernels have a gradient of everything that the contract has one of."""
+        return None
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Cache writes stay one opaque node: a graph copies what a kernel writes through two views
         of one tensor. Attention answers NotImplemented where it does (`flash_varlen.why_opaque`).
+        A backward stays one too: checkpointing and the partitioner look for it.
         """
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
-        if op.startswith("reshape_and_cache"):
+        if op.startswith("reshape_and_cache") or op.endswith("_backward"):
             return None
         function = self.function(op)
 

@@ -50,6 +50,21 @@ def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
     return ended
 
 
+@triton.jit
+def slots_behind(pointers, strides, stride_row, page_size, max_pages, b, offset, exists):
+    """For tokens `offset` behind the first new one of their sequences b: how many tokens each has
+    before, and the token's slot; -1 where it has none, or does not exist.
+    """
+    before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=-1)
+    position = offset.to(tl.int64) + before
+    entry = position // page_size
+    exists = exists & (before >= 0) & (position >= 0) & (entry < max_pages)
+    row = pointers.block_table + b.to(tl.int64) * stride_row
+    page = tl.load(row + entry * strides.page, mask=exists, other=-1).to(tl.int64)
+    slot = page * page_size + position % page_size
+    return before, tl.where(exists, slot, -1)
+
+
 @triton.jit(do_not_specialize=("stride_row", "max_pages", "batch", "num_tokens"))
 def _append_slots_kernel(
     pointers,
@@ -87,14 +102,10 @@ def _append_slots_kernel(
         exists = i < num_tokens
         b = i // tl.maximum(new, 1)
         first = b * new
-    before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=-1)
-    position = (i - first).to(tl.int64) + before
-    entry = position // page_size
-    exists = exists & (before >= 0) & (position >= 0) & (entry < max_pages)
-    row = pointers.block_table + b.to(tl.int64) * stride_row
-    page = tl.load(row + entry * strides.page, mask=exists, other=-1).to(tl.int64)
-    slot = page * page_size + position % page_size
-    tl.store(pointers.slot_mapping + i, tl.where(exists, slot, -1), mask=i < num_tokens)
+    _, slot = slots_behind(
+        pointers, strides, stride_row, page_size, max_pages, b, i - first, exists
+    )
+    tl.store(pointers.slot_mapping + i, slot, mask=i < num_tokens)
 
 
 def append_slots(

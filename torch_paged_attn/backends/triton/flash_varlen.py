@@ -59,9 +59,9 @@ class AttentionOp:
         if args[at] < 0 or args[at + 1] < 0:
             self._check(*args, **options)
         tensors = *args[:at], *args[at + 2 :]
-        return launch_cache.call(self._name, self._plan, tensors, options)
+        return launch_cache.call(self._name, self.plan, tensors, options)
 
-    def _plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
+    def plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
         tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)

@@ -19,7 +19,7 @@ from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, 
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
@@ -108,9 +108,7 @@ def _claim_kernel(
 
 
 @triton.jit
-def _load_rows(
-    ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr
-):
+def load_rows(ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr):
     """This program's elements of the tokens' rows of all heads, one after another, in float32."""
     FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
@@ -122,7 +120,7 @@ def _load_rows(
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     x, ptr, scale_ptr, place, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """Store the rows at their places: page, offset in it, and whether the token writes."""
@@ -137,6 +135,13 @@ def _store_rows(
     offset = (e // DIM).to(tl.int64) * strides.cache_head + e % DIM
     stored = encode(x, ptr.dtype.element_ty, FORMAT)
     tl.store(ptr + row + offset[None, :], stored, mask=writes[:, None] & exists[None, :])
+
+
+@triton.jit
+def is_written_later(token, slot, other, other_slot):
+    """Whether another token, behind this one, has the same slot."""
+    is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
+    return tl.sum(is_later.to(tl.int32), 1) > 0
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_slots"))
@@ -157,19 +162,18 @@ def _reshape_and_cache_kernel(
     token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
     slot = _slots(pointers.slots, strides.slots, token, num_tokens, num_slots)
     # both are on their way before anything waits for a slot
-    key = _load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
-    value = _load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
+    key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
+    value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
     writes = slot >= 0
     if pointers.claims is not None:
         writes = writes & (tl.load(pointers.claims + slot, mask=writes, other=-1) == token)
     elif OPTIONS.WIDTH > 1:
         other = tl.arange(0, OPTIONS.WIDTH)
         other_slot = _slots(pointers.slots, strides.slots, other, num_tokens, num_slots)
-        is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
-        writes = writes & (tl.sum(is_later.to(tl.int32), 1) == 0)
+        writes = writes & ~is_written_later(token, slot, other, other_slot)
     place = slot // page_size, slot % page_size, writes
-    _store_rows(key, pointers.k_cache, pointers.k_scale, place, strides.k, num_heads, DIM, OPTIONS)
-    _store_rows(
+    store_rows(key, pointers.k_cache, pointers.k_scale, place, strides.k, num_heads, DIM, OPTIONS)
+    store_rows(
         value, pointers.v_cache, pointers.v_scale, place, strides.v, num_heads, DIM_V, OPTIONS
     )
 
@@ -222,11 +226,32 @@ def _plan_split(
     return lambda tensors, addresses: write(lambda: tensors, addresses)
 
 
-def _row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
+def row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
     stride_scale = 0 if scale is None else scale.expand(new.shape[1]).stride(0)
     token, head, _ = new.stride()
     page, cache_head, slot, _ = cache.stride()
     return RowStrides(token, head, page, cache_head, slot, stride_scale)
+
+
+def choose_rows(
+    key: Tensor, value: Tensor, k_cache: Tensor, num_tokens: int, target: Target
+) -> tuple[tuple[int, int], Options]:
+    """The grid of what copies rows into a cache, and what it is compiled for."""
+    _, num_heads, dim = key.shape
+    dim_v = value.shape[2]
+    elements = num_heads * max(dim, dim_v)
+    block_e = min(next_power_of_2(elements), BLOCK)
+    block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
+    options = Options(
+        DIM=dim,
+        DIM_V=dim_v,
+        SOURCE_FORMAT=stored_format(key.dtype, target),
+        CACHE_FORMAT=stored_format(k_cache.dtype, target),
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        WIDTH=next((w for w in WIDTHS if num_tokens <= w), 1),
+    )
+    return (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)), options
 
 
 def _plan_write(
@@ -261,31 +286,20 @@ def _plan_write(
         BLOCK=CLAIMED,
         **is_dependent,
     )
-    dim, dim_v = key.shape[2], value.shape[2]
-    elements = num_heads * max(dim, dim_v)
-    block_e = min(next_power_of_2(elements), BLOCK)
-    block_t = max(min(BLOCK // block_e, next_power_of_2(num_tokens) // 2), 1)
+    grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
     copy = Launch(
         _reshape_and_cache_kernel,
-        (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)),
+        grid,
         strides=Strides(
-            k=_row_strides(key, k_cache, k_scale),
-            v=_row_strides(value, v_cache, v_scale),
+            k=row_strides(key, k_cache, k_scale),
+            v=row_strides(value, v_cache, v_scale),
             slots=slot_mapping.stride(0),
         ),
         num_heads=num_heads,
         page_size=k_cache.shape[2],
         num_tokens=num_tokens,
         num_slots=num_slots,
-        OPTIONS=Options(
-            DIM=dim,
-            DIM_V=dim_v,
-            SOURCE_FORMAT=stored_format(key.dtype, target),
-            CACHE_FORMAT=stored_format(k_cache.dtype, target),
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            WIDTH=next(w for w in WIDTHS if num_tokens <= w) if is_few else 1,
-        ),
+        OPTIONS=rows,
         **is_dependent,
     )
 

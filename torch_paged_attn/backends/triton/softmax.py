@@ -13,7 +13,7 @@ def finite_or_zero(m):
 
 
 @triton.jit
-def _exp(x):
+def exp(x):
     """exp of x <= 0 to about one unit in the last place (Cephes' expf); chips are coarser.
 
     Below -87 it is 0. NaN stays NaN, as it would not through a maximum.
@@ -43,12 +43,12 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.const
     m_new = tl.maximum(m_i, tl.max(s, 1))
     shift = finite_or_zero(m_new)
     if IS_PRECISE:
-        p = _exp(s - shift[:, None])
+        p = exp(s - shift[:, None])
     elif IS_HUGE:
         p = tl.exp2((s - shift[:, None]) * factor)
     else:
         p = tl.exp2(s * factor - (shift * factor)[:, None])  # one fused multiply-add
-    shrink = _exp(m_i - shift) if IS_PRECISE else tl.exp2((m_i - shift) * factor)
+    shrink = exp(m_i - shift) if IS_PRECISE else tl.exp2((m_i - shift) * factor)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
 
 

@@ -13,7 +13,6 @@ Masks are selects: a NaN in a key that no row sees is never multiplied.
 from torch_paged_attn.backends.neuron.kernels.dequant import dequantize_head
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, scatter_rows
 from torch_paged_attn.backends.neuron.kernels.groups import (
-    Program,
     RowLayout,
     Stack,
     Tensors,
@@ -27,7 +26,8 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
     VALUE_SCALE,
     load_item,
 )
-from torch_paged_attn.backends.neuron.kernels.philox import drop, philox_constants
+from torch_paged_attn.backends.neuron.kernels.philox import drop
+from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     FLOOR,
     add_alibi,
@@ -173,40 +173,6 @@ def attend_item(number, stack, tensors, program):
         store_results(level, stack, item.index, tensors, program)
 
 
-def start_program(dtype, num_items, words, options):
-    """The heads and items of this core of the logical one, and the tiles that never change."""
-    programs, program = nl.num_programs(0), nl.program_id(0)
-    heads, first_head, first_item = options.num_kv_heads, 0, 0
-    if options.splits_heads:
-        heads = options.num_kv_heads // programs
-        first_head = program * heads
-    else:
-        num_items = num_items // programs
-        first_item = program * num_items
-    chunks, run = options.chunks, options.run
-    tile_k = chunks * run * P
-    identity = nl.shared_identity_matrix(P, dtype=dtype)
-    key_of_column = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=key_of_column, pattern=[[1, tile_k]])
-    key_of_partition = nl.ndarray((P, chunks * run), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=key_of_partition, pattern=[[P * run, chunks], [1, run]], channel_multiplier=run)
-    philox = None
-    if options.has_dropout:
-        philox = philox_constants(words, tile_k // 4)
-    return Program(
-        options=options,
-        columns=table_columns(options),
-        first_item=first_item,
-        num_items=num_items,
-        first_head=first_head,
-        heads=heads,
-        identity=identity,
-        key_of_column=key_of_column,
-        key_of_partition=key_of_partition,
-        philox=philox,
-    )
-
-
 def new_stack(dtype, program):
     """A stack that has seen no key."""
     depth, heads = program.options.depth, program.heads
@@ -253,7 +219,8 @@ def attention_kernel(
 
     A row that sees no key has an lse of FLOOR.
     """
-    program = start_program(q.dtype, indices.shape[0], words, options)
+    columns, tile_k = table_columns(options), options.chunks * options.run * P
+    program = start_program(q.dtype, indices.shape[0], words, options, columns, tile_k)
     stack = new_stack(q.dtype, program)
     tensors = Tensors(
         out=out,

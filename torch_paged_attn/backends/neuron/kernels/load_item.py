@@ -79,21 +79,33 @@ def load_item(number, stack, tensors, program):
     k = load_kv(tensors.k, index, columns.k, options.k_row, program)
     v = load_kv(tensors.v, index, columns.v, options.v_row, program)
 
+    unseen = unseen_keys(bound, program)
+    position, quad = None, None
+    if options.has_alibi or options.has_dropout:
+        position, quad = key_positions(number, tensors, program)
+    return Item(index=index, bound=bound, k=k, v=v, unseen=unseen, position=position, quad=quad)
+
+
+def unseen_keys(bound, program):
+    """Which of the gathered keys no row sees, (P, chunks * run)."""
+    options, columns = program.options, program.columns
     width = options.chunks * options.run
     unseen = nl.ndarray((P, width), dtype=nl.uint8, buffer=nl.sbuf)
     outside(unseen, program.key_of_partition, bound, columns.key_start, columns.key_stop)
     if options.has_bias:
         absent = bound[:, columns.absent : columns.absent + width]
         nisa.tensor_tensor(dst=unseen, data1=unseen, data2=absent, op=nl.logical_or)
+    return unseen
 
-    position, quad = None, None
-    if options.has_alibi or options.has_dropout:
-        whole = load_positions(tensors.positions, number, program)
-        tile_k = width * P
-        position = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=position, src=whole)
-        quad = nl.ndarray((P, tile_k // 4), dtype=nl.uint32, buffer=nl.sbuf)
-        nisa.tensor_scalar(
-            dst=quad, data=whole.view(nl.uint32)[:, 0:tile_k:4], op0=nl.right_shift, operand0=2
-        )
-    return Item(index=index, bound=bound, k=k, v=v, unseen=unseen, position=position, quad=quad)
+
+def key_positions(number, tensors, program):
+    """Of the item's columns, (P, tile_k) float32, and of every fourth / 4, for dropout."""
+    whole = load_positions(tensors.positions, number, program)
+    tile_k = whole.shape[1]
+    position = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=position, src=whole)
+    quad = nl.ndarray((P, tile_k // 4), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=quad, data=whole.view(nl.uint32)[:, 0:tile_k:4], op0=nl.right_shift, operand0=2
+    )
+    return position, quad

@@ -83,7 +83,13 @@ def multiplier(which, shape):
 
 
 def drop(p, quad, index, columns, first_of_group, constants):
-    """Zero the probabilities p (P, 4 quads) that the random bits drop.
+    """Zero the probabilities p (P, 4 quads) that the random bits drop."""
+    predicate = draw(quad, index, columns, first_of_group, constants)
+    nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=predicate)
+
+
+def draw(quad, index, columns, first_of_group, constants):
+    """Where the random bits drop a probability, (P, 4 quads) uint32.
 
     quad: (P, quads), position of the key / 4. index (P, n) holds the query's place in its sequence
     and sequence << 16 | head of the group in its two `columns`; `first_of_group` is the query head
@@ -96,8 +102,7 @@ def drop(p, quad, index, columns, first_of_group, constants):
         data2=constant((P, 1), first_of_group),
         op=nl.add,
     )
-    predicate = dropped(quad, index, columns[0], head, constants)
-    nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=predicate)
+    return dropped(quad, index, columns[0], head, constants)
 
 
 def dropped(quad, index, column, head, constants):

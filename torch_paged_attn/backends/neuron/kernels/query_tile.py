@@ -97,6 +97,11 @@ def compute_scores(scores, q, keys, identity, scale, softcap):
             moving=keys[0 : stop - start, step, :],
             accumulate=step > 0,
         )
+    scale_scores(scores, product, scale, softcap)
+
+
+def scale_scores(scores, product, scale, softcap):
+    """scores = cap(product * scale), `scale` divided by softcap if there is one."""
     if softcap > 0.0:
         nisa.activation(dst=scores, op=nl.tanh, data=product, scale=scale)
         nisa.tensor_scalar(dst=scores, data=scores, op0=nl.multiply, operand0=softcap)

@@ -91,7 +91,7 @@ def unsupported(call: AttentionCall) -> str | None:
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
     dims = call.head_dim, call.head_dim_v
-    if max(dims) > 256 or any(d % 8 for d in dims) or _width(dims[1]) > _width(dims[0]):
+    if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
         return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
     for name in NOT_CARRIED:
         if getattr(call, name) is not None:
@@ -108,10 +108,10 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"page_size is {page_size}, not a power of two from 16 on"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
-    if any(_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
         return "q, k or v is not aligned to 16 bytes"
     if call.layout is not None:
-        if _is_bound(call.window_size_left) or (call.window_right and _is_bound(call.window_right)):
+        if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
             return "it has no windows beside a layout"
         if _key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
             return "the blocks of the layout are too many to be numbered in 32 bits"
@@ -130,7 +130,7 @@ def unprofitable(call: AttentionCall) -> str | None:
     return None
 
 
-def _misaligned(x: Tensor, axes: int) -> bool:
+def is_misaligned(x: Tensor, axes: int) -> bool:
     """Whether the accelerator cannot address x: addresses and strides are multiples of 16 bytes."""
     strides = x.stride()[:axes]
     # what is traced has no address yet
@@ -138,12 +138,12 @@ def _misaligned(x: Tensor, axes: int) -> bool:
     return is_off or any(s * x.itemsize % 16 or s <= 0 for s in strides)
 
 
-def _width(dim: int) -> int:
+def width_of(dim: int) -> int:
     """A head as it lies in shared memory."""
     return max(64, next_power_of_2(dim))
 
 
-def _is_bound(window: int) -> bool:
+def is_bound(window: int) -> bool:
     """Whether a window hides keys."""
     return 0 <= window < UNBOUNDED
 
@@ -192,7 +192,9 @@ def choose_tiles(call: AttentionCall) -> tuple[HopperConfig, int]:
     """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length."""
     mean_length, layout = _mean_length(call), call.layout
     is_causal = call.window_right == 0
-    config = choose_hopper_config(_width(call.head_dim), mean_length, is_causal, layout is not None)
+    config = choose_hopper_config(
+        width_of(call.head_dim), mean_length, is_causal, layout is not None
+    )
     # a tile holds one row of a layout, where heads share it
     length = mean_length if layout is None else min(mean_length, layout.q_block_size)
     return config, pack_heads(_sharing_heads(call), length)
@@ -211,15 +213,15 @@ def options_of(call: AttentionCall, config: HopperConfig, packed_heads: int) -> 
     return Options(
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
-        WIDTH=_width(call.head_dim),
-        WIDTH_V=_width(call.head_dim_v),
+        WIDTH=width_of(call.head_dim),
+        WIDTH_V=width_of(call.head_dim_v),
         PACKED_HEADS=packed_heads,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
         IS_CAUSAL=call.window_right == 0,
-        HAS_LEFT=_is_bound(call.window_size_left),
-        HAS_RIGHT=_is_bound(call.window_right),
+        HAS_LEFT=is_bound(call.window_size_left),
+        HAS_RIGHT=is_bound(call.window_right),
         HAS_SOFTCAP=call.softcap > 0.0,
         HAS_LAYOUT=layout is not None,
         Q_BLOCK_SIZE=layout.q_block_size if layout else 0,
@@ -258,8 +260,8 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
         stride_alibi_batch=alibi_strides[0],
         stride_alibi_head=alibi_strides[1],
-        window_left=max(call.window_size_left, 0) if _is_bound(call.window_size_left) else 0,
-        window_right=call.window_right if _is_bound(call.window_right) else 0,
+        window_left=max(call.window_size_left, 0) if is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if is_bound(call.window_right) else 0,
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,

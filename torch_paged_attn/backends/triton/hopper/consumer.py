@@ -21,7 +21,6 @@ from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row
 from torch_paged_attn.backends.triton.hopper.scores import finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
-    LOG2E,
     partial_sum,
     rescale,
     scale_rows,
@@ -93,14 +92,14 @@ def _pingpong_arrive(INDEX: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _clear_unseen(v, kv_start, first_key):
-    """Zero the values before the first key that a row sees: 0 times NaN would be NaN."""
+def clear_before(tile, first):
+    """Zero the rows of a tile before row `first`, which nobody sees: 0 times NaN would be NaN."""
     STEP: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for i in gl.static_range(v.shape[0] // STEP):
-        rows = v.slice(i * STEP, STEP)
-        j = kv_start + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-        rows.store(gl.where(gl.expand_dims(j >= first_key, 1), rows.load(layout), 0.0))
+    for i in gl.static_range(tile.shape[0] // STEP):
+        rows = tile.slice(i * STEP, STEP)
+        r = i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        rows.store(gl.where(gl.expand_dims(r >= first, 1), rows.load(layout), 0.0))
     fence_async_shared()
 
 
@@ -189,11 +188,12 @@ def _store_lse(m_i, l_i, rows, r, params, PACKED_HEADS: gl.constexpr):
     pointers = params.pointers
     total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
     gain = 1.0
+    m_i *= LN2
     if pointers.sinks is not None:
         sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
-        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf")) * LOG2E
+        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
         m_i, total, gain = with_sink(m_i, total, sink)
-    lse = (m_i + gl.log2(total)) * LN2
+    lse = m_i + gl.log2(total) * LN2
     token = rows.position - rows.context_len
     head = (rows.head + r % PACKED_HEADS).to(gl.int64)
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
@@ -289,7 +289,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         values.consumer_wait(n)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
-            _clear_unseen(v, kv_start, rows.first_key)
+            clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         share = _store_lse(m_i, l_i, rows, r, params, OPTIONS.PACKED_HEADS)
         acc = warpgroup_mma_wait(0, deps=[pending])

@@ -140,3 +140,79 @@ def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.con
     elif MAY_HIDE and (runs[0] + BLOCK_N > rows.full_stop) | (runs[0] < rows.full_start):
         s = _mask_window(s, runs[0], rows, params.scalars, OPTIONS)
     return s
+
+
+@gluon.jit
+def _keep_columns(p, first, last):
+    """p, and 0 in columns before `first` and after `last`, which are by row."""
+    grouped = _grouped(p)
+    column = 8 * _of_group(grouped)
+    within = _in_group(grouped)
+    seen = (column >= _of_row(first, grouped) - within) & (
+        column <= _of_row(last, grouped) - within
+    )
+    return _ungrouped(gl.where(seen, grouped, 0.0), p)
+
+
+@gluon.jit
+def probabilities(
+    s, lse, first_key, position, key_len, slope, params, OPTIONS: gl.constexpr,
+    OF_KEYS: gl.constexpr,
+):  # fmt: skip
+    """Probabilities of keys from `first_key` on and queries from `position` on, by lse in base two;
+    rows are keys if OF_KEYS. Also the scores after softcap, as `finish_gradient` takes them."""
+    ROWS: gl.constexpr = s.shape[0]
+    COLUMNS: gl.constexpr = s.shape[1]
+    HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
+    HAS_RIGHT: gl.constexpr = OPTIONS.HAS_RIGHT
+    KEYS: gl.constexpr = ROWS if OF_KEYS else COLUMNS
+    QUERIES: gl.constexpr = COLUMNS if OF_KEYS else ROWS
+    scalars = params.scalars
+    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    r = gl.arange(0, ROWS, rows)
+    capped = s
+    if OPTIONS.HAS_SOFTCAP:
+        capped = _softcap(s, scalars.softcap_scale_log2)
+    x = capped
+    if params.pointers.alibi_slopes is not None:
+        # the distance of a causal call's keys to queries has one sign, which turns with the tile
+        by_row = slope * gl.full([ROWS], 1.0, gl.float32, rows)
+        if OF_KEYS:
+            sign: gl.constexpr = -1.0 if OPTIONS.IS_CAUSAL else 1.0
+            x = _add_alibi(x, (position,), first_key + r, sign * by_row, OPTIONS.IS_CAUSAL)
+        else:
+            x = _add_alibi(x, (first_key,), position + r, by_row, OPTIONS.IS_CAUSAL)
+    p = gl.exp2(x * scalars.scale_log2 - lse)
+    full_stop = key_len
+    if HAS_RIGHT:
+        full_stop = gl.minimum(key_len, position + scalars.window_right + 1)
+    is_hidden = first_key + KEYS > full_stop
+    if HAS_LEFT:
+        is_hidden = is_hidden | (first_key < position + QUERIES - 1 - scalars.window_left)
+    if is_hidden:
+        first = gl.zeros_like(r)
+        last = first + (COLUMNS - 1)
+        if OF_KEYS:
+            key = first_key + r
+            if HAS_RIGHT:
+                first = key - scalars.window_right - position
+            if HAS_LEFT:
+                last = key + scalars.window_left - position
+            last = gl.where(key < key_len, last, -1)
+        else:
+            last += key_len - first_key - COLUMNS
+            if HAS_RIGHT:
+                last = gl.minimum(last, position + r + scalars.window_right - first_key)
+            if HAS_LEFT:
+                first = position + r - scalars.window_left - first_key
+        p = _keep_columns(p, first, last)
+    return p, capped
+
+
+@gluon.jit
+def finish_gradient(p, capped, ds, OPTIONS: gl.constexpr):
+    """The gradient of q . k times its scale, of that of the probabilities less its mean."""
+    ds = p * ds
+    if OPTIONS.HAS_SOFTCAP:
+        ds = ds * (1.0 - capped * capped)
+    return ds

@@ -105,9 +105,11 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def with_sink(m_i, total, sink):
-    """Reference and sum of a row with one more logit, and what its values shrink by."""
+    """Reference and sum of a row with one more logit, and what its values shrink by. In base e: in
+    base two some finite sinks would be infinite.
+    """
     m_new = gl.maximum(m_i, sink)
     # a row that sees no key keeps m = -inf; shifting by 0 instead avoids inf - inf
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    shrink = gl.exp2(m_i - shift)
-    return m_new, total * shrink + gl.exp2(sink - shift), shrink
+    shrink = gl.exp2((m_i - shift) * LOG2E)
+    return m_new, total * shrink + gl.exp2((sink - shift) * LOG2E), shrink

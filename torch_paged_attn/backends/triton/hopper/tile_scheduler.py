@@ -1,4 +1,4 @@
-"""The tiles of queries of a ragged batch in order of work, the longest first.
+"""The tiles of queries, or of keys, of a ragged batch in order of work, the longest first.
 
 A persistent kernel that deals tiles out in this order ends evenly (Graham's longest processing
 time rule), whatever lengths are mixed. Nothing is sorted: a tile's place is the number of tiles
@@ -39,8 +39,9 @@ class TileOptions(NamedTuple):
     IS_PAGED: bool
     IS_CAUSAL: bool
     IS_ALIGNED: bool  # tiles begin at positions that are multiples of TOKENS, a power of two
-    TOKENS: int  # of a tile of queries
-    BLOCK_N: int
+    TOKENS: int  # of a tile
+    BLOCK_N: int  # of the tiles that it visits, in which its work is counted
+    OF_KEYS: bool = False  # tiles are of packed keys, and visit queries
 
 
 @triton.jit
@@ -60,6 +61,90 @@ def _tiles_from(cost, query_len, key_len, missing, OPTIONS: tl.constexpr):
         context_len = key_len - query_len - missing
         first = tl.minimum(tl.maximum(before - context_len, 0) // OPTIONS.TOKENS, tiles)
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
+
+
+@triton.jit
+def _key_tiles_from(cost, query_len, key_len, span, OPTIONS: tl.constexpr):
+    """How many tiles of keys of a sequence visit at least `cost` tiles of queries: its first ones.
+    All `span` rows of keys are in tiles, those past the last key without work."""
+    before = (
+        cost - 1
+    ) * OPTIONS.BLOCK_N  # a tile must be seen by a query that many before the last
+    keys = tl.maximum(key_len - before, 0) if OPTIONS.IS_CAUSAL else key_len
+    tiles = tl.where(query_len > before, tl.cdiv(keys, OPTIONS.TOKENS), 0)
+    return tl.where(cost <= 0, tl.cdiv(span, OPTIONS.TOKENS), tiles)
+
+
+@triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
+def _key_tile_order_kernel(tile_list_ptr, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
+    """The same for tiles of keys: a program places PLACED of them."""
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    bounds_ptr = lengths[0] if lengths[1] is None else lengths[1]
+    number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
+    b = tl.full([PLACED], -1, tl.int32)
+    for b0 in tl.range(0, batch + 1, LOOKED_AT):
+        other = b0 + tl.arange(0, LOOKED_AT)
+        bound = tl.load(bounds_ptr + other, mask=other <= batch, other=0)
+        started = (other <= batch)[None, :] & (
+            (bound // TOKENS + other)[None, :] <= number[:, None]
+        )
+        b += tl.sum(started.to(tl.int32), 1)
+    b = tl.maximum(b, 0)
+    spans = _spans(b, lengths, batch, total_q, max_keys)
+    q_start, query_len, k_start, key_len, span = spans
+    tile = number - k_start // TOKENS - b
+    first_key = tile * TOKENS
+    exists = (tile >= 0) & (first_key < span)
+    first_query = 0
+    if OPTIONS.IS_CAUSAL:
+        first_query = tl.maximum(first_key - (key_len - query_len), 0)
+    cost = tl.cdiv(tl.maximum(query_len - first_query, 0), BLOCK_N)
+    cost = tl.where(first_key < key_len, cost, 0)
+
+    place = tl.zeros([PLACED], tl.int32)
+    tiles = tl.full([], 0, tl.int32)
+    for b0 in tl.range(0, batch + 1, LOOKED_AT):
+        other = b0 + tl.arange(0, LOOKED_AT)
+        _, queries, _, keys, rows = _spans(other, lengths, batch, total_q, max_keys)
+        tiles += tl.sum(tl.cdiv(rows, TOKENS), 0)
+        lens = queries[None, :], keys[None, :], rows[None, :]
+        more = _key_tiles_from(cost[:, None] + 1, *lens, OPTIONS)
+        least = _key_tiles_from(cost[:, None], *lens, OPTIONS)
+        equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
+        own = tl.where(other[None, :] == b[:, None], tile[:, None] - more, 0)
+        place += tl.sum(more + equal_before + own, 1)
+
+    entry = tile_list_ptr + ENTRY + place * ENTRY
+    tl.store(entry, b, mask=exists)
+    tl.store(entry + 1, first_key, mask=exists)
+    tl.store(entry + 2, q_start, mask=exists)
+    tl.store(entry + 3, query_len, mask=exists)
+    tl.store(entry + 4, k_start, mask=exists)
+    tl.store(entry + 5, key_len, mask=exists)
+    tl.store(entry + 6, tl.minimum(first_key + TOKENS, span), mask=exists)
+    if tl.program_id(0) == 0:
+        tl.store(tile_list_ptr, 0)
+        tl.store(tile_list_ptr + 1, tiles)
+
+
+@triton.jit
+def _spans(b, lengths, batch, total_q, total_k):
+    """Of sequence b: first row and number of queries, first row and number of keys, and rows of
+    keys that are its own, whether `seqused_k` counts them or not. The rows past the last key are
+    one more sequence; what comes after that is empty."""
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
+    bounds_ptr = cu_seqlens_q_ptr if cu_seqlens_k_ptr is None else cu_seqlens_k_ptr
+    q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
+    query_len = tl.where(b < batch, tl.maximum(q_stop - q_start, 0), 0)
+    k_start, k_stop = query_span(b, bounds_ptr, batch, total_k)
+    k_start, k_stop = tl.maximum(k_start, 0), tl.minimum(k_stop, total_k)
+    span = tl.where(b <= batch, tl.maximum(k_stop - k_start, 0), 0)
+    _, key_len = key_span(
+        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_k, False
+    )
+    return q_start, query_len, k_start, tl.minimum(key_len, span), span
 
 
 @triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
@@ -145,12 +230,13 @@ def plan_tile_list(
 
     A list is a header (units of work claimed: 0, number of tiles) and, for each tile: its sequence,
     its first token, the sequence's first row and length, its first key and number of keys, and the
-    token after the tile's last.
+    token after the tile's last. Of packed keys, `max_keys` rows, all are in tiles.
     """
-    tiles = most_tiles(total_q, batch, options.TOKENS, options.IS_ALIGNED)
+    rows = max_keys if options.OF_KEYS else total_q
+    tiles = most_tiles(rows, batch, options.TOKENS, options.IS_ALIGNED)
     new_list = Allocation((tiles + 1, ENTRY.value), torch.int32, device)
     launch = Launch(
-        _tile_order_kernel,
+        _key_tile_order_kernel if options.OF_KEYS else _tile_order_kernel,
         (-(-tiles // PLACED.value),),
         batch=batch,
         total_q=total_q,

@@ -8,15 +8,18 @@ stored. This is the arithmetic of Triton's `ragged_tma`, for rows of several hea
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton._C import libtriton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torch_paged_attn.backends.triton.runtime.lru import LRU
+from torch_paged_attn.lru import LRU
 
 # the sizes that a tensor map is told: of the rows' axis, and of the two axes without a bound;
 # coordinates are 32 bits
@@ -51,9 +54,12 @@ class Boxes:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         box: tuple[int, ...],
+        swizzle: int = 128,
     ) -> None:
         self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
-        self._layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+        self._layout = gl.NVMMASharedLayout(
+            swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(box)
+        )
         self._maps = LRU(MOST_MAPS)
 
     def at(self, address: int) -> TensorDescriptor:
@@ -93,9 +99,29 @@ def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
     return _boxes(x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide))
 
 
+def plain_rows(dtype: torch.dtype, width: int) -> Boxes:
+    """Boxes of one row of (rows, width) contiguous tensors."""
+    return _boxes(dtype, (ROW_BOUND.value, width), (width, 1), (1, width), swizzle=0)
+
+
 # their names after Triton 3.6, and until then
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+# whether the accelerator can be asked to add: Triton 3.6 has no name for it, its builder has
+_builder = getattr(getattr(libtriton, "gluon_ir", None), "GluonOpBuilder", None)
+_kinds: Any = getattr(libtriton.ir, "DESCRIPTOR_REDUCE_KIND", None)
+_builtin: Any = getattr(_core, "builtin", None)
+HAS_ADD = bool(_kinds and _builtin and hasattr(_builder, "create_async_tma_reduce"))
+
+if HAS_ADD:
+
+    @_builtin
+    def _async_add(desc, coord, smem, _semantic=None):
+        """Add a box to what lies there."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(_kinds.ADD, desc.handle, coord, smem.handle)
 
 
 @gluon.constexpr_function
@@ -141,6 +167,12 @@ def load_rows(desc, start, size, row, head, barrier, smem):
 def store_rows(desc, start, size, row, head, smem):
     """Store a box as rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
     async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], smem)
+
+
+@gluon.jit
+def add_rows(desc, start, size, row, head, column, smem):
+    """Add a box to rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
+    _async_add(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
 
 
 @gluon.jit

@@ -221,8 +221,8 @@ def pointers(
     )
 
 
-def strides(call: AttentionCall, kernel_pointers: Pointers) -> Strides:
-    """The strides of what the pointers point to."""
+def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> Strides:
+    """The strides of what the pointers point to: the kernel's, or the call's own keys."""
     batch, num_heads, num_kv_heads = call.batch, call.num_heads, call.num_kv_heads
     k_page, k_head, k_slot = _row_strides(kernel_pointers.k)
     v_page, v_head, v_slot = _row_strides(kernel_pointers.v)

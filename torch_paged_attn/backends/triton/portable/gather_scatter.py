@@ -51,6 +51,63 @@ def load_rows(
 
 
 @triton.jit
+def load_chunks(
+    ptr,
+    offsets,
+    keep,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    STOP: tl.constexpr,
+    MASKED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Whole rows of STOP elements in two chunks; with MASKED 0 if not kept. Where one chunk holds a
+    row, the second is no tile.
+    """
+    low = load_rows(ptr, offsets, keep, 0, LOW, STOP, MASKED, FORMAT, DTYPE)
+    high = 0.0
+    if HIGH > 0:
+        high = load_rows(ptr, offsets, keep, LOW, HIGH, STOP, MASKED, FORMAT, DTYPE)
+    return low, high
+
+
+@triton.jit
+def store_chunks(
+    pointers,
+    x,
+    keep,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    STOP: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Write whole rows of STOP elements that are in two chunks."""
+    store_rows(pointers, x[0], keep, 0, LOW, STOP, None, FORMAT)
+    if HIGH > 0:
+        store_rows(pointers, x[1], keep, LOW, HIGH, STOP, None, FORMAT)
+
+
+@triton.jit
+def zero_chunks(ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """float32 zeros for rows in two chunks. The second is carried along, but unused, where one
+    holds a row.
+    """
+    low = tl.zeros([ROWS, LOW], tl.float32)
+    return low, tl.zeros([ROWS, HIGH if HIGH > 0 else 1], tl.float32)
+
+
+@triton.jit
+def zero_chunks_unless(keep, x, HIGH: tl.constexpr):
+    """`zero_unless` for rows in two chunks."""
+    low = zero_unless(keep, x[0])
+    high = x[1]
+    if HIGH > 0:
+        high = zero_unless(keep, x[1])
+    return low, high
+
+
+@triton.jit
 def zero_unless(keep, x):
     """Rows that no query sees count as 0, whatever they hold. Loaded all the same: a load that
     waited for the mask could not run ahead of it.

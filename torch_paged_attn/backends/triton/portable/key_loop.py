@@ -6,7 +6,7 @@ import triton.language as tl
 from torch_paged_attn.backends.triton.portable.dropout import dropout_keep
 from torch_paged_attn.backends.triton.portable.gather_scatter import find_pages
 from torch_paged_attn.backends.triton.portable.load_kv import fold_value_tile, score_keys
-from torch_paged_attn.backends.triton.portable.logits import load_bias, logits
+from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
 from torch_paged_attn.backends.triton.portable.mask import visible
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
@@ -18,7 +18,7 @@ def has_nan(x):
 
 
 @triton.jit
-def _first_key(i, keys, memory, strides, OPTIONS: tl.constexpr):
+def first_key(i, keys, memory, strides, OPTIONS: tl.constexpr):
     """The first key of tile i; with a layout, of the part of a block that is tile i."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     if not OPTIONS.HAS_LAYOUT:
@@ -94,7 +94,7 @@ def attend_keys(
                 i_first = i_tail
                 i_last = i_stop
             for i in tl.range(i_first, i_last):
-                n0 = _first_key(i, keys, memory, strides, OPTIONS)
+                n0 = first_key(i, keys, memory, strides, OPTIONS)
                 j = n0 + tl.arange(0, BLOCK_N)
                 page, slot = find_pages(
                     memory.block_table, n0, keys.start, keys.stop, sizes.num_pages, BLOCK_N,
@@ -102,11 +102,13 @@ def attend_keys(
                 )  # fmt: skip
 
                 seen = rows.exists[:, None]
+                position, keys_of_tile = rows.position[:, None], j[None, :]
                 if phase != 1:
                     in_range = (j >= keys.start) & (j < keys.stop)
                     seen = visible(
-                        rows.position, j, in_range, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
-                    )
+                        position, keys_of_tile, in_range[None, :], scalars.left, scalars.right,
+                        HAS_LEFT, HAS_RIGHT,
+                    )  # fmt: skip
                     if BIAS != "":
                         seen = seen & rows.exists[:, None]
 
@@ -115,10 +117,16 @@ def attend_keys(
                 bias = 0.0
                 if BIAS != "":
                     # after the product, which would wait for it
-                    bias, allowed = load_bias(rows, memory, j, strides, OPTIONS, phase == 1)
+                    bias, allowed = load_bias(
+                        memory.bias_rows[:, None], rows.exists[:, None], keys_of_tile, strides,
+                        OPTIONS, phase == 1,
+                    )  # fmt: skip
                     # at first, rows that do not exist see what they like: they are not written
                     seen = allowed if phase == 1 and attempt == 0 else seen & allowed
-                s = logits(s, bias, queries, rows, j, pointers, scalars, OPTIONS)
+                s = scaled(s, queries.scale, queries.raised, OPTIONS)
+                s, _ = logits(
+                    s, bias, queries.slope, position, keys_of_tile, pointers, scalars, OPTIONS
+                )
                 if phase != 1 or attempt == 1 or BIAS == "bool":
                     # select, never add: a masked key may hold NaN (which the first attempt at a
                     # bias of -inf finds in what comes out)

@@ -1,4 +1,8 @@
-"""What happens to a tile of scores between the product and the softmax."""
+"""What happens to a tile of scores between the product and the softmax.
+
+Rows and keys come in shapes that broadcast with the tile: (rows, 1) and (1, keys), or, where a
+backward has its keys in rows, (1, rows) and (keys, 1).
+"""
 
 import triton
 import triton.language as tl
@@ -33,20 +37,20 @@ def _softcapped(s, softcap, IS_PRECISE: tl.constexpr):
 @triton.jit
 def _with_alibi(s, slope, position, j):
     """Take off `slope` for every step between a row's position and key j."""
-    distance = tl.abs(position[:, None] - j[None, :]).to(tl.float32)
-    return s - slope[:, None] * distance
+    distance = tl.abs(position - j).to(tl.float32)
+    return s - slope * distance
 
 
 @triton.jit
-def load_bias(rows, memory, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: tl.constexpr):
+def load_bias(bias_rows, exists, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: tl.constexpr):
     """A tile of the bias (of a mask: nothing to add), and True where it allows a key. Loads are
     wide: nothing of them is masked but what the tensor does not have.
     """
     columns = j.to(tl.int64) * strides.bias_key
-    has_bias = rows.exists[:, None]
+    has_bias = exists
     if not IS_INSIDE:
-        has_bias = has_bias & (j < strides.bias_width)[None, :]
-    bias = tl.load(memory.bias_rows[:, None] + columns[None, :], mask=has_bias, other=0)
+        has_bias = has_bias & (j < strides.bias_width)
+    bias = tl.load(bias_rows + columns, mask=has_bias, other=0)
     if OPTIONS.BIAS == "bool":
         return 0.0, bias != 0
     else:
@@ -55,17 +59,27 @@ def load_bias(rows, memory, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: tl.con
 
 
 @triton.jit
-def logits(s, bias, queries, rows, j, pointers, scalars, OPTIONS: tl.constexpr):
-    """Products of queries and keys as what the softmax is of, up to `scalars.factor`."""
-    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
+def scaled(s, scale, raised, OPTIONS: tl.constexpr):
+    """Products of queries and keys as scores, if the scale does not join the exponent."""
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
-        s = s * queries.scale[:, None] - queries.raised[:, None]
+        return s * scale - raised
     elif not OPTIONS.RAW_SCORES:
-        s = s * queries.scale[:, None]
+        return s * scale
+    else:
+        return s
+
+
+@triton.jit
+def logits(s, bias, slope, position, j, pointers, scalars, OPTIONS: tl.constexpr):
+    """Scores as what the softmax is of, up to `scalars.factor`, and as they are before ALiBi and
+    bias.
+    """
+    IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.HAS_SOFTCAP:
         s = _softcapped(s, scalars.softcap, IS_PRECISE)
+    capped = s
     if pointers.alibi is not None:
-        s = _with_alibi(s, queries.slope, rows.position, j)
+        s = _with_alibi(s, slope, position, j)
     if OPTIONS.BIAS == "float":
         s = s + bias
-    return s
+    return s, capped

@@ -46,10 +46,12 @@ def full_range(
 
 @triton.jit
 def visible(position, j, in_range, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """(rows, keys): True where the row at `position` sees key j of those in range."""
-    seen = in_range[None, :] & (position[:, None] == position[:, None])
+    """True where the row at `position` sees key j of those in range. Rows and keys come in shapes
+    that broadcast: (rows, 1) and (1, keys), or where keys are rows (1, rows) and (keys, 1).
+    """
+    seen = in_range & (position == position)
     if HAS_RIGHT:
-        seen = seen & (j[None, :] <= (position + right)[:, None])
+        seen = seen & (j <= position + right)
     if HAS_LEFT:
-        seen = seen & (j[None, :] >= (position - left)[:, None])
+        seen = seen & (j >= position - left)
     return seen

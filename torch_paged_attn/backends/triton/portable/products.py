@@ -1,4 +1,4 @@
-"""The two matrix products of attention."""
+"""The matrix products of attention and of its backward."""
 
 import triton
 import triton.language as tl
@@ -23,8 +23,32 @@ def fold_values(acc, shrink, p, v, IS_PRECISE: tl.constexpr):
     """Add a tile's probabilities times its values to what the earlier tiles left. In float32 a tile
     is summed by itself: one chain over all keys would lose more bits than the formula does.
     """
-    acc = acc * shrink[:, None]
+    return add_product(acc * shrink[:, None], p, v, IS_PRECISE)
+
+
+@triton.jit
+def add_product(acc, a, b, IS_PRECISE: tl.constexpr):
+    """`acc + a @ b`; in float32 a tile's product is summed by itself."""
     if IS_PRECISE:
-        return acc + tl.dot(p, v, input_precision="ieee")
+        return acc + tl.dot(a, b, input_precision="ieee")
     else:
-        return tl.dot(p, v, acc)
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def chunk_scores(a, b, HIGH: tl.constexpr, CHAIN: tl.constexpr):
+    """`scores` of rows in two chunks, the second of which is missing if HIGH is 0."""
+    s = scores(a[0], b[0], CHAIN)
+    if HIGH > 0:
+        s += scores(a[1], b[1], CHAIN)
+    return s
+
+
+@triton.jit
+def add_chunk_products(acc, a, b, HIGH: tl.constexpr, IS_PRECISE: tl.constexpr):
+    """`add_product` for rows of b, and of acc, in two chunks."""
+    low = add_product(acc[0], a, b[0], IS_PRECISE)
+    high = acc[1]
+    if HIGH > 0:
+        high = add_product(acc[1], a, b[1], IS_PRECISE)
+    return low, high

@@ -40,7 +40,7 @@ def tile_at(place, b, head_program, q_start, query_len, k_start, key_len, OPTION
 
 
 @triton.jit
-def _rows_of(tile, sizes, OPTIONS: tl.constexpr):
+def rows_of(tile, sizes, OPTIONS: tl.constexpr):
     """The rows of a tile: for each its token, its query head, where it is in q, and its position
     among the keys.
     """
@@ -83,7 +83,7 @@ def _listed_blocks(rows, first_position, pointers, strides, sizes, OPTIONS: tl.c
 
 
 @triton.jit
-def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The keys of a program's share of a tile, in tiles of BLOCK_N from `i_start` to `i_stop` (with
     a layout: of the blocks listed from `col_start` on), and the ranges of keys that some row and
     that every row sees.
@@ -134,9 +134,9 @@ def _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl
 
 
 @triton.jit
-def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """A tile of queries in two chunks, and per row what its products are multiplied by, what is
-    taken off them, and its ALiBi slope.
+def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """A tile of queries in two chunks, and as columns what the products of its rows are multiplied
+    by, what is taken off them, and their ALiBi slopes.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
@@ -176,14 +176,16 @@ def _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
         # what 128 more in every element of a key adds to a score
         raised = 128.0 * scale * (tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1))
+        raised = raised[:, None]
         scale = scale * 16777216.0
     slope = 0.0
     if pointers.alibi is not None:
         alibi_ptr = pointers.alibi + b * strides.alibi_batch
         has_slope = exists & (b < sizes.batch)
         slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
+        slope = slope[:, None]
     return named("low high scale raised slope")(
-        low=low, high=high, scale=scale, raised=raised, slope=slope
+        low=low, high=high, scale=scale[:, None], raised=raised, slope=slope
     )
 
 
@@ -246,9 +248,9 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     `is_part` partial result number `part`, in float32.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    rows = _rows_of(tile, sizes, OPTIONS)
-    keys = _find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS)
-    queries = _load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
+    rows = rows_of(tile, sizes, OPTIONS)
+    keys = find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS)
+    queries = load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
     # what the loop over keys reads: the sequence's row of the table, the KV head's keys and values
     kv_head = tl.cast(rows.kv_head, tl.int64)
     table_ptr, col_ptr, bias_rows = pointers.block_table, pointers.col, pointers.bias

@@ -60,6 +60,13 @@ def gdc_wait(IS_DEPENDENT: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def gdc_launch_dependents(IS_DEPENDENT: tl.constexpr):
+    """Let the kernel after this one start where there is room, once all programs came here."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def dependent_launch(is_dependent: bool) -> dict[str, Any]:
     """Options of a kernel that begins with `gdc_wait`: the chip starts it before the kernel ahead
     of it has ended. Not in a graph: torch.compile assumes that PTX writes every tensor, and a graph

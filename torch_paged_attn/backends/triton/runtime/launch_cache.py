@@ -31,9 +31,9 @@ from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
-from torch_paged_attn.backends.triton.runtime.lru import LRU
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
+from torch_paged_attn.lru import LRU
 
 # plans of an op that a call looks at first: those of layers that alternate, and of prefill
 MOST_RECENT = 4

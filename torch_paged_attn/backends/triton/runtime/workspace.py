@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.backends.triton.runtime.lru import LRU
+from torch_paged_attn.lru import LRU
 
 # streams whose scratch memory is kept, the fewest counters that each of them has, and how many
 # elements of partial results; larger ones are allocated for each launch

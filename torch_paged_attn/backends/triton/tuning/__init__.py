@@ -1,6 +1,14 @@
 """How a call is tiled on a chip: explicit choice, then the chip's table, then a rule of thumb."""
 
+from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, choose_backward_config
 from torch_paged_attn.backends.triton.tuning.hopper import HopperConfig, choose_hopper_config
 from torch_paged_attn.backends.triton.tuning.portable import Config, choose_config
 
-__all__ = ["Config", "HopperConfig", "choose_config", "choose_hopper_config"]
+__all__ = [
+    "BackwardConfig",
+    "Config",
+    "HopperConfig",
+    "choose_backward_config",
+    "choose_config",
+    "choose_hopper_config",
+]

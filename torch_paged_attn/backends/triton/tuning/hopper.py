@@ -31,3 +31,62 @@ def choose_hopper_config(
         return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=stages)
     # reading lists takes registers of the producers
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperBackwardConfig:
+    """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows
+    that pass by, stages of the tile that stays and of the two that pass (queries and gradients, or
+    keys and values), registers of a consumer's thread, and how many of the two tiles that stay are
+    kept in registers. IN_PLACE: dQ leaves from where the queries lay.
+
+    IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
+    of the results. P and dS then go through shared memory, by DS_STAGES tiles.
+
+    In one pass, DQ_SUMS says how dQ is added up (`hopper/sums.py`), and there are DS_STAGES tiles
+    of dS and SLOTS for parts of dQ.
+    """
+
+    CONSUMERS: int = 2
+    PASS: int = 64
+    STAY_STAGES: int = 1
+    FIRST_STAGES: int = 2
+    SECOND_STAGES: int = 2
+    REGISTERS: int = 240
+    OPERANDS: int = 0
+    IS_SPLIT: bool = False
+    IN_PLACE: bool = False
+    DQ_SUMS: int = 0
+    DS_STAGES: int = 2
+    SLOTS: int = 1
+
+
+def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
+    """For dK and dV; widths are those of heads as they lie in shared memory."""
+    if width == 256:
+        stages = 2 if width_v == 256 else 3
+        return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=stages, SECOND_STAGES=stages)
+    if width == 64:
+        return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
+    return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
+
+
+def choose_queries_config(width: int) -> HopperBackwardConfig:
+    """For dQ."""
+    if width == 256:
+        return HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
+    return HopperBackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
+
+
+def choose_one_pass_config(
+    width: int, mean_length: int, has_window: bool
+) -> HopperBackwardConfig | None:
+    """For dK, dV and dQ in one pass; None where two kernels are faster: where sums of dQ, which
+    have to be zeroed, added up and rounded, are much of the work."""
+    if width == 64:
+        return HopperBackwardConfig(
+            STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2, DQ_SUMS=2
+        )
+    if width == 256 or mean_length <= 2048 or has_window:
+        return None
+    return HopperBackwardConfig(DQ_SUMS=1, SLOTS=2)

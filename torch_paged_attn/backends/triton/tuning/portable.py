@@ -56,7 +56,8 @@ class Config:
 
 
 @functools.cache
-def _table(arch: str) -> dict[str, dict[str, Any]]:
+def table(arch: str) -> dict[str, dict[str, Any]]:
+    """The entries of a chip, or of its relative."""
     path = TABLES / f"{RELATIVES.get(arch, arch)}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -117,7 +118,7 @@ def find_entry(
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
     call = (block_m, head_dim, itemsize, kv_itemsize, page_size, tiles, keys, is_plain, is_full)
-    return next((e for e in entries(*call) if e in _table(arch)), None), block_m
+    return next((e for e in entries(*call) if e in table(arch)), None), block_m
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,7 +129,7 @@ def choose_config(arch: str, rows: int, head_dim: int, itemsize: int, *rest: Any
     entry, block_m = find_entry(arch, rows, head_dim, itemsize, *rest)
     if entry is None:
         return _rule_of_thumb(arch, block_m, head_dim, itemsize)
-    found = Config(**{"BLOCK_M": block_m, **_table(arch)[entry]})
+    found = Config(**{"BLOCK_M": block_m, **table(arch)[entry]})
     return dataclasses.replace(found, BLOCK_M=min(found.BLOCK_M, block_m))
 
 

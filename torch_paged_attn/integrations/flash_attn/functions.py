@@ -1,19 +1,4 @@
-"""flash-attn's functions on every device, with the arguments of flash-attn 2.8.
-
->>> from torch_paged_attn.integrations.flash_attn import flash_attn_varlen_func
-
-Further arguments are keyword-only and have the names of FlashAttention-3, vLLM and SGLang:
-seqused_k, s_aux (attention sinks), descales of 8-bit caches, out, page_table, ragged queries.
-
-As in flash-attn, causal masks and windows are aligned to the bottom right, a row that sees no key
-is 0, and softmax_lse is a natural logarithm in float32. Unlike in flash-attn, pages and heads have
-any size, a window may be combined with causal (which clamps its right side to 0), and tensors have
-any strides whose last one is 1. float8 queries give bfloat16 results unless `out` is given.
-
-These arguments change no result: `max_seqlen_*` (hints; 0-d tensors are not read), `deterministic`
-(every result is), `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`, `ver`. An argument
-that is not offered raises NotImplementedError. Wrong shapes, dtypes and values raise as in the ops.
-"""
+"""flash-attn's functions that attend: dense, ragged, and over a cache."""
 
 from typing import Any, TypeAlias
 
@@ -23,6 +8,7 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._arguments import (
     Window,
+    asks_gradient,
     check_tensors,
     flash_varlen_arguments,
     refuse,
@@ -30,6 +16,7 @@ from torch_paged_attn.integrations._arguments import (
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
     end_to_end,
+    in_one_call,
     lengths_of,
     new_tokens,
     pages_of,
@@ -86,7 +73,7 @@ def flash_attn_func(
     cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
     cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
     block_table = None
-    if (end_to_end(k) and end_to_end(v)) or k.requires_grad or v.requires_grad:
+    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v):
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         # each sequence is a page: heads-first keys, as model caches keep them, are not copied
@@ -99,6 +86,7 @@ def flash_attn_func(
         v,
         out=out,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
@@ -175,6 +163,7 @@ def flash_attn_varlen_func(
         v,
         out=out,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
@@ -265,6 +254,27 @@ def flash_attn_with_kvcache(
     if page_table is not None and block_table is not None:
         raise ValueError(f"{name}: block_table and page_table are one argument, got both")
     table = page_table if block_table is None else block_table
+    if (
+        rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is q_descale is None
+        and cu_seqlens_q is cu_seqlens_k_new is out is None
+    ):
+        left, right = window_size
+        found = in_one_call(
+            (q, k_cache, v_cache, k, v, cache_seqlens, table),
+            s_aux,
+            (k_descale, v_descale),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size_left=-1 if left is None else left,
+            window_size_right=-1 if right is None else right,
+            softcap=softcap,
+        )
+        if found is not None:
+            result, lse = found
+            result = result.view(*q.shape[:3], -1)
+            if not return_softmax_lse:
+                return result
+            return result, _per_sequence(lse, q.shape[0], q.shape[1])
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must come together, got one of them")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):

@@ -1,0 +1,63 @@
+"""One of two processes: FSDP2 shards a model that trains for a few steps, beside the whole model.
+
+Each process has half of the documents; the loss and the parameters after the steps must be those
+of one process with all of them.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_training import LENGTHS, LLAMA, documents, model_of
+
+from torch_paged_attn.integrations import transformers as paged
+
+STEPS = 3
+
+
+def step(model, optimizer, rows, tokens):
+    """One step on documents laid end to end; the loss is that of `tokens` predictions."""
+    row = torch.cat(rows)[None]
+    positions = torch.cat([torch.arange(len(x)) for x in rows])[None]
+    labels = row.masked_fill(positions == 0, -100)
+    loss = model(
+        row, position_ids=positions, labels=labels, num_items_in_batch=tokens, use_cache=False
+    ).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main():
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2
+    )
+    paged.register()
+    whole, sharded = (model_of(LlamaForCausalLM, LLAMA, paged.NAME) for _ in range(2))
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    tokens = sum(LENGTHS) - len(LENGTHS)
+    # FSDP takes the mean of both processes' gradients
+    ways = (whole, documents(), tokens), (sharded, documents()[rank::2], tokens / 2)
+    for model, rows, share in ways:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            step(model, optimizer, rows, share)
+    expected = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name])
+    print("equal to one process")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

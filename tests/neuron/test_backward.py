@@ -1,0 +1,157 @@
+"""What is Neuron's own in the backward: launches that share no row and no key, tiles that are
+skipped, loops, programs that share the work. `tests/backends` has the named problems.
+"""
+
+import dataclasses
+import functools
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from torch_paged_attn import reference
+from torch_paged_attn.backends.neuron import backward_plan
+from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
+from torch_paged_attn.backends.neuron.work_list import Batch, list_items, spans_of
+from torch_paged_attn.testing import (
+    DIFFERENTIABLE,
+    assert_accurate_gradients,
+    build,
+)
+from torch_paged_attn.testing.inputs import hostile_gradients
+
+P = 128
+SIZES = Sizes(depths=(1, 2), key_tiles=(32, 64))
+WIDTH = 32
+
+
+@hypothesis.settings(max_examples=25, derandomize=True, database=None, deadline=None)
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=3),
+    st.sampled_from((1, 2, 3, 8)),
+    st.tuples(*(st.sampled_from((-1, 0, 5, 70)) for _ in range(2))),
+)
+def test_every_visible_pair_is_in_one_launch(seqs, group_size, window):
+    """And no launch has a row, or a key, in two rectangles."""
+    q_lens, k_lens = (torch.tensor(lens) for lens in zip(*seqs, strict=True))
+    bounds = torch.nn.functional.pad(q_lens.cumsum(0), (1, 0))
+    batch = Batch(bounds, k_lens, int(bounds[-1]) + 3, *window)
+    spans = spans_of(batch, 1, None)
+    cuts = cut(batch, spans, group_size, SIZES)
+    seen = [torch.zeros(q * group_size, k, dtype=torch.int) for q, k in seqs]
+    kinds = cuts.kind.stacked()
+    rows_of_launch, keys_of_launch = {}, {}
+    for kind in kinds.unique(dim=0):
+        launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
+        stacks = cuts.stacks((kinds == kind).all(1), depth)
+        work = list_items(batch, spans, stacks, group_size, P, tile_k, 1, None)
+        parts = levels(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
+        for item in range(work.num_items):
+            stack = work.stack[item]
+            b = int(work.sequence[stack])
+            for level in range(depth):
+                for lane in range(P):
+                    start, stop = (
+                        int(edge[item, level, lane]) for edge in (work.row_start, work.row_stop)
+                    )
+                    if not bool(work.is_row[stack, level, lane]):
+                        assert start == stop
+                        continue
+                    token = int(work.token[stack, level, lane] - bounds[b])
+                    row = token * group_size + int(work.member[stack, level, lane])
+                    # what the kernel skips shows nothing
+                    for part, (begin, end) in enumerate(parts):
+                        if not begin <= level < end:
+                            assert not max(start, part * WIDTH) < min(stop, (part + 1) * WIDTH)
+                    if start < stop:
+                        first = int(work.keys[item, start])
+                        seen[b][row, first : first + stop - start] += 1
+            low, high = int(work.key_start[item]), int(work.key_stop[item])
+            for key in work.keys[item, low:high].tolist():
+                owner = keys_of_launch.setdefault((launch, b, key), int(item))
+                assert owner == item
+                is_first = all((n, b, key) not in keys_of_launch for n in range(launch))
+                assert is_first or adds_dkv
+        for stack in range(len(work.sequence)):
+            b = int(work.sequence[stack])
+            pairs = torch.stack([work.token[stack], work.member[stack]], -1)[work.is_row[stack]]
+            for pair in map(tuple, pairs.tolist()):
+                assert (launch, b, pair) not in rows_of_launch
+                is_first = all((n, b, pair) not in rows_of_launch for n in range(launch))
+                assert is_first or adds_dq
+                rows_of_launch[launch, b, pair] = stack
+    for b, (query_len, key_len) in enumerate(seqs):
+        position = key_len - query_len + torch.arange(query_len)
+        start, stop = batch.visible(position, torch.tensor(key_len))
+        key = torch.arange(key_len)
+        wanted = (key >= start[:, None]) & (key < stop[:, None])
+        assert torch.equal(seen[b], wanted.repeat_interleave(group_size, 0).int())
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Many rectangles, of few rows and keys."""
+    monkeypatch.setattr(backward_plan, "DEPTHS", (1, 2))
+    monkeypatch.setattr(backward_plan, "KEY_TILES", (P,))
+    monkeypatch.setattr(backward_plan, "SHORTEST", P)
+    backward_plan.plan_cache.clear()
+    yield
+    backward_plan.plan_cache.clear()
+
+
+LONG = dataclasses.replace(
+    DIFFERENTIABLE["llama3_8b/prefill_ragged/bf16"],
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    seqs=((200, 90), (70, 0)),
+)
+CASES = {
+    "causal": LONG,
+    "window": dataclasses.replace(LONG, window_size_left=60, dtype=torch.float32),
+    "bias": dataclasses.replace(
+        LONG, causal=False, seqs=((150, 0),), bias="float", dtype=torch.float32
+    ),
+}
+
+
+def given_of(call):
+    out, lse = reference.flash_varlen(**call.args)
+    return call.backward(*hostile_gradients(call, out, lse), out, lse)
+
+
+def gradients(call):
+    from torch_paged_attn.backends.neuron import BACKEND
+
+    return BACKEND.function(call.op)(**call.args)
+
+
+def same_bits(one, other):
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_of_several_launches(name, small, machine):
+    call = build(CASES[name])
+    backward = given_of(call)
+    found = gradients(backward)
+    assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_two_programs_write_apart_in_either_order(is_dynamic, small, machine, monkeypatch):
+    import nki_emulator
+
+    from torch_paged_attn.backends.neuron import attention
+
+    backward = given_of(build(dataclasses.replace(LONG, num_heads=1, seqs=((140, 0), (10, 0)))))
+    alone = gradients(backward)
+    monkeypatch.setattr(attention, "UNROLLED", 0 if is_dynamic else 2**20)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    backward_plan.plan_cache.clear()
+    assert same_bits(gradients(backward), alone)
+    backwards = functools.partial(nki_emulator.simulate, reverse=True)
+    monkeypatch.setattr(nki_emulator, "simulate", backwards)
+    assert same_bits(gradients(backward), alone)

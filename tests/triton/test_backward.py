@@ -1,0 +1,160 @@
+"""What is the Triton backward's own: statistics, transposed lists, what is launched, tiles."""
+
+import itertools
+
+import pytest
+import torch
+
+from torch_paged_attn.attention_call import AttentionCall, BlockLayout
+from torch_paged_attn.testing import Layout, Problem, build
+from torch_paged_attn.testing.inputs import cumulative
+
+LOG2E = 1.4426950408889634
+
+
+def backward_call(problem, device, **changes):
+    """A call of the backward with the reference's results and gradients drawn at random."""
+    from torch_paged_attn import reference
+    from torch_paged_attn.backward_call import BackwardCall
+
+    call = build(problem)
+    out, lse = getattr(reference, call.op)(**call.args)
+    forward = getattr(AttentionCall, call.op)(**call.to(device).args)
+    g = torch.Generator().manual_seed(1)
+    given = {"dout": torch.randn(out.shape, generator=g).to(out.dtype)}
+    given |= {"dlse": torch.randn(lse.shape, generator=g), "out": out, "softmax_lse": lse} | changes
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    return BackwardCall(forward, **given)
+
+
+def test_statistics(kernels, device):
+    """Every row where it is said to be, and everything written."""
+    from torch_paged_attn.backends.triton.backward_statistics import plan_statistics
+
+    seqs = ((70, 0), (0, 9), (5, -3), (64, 0), (1, 0))
+    call = backward_call(Problem("statistics", seqs, 2, 1, 32, padding_rows=3, sinks=True), device)
+    call.forward.sinks[0] = float("-inf")
+    forward = call.forward
+    statistics, parts = plan_statistics(call)(
+        call.dout, call.dlse, call.out, call.softmax_lse, forward.cu_seqlens_q, forward.sinks
+    )
+    bounds = forward.cu_seqlens_q.tolist()
+    assert statistics.shape == (2, forward.total_q // 64 + len(seqs) + 1, 2, 64)
+    want = torch.zeros_like(statistics)
+    want[:, :, 0] = float("inf")
+    delta = (call.dout * call.out).sum(-1).mT - call.dlse
+    for b, (query_len, _) in enumerate(seqs):
+        for t in range(query_len):
+            row, tile = bounds[b] + t, bounds[b] // 64 + b + t // 64
+            want[:, tile, 0, t % 64] = call.softmax_lse[:, row] * LOG2E
+            want[:, tile, 1, t % 64] = delta[:, row]
+    torch.testing.assert_close(statistics, want, rtol=1e-5, atol=1e-5)
+    # the sink of a head that has none takes no part
+    assert parts.sum(1)[0] == 0 and parts.sum(1)[1] != 0
+
+
+def test_transposed_lists(device):
+    """The rows of each column, ascending; a wild entry is no column's."""
+    from torch_paged_attn.backends.triton.portable.transposed_lists import plan_transposed_lists
+
+    problem = Problem("lists", ((150, 0), (40, 210)), layout=Layout(16, 32, "kv", True, 0.4))
+    args = build(problem).to(device).args
+    crow, col = args["crow_indices"], args["col_indices"]
+    wild = col.clone()
+    wild[0, 0, 0] = -7
+    for entries in (col, wild):
+        layout = BlockLayout(crow, entries, 16, 32)
+        columns = -(-250 // 32)
+        rows, starts, counts = plan_transposed_lists(layout, 250)(crow, entries)
+        for b in range(2):
+            for h in range(2):
+                of_column = [[] for _ in range(columns)]
+                bounds = crow[b, h].tolist()
+                for row, (first, stop) in enumerate(itertools.pairwise(bounds)):
+                    for c in entries[b, h, first:stop].tolist():
+                        if 0 <= c < columns:
+                            of_column[c].append(row)
+                at = 2 * b + h
+                for c, want in enumerate(of_column):
+                    start, count = int(starts[at, c]), int(counts[at, c])
+                    assert rows[at, start : start + count].tolist() == want
+
+
+@pytest.mark.parametrize(
+    "mask, launched",
+    [
+        ((True, False, False, False, False), {"dq"}),
+        ((False, False, True, False, False), {"dkdv"}),
+        ((False, False, False, True, False), {"dbias"}),
+        ((False, False, False, False, True), set()),
+    ],
+)
+def test_launches_what_is_asked_for(mask, launched, device, monkeypatch):
+    from torch_paged_attn.backends.triton.portable import backward
+
+    made = set()
+    for kind in ("dkdv", "dq", "dbias"):
+
+        def plan(self, *args, kind=kind, **options):
+            made.add(kind)
+            return lambda pointers: None
+
+        monkeypatch.setattr(backward._Kernels, kind, plan)
+    problem = Problem("asked", ((9, 0),), 2, 1, 16, bias="float", sinks=True)
+    results = backward.differentiate(backward_call(problem, device, output_mask=mask))
+    assert made == launched
+    assert [x.numel() > 0 for x in results] == list(mask)
+
+
+def test_expanded_dout(kernels, device):
+    """`out.sum().backward()` gives one number with strides of 0: what its copy gives."""
+    from torch_paged_attn.backends.triton.portable.backward import differentiate
+
+    problem = Problem("expanded", ((20, 0), (9, 4)), 2, 1, 16)
+    one = torch.ones(()).expand(29, 2, 16)
+    found = [
+        differentiate(backward_call(problem, device, dout=dout))
+        for dout in (one, one.contiguous(), torch.ones(16, 2, 29).permute(2, 1, 0))
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("layout", [None, Layout(32, 64, "all", density=0.6)])
+def test_tiles_change_little(layout, device):
+    """Tiles that no table of this machine's would choose, wider and narrower than statistics."""
+    from torch_paged_attn.backends.triton.portable.backward import differentiate
+    from torch_paged_attn.backends.triton.tuning import BackwardConfig, Config
+
+    seqs = (130, 0), (9, 40)
+    call = backward_call(
+        Problem("tiles", seqs, 1, 1, 16, window_size_left=70, layout=layout, padding_rows=2), device
+    )
+    tiles = (Config(128, 32, 4, 1), Config(32, 128, 4, 1))
+    first, *others = (differentiate(call, config=BackwardConfig(c, c, c)) for c in tiles)
+    for other in others:
+        for x, y in zip(first[:3], other[:3], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_no_sequence(device):
+    """Keys before and after all sequences, and past the end of one, get 0 whatever they hold."""
+    from torch_paged_attn.backends.triton.portable.backward import differentiate
+
+    call = backward_call(Problem("rows", ((9, 0), (0, 5), (7, 3)), 2, 1, 16), device)
+    forward = call.forward
+    bounds = forward.cu_seqlens_k.tolist()
+    for name in ("k", "v"):
+        x = getattr(forward, name)
+        more = torch.full((4, *x.shape[1:]), float("nan"), dtype=x.dtype, device=x.device)
+        setattr(forward, name, torch.cat([x, more]))
+    dq, dk, dv, *_ = differentiate(call)
+    used = torch.zeros(dk.shape[0], dtype=torch.bool)
+    for start, length in zip(bounds, forward.seqused_k.tolist(), strict=False):
+        used[start : start + length] = True
+    used[bounds[1] : bounds[2]] = False  # nobody asks
+    assert cumulative([9, 0, 7]).tolist() == forward.cu_seqlens_q.tolist()
+    for x in (dk, dv):
+        assert torch.isfinite(x).all() and (x[~used.to(x.device)] == 0).all()
+        assert (x[used.to(x.device)].abs().amax((1, 2)) > 0).all()
+    assert torch.isfinite(dq).all()

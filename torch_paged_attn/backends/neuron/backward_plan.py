@@ -1,0 +1,155 @@
+"""The launches of a backward, planned on the host from a call's metadata."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV
+from torch_paged_attn.backends.neuron.plan import (
+    Metadata,
+    PlanOptions,
+    batch_of,
+    places_of,
+    slots_of,
+    tokens_in_sequence,
+)
+from torch_paged_attn.backends.neuron.plan_cache import PlanCache
+from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
+from torch_paged_attn.backends.neuron.runtime import num_programs
+from torch_paged_attn.backends.neuron.tile_sizes import STACK_BYTES, TileSizes
+from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
+from torch_paged_attn.backends.neuron.work_list import list_items, spans_of
+
+# what rectangles are rounded up to
+DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+KEY_TILES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+SHORTEST = 1024  # keys of the longest tile, where there is room for them
+
+# pairs of a tile of rows and one of scores in an item, all of them unrolled
+MOST_PAIRS = 256
+
+KEY_BYTES = 48 * 1024  # of a partition, for an item's keys and values and their transposes
+PSUM_BANKS, BANK_FLOATS = 8, 512
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardLaunch:
+    """The tables of a launch, and what its kernel is compiled for."""
+
+    info: WorkInfo
+    width: int
+    levels: tuple[tuple[int, int], ...]
+    adds_dq: bool
+    adds_dkv: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The launches in order, and whether several of them add to one gradient."""
+
+    launches: list[BackwardLaunch]
+    adds_dq: bool
+    adds_dkv: bool
+
+
+def plan_backward(call: AttentionCall, rows: tuple[PagedKV, PagedKV]) -> BackwardPlan:
+    """The launches of a call; `rows` are those of k and v."""
+    host, device = Metadata.of(call).on_host(), call.q.device
+    heads = TokenMajor(call.num_kv_heads, call.group_size, call.num_kv_heads)
+    options = PlanOptions.of(call, _tile_sizes(call, heads))
+    tensors = host.cu_seqlens_q, host.cu_seqlens_k, host.seqused_k
+    dims = call.head_dim, call.head_dim_v
+
+    def make() -> BackwardPlan:
+        plan = _make(host, options, rows, dims)
+        on_device = [dataclasses.replace(x, info=x.info.to(device)) for x in plan.launches]
+        return dataclasses.replace(plan, launches=on_device)
+
+    return plan_cache(tensors, (options, places_of(rows), dims, device), make)
+
+
+plan_cache: PlanCache[BackwardPlan] = PlanCache(16)
+
+
+def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
+    """Columns of a tile of scores: the sums over queries of both products fit in PSUM beside the
+    scores, their gradient, what is transposed, and the sum over keys.
+    """
+
+    steps = -(-head_dim // P), -(-head_dim_v // P)
+
+    def banks(width: int) -> int:
+        return sum(-(-n * width // BANK_FLOATS) for n in steps)
+
+    return next(n for n in (512, 256, 128) if n <= tile_k and banks(n) <= PSUM_BANKS - 4)
+
+
+def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
+    """The deepest stack and the longest tile of keys that SBUF has room for."""
+    dims = call.head_dim, call.head_dim_v
+    steps = [-(-dim // P) for dim in dims]
+    # of each partition: a key or query, its gradient or value, both also transposed
+    row = (sum(dims) + sum(steps) * P) * call.q.itemsize
+    depths = [n for n in DEPTHS if n * (row + steps[0] * P * 4) <= STACK_BYTES or n == 1]
+    key_tiles = [n for n in KEY_TILES if n // P * row <= KEY_BYTES or n == P]
+    # a stretch of keys is as long as a stack of queries, so that the diagonal runs through both
+    tokens = max(SHORTEST, depths[-1] * P // heads.members)
+    tile_k = max(n for n in key_tiles if n <= tokens)
+    parts = tile_k // score_width(*dims, tile_k)
+    return TileSizes(
+        heads=heads,
+        tile_k=tile_k,
+        run=1,
+        deepest=max(n for n in depths if n * parts <= MOST_PAIRS or n == 1),
+        splits_heads=False,
+        loaded=1,
+        item_programs=num_programs(),
+    )
+
+
+def _make(
+    host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV], dims: tuple[int, int]
+) -> BackwardPlan:
+    batch, tiles = batch_of(host, options), options.tiles
+    heads, group_size = tiles.heads, tiles.heads.members
+    spans = spans_of(batch, heads.planes, None)
+    sizes = Sizes(
+        depths=tuple(n for n in DEPTHS if n <= tiles.deepest),
+        key_tiles=tuple(n for n in KEY_TILES if n <= tiles.tile_k),
+    )
+    cuts = cut(batch, spans, group_size, sizes)
+    in_sequence = tokens_in_sequence(batch, options)
+    kinds, launches = cuts.kind.stacked(), []
+    for kind in kinds.unique(dim=0):
+        _, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
+        stacks = cuts.stacks((kinds == kind).all(1), depth)
+        work = list_items(batch, spans, stacks, group_size, P, tile_k, 1, None)
+        slots = slots_of(work, host, options)
+        info = lay_out(work, heads, rows, slots, in_sequence, 1, tiles.item_programs, True)
+        width = score_width(*dims, tile_k)
+        launches.append(
+            BackwardLaunch(
+                info=_with_key_rows(info, heads, slots[1]),
+                width=width,
+                levels=levels(bool(is_diagonal), batch, group_size, depth, tile_k, width),
+                adds_dq=bool(adds_dq),
+                adds_dkv=bool(adds_dkv),
+            )
+        )
+    adds = (any(x.adds_dq for x in launches), any(x.adds_dkv for x in launches))
+    return BackwardPlan(launches, *adds)
+
+
+def _with_key_rows(info: WorkInfo, heads: Heads, slots: Tensor) -> WorkInfo:
+    """The tables with the rows of dk and dv, (token, KV head): -1 where no row sees the key."""
+    work, items = info.work, info.items
+    column = torch.arange(work.tile_k)
+    is_seen = (column >= work.key_start[:, None]) & (column < work.key_stop[:, None])
+    row = slots * heads.num_kv_heads + work.plane[work.stack, None]
+    is_seen = is_seen[items] & ~info.is_idle[:, None]
+    row = row[items].where(is_seen, torch.tensor(-1))
+    columns = row.unflatten(1, (-1, P)).transpose(1, 2).to(torch.int32)
+    return dataclasses.replace(info, indices=torch.cat([info.indices, columns], 2).contiguous())

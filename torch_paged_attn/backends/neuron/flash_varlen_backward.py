@@ -1,0 +1,195 @@
+"""`flash_varlen_backward` on Neuron: see `kernels/attention_backward.py` for the algorithm.
+
+Around the kernel, in plain PyTorch, which the graph compiler fuses: each row's delta, the gradient
+of the sinks, and where a bias's gradient belongs.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.neuron.attention import is_dynamic, refuse, rows_of, unsupported
+from torch_paged_attn.backends.neuron.backward_plan import (
+    BackwardLaunch,
+    BackwardPlan,
+    plan_backward,
+)
+from torch_paged_attn.backends.neuron.bias_gradient import BiasTask
+from torch_paged_attn.backends.neuron.kernels.attention_backward import attention_backward_kernel
+from torch_paged_attn.backends.neuron.kernels.backward_groups import BackwardOptions
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
+from torch_paged_attn.backends.neuron.kernels.philox import NUM_WORDS
+from torch_paged_attn.backends.neuron.kernels.query_tile import LOWEST, MASKED, P
+from torch_paged_attn.backends.neuron.paged_kv import PagedKV
+from torch_paged_attn.backends.neuron.philox import philox_words
+from torch_paged_attn.backends.neuron.row_scalars import per_token, sequences_of
+from torch_paged_attn.backends.neuron.runtime import launch
+from torch_paged_attn.backends.neuron.work_info import Heads
+from torch_paged_attn.backward_call import BackwardCall
+
+# a factor of scores that keeps what is masked far below every other score
+SMALLEST_FACTOR = 1e-6
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def flash_varlen_backward(*args: Any, **kwargs: Any) -> Gradients:
+    """Arguments as in `ops.flash_varlen_backward`."""
+    call = BackwardCall.flash_varlen(*args, **kwargs)
+    forward = call.forward
+    reason = unsupported(forward.k, forward.v)
+    if reason is not None:
+        refuse(call.op, reason)
+    dq, dk, dv, dbias, dsinks = (x.zero_() for x in call.new_results())
+    numbers = RowNumbers.of(call)
+    if dsinks.numel():
+        assert forward.sinks is not None  # asked for
+        dsinks = numbers.gradient_of(forward.sinks)
+    has_pairs = forward.total_q > 0 and forward.k.shape[0] > 0
+    if has_pairs and any(x.numel() for x in (dq, dk, dv, dbias)):
+        dq, dk, dv, dbias = _launch_all(call, numbers, (dq, dk, dv, dbias))
+    return dq, dk, dv, dbias, dsinks
+
+
+@dataclasses.dataclass(frozen=True)
+class RowNumbers:
+    """What each query row has to itself, `(total_q, num_heads)` float32, and its dout."""
+
+    dout: Tensor  # contiguous: sums along it have the same bits whatever its strides were
+    lse: Tensor
+    delta: Tensor  # dout . out - dlse; 0 in a row that sees nothing, whatever dout holds there
+    is_empty: Tensor
+
+    @classmethod
+    def of(cls, call: BackwardCall) -> "RowNumbers":
+        """The rows of a call."""
+        lse = call.softmax_lse.float().mT
+        dout = call.dout.contiguous()
+        delta = (dout.float() * call.out.contiguous().float()).sum(-1)
+        if call.dlse is not None:
+            delta = delta - call.dlse.mT
+        is_empty = lse == float("-inf")
+        return cls(dout, lse, delta.masked_fill(is_empty, 0.0), is_empty)
+
+    def gradient_of(self, sinks: Tensor) -> Tensor:
+        """The sink is a key without a value: its gradient is -P delta, summed over the queries."""
+        p = (sinks - self.lse).exp().masked_fill(self.is_empty, 0.0)
+        return -(p * self.delta).sum(0)
+
+    def scalars(self, call: AttentionCall, heads: Heads) -> Tensor:
+        """`(total_q * num_heads, NUM_SCALARS)`, as the kernel reads them."""
+        slopes = per_token(call.alibi_slopes, 0.0, sequences_of(call), heads)
+        slopes = slopes.transpose(1, 2).flatten(1, 2)
+        minus_lse = -self.lse.clamp(min=LOWEST)
+        minus_lse = minus_lse.masked_fill(self.is_empty, MASKED)
+        return torch.stack([minus_lse, self.delta, slopes], 2).flatten(0, 1)
+
+
+def _launch_all(
+    call: BackwardCall, numbers: RowNumbers, results: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dbias; `results` are zeros, or `(0,)` where a gradient is not asked for."""
+    forward, device = call.forward, call.forward.q.device
+    k, v = (rows_of(x, forward, by_head=True) for x in (forward.k, forward.v))
+    plan = plan_backward(forward, (k, v))
+    heads = Heads(forward.num_kv_heads, forward.group_size, forward.num_kv_heads)
+    wants_dq, wants_dbias = results[0].numel() > 0, results[3].numel() > 0
+    wants_dkv = results[1].numel() + results[2].numel() > 0
+    dq = _target(results[0], forward.q, wants_dq, plan.adds_dq)
+    dk = _target(results[1], forward.k, wants_dkv, plan.adds_dkv)
+    dv = _target(results[2], forward.v, wants_dkv, plan.adds_dkv)
+    dbias = torch.zeros(results[3].shape, device=device)
+
+    words = torch.zeros(1, NUM_WORDS, dtype=torch.int32, device=device)
+    if forward.dropout_p > 0.0:
+        assert forward.rng_state is not None  # checked
+        words = philox_words(forward.rng_state, forward.dropout_p)
+    dout = numbers.dout
+    if forward.attn_bias is not None:
+        # its mask alone leaves rows that the plan does not know to be empty
+        dout = dout.masked_fill(numbers.is_empty[..., None], 0.0)
+    q, dout = (x.reshape(-1, x.shape[2]) for x in (forward.q, dout))
+    scalars = numbers.scalars(forward, heads)
+    wants = wants_dq, wants_dkv, wants_dbias
+    for step in plan.launches:
+        task = BiasTask.of(forward, step.info, heads, wants_dbias)
+        dq, dk, dv, task.gradient = launch(
+            attention_backward_kernel,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dbias=task.gradient,
+            q=q,
+            k=k.storage,
+            v=v.storage,
+            dout=dout,
+            indices=task.info.indices,
+            bounds=task.info.bounds,
+            positions=task.info.positions,
+            count=task.info.count,
+            words=words,
+            row_scalars=scalars,
+            bias=task.rows,
+            options=_options(forward, plan, step, (k, v), wants),
+        )
+        if wants_dbias:
+            task.add_to(dbias, heads)
+    dq, dk, dv, dbias = (
+        x.view(result.shape).to(result.dtype) if result.numel() else result
+        for x, result in zip((dq, dk, dv, dbias), results, strict=True)
+    )
+    return dq, dk, dv, dbias
+
+
+def _target(result: Tensor, like: Tensor, is_wanted: bool, is_sum: bool) -> Tensor:
+    """Zeros, as rows, that the kernel takes for a result: its own memory, or float32 for sums."""
+    dim, device = like.shape[-1], like.device
+    if not is_wanted:
+        return torch.zeros(1, dim, dtype=like.dtype, device=device)
+    if is_sum or not result.numel():
+        dtype = torch.float32 if is_sum else like.dtype
+        return torch.zeros(like.numel() // dim, dim, dtype=dtype, device=device)
+    return result.view(-1, dim)
+
+
+def _options(
+    call: AttentionCall,
+    plan: BackwardPlan,
+    step: BackwardLaunch,
+    rows: tuple[PagedKV, PagedKV],
+    wants: tuple[bool, bool, bool],
+) -> BackwardOptions:
+    scale = call.scale / call.softcap if call.softcap > 0.0 else call.scale
+    has_more = call.softcap > 0.0 or call.alibi_slopes is not None or call.attn_bias is not None
+    wants_dq, wants_dkv, wants_dbias = wants
+    work = step.info.work
+    return BackwardOptions(
+        num_kv_heads=1,
+        group_size=call.group_size,
+        splits_heads=False,
+        k_row=RowLayout(*rows[0].layout),
+        v_row=RowLayout(*rows[1].layout),
+        depth=work.depth,
+        chunks=work.tile_k // P,
+        run=1,
+        width=step.width,
+        levels=step.levels,
+        scale=float(scale),
+        softcap=float(call.softcap),
+        out_scale=float(call.scale),
+        keep_scale=1.0 / (1.0 - call.dropout_p),
+        is_shaped=has_more or call.scale < SMALLEST_FACTOR,
+        has_alibi=call.alibi_slopes is not None,
+        has_bias=call.attn_bias is not None,
+        has_dropout=call.dropout_p > 0.0,
+        wants_dq=wants_dq,
+        wants_dkv=wants_dkv,
+        wants_dbias=wants_dbias,
+        adds_dq=step.adds_dq,
+        adds_dkv=step.adds_dkv,
+        sums_dkv=plan.adds_dkv,
+        is_dynamic=is_dynamic(step.info, 1),
+    )

@@ -1,0 +1,311 @@
+"""The backward of the attention kernel, over a work list: dq, dk and dv in one pass.
+
+An item is a stack of `depth` tiles of P query rows of one KV head, against `tile_k` keys, as the
+forward's. Scores and their gradient are computed once, for five products in all: q k, dout v, and
+the three sums. dq is summed in SBUF over the items of a stack, in float32; dk and dv in PSUM over
+the tiles of the stack. In one launch no query row belongs to two stacks and no key to two items;
+what several launches sum, they add to float32 in HBM, one after the other: no atomics, and the same
+bits every time.
+
+Sums over the queries come out turned (head_dim on the partitions), which leaves probabilities as
+they are; the sum over keys takes the transposed gradient of scores, of four tiles in one product.
+"""
+
+from torch_paged_attn.backends.neuron.kernels.backward_groups import (
+    NUM_SCALARS,
+    BackwardStack,
+    BackwardTensors,
+    Turned,
+    backward_columns,
+)
+from torch_paged_attn.backends.neuron.kernels.backward_tile import differentiate, turn_rows
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows, scatter_rows
+from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout
+from torch_paged_attn.backends.neuron.kernels.load_item import (
+    key_positions,
+    load_kv,
+    load_table_row,
+    unseen_keys,
+)
+from torch_paged_attn.backends.neuron.kernels.program import start_program
+from torch_paged_attn.backends.neuron.kernels.query_tile import (
+    clear_unseen,
+    transpose,
+    transpose_keys,
+    transposed_tile,
+)
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+# tiles of queries whose sums over keys are one product: it moves at most 512 columns
+TOGETHER = 4
+
+
+def new_stack(q, dout, program):
+    """A stack that has seen no key."""
+    depth = program.options.depth
+    dim, dim_v = program.options.k_row.dim, program.options.v_row.dim
+    steps = (dim + P - 1) // P
+    stack = BackwardStack(
+        q=nl.ndarray((P, depth, dim), dtype=q.dtype, buffer=nl.sbuf),
+        dout=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
+        scalars=nl.ndarray((P, depth, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf),
+        dq=nl.ndarray((min(dim, P), steps, depth * P), dtype=nl.float32, buffer=nl.sbuf),
+        prior=nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf),
+        exact=nl.shared_identity_matrix(P, dtype=nl.float32),
+    )
+    nisa.memset(dst=stack.q, value=0.0)
+    nisa.memset(dst=stack.dout, value=0.0)
+    nisa.memset(dst=stack.scalars, value=0.0)
+    nisa.memset(dst=stack.dq, value=0.0)
+    nisa.memset(dst=stack.prior, value=0.0)
+    return stack
+
+
+def load_rows(stack, index, tensors, program):
+    """Load the rows of a stack that begins, and forget the sums of the one before."""
+    columns = program.columns
+    dim, dim_v = program.options.k_row.dim, program.options.v_row.dim
+    for level in range(program.options.depth):
+        rows = index[:, columns.load + level : columns.load + level + 1]
+        skip = nisa.oob_mode.skip
+        gather_rows(stack.q[:, level], tensors.q, rows, RowLayout(0, 0, 0, dim), 1, 1, skip)
+        gather_rows(stack.dout[:, level], tensors.dout, rows, RowLayout(0, 0, 0, dim_v), 1, 1, skip)
+        numbers = RowLayout(0, 0, 0, NUM_SCALARS)
+        gather_rows(stack.scalars[:, level], tensors.row_scalars, rows, numbers, 1, 1, skip)
+
+
+def begin_stack(stack, is_first):
+    """Forget the last stack's sums where `is_first` (P, 1) is 1."""
+    begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=begins, src=is_first)
+    size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2]
+    predicate = begins.ap(pattern=[[1, size], [0, width]])
+    nisa.tensor_copy_predicated(dst=stack.dq.reshape((size, width)), src=0.0, predicate=predicate)
+
+
+def load_item(number, stack, tensors, program):
+    """Load an item, and the rows of the stack if it is the stack's first."""
+    options, columns = program.options, program.columns
+    index = load_table_row(tensors.indices, number, program)
+    bound = load_table_row(tensors.bounds, number, program)
+    load_rows(stack, index, tensors, program)
+    begin_stack(stack, bound[:, columns.is_first : columns.is_first + 1])
+    k = load_kv(tensors.k, index, columns.k, options.k_row, program)
+    v = load_kv(tensors.v, index, columns.v, options.v_row, program)
+    unseen = unseen_keys(bound, program)
+    clear_unseen(k, 0, unseen)
+    clear_unseen(v, 0, unseen)
+    position, quad = None, None
+    if options.has_alibi or options.has_dropout:
+        position, quad = key_positions(number, tensors, program)
+    return Item(index=index, bound=bound, k=k, v=v, unseen=unseen, position=position, quad=quad)
+
+
+def turn(stack, item, program):
+    """Queries, their gradients, keys and values with head_dim on the partitions."""
+    depth = program.options.depth
+    k = transpose_keys(item.k, 0, program.identity)
+    v = transpose_keys(item.v, 0, program.identity)
+    q = nl.ndarray((P, depth, k.shape[1], P), dtype=stack.q.dtype, buffer=nl.sbuf)
+    dout = nl.ndarray((P, depth, v.shape[1], P), dtype=stack.q.dtype, buffer=nl.sbuf)
+    for level in range(depth):
+        turn_rows(q[:, level], stack.q[:, level], program.identity)
+        turn_rows(dout[:, level], stack.dout[:, level], program.identity)
+    return Turned(q=q, dout=dout, k=k, v=v)
+
+
+def sum_over_queries(sums, rows, weights, is_further):
+    """sums (dim, dim / P, width), turned, += rows (P, dim) over weights (P, width)."""
+    dim = rows.shape[1]
+    for step in range(sums.shape[1]):
+        start, stop = step * P, min(dim, step * P + P)
+        nisa.nc_matmul(
+            dst=sums[0 : stop - start, step, :],
+            stationary=rows[:, start:stop],
+            moving=weights,
+            accumulate=is_further,
+        )
+
+
+def turn_scores(turned, dx, place, identity):
+    """turned (P, chunks, tiles * P), of the tile at `place`, = dx (P, chunks * P) transposed."""
+    chunks = turned.shape[1]
+    part = transposed_tile((P, chunks, P), dx.dtype)
+    for chunk in range(chunks):
+        transpose(part[:, chunk, :], dx[:, chunk * P : chunk * P + P], identity)
+    nisa.tensor_copy(dst=turned[:, :, place * P : place * P + P], src=part)
+
+
+def sum_over_keys(stack, first_level, part, dx_turned, item):
+    """Add keys over the turned gradients of some tiles to their turned dq."""
+    chunks, columns = dx_turned.shape[1], dx_turned.shape[2]
+    dim = stack.q.shape[2]
+    for step in range(stack.dq.shape[1]):
+        start, stop = step * P, min(dim, step * P + P)
+        product = nl.ndarray((stop - start, columns), dtype=nl.float32, buffer=nl.psum)
+        for chunk in range(chunks):
+            nisa.nc_matmul(
+                dst=product,
+                stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
+                moving=dx_turned[:, chunk, :],
+                accumulate=chunk > 0,
+            )
+        first = first_level * P
+        total = stack.dq[0 : stop - start, step, first : first + columns]
+        nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
+
+
+def attend_part(part, turned, stack, item, tensors, program):
+    """Everything that is done for `width` keys of an item, and the tiles that see some of them."""
+    options, width = program.options, program.options.width
+    begin, end = options.levels[part]
+    dim, dim_v = options.k_row.dim, options.v_row.dim
+    dk, dv = None, None
+    if options.wants_dkv:
+        shape = min(dim, P), turned.k.shape[1], width
+        dk = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
+        shape_v = min(dim_v, P), turned.v.shape[1], width
+        dv = nl.ndarray(shape_v, dtype=nl.float32, buffer=nl.psum)
+    for first_level in range(begin, end, TOGETHER):
+        tiles = min(TOGETHER, end - first_level)
+        dx_turned = nl.ndarray((P, width // P, tiles * P), dtype=stack.q.dtype, buffer=nl.sbuf)
+        for place in range(tiles):
+            level = first_level + place
+            p, dx = differentiate(level, part, turned, stack, item, tensors, program)
+            if options.wants_dkv:
+                sum_over_queries(dv, stack.dout[:, level], p, level > begin)
+                sum_over_queries(dk, stack.q[:, level], dx, level > begin)
+            if options.wants_dq:
+                turn_scores(dx_turned, dx, place, program.identity)
+        if options.wants_dq:
+            sum_over_keys(stack, first_level, part, dx_turned, item)
+    if options.wants_dkv:
+        store_keys(tensors.dk, dk, options.out_scale, part, stack, item, program)
+        store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
+
+
+def add_prior(rows, target, index, stack):
+    """rows (P, dim) += the indexed rows of target."""
+    dim = rows.shape[1]
+    prior = stack.prior[:, 0:dim]
+    gather_rows(prior, target, index, RowLayout(0, 0, 0, dim), 1, 1, nisa.oob_mode.skip)
+    nisa.tensor_tensor(dst=rows, data1=rows, data2=prior, op=nl.add)
+
+
+def store_keys(target, sums, scale, part, stack, item, program):
+    """Store scale * sums (dim, dim / P, width), turned, as rows of dk or dv."""
+    options, columns = program.options, program.columns
+    dim, chunks = target.shape[1], options.width // P
+    identity = program.identity
+    if options.sums_dkv:
+        identity = stack.exact
+    scaled = nl.ndarray(sums.shape, dtype=target.dtype, buffer=nl.sbuf)
+    for step in range(sums.shape[1]):
+        size = min(dim - step * P, P)
+        dst, source = scaled[0:size, step, :], sums[0:size, step, :]
+        nisa.activation(dst=dst, op=nl.copy, data=source, scale=scale)
+    for chunk in range(chunks):
+        rows = nl.ndarray((P, dim), dtype=target.dtype, buffer=nl.sbuf)
+        for step in range(sums.shape[1]):
+            size = min(dim - step * P, P)
+            piece = transposed_tile((P, size), target.dtype)
+            source = scaled[0:size, step, chunk * P : chunk * P + P]
+            transpose(piece, source, identity[0:size, 0:size])
+            nisa.tensor_copy(dst=rows[:, step * P : step * P + size], src=piece)
+        place = columns.keys + part * chunks + chunk
+        index = item.index[:, place : place + 1]
+        if options.adds_dkv:
+            add_prior(rows, target, index, stack)
+        scatter_rows(target, rows, index, RowLayout(0, 0, 0, dim), 1)
+
+
+def store_queries(level, stack, index, tensors, program):
+    """Store one tile's rows of dq where `index` names any: with the last item of a stack."""
+    options = program.options
+    dim, place = options.k_row.dim, program.columns.store + level
+    rows = nl.ndarray((P, dim), dtype=tensors.dq.dtype, buffer=nl.sbuf)
+    for step in range(stack.dq.shape[1]):
+        size = min(dim - step * P, P)
+        part = transposed_tile((P, size), nl.float32)
+        source = stack.dq[0:size, step, level * P : level * P + P]
+        transpose(part, source, stack.exact[0:size, 0:size])
+        columns = rows[:, step * P : step * P + size]
+        nisa.activation(dst=columns, op=nl.copy, data=part, scale=options.out_scale)
+    if options.adds_dq:
+        add_prior(rows, tensors.dq, index[:, place : place + 1], stack)
+    scatter_rows(tensors.dq, rows, index[:, place : place + 1], RowLayout(0, 0, 0, dim), 1)
+
+
+def differentiate_item(number, stack, tensors, program):
+    """Everything that is done for one item."""
+    options = program.options
+    item = load_item(number, stack, tensors, program)
+    turned = turn(stack, item, program)
+    for part in range(options.chunks * P // options.width):
+        if options.levels[part][0] < options.levels[part][1]:
+            attend_part(part, turned, stack, item, tensors, program)
+    if options.wants_dq:
+        for level in range(options.depth):
+            store_queries(level, stack, item.index, tensors, program)
+
+
+def attention_backward_kernel(
+    dq,
+    dk,
+    dv,
+    dbias,
+    q,
+    k,
+    v,
+    dout,
+    indices,
+    bounds,
+    positions,
+    count,
+    words,
+    row_scalars,
+    bias,
+    options,
+):
+    """Add the listed rows' and keys' gradients to dq, dk and dv, and store that of the bias.
+
+    q, dq: (total_q * num_heads, head_dim); dout: the same of head_dim_v. k, v: their storage as
+    (rows, row size), each row as `options.k_row` and `v_row` say. dk, dv: (total_k * num_kv_heads,
+    head_dim or head_dim_v). indices (num_items, P, columns) int32 and bounds (num_items, P,
+    columns) float32: see `BackwardColumns`; an index of -1 is skipped. positions, count, words and
+    bias: as in `attention_kernel`. row_scalars (total_q * num_heads, NUM_SCALARS) float32. dbias
+    (rows, tile_k) float32. dq, or dk and dv, are float32 where launches add to them, else of q's
+    type.
+    """
+    columns = backward_columns(options)
+    program = start_program(q.dtype, indices.shape[0], words, options, columns, options.width)
+    stack = new_stack(q, dout, program)
+    tensors = BackwardTensors(
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dbias=dbias,
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        indices=indices,
+        bounds=bounds,
+        positions=positions,
+        row_scalars=row_scalars,
+        bias=bias,
+    )
+
+    def body(number):
+        differentiate_item(number, stack, tensors, program)
+
+    if options.is_dynamic:
+        count_tile = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=count_tile, src=count)
+        last = nisa.register_alloc()
+        nisa.register_load(last, count_tile)
+        nl.fori_loop(0, last, body)
+    else:
+        for number in range(program.num_items):
+            body(number)
+    return dq, dk, dv, dbias

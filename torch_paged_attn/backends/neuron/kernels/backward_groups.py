@@ -1,0 +1,134 @@
+"""The groups of the backward kernel, beside those of `groups.py` that the forward has too."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
+from torch_paged_attn.backends.neuron.toolchain import nl
+
+# the numbers that a row of queries has to itself: -lse, dout . out - dlse, the slope
+MINUS_LSE, DELTA, SLOPE = 0, 1, 2
+NUM_SCALARS = 3
+
+
+@dataclass
+class BackwardOptions(nl.NKIObject):
+    """What the backward kernel is compiled for; one KV head at a time."""
+
+    num_kv_heads: int  # 1
+    group_size: int
+    splits_heads: bool  # False: the programs of a logical core share the items
+    k_row: RowLayout
+    v_row: RowLayout
+    depth: int  # tiles of query rows in a stack
+    chunks: int  # of P keys in an item
+    run: int  # 1
+    width: int  # columns of a tile of scores: products of this many fit in PSUM
+    levels: Any  # for every `width` columns, the first tile and the end of those that see some
+    scale: float  # of scores; divided by softcap if there is one
+    softcap: float
+    out_scale: float  # of dq and dk
+    keep_scale: float  # of what dropout keeps
+    is_shaped: bool  # scores are more than a product times a positive factor
+    has_alibi: bool
+    has_bias: bool
+    has_dropout: bool
+    wants_dq: bool
+    wants_dkv: bool
+    wants_dbias: bool
+    adds_dq: bool  # to what earlier launches have left in dq
+    adds_dkv: bool
+    sums_dkv: bool  # some launch does: dk and dv are float32
+    is_dynamic: bool  # a loop on the chip, else unrolled
+
+
+@dataclass
+class BackwardColumns(nl.NKIObject):
+    """Where the columns of an item's two tables begin, as in `TableColumns`."""
+
+    # `indices`, int32
+    load: int
+    store: int
+    k: int
+    v: int
+    token: int  # with dropout
+    head: int  # with dropout
+    keys: int  # chunks: rows of dk and dv, -1 for a key that no row of the item sees
+    bias: int  # with a bias: rows of it
+    dbias: int  # where its gradient is asked for: rows of that
+    # `bounds`, float32
+    start: int
+    stop: int
+    position: int
+    is_first: int
+    key_start: int
+    key_stop: int
+    absent: int
+
+
+def backward_columns(options):
+    """The columns of the tables that a kernel with these options loads."""
+    depth, chunks = options.depth, options.chunks
+    token = 2 * depth + 2 * chunks
+    keys = token
+    if options.has_dropout:
+        keys = token + 2 * depth
+    return BackwardColumns(
+        load=0,
+        store=depth,
+        k=2 * depth,
+        v=2 * depth + chunks,
+        token=token,
+        head=token + depth,
+        keys=keys,
+        bias=keys + chunks,
+        dbias=keys + chunks + depth,
+        start=0,
+        stop=depth,
+        position=2 * depth,
+        is_first=3 * depth,
+        key_start=3 * depth + 1,
+        key_stop=3 * depth + 2,
+        absent=3 * depth + 3,
+    )
+
+
+@dataclass
+class BackwardTensors(nl.NKIObject):
+    """The tensors in HBM that an item reads and writes."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    indices: Any
+    bounds: Any
+    positions: Any
+    row_scalars: Any
+    bias: Any
+
+
+@dataclass
+class BackwardStack(nl.NKIObject):
+    """What a stack of query tiles keeps from item to item."""
+
+    q: Any  # (P, depth, head_dim)
+    dout: Any  # (P, depth, head_dim_v)
+    scalars: Any  # (P, depth, NUM_SCALARS)
+    dq: Any  # (head_dim or P, head_dim / P, depth * P) float32: turned
+    prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left
+    exact: Any  # (P, P) the identity in float32
+
+
+@dataclass
+class Turned(nl.NKIObject):
+    """What the products contract over head_dim, which lies on the partitions here."""
+
+    q: Any  # (P, depth, head_dim / P, P)
+    dout: Any  # (P, depth, head_dim_v / P, P)
+    k: Any  # (P, head_dim / P, tile_k)
+    v: Any  # (P, head_dim_v / P, tile_k)

@@ -1,0 +1,158 @@
+"""The backward's steps on one tile of P query rows and `width` keys, all on the chip.
+
+Queries lie on the partitions, as in the forward. Sums over queries (dk, dv) then take a tile of
+probabilities as it is; only the gradient of scores is transposed, for the sum over keys (dq).
+"""
+
+from torch_paged_attn.backends.neuron.kernels.backward_groups import DELTA, MINUS_LSE, SLOPE
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, scatter_rows
+from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
+from torch_paged_attn.backends.neuron.kernels.philox import draw
+from torch_paged_attn.backends.neuron.kernels.query_tile import (
+    add_alibi,
+    add_bias,
+    outside,
+    scale_scores,
+    transpose,
+    transposed_tile,
+)
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+
+def float_tile(width):
+    """A tile of float32 in SBUF."""
+    return nl.ndarray((P, width), dtype=nl.float32, buffer=nl.sbuf)
+
+
+def turn_rows(dst, rows, identity):
+    """dst (P, dim / P, P) = rows (P, dim) transposed, P columns at a time."""
+    dim = rows.shape[1]
+    for step in range(dst.shape[1]):
+        start, stop = step * P, min(dim, step * P + P)
+        part = transposed_tile((stop - start, P), rows.dtype)
+        transpose(part, rows[:, start:stop], identity)
+        nisa.tensor_copy(dst=dst[0 : stop - start, step, :], src=part)
+
+
+def contract(product, queries, keys, dim):
+    """product (P, width) = queries (P, dim / P, P) over keys (P, dim / P, width), both turned."""
+    for step in range(queries.shape[1]):
+        size = min(dim - step * P, P)
+        nisa.nc_matmul(
+            dst=product,
+            stationary=queries[0:size, step, :],
+            moving=keys[0:size, step, :],
+            accumulate=step > 0,
+        )
+
+
+def shape_scores(product, level, part, stack, item, tensors, program):
+    """Scores (P, width) as the forward's, not masked, and the softcap's slope at each."""
+    options, columns, width = program.options, program.columns, program.options.width
+    first = part * width
+    scores, slope = float_tile(width), float_tile(width)
+    scale_scores(scores, product, options.scale, options.softcap)
+    if options.softcap > 0.0:
+        # 1 - tanh(x)^2
+        nisa.activation(dst=slope, op=nl.square, data=scores, scale=1.0 / options.softcap)
+        nisa.tensor_scalar(
+            dst=slope, data=slope, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0
+        )
+    if options.has_alibi:
+        place = columns.position + level
+        position = item.bound[:, place : place + 1]
+        keys = item.position[:, first : first + width]
+        add_alibi(scores, keys, position, stack.scalars[:, level, SLOPE : SLOPE + 1])
+    if options.has_bias:
+        rows = item.index[:, columns.bias + level : columns.bias + level + 1]
+        add_bias(scores, tensors.bias, rows, first)
+    return scores, slope
+
+
+def recompute(level, part, turned, stack, item, tensors, program):
+    """Probabilities (P, width) in float32, 0 where masked, and the softcap's slope."""
+    options, columns, width = program.options, program.columns, program.options.width
+    first = part * width
+    product = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+    contract(product, turned.q[:, level], turned.k[:, :, first : first + width], options.k_row.dim)
+    scores, factor, slope = product, options.scale, product
+    if options.is_shaped:
+        scores, slope = shape_scores(product, level, part, stack, item, tensors, program)
+        factor = 1.0
+    minus_lse = stack.scalars[:, level, MINUS_LSE : MINUS_LSE + 1]
+    start, stop = columns.start + level, columns.stop + level
+    p = float_tile(width)
+    if nisa.get_nc_version() == nisa.nc_version.gen2:
+        nisa.activation(dst=p, op=nl.exp, data=scores, scale=factor, bias=minus_lse)
+        masked = nl.ndarray((P, width), dtype=nl.uint8, buffer=nl.sbuf)
+        keys = program.key_of_column[:, first : first + width]
+        outside(masked, keys, item.bound, start, stop)
+        nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=masked)
+    else:
+        nisa.range_select(
+            dst=p,
+            on_true_tile=scores,
+            comp_op0=nl.greater_equal,
+            comp_op1=nl.less,
+            bound0=item.bound[:, start : start + 1],
+            bound1=item.bound[:, stop : stop + 1],
+            range_start=first,
+        )
+        nisa.activation(dst=p, op=nl.exp, data=p, scale=factor, bias=minus_lse)
+    return p, slope
+
+
+def gradient_of_scores(level, part, p, turned, stack, item, program):
+    """What dv sums, (P, width) in the type of products, and dS in PSUM's or SBUF's float32.
+
+    Returns the rounded probabilities, which dropout has thinned out, and the gradient of each
+    probability, before the row's delta is taken off.
+    """
+    options, columns, width = program.options, program.columns, program.options.width
+    first = part * width
+    dp = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+    values = turned.v[:, :, first : first + width]
+    contract(dp, turned.dout[:, level], values, options.v_row.dim)
+    rounded = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
+    nisa.activation(dst=rounded, op=nl.copy, data=p)
+    if options.has_dropout:
+        row = columns.token + level, columns.head + level
+        quad = item.quad[:, first // 4 : (first + width) // 4]
+        dropped = draw(quad, item.index.view(nl.uint32), row, 0, program.philox)
+        nisa.tensor_copy_predicated(dst=rounded, src=0.0, predicate=dropped)
+        kept = float_tile(width)
+        nisa.tensor_scalar(dst=kept, data=dp, op0=nl.multiply, operand0=options.keep_scale)
+        nisa.tensor_copy_predicated(dst=kept, src=0.0, predicate=dropped)
+        return rounded, kept
+    return rounded, dp
+
+
+def finish_scores(dx, p, dp, delta):
+    """dx = (dp - delta) * p, in dx's type."""
+    nisa.scalar_tensor_tensor(
+        dst=dx, data=dp, op0=nl.subtract, operand0=delta, op1=nl.multiply, operand1=p
+    )
+
+
+def differentiate(level, part, turned, stack, item, tensors, program):
+    """The tiles (P, width) that the sums take, in q's type: probabilities, and gradients of q.k
+    before its scale. The gradient of the bias is stored on the way.
+    """
+    options, columns, width = program.options, program.columns, program.options.width
+    p, slope = recompute(level, part, turned, stack, item, tensors, program)
+    rounded, dp = gradient_of_scores(level, part, p, turned, stack, item, program)
+    delta = stack.scalars[:, level, DELTA : DELTA + 1]
+    dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
+    if options.softcap > 0.0 or options.wants_dbias:
+        ds = float_tile(width)
+        finish_scores(ds, p, dp, delta)
+        if options.wants_dbias:
+            rows = item.index[:, columns.dbias + level : columns.dbias + level + 1]
+            scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * width, width), 1)
+        if options.softcap > 0.0:
+            nisa.tensor_tensor(dst=dx, data1=ds, data2=slope, op=nl.multiply)
+        else:
+            nisa.tensor_copy(dst=dx, src=ds)
+    else:
+        finish_scores(dx, p, dp, delta)
+    return rounded, dx

@@ -1,0 +1,43 @@
+"""What a kernel starts with: its share of the work, and the tiles that never change."""
+
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P
+from torch_paged_attn.backends.neuron.kernels.groups import Program
+from torch_paged_attn.backends.neuron.kernels.philox import philox_constants
+from torch_paged_attn.backends.neuron.toolchain import nisa, nl
+
+
+def start_program(dtype, num_items, words, options, columns, draw):
+    """The heads and items of this core of the logical one, and the tiles that never change.
+
+    `columns` are those of the tables; dropout's bits are drawn for `draw` keys at a time.
+    """
+    programs, program = nl.num_programs(0), nl.program_id(0)
+    heads, first_head, first_item = options.num_kv_heads, 0, 0
+    if options.splits_heads:
+        heads = options.num_kv_heads // programs
+        first_head = program * heads
+    else:
+        num_items = num_items // programs
+        first_item = program * num_items
+    chunks, run = options.chunks, options.run
+    tile_k = chunks * run * P
+    identity = nl.shared_identity_matrix(P, dtype=dtype)
+    key_of_column = nl.ndarray((P, tile_k), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=key_of_column, pattern=[[1, tile_k]])
+    key_of_partition = nl.ndarray((P, chunks * run), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=key_of_partition, pattern=[[P * run, chunks], [1, run]], channel_multiplier=run)
+    philox = None
+    if options.has_dropout:
+        philox = philox_constants(words, draw // 4)
+    return Program(
+        options=options,
+        columns=columns,
+        first_item=first_item,
+        num_items=num_items,
+        first_head=first_head,
+        heads=heads,
+        identity=identity,
+        key_of_column=key_of_column,
+        key_of_partition=key_of_partition,
+        philox=philox,
+    )

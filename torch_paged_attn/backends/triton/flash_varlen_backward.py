@@ -1,0 +1,56 @@
+"""`flash_varlen_backward` on GPUs: which kernels a call takes."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
+from torch_paged_attn.backends.triton.portable.backward import plan_backward
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.backward_call import BackwardCall, arguments
+from torch_paged_attn.ops.flash_varlen_backward import check
+
+logger = logging.getLogger(__name__)
+
+
+class BackwardOp:
+    """The backward of an attention operator, called with the arguments of its schema. The two
+    hints, on which no result depends, are no part of what a plan is for.
+    """
+
+    def __init__(self, forward: str, check: Callable[..., None]) -> None:
+        self._name, self._check = f"{forward}_backward", check
+        listed = [x for x in arguments(self._name) if not x.keyword_only]
+        self._call_of: Callable[..., BackwardCall] = getattr(BackwardCall, forward)
+        self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
+        self._most = len(listed) - 2
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        at = self._hints
+        if args[at] < 0 or args[at + 1] < 0:
+            self._check(*args, **options)
+        tensors = *args[:at], *args[at + 2 :]
+        # a plan is looked up by its options: a list is no key, and PyTorch's switch is one of them
+        options["output_mask"] = tuple(options.get("output_mask", (True,) * 5))
+        is_strict = torch.are_deterministic_algorithms_enabled()
+        options["deterministic"] = options.get("deterministic", True) or is_strict
+        return launch_cache.call(self._name, self._plan, tensors, options)
+
+    def _plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
+        tensors = *tensors, *(None,) * (self._most - len(tensors))
+        args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
+        self._check(*args, **options)
+        call = self._call_of(*args, **options)
+        reason = backward_sm90.unsupported(call)
+        if reason is None:
+            logger.debug("%s: the Hopper kernels", self._name)
+            return backward_sm90.plan_backward(call)
+        logger.debug("%s: the portable kernels, because %s", self._name, reason)
+        return plan_backward(call)
+
+
+flash_varlen_backward = BackwardOp("flash_varlen", check)

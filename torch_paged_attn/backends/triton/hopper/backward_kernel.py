@@ -1,0 +1,209 @@
+"""The kernels of the backward for Hopper, warp-specialised, in Gluon.
+
+As in the forward (`attention_kernel.py`), one program stays on each multiprocessor and claims
+tiles: of keys, for dK and dV (`backward_keys.py`), and of queries, for dQ (`backward_queries.py`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from torch_paged_attn.backends.triton.hopper.backward_arguments import (
+    BackwardParams,
+    BackwardSizes,
+)
+from torch_paged_attn.backends.triton.hopper.backward_keys import (
+    KeyPipelines,
+    consume_keys,
+)
+from torch_paged_attn.backends.triton.hopper.backward_keys_producer import (
+    add_parts,
+    keep_keys,
+    produce_gradients,
+    produce_queries,
+)
+from torch_paged_attn.backends.triton.hopper.backward_keys_split import consume_split_keys
+from torch_paged_attn.backends.triton.hopper.backward_queries import (
+    QueryPipelines,
+    consume_queries,
+    produce_gradients_and_values,
+    produce_queries_and_keys,
+)
+from torch_paged_attn.backends.triton.hopper.backward_work import new_claims
+from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline, new_pipeline
+from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, NONE
+
+
+@gluon.constexpr_function
+def _registers(consumers, of_consumer, others):
+    """Registers of a thread, by partition but the first. A lane of each warpgroup has 512 between
+    them, dealt out by eights; the last one's warps are the others."""
+    groups = consumers + 1
+    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer
+    return [of_consumer] * (consumers - 1) + [left] * others
+
+
+@gluon.constexpr_function
+def _warps(consumers, others):
+    """Warps by partition but the first."""
+    return [4] * (consumers - 1) + [1] * others
+
+
+@gluon.jit
+def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """A partition of the warps of a program for tiles of keys."""
+    OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
+    if OTHER < 0 and OPTIONS.IS_SPLIT:
+        consume_split_keys(params, pipelines, OPTIONS, NUMBER)
+    elif OTHER < 0:
+        consume_keys(params, pipelines, OPTIONS, NUMBER)
+    elif OTHER == 0:
+        produce_queries(params, pipelines, OPTIONS)
+    elif OTHER == 1:
+        produce_gradients(params, pipelines, OPTIONS)
+    elif OTHER == 2:
+        keep_keys(params, pipelines, OPTIONS)
+    else:
+        add_parts(params, pipelines, OPTIONS)
+
+
+@gluon.jit
+def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """A partition of the warps of a program for tiles of queries."""
+    OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
+    if OTHER < 0:
+        consume_queries(params, pipelines, OPTIONS, NUMBER)
+    elif OTHER == 0:
+        produce_queries_and_keys(params, pipelines, OPTIONS)
+    else:
+        produce_gradients_and_values(params, pipelines, OPTIONS)
+        # what follows must find both kernels at their end
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
+
+
+@gluon.jit
+def _new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that so many arrivals complete."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.constexpr_function
+def _shape(boxes, box):
+    return [boxes, *box]
+
+
+@gluon.jit
+def _new_boxes(desc, BOXES: gl.constexpr):
+    """Shared memory for boxes of a tensor map."""
+    shape: gl.constexpr = _shape(BOXES, desc.block_shape)
+    layout: gl.constexpr = desc.layout
+    return gl.allocate_shared_memory(desc.dtype, shape, layout)
+
+
+@gluon.jit
+def _new_pipeline(desc, STAGES: gl.constexpr, BOXES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A pipeline whose fills are so many boxes of a tensor map."""
+    shape: gl.constexpr = _shape(STAGES * BOXES, desc.block_shape)
+    layout: gl.constexpr = desc.layout
+    return new_pipeline(desc.dtype, shape, layout, STAGES, CONSUMERS, 1)
+
+
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
+def _hopper_backward_keys_kernel(
+    q_desc, dout_desc, k_desc, v_desc, statistics_desc, dk_desc, dv_desc, sums_desc, pointers,
+    batch, statistics_tiles,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV, and in one pass the sums of dQ. The arguments are those of
+    `backward_arguments.py`; sizes come one by one, as in the forward."""
+    # the kernel of dQ may take the room that the last programs of this one leave
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+    )
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
+    FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
+    SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
+    DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
+    SLOTS: gl.constexpr = OPTIONS.SLOTS
+    OTHERS: gl.constexpr = 4 if DQ_SUMS == BY_BOX else 3
+    keys = _new_pipeline(k_desc, STAY_STAGES, 1, 1)
+    values = _new_pipeline(v_desc, STAY_STAGES, 1, 1)
+    queries = _new_pipeline(q_desc, FIRST_STAGES, 1, CONSUMERS)
+    douts = _new_pipeline(dout_desc, SECOND_STAGES, 1, CONSUMERS)
+    statistics = _new_boxes(statistics_desc, FIRST_STAGES)
+    p = None
+    ds = None
+    sums = None
+    dtype: gl.constexpr = q_desc.dtype
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ds_shape: gl.constexpr = [OPTIONS.DS_STAGES, OPTIONS.TILE, OPTIONS.PASS]
+    if OPTIONS.IS_SPLIT:
+        p = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
+        ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
+    if DQ_SUMS != NONE:
+        ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
+    if DQ_SUMS == BY_BOX:
+        boxes = _new_boxes(sums_desc, CONSUMERS * SLOTS)
+        full = _new_barriers(CONSUMERS * SLOTS, 1)
+        empty = _new_barriers(CONSUMERS * SLOTS, 1)
+        sums = Pipeline(boxes, full, empty, CONSUMERS * SLOTS)
+    done = _new_barriers(STAY_STAGES, CONSUMERS)
+    info, claims = new_claims(CONSUMERS + OTHERS - 1)
+    pipelines = KeyPipelines(
+        keys, values, queries, douts, statistics, p, ds, sums, done, info, claims
+    )
+    sizes = BackwardSizes(batch, statistics_tiles)
+    params = BackwardParams(
+        q_desc, dout_desc, k_desc, v_desc, statistics_desc, dk_desc, dv_desc, sums_desc, pointers,
+        sizes, scalars,
+    )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_of_keys, (params, pipelines, OPTIONS, i))
+            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + OTHERS]
+        ],
+        _warps(CONSUMERS, OTHERS),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, OTHERS),
+    )
+
+
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
+def _hopper_backward_queries_kernel(
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, pointers,
+    batch, statistics_tiles,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """dQ. The arguments are those of `backward_arguments.py`."""
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
+    FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES
+    SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
+    queries = _new_pipeline(q_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
+    douts = _new_pipeline(dout_desc, STAY_STAGES, CONSUMERS, CONSUMERS)
+    keys = _new_pipeline(k_desc, FIRST_STAGES, 1, CONSUMERS)
+    values = _new_pipeline(v_desc, SECOND_STAGES, 1, CONSUMERS)
+    dq = None
+    if not OPTIONS.IN_PLACE:
+        dq = _new_boxes(dq_desc, CONSUMERS)
+    info, claims = new_claims(CONSUMERS + 1)
+    pipelines = QueryPipelines(queries, douts, keys, values, dq, info, claims)
+    sizes = BackwardSizes(batch, statistics_tiles)
+    params = BackwardParams(
+        q_desc, dout_desc, k_desc, v_desc, None, dq_desc, None, None, pointers, sizes, scalars
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_of_queries, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4)[: CONSUMERS + 2]],
+        _warps(CONSUMERS, 2),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, 2),
+    )

@@ -1,0 +1,331 @@
+"""dK and dV: tiles of keys stay, queries pass by. In one pass, dQ too.
+
+A program works on 128 keys of one KV head; each of two consumers owns 64 of them. Of every tile of
+64 queries, of each head of the group:
+
+    S^T = K Q^T, dP^T = V dO^T           keys are rows, so that P and dS are operands in registers
+    P^T = exp2(S^T - lse), dS^T = P^T (dP^T - D)
+    dV += P^T dO, dK += dS^T Q
+    dQ  = dS K                           in one pass: dS of both consumers through shared memory,
+                                         and half of the columns for each
+
+The order of products of one pass is FlashAttention-3's (arXiv 2407.08608, algorithm 3).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.backward_work import (
+    BATCH,
+    CONTEXT_LEN,
+    FIRST_LIVE,
+    FIRST_PASS,
+    FIRST_STAY,
+    HEAD,
+    KEY_LEN,
+    STATISTICS_TILE,
+    STEPS,
+    slope_of,
+)
+from torch_paged_attn.backends.triton.hopper.consumer import clear_before
+from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+from torch_paged_attn.backends.triton.hopper.sums import (
+    BY_BOX,
+    BY_LANE,
+    NONE,
+    add_registers,
+    leave_part,
+)
+
+# a named barrier of both consumers: Triton uses the first few for its own
+MEETING = gl.constexpr(8)
+
+
+class KeyPipelines(NamedTuple):
+    """What is on its way between the warps of a program."""
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
+    p: Any  # shared memory for P; None unless consumers share out columns
+    ds: Any  # the same for dS, and in one pass
+    sums: Any  # parts of dQ on their way out; None unless BY_BOX
+    done: Any  # barriers of results that lie where keys and values lay
+    info: Any
+    claims: Any
+
+
+@gluon.jit
+def meet():
+    """Wait for the other consumer."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEETING], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr):
+    """P^T of fill n, as an operand too, and what the gradient needs of the scores."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
+    dtype: gl.constexpr = pipelines.k.tiles.dtype
+    first_key, context_len, key_len = keys
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
+    position = context_len + row
+    p, capped = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
+    return p, capped, gl.convert_layout(p.to(dtype), operand)
+
+
+@gluon.jit
+def _as_operand(ds, OPTIONS: gl.constexpr):
+    """dS^T for the product that gives dK."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    return gl.convert_layout(ds, operand)
+
+
+@gluon.jit
+def _gradients_of(
+    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS)
+    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp_pending])
+    ds = finish_gradient(p, capped, dp, OPTIONS).to(pipelines.k.tiles.dtype)
+    ds = _as_operand(ds, OPTIONS)
+    dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
+    pipelines.dout.consumer_release(n)
+    return ds, dv
+
+
+@gluon.jit
+def _ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
+    """The product dP^T less D, from which it starts."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
+    pipelines.dout.consumer_wait(n)
+    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    return warpgroup_mma(v, dout.permute((1, 0)), start, is_async=True)
+
+
+@gluon.jit
+def _leave(
+    dq, n, head, m, statistics_tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """A part of dQ on its way out: of fill n, tile m of a head."""
+    if OPTIONS.DQ_SUMS == BY_BOX:
+        leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
+    else:
+        number = head * params.sizes.statistics_tiles + statistics_tile + m
+        add_registers(dq, params.pointers.dq_sums, number, INDEX)
+
+
+@gluon.jit
+def _wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
+    """Fill n of the queries."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    pipelines.q.consumer_wait(n)
+    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
+    if OPTIONS.HAS_RIGHT and row < first_live:
+        clear_before(q, first_live - row)
+        pipelines.dout.consumer_wait(n)
+        clear_before(pipelines.dout.tile(n).reshape([PASS, WIDTH_V]), first_live - row)
+    return q
+
+
+@gluon.jit
+def _two_results(
+    k, v, dk, dv, n, steps, first, first_live, head, b, keys, params, pipelines,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile. The scores of the next queries are asked for together with the last
+    product of these: both run while the next probabilities are computed."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    queries = pipelines.q
+    if steps > 0:
+        m = 0
+        slope = slope_of(b, head, params)
+        q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
+        s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+        s = warpgroup_mma_wait(1, deps=[s_pending])
+        ds, dv = _gradients_of(s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS)
+        for _ in range(1, steps * GROUP_SIZE):
+            m += 1
+            if GROUP_SIZE > 1 and m == steps:
+                m = 0
+                head += 1
+                slope = slope_of(b, head, params)
+            row = first + m * PASS
+            q_was = queries.tile(n).reshape([PASS, WIDTH])
+            q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
+            s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
+            dp_pending = _ask_for_dp(v, zeros, n + 1, pipelines, OPTIONS)
+            s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
+            ds, dv = _gradients_of(
+                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS
+            )
+        q = queries.tile(n).reshape([PASS, WIDTH])
+        dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+        dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+        queries.consumer_release(n)
+        n += 1
+    return dk, dv, n
+
+
+@gluon.jit
+def _three_results(
+    k, v, own, dk, dv, n, steps, first, first_live, head, b, keys, statistics_tile, params,
+    pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
+    queries, douts = pipelines.q, pipelines.dout
+    for g in range(OPTIONS.GROUP_SIZE):
+        slope = slope_of(b, head + g, params)
+        for m in range(steps):
+            row = first + m * PASS
+            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            dout = douts.tile(n).reshape([PASS, WIDTH_V])
+            s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            douts.consumer_wait(n)
+            dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS)
+            statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+            delta = statistics.slice(PASS, PASS, dim=1).load(scores)
+            dp = warpgroup_mma_wait(0, deps=[dp_pending])
+            ds = finish_gradient(p, capped, dp - delta, OPTIONS).to(queries.tiles.dtype)
+            tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+            tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
+            ds = _as_operand(ds, OPTIONS)
+            dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+            fence_async_shared()
+            meet()
+            dq_pending = warpgroup_mma(
+                tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
+            )
+            dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
+            douts.consumer_release(n)
+            dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[dq_pending])
+            _leave(dq, n, head + g, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
+            dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
+    return dk, dv, n
+
+
+@gluon.jit
+def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Keys [INDEX * STAY, ...) of every tile."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    TILE: gl.constexpr = OPTIONS.TILE
+    DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+    info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
+    dtype: gl.constexpr = pipelines.q.tiles.dtype
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        first = info.get(tile, FIRST_PASS)
+        first_key = info.get(tile, FIRST_STAY) + INDEX * STAY
+        context_len = info.get(tile, CONTEXT_LEN)
+        keys = first_key, context_len, info.get(tile, KEY_LEN)
+        head = info.get(tile, HEAD) * GROUP_SIZE
+        statistics_tile = 0
+        if DQ_SUMS == BY_LANE:
+            statistics_tile = info.get(tile, STATISTICS_TILE)
+        first_live = 0
+        if OPTIONS.HAS_RIGHT:
+            first_live = info.get(tile, FIRST_LIVE)
+        b = 0
+        if params.pointers.alibi_slopes is not None:
+            b = info.get(tile, BATCH)
+        claims.consumer_release(tile)
+        k_tile = pipelines.k.tile(tile).reshape([TILE, WIDTH])
+        v_tile = pipelines.v.tile(tile).reshape([TILE, WIDTH_V])
+        k = k_tile.slice(INDEX * STAY, STAY, dim=0)
+        v = v_tile.slice(INDEX * STAY, STAY, dim=0)
+        own = k_tile.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+        pipelines.k.consumer_wait(tile)
+        pipelines.v.consumer_wait(tile)
+        if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
+            clear_before(k, context_len - scalars.window_left - first_key)
+            clear_before(v, context_len - scalars.window_left - first_key)
+        k_operand = k
+        v_operand = v
+        if OPTIONS.OPERANDS > 0:
+            v_operand = v.load(stays)
+        if OPTIONS.OPERANDS > 1:
+            k_operand = k.load(stays)
+        dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
+        dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
+        if DQ_SUMS == NONE:
+            dk, dv, n = _two_results(
+                k_operand, v_operand, dk, dv, n, steps, first, first_live, head, b, keys, params,
+                pipelines, OPTIONS,
+            )  # fmt: skip
+        else:
+            dk, dv, n = _three_results(
+                k_operand, v_operand, own, dk, dv, n, steps, first, first_live, head, b, keys,
+                statistics_tile, params, pipelines, OPTIONS, INDEX,
+            )  # fmt: skip
+        # results leave from where keys and values lay, once nobody reads those
+        if DQ_SUMS != NONE:
+            meet()
+        k.store((dk * scalars.scale).to(dtype))
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)

@@ -1,0 +1,206 @@
+"""The warps beside the consumers of tiles of keys.
+
+One claims tiles and loads queries, one loads gradients of the result, one loads keys and values and
+takes dK and dV out. In one pass, and BY_BOX (`sums.py`), one has the parts of dQ added up.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from torch_paged_attn.backends.triton.hopper.backward_work import (
+    BATCH,
+    CONTEXT_LEN,
+    FIRST_LIVE,
+    FIRST_PASS,
+    FIRST_STAY,
+    HEAD,
+    K_START,
+    KEY_LEN,
+    Q_START,
+    QUERY_LEN,
+    STATISTICS_TILE,
+    STEPS,
+    STOP_STAY,
+    load_entry,
+    publish,
+)
+from torch_paged_attn.backends.triton.hopper.sums import add_part
+from torch_paged_attn.backends.triton.hopper.tma import async_load, load_rows, store_rows
+
+
+@gluon.jit
+def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
+    """Claim tiles of keys until there are none. Tell of each, and load its queries and their
+    statistics."""
+    TILE: gl.constexpr = OPTIONS.TILE
+    PASS: gl.constexpr = OPTIONS.PASS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    pointers, scalars, info, claims = (
+        params.pointers, params.scalars, pipelines.info, pipelines.claims,
+    )  # fmt: skip
+    programs = gl.num_programs(0)
+    num_tiles = gl.load(pointers.tile_list + 1)
+    units = num_tiles * scalars.heads
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    while unit < units:
+        kv_head, b, first_key, q_start, query_len, k_start, key_len, stop_key = load_entry(
+            unit, pointers.tile_list, num_tiles
+        )
+        context_len = key_len - query_len
+        first_live = 0
+        first = 0
+        stop = query_len
+        if OPTIONS.HAS_RIGHT:
+            first_live = gl.maximum(-context_len - scalars.window_right, 0)
+            first = gl.maximum(first_key - context_len - scalars.window_right, 0) // PASS * PASS
+        if OPTIONS.HAS_LEFT:
+            last_key = gl.minimum(first_key + TILE, key_len) - 1
+            stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
+        steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+        steps = gl.where(first_key < key_len, steps, 0)
+        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // PASS + b + first // PASS
+
+        claims.producer_acquire(tile)
+        info.put(tile, STEPS, steps)
+        info.put(tile, FIRST_PASS, first)
+        info.put(tile, FIRST_STAY, first_key)
+        info.put(tile, HEAD, kv_head)
+        info.put(tile, Q_START, q_start)
+        info.put(tile, QUERY_LEN, query_len)
+        info.put(tile, K_START, k_start)
+        info.put(tile, KEY_LEN, key_len)
+        info.put(tile, CONTEXT_LEN, context_len)
+        info.put(tile, STOP_STAY, stop_key)
+        info.put(tile, STATISTICS_TILE, statistics_tile)
+        info.put(tile, BATCH, b)
+        info.put(tile, FIRST_LIVE, first_live)
+        publish(claims, tile)
+
+        for g in range(GROUP_SIZE):
+            head = kv_head * GROUP_SIZE + g
+            of_head = head * params.sizes.statistics_tiles + statistics_tile
+            for m in range(steps):
+                pipelines.q.producer_acquire(n)
+                barrier = pipelines.q.full_barrier(n)
+                mbarrier.expect(
+                    barrier,
+                    params.q_desc.block_type.nbytes + params.statistics_desc.block_type.nbytes,
+                )
+                box = pipelines.q.tile(n)
+                load_rows(params.q_desc, q_start, query_len, first + m * PASS, head, barrier, box)
+                box = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+                async_load(params.statistics_desc, [of_head + m, 0], barrier, box)
+                n += 1
+        tile += 1
+        unit = gl.atomic_add(pointers.tile_list, 1) + programs
+
+    claims.producer_acquire(tile)
+    info.put(tile, STEPS, -1)
+    publish(claims, tile)
+
+
+@gluon.jit
+def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
+    """Load the gradients of the result that meet each tile."""
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    info, claims = pipelines.info, pipelines.claims
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
+        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        for g in range(GROUP_SIZE):
+            head = kv_head * GROUP_SIZE + g
+            for m in range(steps):
+                pipelines.dout.producer_acquire(n)
+                barrier = pipelines.dout.full_barrier(n)
+                mbarrier.expect(barrier, params.dout_desc.block_type.nbytes)
+                box = pipelines.dout.tile(n)
+                row = first + m * OPTIONS.PASS
+                load_rows(params.dout_desc, q_start, query_len, row, head, barrier, box)
+                n += 1
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+
+
+@gluon.jit
+def _load_keys(params, pipelines, tile):
+    """Load keys and values of a tile."""
+    info, keys, values = pipelines.info, pipelines.k, pipelines.v
+    k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
+    first_key, head = info.get(tile, FIRST_STAY), info.get(tile, HEAD)
+    barrier = keys.full_barrier(tile)
+    mbarrier.expect(barrier, params.k_desc.block_type.nbytes)
+    load_rows(params.k_desc, k_start, key_len, first_key, head, barrier, keys.tile(tile))
+    barrier = values.full_barrier(tile)
+    mbarrier.expect(barrier, params.v_desc.block_type.nbytes)
+    load_rows(params.v_desc, k_start, key_len, first_key, head, barrier, values.tile(tile))
+
+
+@gluon.jit
+def _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS: gl.constexpr):
+    """Store dK and dV of a tile, once they lie where its keys and values lay, and wait until they
+    do not any more."""
+    STAGES: gl.constexpr = OPTIONS.STAY_STAGES
+    mbarrier.wait(pipelines.done.index(tile % STAGES), (tile // STAGES) & 1)
+    store_rows(params.first_desc, start, stop, first, head, pipelines.k.tile(tile))
+    store_rows(params.second_desc, start, stop, first, head, pipelines.v.tile(tile))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
+    """Load keys and values of every tile, and take its results out: with two stages, those of a
+    tile when the next one is on its way."""
+    AHEAD: gl.constexpr = OPTIONS.STAY_STAGES - 1
+    info, claims = pipelines.info, pipelines.claims
+    tile = 0
+    start, stop, first, head = 0, 0, 0, 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        _load_keys(params, pipelines, tile)
+        if AHEAD > 0 and tile > 0:
+            _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
+        start, stop = info.get(tile, K_START), info.get(tile, STOP_STAY)
+        first, head = info.get(tile, FIRST_STAY), info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        if AHEAD == 0:
+            _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+    if AHEAD > 0 and tile > 0:
+        _store_keys(params, pipelines, tile - 1, start, stop, first, head, OPTIONS)
+
+
+@gluon.jit
+def add_parts(params, pipelines, OPTIONS: gl.constexpr):
+    """Have the parts of dQ that both consumers leave added up, BY_BOX."""
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    info, claims = pipelines.info, pipelines.claims
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
+        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        for g in range(GROUP_SIZE):
+            head = kv_head * GROUP_SIZE + g
+            for m in range(steps):
+                row = first + m * OPTIONS.PASS
+                add_part(params, pipelines.sums, n, q_start, query_len, row, head, OPTIONS)
+                n += 1
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+    tma.store_wait(0)

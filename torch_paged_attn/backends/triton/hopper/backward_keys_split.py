@@ -1,0 +1,189 @@
+"""dK and dV of wide heads: 64 keys stay, and each of two consumers has half of their columns.
+
+The results of 64 keys of 256 numbers each fill the registers of two consumers. So both work on the
+same keys: each makes P and dS of half of the queries of a tile, and after a meeting multiplies
+those of all of them by its columns of dO and Q. These products are asked for together with the next
+tile's first ones.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.backward_keys import meet
+from torch_paged_attn.backends.triton.hopper.backward_work import (
+    BATCH,
+    CONTEXT_LEN,
+    FIRST_LIVE,
+    FIRST_PASS,
+    FIRST_STAY,
+    HEAD,
+    KEY_LEN,
+    STEPS,
+    slope_of,
+)
+from torch_paged_attn.backends.triton.hopper.consumer import clear_before
+from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+
+
+@gluon.jit
+def _ask_for_scores(
+    pipelines, n, row, first_live, k, v, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):
+    """The products S^T and dP^T of a consumer's half of the queries of fill n."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    HALF: gl.constexpr = PASS // OPTIONS.CONSUMERS
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    zeros = gl.zeros([STAY, HALF], gl.float32, scores)
+    queries, douts = pipelines.q, pipelines.dout
+    q = queries.tile(n).reshape([PASS, WIDTH])
+    dout = douts.tile(n).reshape([PASS, WIDTH_V])
+    queries.consumer_wait(n)
+    if OPTIONS.HAS_RIGHT and row < first_live:
+        clear_before(q, first_live - row)
+        douts.consumer_wait(n)
+        clear_before(dout, first_live - row)
+    own = q.slice(INDEX * HALF, HALF, dim=0).permute((1, 0))
+    s = warpgroup_mma(k, own, zeros, use_acc=False, is_async=True)
+    douts.consumer_wait(n)
+    own = dout.slice(INDEX * HALF, HALF, dim=0).permute((1, 0))
+    dp = warpgroup_mma(v, own, zeros, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _probabilities_of(
+    s, pipelines, n, row, keys, slope, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """P^T of them, in shared memory too, and what the gradient needs."""
+    HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
+    first_key, context_len, key_len = keys
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    lse = statistics.slice(INDEX * HALF, HALF, dim=1).load(s.type.layout)
+    position = context_len + row + INDEX * HALF
+    p, capped = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
+    tile = pipelines.p.index(n % OPTIONS.DS_STAGES)
+    tile.slice(INDEX * HALF, HALF, dim=1).store(p.to(pipelines.p.dtype))
+    return p, capped
+
+
+@gluon.jit
+def _leave_gradient(p, capped, dp, pipelines, n, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """dS^T of them into shared memory."""
+    HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    delta = statistics.slice(OPTIONS.PASS + INDEX * HALF, HALF, dim=1).load(dp.type.layout)
+    ds = finish_gradient(p, capped, dp - delta, OPTIONS)
+    tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+    tile.slice(INDEX * HALF, HALF, dim=1).store(ds.to(pipelines.ds.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Ask for what the queries of fill n add to a consumer's columns."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    COLUMNS: gl.constexpr = WIDTH // CONSUMERS
+    COLUMNS_V: gl.constexpr = WIDTH_V // CONSUMERS
+    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
+    q = q.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    dout = dout.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1)
+    at = n % OPTIONS.DS_STAGES
+    dv = warpgroup_mma(pipelines.p.index(at), dout, dv, is_async=True)
+    dk = warpgroup_mma(pipelines.ds.index(at), q, dk, is_async=True)
+    return dk, dv
+
+
+@gluon.jit
+def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Columns [INDEX / CONSUMERS, ...) of the results of every tile."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    COLUMNS_V: gl.constexpr = WIDTH_V // OPTIONS.CONSUMERS
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_V, 16])
+    info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
+    dtype: gl.constexpr = pipelines.k.tiles.dtype
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
+        first_key = info.get(tile, FIRST_STAY)
+        context_len, kv_head = info.get(tile, CONTEXT_LEN), info.get(tile, HEAD)
+        first_live = 0
+        if OPTIONS.HAS_RIGHT:
+            first_live = info.get(tile, FIRST_LIVE)
+        b = 0
+        if params.pointers.alibi_slopes is not None:
+            b = info.get(tile, BATCH)
+        claims.consumer_release(tile)
+        keys = first_key, context_len, key_len
+        k = pipelines.k.tile(tile).reshape([STAY, WIDTH])
+        v = pipelines.v.tile(tile).reshape([STAY, WIDTH_V])
+        pipelines.k.consumer_wait(tile)
+        pipelines.v.consumer_wait(tile)
+        if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
+            clear_before(k, context_len - scalars.window_left - first_key)
+            clear_before(v, context_len - scalars.window_left - first_key)
+        dk = gl.zeros([STAY, COLUMNS], gl.float32, of_k)
+        dv = gl.zeros([STAY, COLUMNS_V], gl.float32, of_v)
+        for g in range(GROUP_SIZE):
+            slope = slope_of(b, kv_head * GROUP_SIZE + g, params)
+            if steps > 0:
+                s_pending, dp_pending = _ask_for_scores(
+                    pipelines, n, first, first_live, k, v, OPTIONS, INDEX
+                )
+                s = warpgroup_mma_wait(1, deps=[s_pending])
+                p, capped = _probabilities_of(
+                    s, pipelines, n, first, keys, slope, params, OPTIONS, INDEX
+                )
+                dp = warpgroup_mma_wait(0, deps=[dp_pending])
+                _leave_gradient(p, capped, dp, pipelines, n, OPTIONS, INDEX)
+                meet()
+                for m in range(1, steps):
+                    row = first + m * PASS
+                    dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
+                    s_pending, dp_pending = _ask_for_scores(
+                        pipelines, n + 1, row, first_live, k, v, OPTIONS, INDEX
+                    )
+                    s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
+                    pipelines.q.consumer_release(n)
+                    pipelines.dout.consumer_release(n)
+                    p, capped = _probabilities_of(
+                        s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
+                    )
+                    dp = warpgroup_mma_wait(0, deps=[dp_pending])
+                    _leave_gradient(p, capped, dp, pipelines, n + 1, OPTIONS, INDEX)
+                    meet()
+                    n += 1
+                dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
+                dk, dv = warpgroup_mma_wait(0, deps=[dk_pending, dv_pending])
+                pipelines.q.consumer_release(n)
+                pipelines.dout.consumer_release(n)
+                n += 1
+        meet()
+        k.slice(INDEX * COLUMNS, COLUMNS, dim=1).store((dk * scalars.scale).to(dtype))
+        v.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1).store(dv.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)

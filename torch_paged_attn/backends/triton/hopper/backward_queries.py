@@ -1,0 +1,289 @@
+"""dQ: tiles of queries stay, keys pass by.
+
+A program works on 64 queries of one head for each of its consumers. Of every tile of keys:
+
+    S = Q K^T, dP = dO V^T
+    P = exp2(S - lse), dS = P (dP - D)
+    dQ += dS K
+
+The scores of the next keys are asked for before this product, as in the forward: the products of
+one tile run while the probabilities of the next one are computed. A tile of keys begins where a
+window does: no row before it is loaded, whatever it holds.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.backward_work import (
+    BATCH,
+    CONTEXT_LEN,
+    FIRST_PASS,
+    FIRST_STAY,
+    HEAD,
+    K_START,
+    KEY_LEN,
+    Q_START,
+    STATISTICS_TILE,
+    STEPS,
+    STOP_STAY,
+    load_entry,
+    publish,
+    slope_of,
+)
+from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+from torch_paged_attn.backends.triton.hopper.tma import load_rows, store_rows
+
+
+class QueryPipelines(NamedTuple):
+    """What is on its way between the warps of a program."""
+
+    q: Any  # a box for each consumer, as for the next
+    dout: Any
+    k: Any
+    v: Any
+    dq: Any  # a box of results for each consumer; None if they lie where queries lay
+    info: Any
+    claims: Any
+
+
+@gluon.jit
+def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.constexpr):
+    """Load the rows of all consumers."""
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    pipeline.producer_acquire(tile)
+    barrier = pipeline.full_barrier(tile)
+    mbarrier.expect(barrier, desc.block_type.nbytes * CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        box = pipeline.tiles.index(tile % OPTIONS.STAY_STAGES * CONSUMERS + i)
+        load_rows(desc, start, size, first + i * OPTIONS.STAY, head, barrier, box)
+
+
+@gluon.jit
+def _load_passing(desc, pipeline, n, start, size, first, head, OPTIONS: gl.constexpr):
+    """Load a tile of keys or of values."""
+    pipeline.producer_acquire(n)
+    barrier = pipeline.full_barrier(n)
+    mbarrier.expect(barrier, desc.block_type.nbytes)
+    load_rows(desc, start, size, first, head, barrier, pipeline.tile(n))
+
+
+@gluon.jit
+def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
+    """Claim tiles of queries until there are none. Tell of each, and load its queries and keys."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    pointers, scalars, info, claims = (
+        params.pointers, params.scalars, pipelines.info, pipelines.claims,
+    )  # fmt: skip
+    programs = gl.num_programs(0)
+    num_tiles = gl.load(pointers.tile_list + 1)
+    units = num_tiles * scalars.heads
+    tile = 0
+    n = 0
+    unit = gl.program_id(0)
+    while unit < units:
+        head, b, first_token, q_start, query_len, k_start, key_len, stop_token = load_entry(
+            unit, pointers.tile_list, num_tiles
+        )
+        context_len = key_len - query_len
+        first = 0
+        stop = key_len
+        if OPTIONS.HAS_LEFT:
+            first = gl.maximum(context_len + first_token - scalars.window_left, 0)
+        if OPTIONS.HAS_RIGHT:
+            stop = gl.minimum(stop, context_len + stop_token + scalars.window_right)
+        steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // 64 + b
+
+        claims.producer_acquire(tile)
+        info.put(tile, STEPS, steps)
+        info.put(tile, FIRST_PASS, first)
+        info.put(tile, FIRST_STAY, first_token)
+        info.put(tile, HEAD, head)
+        info.put(tile, Q_START, q_start)
+        info.put(tile, K_START, k_start)
+        info.put(tile, KEY_LEN, key_len)
+        info.put(tile, CONTEXT_LEN, context_len)
+        info.put(tile, STOP_STAY, stop_token)
+        info.put(tile, STATISTICS_TILE, statistics_tile)
+        info.put(tile, BATCH, b)
+        publish(claims, tile)
+
+        _load_stay(
+            params.q_desc, pipelines.q, tile, q_start, stop_token, first_token, head, OPTIONS
+        )
+        kv_head = head // OPTIONS.GROUP_SIZE
+        for m in range(steps):
+            key = first + m * PASS
+            _load_passing(params.k_desc, pipelines.k, n, k_start, key_len, key, kv_head, OPTIONS)
+            n += 1
+        tile += 1
+        unit = gl.atomic_add(pointers.tile_list, 1) + programs
+
+    claims.producer_acquire(tile)
+    info.put(tile, STEPS, -1)
+    publish(claims, tile)
+
+
+@gluon.jit
+def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
+    """Load gradients of the result, and values, of every tile that is published."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    info, claims = pipelines.info, pipelines.claims
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)
+        k_start, key_len = info.get(tile, K_START), info.get(tile, KEY_LEN)
+        first, first_token = info.get(tile, FIRST_PASS), info.get(tile, FIRST_STAY)
+        head = info.get(tile, HEAD)
+        claims.consumer_release(tile)
+        _load_stay(
+            params.dout_desc, pipelines.dout, tile, q_start, stop_token, first_token, head, OPTIONS
+        )
+        kv_head = head // OPTIONS.GROUP_SIZE
+        for m in range(steps):
+            key = first + m * PASS
+            _load_passing(params.v_desc, pipelines.v, n, k_start, key_len, key, kv_head, OPTIONS)
+            n += 1
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+
+
+@gluon.jit
+def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """Rows [INDEX * STAY, ...) of every tile."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_q, 2)
+    stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores)
+    queries, douts, keys, values = pipelines.q, pipelines.dout, pipelines.k, pipelines.v
+    info, claims, scalars, pointers = (
+        pipelines.info, pipelines.claims, params.scalars, params.pointers,
+    )  # fmt: skip
+    dtype: gl.constexpr = keys.tiles.dtype
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    r = gl.arange(0, STAY, score_rows)
+    n = 0
+    tile = 0
+    claims.consumer_wait(0)
+    steps = info.get(0, STEPS)
+    while steps >= 0:
+        first_key, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
+        first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
+        position = info.get(tile, CONTEXT_LEN) + first_token
+        head, stop_token = info.get(tile, HEAD), info.get(tile, STOP_STAY)
+        q_start = info.get(tile, Q_START)
+        number = head * params.sizes.statistics_tiles + info.get(tile, STATISTICS_TILE)
+        b = 0
+        if pointers.alibi_slopes is not None:
+            b = info.get(tile, BATCH)
+        claims.consumer_release(tile)
+        slope = slope_of(b, head, params)
+        token = first_token + r
+        exists = token < stop_token
+        at = pointers.statistics + number.to(gl.int64) * 128 + token // 64 * 128 + token % 64
+        lse_row = gl.load(at, mask=exists, other=float("inf"))
+        lse = gl.expand_dims(lse_row, 1)
+        delta = gl.expand_dims(gl.load(at + 64, mask=exists, other=0.0), 1)
+        box = tile % OPTIONS.STAY_STAGES * CONSUMERS + INDEX
+        q = queries.tiles.index(box).reshape([STAY, WIDTH])
+        dout = douts.tiles.index(box).reshape([STAY, WIDTH_V])
+        queries.consumer_wait(tile)
+        douts.consumer_wait(tile)
+        q_operand = q
+        dout_operand = dout
+        if OPTIONS.OPERANDS > 0:
+            dout_operand = dout.load(stays)
+            douts.consumer_release(tile)
+        if OPTIONS.OPERANDS > 1:
+            q_operand = q.load(stays)
+            queries.consumer_release(tile)
+        dq = gl.zeros([STAY, WIDTH], gl.float32, of_q)
+        start = zeros - delta
+        if steps > 0:
+            keys.consumer_wait(n)
+            k = keys.tile(n).reshape([PASS, WIDTH])
+            s_pending = warpgroup_mma(
+                q_operand, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            values.consumer_wait(n)
+            v = values.tile(n).reshape([PASS, WIDTH_V])
+            dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            p, capped = probabilities(
+                s, lse, first_key, position, key_len, slope, params, OPTIONS, False
+            )
+            dp = warpgroup_mma_wait(0, deps=[dp_pending])
+            values.consumer_release(n)
+            ds = finish_gradient(p, capped, dp, OPTIONS)
+            ds = gl.convert_layout(ds.to(dtype), operand)
+            for _ in range(1, steps):
+                first_key += PASS
+                keys.consumer_wait(n + 1)
+                k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
+                s_pending = warpgroup_mma(
+                    q_operand, k_next.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                values.consumer_wait(n + 1)
+                v = values.tile(n + 1).reshape([PASS, WIDTH_V])
+                dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
+                k = keys.tile(n).reshape([PASS, WIDTH])
+                dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
+                s = warpgroup_mma_wait(2, deps=[s_pending])
+                p, capped = probabilities(
+                    s, lse, first_key, position, key_len, slope, params, OPTIONS, False
+                )
+                dp = warpgroup_mma_wait(1, deps=[dp_pending])
+                values.consumer_release(n + 1)
+                ds_next = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
+                dq, ds = warpgroup_mma_wait(0, deps=[dq_pending, ds])
+                keys.consumer_release(n)
+                ds = gl.convert_layout(ds_next, operand)
+                n += 1
+            k = keys.tile(n).reshape([PASS, WIDTH])
+            dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq_pending])
+            keys.consumer_release(n)
+            n += 1
+        if OPTIONS.OPERANDS < 1:
+            douts.consumer_release(tile)
+        if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
+            queries.consumer_release(tile)
+        # a row that has seen no key may hold NaN, and with a sink a finite lse
+        if OPTIONS.HAS_RIGHT:
+            lse_row = gl.where(position + r + scalars.window_right < 0, float("inf"), lse_row)
+        seen = gl.convert_layout(lse_row, gl.SliceLayout(1, of_q)) < float("inf")
+        dq = gl.where(gl.expand_dims(seen, 1), dq * scalars.scale, 0.0)
+        if OPTIONS.IN_PLACE:
+            out = queries.tiles.index(box)
+        else:
+            out = pipelines.dq.index(INDEX)
+            tma.store_wait(0)
+        out.reshape([STAY, WIDTH]).store(dq.to(dtype))
+        fence_async_shared()
+        store_rows(params.first_desc, q_start, stop_token, first_token, head, out)
+        if OPTIONS.IN_PLACE:
+            tma.store_wait(0)
+            queries.consumer_release(tile)
+        tile += 1
+        claims.consumer_wait(tile)
+        steps = info.get(tile, STEPS)
+    tma.store_wait(0)

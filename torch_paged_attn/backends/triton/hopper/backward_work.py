@@ -1,0 +1,64 @@
+"""How a program of the backward goes through the tiles of a list (`tile_scheduler.py`).
+
+A program stays on each multiprocessor. Its first producer claims one tile after the other, the
+longest first, and tells the other warps what there is to do: numbers in shared memory, under the
+names below.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
+from torch_paged_attn.backends.triton.hopper.work_info import new_work_info, thread_barrier
+
+# The sequence is that of the rows which see a key: those before are left out of it. STEPS tiles
+# pass by from row FIRST_PASS on, for each head that meets the tile; fewer than 0: the work is done.
+STEPS, FIRST_PASS, FIRST_STAY, HEAD = (gl.constexpr(i) for i in range(4))
+Q_START, QUERY_LEN, K_START, KEY_LEN = (gl.constexpr(i) for i in range(4, 8))
+CONTEXT_LEN, STOP_STAY, STATISTICS_TILE, BATCH = (gl.constexpr(i) for i in range(8, 12))
+FIRST_LIVE = gl.constexpr(12)
+
+# tiles of which numbers are kept, so that the next one can be loaded ahead
+TILES_KNOWN = gl.constexpr(2)
+
+
+@gluon.jit
+def new_claims(READERS: gl.constexpr):
+    """Where numbers of tiles stand, and the pipeline in which they get there: a fill is a tile, and
+    the consumers are all warps that read them."""
+    info = new_work_info(TILES_KNOWN)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    read = gl.allocate_shared_memory(gl.int64, [TILES_KNOWN, 1], barrier)
+    for i in gl.static_range(TILES_KNOWN):
+        mbarrier.init(read.index(i), count=READERS)
+    return info, Pipeline(info.words, info.published, read, TILES_KNOWN)
+
+
+@gluon.jit
+def load_entry(unit, tile_list_ptr, num_tiles):
+    """Head and entry of a unit of work: all tiles of a head, then those of the next."""
+    entry = tile_list_ptr + (1 + unit % num_tiles) * ENTRY
+    b, first, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+    return unit // num_tiles, b, first, q_start, query_len, k_start, key_len, gl.load(entry + 6)
+
+
+@gluon.jit
+def publish(claims, tile):
+    """Let the other warps read the numbers of a tile."""
+    thread_barrier()  # the thread that arrives has not written all of these
+    mbarrier.arrive(claims.full_barrier(tile), count=1)
+
+
+@gluon.jit
+def slope_of(b, head, params):
+    """The slope of a head for a sequence, in the units of scores; 0 for rows of no sequence."""
+    slope = 0.0
+    if params.pointers.alibi_slopes is not None:
+        scalars = params.scalars
+        slope_ptr = params.pointers.alibi_slopes + b * scalars.stride_alibi_batch
+        slope_ptr += head * scalars.stride_alibi_head
+        slope = gl.load(slope_ptr, mask=b < params.sizes.batch, other=0.0) * scalars.alibi_scale
+    return slope

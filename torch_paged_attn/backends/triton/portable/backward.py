@@ -1,0 +1,212 @@
+"""From a checked call to the launches of the portable backward.
+
+    statistics      lse and D of each row                         `backward_statistics.py`
+    dK, dV          keys stay, queries pass by                    `dkdv_kernel.py`
+    dQ              queries stay, keys pass by; a head's bias     `dq_kernel.py`
+    shared bias     a tile stays, heads pass by                   `dbias_kernel.py`
+
+Seven products where one pass would have five, but every sum has one program and one order: the same
+call gives the same bits, and needs no memory but the statistics. What is not asked for is not
+launched.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.backward_statistics import plan_statistics
+from torch_paged_attn.backends.triton.portable import arguments, backward_arguments
+from torch_paged_attn.backends.triton.portable.dbias_kernel import _attention_dbias_kernel
+from torch_paged_attn.backends.triton.portable.dkdv_kernel import _attention_dkdv_kernel
+from torch_paged_attn.backends.triton.portable.dq_kernel import _attention_dq_kernel
+from torch_paged_attn.backends.triton.portable.formats import formats_of
+from torch_paged_attn.backends.triton.portable.tiles import Tiles, Traits, key_bound, traits_of
+from torch_paged_attn.backends.triton.portable.transposed_lists import plan_transposed_lists
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.seqlen_info import num_tiles
+from torch_paged_attn.backends.triton.tuning import (
+    BackwardConfig,
+    Config,
+    choose_backward_config,
+)
+from torch_paged_attn.backward_call import BackwardCall, tensor_names
+
+
+def _gap(has_layout: bool) -> int:
+    """Of the numbers of a sequence's tiles, see `seqlen_info.py`."""
+    return 2 if has_layout else 1
+
+
+def _tiles(config: Config, grid: tuple[int, ...], has_layout: bool) -> Tiles:
+    """Tiles of one head each, whose rows no other program shares."""
+    return Tiles(
+        config=config,
+        pack=1,
+        tokens=config.BLOCK_M,
+        block_n=config.BLOCK_N,
+        gap=_gap(has_layout),
+        is_paired=False,
+        grid=grid,
+        is_split=False,
+        min_units=1,
+        fixed_units=0,
+        search_width=1,
+        is_one_look=True,
+    )
+
+
+def _within(config: Config, traits: Traits) -> Config:
+    """Tiles that lie in one block of a layout."""
+    if not traits.k_block:
+        return config
+    m, n = min(config.BLOCK_M, traits.q_block), min(config.BLOCK_N, traits.k_block)
+    return dataclasses.replace(config, BLOCK_M=m, BLOCK_N=n)
+
+
+class _Kernels:
+    """What the launches of a call have in common."""
+
+    def __init__(self, call: BackwardCall, config: BackwardConfig | None) -> None:
+        forward = call.forward
+        self.call, self.target = call, target_of(forward.q.device)
+        self.formats = formats_of(forward, self.target, False)
+        self.traits = traits = traits_of(forward, self.target)
+        self.config = config or choose_backward_config(
+            self.target.arch, traits.head_dim, traits.itemsize, traits.is_plain, traits.is_full
+        )
+
+    def _launch(
+        self, kernel: Any, config: Config, grid: Callable[[Config], tuple[int, ...]], **more: int
+    ) -> Launch:
+        forward, target = self.call.forward, self.target
+        config = _within(config, self.traits)
+        tiles = _tiles(config, grid(config), self.traits.k_block > 0)
+        keys_stay = kernel is _attention_dkdv_kernel
+        return Launch(
+            kernel,
+            tiles.grid,
+            strides=backward_arguments.strides(self.call),
+            **arguments.sizes(forward)._asdict(),
+            **more,
+            scalars=arguments.scalars(forward, self.formats, tiles),
+            OPTIONS=backward_arguments.options(
+                forward, self.formats, tiles, target, keys_stay=keys_stay
+            ),
+            **dependent_launch(target.overlaps_launches),
+            **arguments.compiler_options(tiles, target),
+        )
+
+    def _query_tiles(self, config: Config) -> int:
+        forward, gap = self.call.forward, _gap(self.traits.k_block > 0)
+        return num_tiles(forward.total_q, forward.batch, config.BLOCK_M, gap)
+
+    def dkdv(self) -> Launch:
+        """The kernel of dK and dV."""
+        forward = self.call.forward
+        total_k = forward.k.shape[0]
+
+        def grid(config: Config) -> tuple[int, ...]:
+            return num_tiles(total_k, forward.batch, config.BLOCK_N, 1), forward.num_kv_heads
+
+        return self._launch(_attention_dkdv_kernel, self.config.dkdv, grid, total_k=total_k)
+
+    def dq(self, *, is_beside: bool) -> Launch:
+        """The kernel of dQ, and of a bias that each head has of its own. `is_beside`: it comes
+        right after that of dK and dV.
+        """
+        heads = self.call.forward.num_heads
+
+        def grid(config: Config) -> tuple[int, ...]:
+            return self._query_tiles(config), heads
+
+        return self._launch(_attention_dq_kernel, self.config.dq, grid, IS_BESIDE=is_beside)
+
+    def dbias(self, width: int) -> Launch:
+        """The kernel of a bias that heads share, of so many keys."""
+
+        def grid(config: Config) -> tuple[int, ...]:
+            return self._query_tiles(config), -(-width // config.BLOCK_N)
+
+        return self._launch(_attention_dbias_kernel, self.config.dbias, grid)
+
+
+def differentiate(
+    call: BackwardCall, *, config: BackwardConfig | None = None
+) -> tuple[Tensor, ...]:
+    """Plan the call and launch the kernels: dq, dk, dv, dbias, dsinks. `config` overrides tables
+    and rules.
+    """
+    given = tuple(x for x in call.tensors().values() if x is not None)
+    return plan_backward(call, config=config)(given, None)
+
+
+def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -> Plan:
+    """A plan for the given tensors of calls like this one, in the order of the op's list. `config`
+    overrides tables and rules.
+    """
+    # a row of dout lies in one piece, and an expanded one is written out
+    is_copied = call.dout.stride(2) != 1 or 0 in call.dout.stride()
+    if is_copied:
+        call = dataclasses.replace(call, dout=call.dout.contiguous())
+    forward = call.forward
+    bias, layout = forward.attn_bias, forward.layout
+    results = call.new_results()
+    wants_dq, wants_dk, wants_dv, wants_dbias, _ = (x.numel() > 0 for x in results)
+    is_shared = wants_dbias and bias is not None and bias.shape[0] < forward.num_heads
+    kernels = _Kernels(call, config)
+    is_natural = kernels.formats.is_precise or (bias is not None and bias.dtype != torch.bool)
+    statistics_of = plan_statistics(call, natural=is_natural)
+    dkdv = kernels.dkdv() if wants_dk or wants_dv else None
+    has_dbias = wants_dbias and not is_shared
+    # only the blocks that are listed are visited
+    is_zeroed = has_dbias and layout is not None
+    dq = None
+    if wants_dq or has_dbias:
+        dq = kernels.dq(is_beside=dkdv is not None and not is_zeroed)
+    dbias = kernels.dbias(bias.shape[2]) if is_shared and bias is not None else None
+    lists_of = None
+    if layout is not None and dkdv is not None:
+        lists_of = plan_transposed_lists(layout, key_bound(forward))
+    new_results = [Allocation.like(x) for x in results]
+    # what kernels write besides what is wanted
+    spare = [Allocation.like(x) for x in (forward.q, forward.k, forward.v)]
+    names = [name for name, x in call.tensors().items() if x is not None]
+    nothing = dict.fromkeys(tensor_names(call.op))
+    gather = backward_arguments.pointers_of(call, kernels.target)
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, ...]:
+        given: dict[str, Any] = nothing | dict(zip(names, tensors, strict=True))
+        if is_copied:
+            given["dout"] = given["dout"].contiguous()
+        statistics, sink_parts = statistics_of(
+            *(given[name] for name in ("dout", "dlse", "out", "softmax_lse")),
+            given["cu_seqlens_q"],
+            given["sinks"],
+        )
+        made = [new() for new in new_results]
+        if sink_parts is not None:
+            made[4] = sink_parts.sum(1).neg_()
+        if dkdv is not None:
+            lists: tuple[Tensor | None, ...] = (None, None, None)
+            if lists_of is not None:
+                lists = lists_of(given["crow_indices"], given["col_indices"])
+            dk = made[1] if wants_dk else spare[1]()
+            dv = made[2] if wants_dv else spare[2]()
+            dkdv(gather(given, statistics=statistics, dk=dk, dv=dv, lists=lists))
+        if dq is not None:
+            of_heads = made[3] if has_dbias else None
+            if of_heads is not None and is_zeroed:
+                of_heads.zero_()
+            first = made[0] if wants_dq else spare[0]()
+            dq(gather(given, statistics=statistics, dq=first, dbias=of_heads))
+        if dbias is not None:
+            dbias(gather(given, statistics=statistics, dbias=made[3]))
+        return tuple(made)
+
+    return run

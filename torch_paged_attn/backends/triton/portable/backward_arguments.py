@@ -1,0 +1,116 @@
+"""The arguments of the backward's kernels: the forward's groups (`arguments.py`), and what a
+gradient needs besides.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.dequant import as_stored, stored_format
+from torch_paged_attn.backends.triton.portable import arguments
+from torch_paged_attn.backends.triton.portable.formats import Formats
+from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound
+from torch_paged_attn.backends.triton.runtime.target import Target
+from torch_paged_attn.backward_call import BackwardCall
+
+
+def _extended(name: str, group: Any, *more: str) -> Any:
+    return NamedTuple(name, [(field, Any) for field in (*group._fields, *more)])
+
+
+# `out` and `lse` are None: the statistics stand for them. The lists of `transposed_lists.py`
+BackwardPointers: Any = _extended(
+    "BackwardPointers",
+    arguments.Pointers,
+    *("dout", "statistics", "dq", "dk", "dv", "dbias"),
+    *("listing_rows", "listing_starts", "listing_counts"),
+)
+
+BackwardStrides: Any = _extended("BackwardStrides", arguments.Strides, "dout_token", "dout_head")
+
+# LAST_PHASE: of the loop over queries. LAYOUT_HEADS: of a sequence's layout
+BackwardOptions: Any = _extended(
+    "BackwardOptions",
+    arguments.Options,
+    *("LAST_PHASE", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
+)
+
+
+# what the kernels' pointers are called in the list of arguments, where the names differ
+ARGUMENTS = {
+    "crow": "crow_indices",
+    "col": "col_indices",
+    "bias": "attn_bias",
+    "alibi": "alibi_slopes",
+}
+
+# tensors of results' and keys' numbers, which are handed over as they are stored
+STORED = ("q", "k", "v", "dout", "dq", "dk", "dv", "dbias")
+READ = ("q", "k", "v", "dout", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "crow", "col", "alibi")
+
+
+def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
+    """What puts the tensors of calls like this one, by name, and what kernels read and write
+    besides into `BackwardPointers`.
+    """
+    bias, has_dropout = call.forward.attn_bias, call.forward.dropout_p > 0.0
+    is_mask = bias is not None and bias.dtype == torch.bool
+    nothing = dict.fromkeys(BackwardPointers._fields)
+
+    def stored(x: Tensor | None) -> Tensor | None:
+        return None if x is None else as_stored(x, target)[0]
+
+    def gather(
+        given: dict[str, Tensor | None],
+        lists: tuple[Tensor | None, ...] = (None, None, None),
+        **made: Tensor | None,
+    ) -> Any:
+        found = nothing | {name: given.get(ARGUMENTS.get(name, name)) for name in READ} | made
+        found |= {name: stored(found[name]) for name in STORED}
+        bias = given["attn_bias"]
+        found["bias"] = bias.view(torch.uint8) if is_mask and bias is not None else bias
+        found["rng"] = given["rng_state"] if has_dropout else None
+        found["listing_rows"], found["listing_starts"], found["listing_counts"] = lists
+        return BackwardPointers(**found)
+
+    return gather
+
+
+def strides(call: BackwardCall) -> Any:
+    """The forward's, and dout's."""
+    forward, dout = call.forward, call.dout
+    found = arguments.strides(forward, forward)
+    return BackwardStrides(*found, dout_token=dout.stride(0), dout_head=dout.stride(1))
+
+
+def options(
+    call: AttentionCall, formats: Formats, tiles: Tiles, target: Target, *, keys_stay: bool
+) -> Any:
+    """The constants that a kernel is compiled with; `keys_stay` in that of dK and dV."""
+    layout, bias = call.layout, call.attn_bias
+    found = arguments.options(call, formats, tiles, target)
+    # keys are rows of a product too
+    smallest = target.smallest_chunk(max(tiles.config.BLOCK_M, tiles.block_n))
+    k_low, k_high = chunks(call.head_dim, smallest)
+    v_low, v_high = chunks(call.head_dim_v, smallest)
+    # tiles without a mask, but the edges of a window or of causality; those keep their order
+    before, after = is_bound(call.window_size_left), is_bound(call.window_right)
+    if keys_stay:
+        before, after = after, before
+    first, last = (0 if before else 1), (2 if after or not keys_stay else 1)
+    if layout is not None or bias is not None:
+        first = last = 2
+    found = found._replace(
+        K_LOW=k_low, K_HIGH=k_high, V_LOW=v_low, V_HIGH=v_high, FIRST_PHASE=first
+    )
+    return BackwardOptions(
+        **found._asdict(),
+        LAST_PHASE=last,
+        DBIAS_FORMAT="" if bias is None else stored_format(bias.dtype, target),
+        LAYOUT_HEADS=0 if layout is None else layout.crow_indices.shape[-2],
+        LAYOUT_PER_SEQUENCE=layout is not None and layout.crow_indices.dim() == 3,
+    )

@@ -1,0 +1,256 @@
+"""dQ, and the gradient of a bias that each head has of its own: queries stay, keys pass by.
+
+One program has a tile of queries of one head, as the forward has. It visits the keys that the tile
+sees, in the forward's order, and adds dX K. The tile of dS is written as it is there, because every
+pair of query and key comes by exactly once.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.backward_statistics import load_statistics, statistics_of
+from torch_paged_attn.backends.triton.dequant import encode
+from torch_paged_attn.backends.triton.portable.arguments import Sizes
+from torch_paged_attn.backends.triton.portable.gather_scatter import (
+    find_pages,
+    load_chunks,
+    store_chunks,
+    zero_chunks,
+    zero_chunks_unless,
+)
+from torch_paged_attn.backends.triton.portable.gradients import (
+    dropped,
+    gradient_of_scores,
+    probabilities,
+    survivors,
+)
+from torch_paged_attn.backends.triton.portable.key_loop import first_key
+from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
+from torch_paged_attn.backends.triton.portable.mask import visible
+from torch_paged_attn.backends.triton.portable.named import named
+from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
+from torch_paged_attn.backends.triton.portable.query_tile import (
+    find_keys,
+    load_queries,
+    rows_of,
+    tile_at,
+)
+from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
+from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
+
+
+@triton.jit
+def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """What stays of a tile of queries: its rows, the queries, the gradients of their results, and
+    their statistics.
+    """
+    FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    rows = rows_of(tile, sizes, OPTIONS)
+    is_query = rows.exists & (tile.b < sizes.batch)
+    queries = load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
+    # the tile is one head's
+    head = tl.cast(rows.first_head, tl.int64)
+    offsets = rows.row * strides.dout_token + head * strides.dout_head
+    dout = load_chunks(
+        pointers.dout, offsets, is_query, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
+        True, FORMAT, OPTIONS.DTYPE,
+    )  # fmt: skip
+    statistics = statistics_of(pointers.statistics, head, tile.q_start // 64 + tile.b, sizes)
+    lse, delta = load_statistics(statistics, rows.token, is_query)
+    return rows, queries, named("dout lse delta")(dout=dout, lse=lse, delta=delta)
+
+
+@triton.jit
+def key_tile_gradients(
+    n0, rows, queries, statistics, keys, memory, pointers, strides, sizes, scalars,
+    OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """dS and dX, (queries, keys), of a tile of queries and the keys from n0 on; and those keys."""
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    DTYPE: tl.constexpr = OPTIONS.DTYPE
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    j = n0 + tl.arange(0, BLOCK_N)
+    position, keys_of_tile = rows.position[:, None], j[None, :]
+    # keys outside the range stand for the nearest inside
+    _, slot = find_pages(None, n0, keys.start, keys.stop, 0, BLOCK_N, 0, not IS_MASKED)
+    k = load_chunks(
+        memory.k, slot * strides.k_slot, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM,
+        False, FORMAT, DTYPE,
+    )  # fmt: skip
+    s = chunk_scores((queries.low, queries.high), k, OPTIONS.K_HIGH, OPTIONS.CHAIN)
+    seen = rows.exists[:, None]
+    if IS_MASKED:
+        in_range = (j >= keys.start) & (j < keys.stop)
+        seen = seen & visible(
+            position, keys_of_tile, in_range[None, :], scalars.left, scalars.right,
+            OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
+        )  # fmt: skip
+    bias = 0.0
+    if OPTIONS.BIAS != "":
+        bias, allowed = load_bias(
+            memory.bias_rows[:, None], rows.exists[:, None], keys_of_tile, strides, OPTIONS, False
+        )
+        seen = seen & allowed
+    s = scaled(s, queries.scale, 0.0, OPTIONS)
+    s, capped = logits(s, bias, queries.slope, position, keys_of_tile, pointers, scalars, OPTIONS)
+    p = probabilities(s, statistics.lse[:, None], seen, scalars.factor, OPTIONS, IS_MASKED)
+    survives = survivors(rows.b, rows.first_head, rows.token, n0, pointers, scalars, BLOCK_N, False)
+    v = load_chunks(
+        memory.v, slot * strides.v_slot, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
+        False, FORMAT, DTYPE,
+    )  # fmt: skip
+    dp = chunk_scores(statistics.dout, v, OPTIONS.V_HIGH, OPTIONS.CHAIN)
+    dp = dropped(dp, survives, pointers, scalars)
+    ds, dx = gradient_of_scores(
+        p, dp, statistics.delta[:, None], seen, capped, scalars.softcap, OPTIONS, IS_MASKED
+    )
+    if OPTIONS.BIAS != "":
+        # a bias may hide a key among others from all queries
+        k = zero_chunks_unless(tl.max(seen.to(tl.int32), 0) > 0, k, OPTIONS.K_HIGH)
+    return ds, dx, k
+
+
+@triton.jit
+def key_memory(tile, rows, keys, pointers, strides, OPTIONS: tl.constexpr):
+    """Where a tile's keys, values, list of blocks, and rows of a bias are."""
+    kv_head, k_start = tl.cast(rows.kv_head, tl.int64), tl.cast(tile.k_start, tl.int64)
+    # what is not there is 0: a function returns no None
+    col_ptr = 0
+    bias_rows = 0
+    if OPTIONS.HAS_LAYOUT:
+        col_ptr = pointers.col + keys.col_start
+    if OPTIONS.BIAS != "":
+        head = rows.head.to(tl.int64)
+        bias_rows = pointers.bias + (rows.row * strides.bias_token + head * strides.bias_head)
+    return named("col k v bias_rows")(
+        col=col_ptr,
+        k=pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head),
+        v=pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head),
+        bias_rows=bias_rows,
+    )
+
+
+@triton.jit
+def store_dbias(ds, j, rows, head, pointers, strides, sizes, OPTIONS: tl.constexpr):
+    """Write a tile of dS where the bias has these keys, to a head of the bias's gradient."""
+    row_ptr = pointers.dbias + (head * sizes.total_q + rows.row) * strides.bias_width
+    there = rows.exists[:, None] & (j < strides.bias_width)[None, :]
+    FORMAT: tl.constexpr = OPTIONS.DBIAS_FORMAT
+    stored = encode(ds, pointers.dbias.dtype.element_ty, FORMAT)
+    tl.store(row_ptr[:, None] + j.to(tl.int64)[None, :], stored, mask=there)
+
+
+@triton.jit
+def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
+    FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
+    HAS_DBIAS: tl.constexpr = pointers.dbias is not None
+    rows, queries, statistics = load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS)
+    head = tl.cast(rows.first_head, tl.int64)
+    keys = find_keys(tile, None, rows, pointers, strides, sizes, scalars, OPTIONS)
+    memory = key_memory(tile, rows, keys, pointers, strides, OPTIONS)
+    dq = zero_chunks(BLOCK_M, OPTIONS.K_LOW, OPTIONS.K_HIGH)
+    i_start, i_stop = keys.i_start, keys.i_stop
+    if HAS_DBIAS and not OPTIONS.HAS_LAYOUT:
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.range(0, tl.cdiv(strides.bias_width, BLOCK_N)):
+            if (i < i_start) | (i >= i_stop):
+                j = i * BLOCK_N + tl.arange(0, BLOCK_N)
+                store_dbias(zeros, j, rows, head, pointers, strides, sizes, OPTIONS)
+
+    # phases as in the forward: 0 from the left edge of a window, 1 what every row sees, 2 the rest
+    i_full = i_start
+    if FIRST_PHASE == 0:
+        i_full = tl.minimum(tl.maximum(tl.cdiv(keys.full_start, BLOCK_N), i_start), i_stop)
+    i_tail = i_full
+    if FIRST_PHASE < 2:
+        i_tail = tl.minimum(tl.maximum(keys.full_stop // BLOCK_N, i_full), i_stop)
+    for phase in tl.static_range(FIRST_PHASE, 3):
+        if phase == 0:
+            i_first = i_start
+            i_last = i_full
+        elif phase == 1:
+            i_first = i_full
+            i_last = i_tail
+        else:
+            i_first = i_tail
+            i_last = i_stop
+        for i in tl.range(i_first, i_last):
+            n0 = first_key(i, keys, memory, strides, OPTIONS)
+            ds, dx, k = key_tile_gradients(
+                n0, rows, queries, statistics, keys, memory, pointers, strides, sizes, scalars,
+                OPTIONS, phase != 1,
+            )  # fmt: skip
+            if HAS_DBIAS:
+                j = n0 + tl.arange(0, BLOCK_N)
+                store_dbias(ds, j, rows, head, pointers, strides, sizes, OPTIONS)
+            dq = add_chunk_products(dq, dx.to(OPTIONS.DTYPE), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
+
+    # a row without keys has 0, whatever it holds
+    has_seen = (statistics.lse < float("inf"))[:, None]
+    low = tl.where(has_seen, dq[0] * scalars.scale, 0.0)
+    high = tl.where(has_seen, dq[1] * scalars.scale, 0.0)
+    dq_rows = pointers.dq + (rows.row * scalars.num_heads + head) * OPTIONS.HEAD_DIM
+    store_chunks(
+        dq_rows, (low, high), rows.exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, FORMAT,
+    )  # fmt: skip
+
+
+@triton.jit
+def query_tile_of_program(number, head, pointers, sizes, OPTIONS: tl.constexpr):
+    """Tile `number` of all queries, of one head."""
+    b, place = find_tile(number, pointers.cu_seqlens_q, sizes.batch, OPTIONS.TOKENS, OPTIONS.GAP)
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    k_start, key_len = key_span(
+        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        sizes.max_keys, False,
+    )  # fmt: skip
+    return tile_at(place, b, head, q_start, q_stop - q_start, k_start, key_len, OPTIONS)
+
+
+@triton.jit(do_not_specialize=Sizes._fields)
+def _attention_dq_kernel(
+    pointers,
+    strides,
+    stride_table,
+    stride_crow_batch,
+    stride_crow_head,
+    stride_col_batch,
+    stride_col_head,
+    total_q,
+    max_keys,
+    num_pages,
+    batch,
+    layout_rows,
+    nnz,
+    scalars,
+    OPTIONS: tl.constexpr,
+    IS_BESIDE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    # beside the kernel of dK and dV, whose programs found the statistics complete, this one's take
+    # the room that its last ones leave; what follows must find both at their end
+    if not IS_BESIDE:
+        gdc_wait(IS_DEPENDENT)
+    sizes = Sizes(
+        stride_table=stride_table,
+        stride_crow_batch=stride_crow_batch,
+        stride_crow_head=stride_crow_head,
+        stride_col_batch=stride_col_batch,
+        stride_col_head=stride_col_head,
+        total_q=total_q,
+        max_keys=max_keys,
+        num_pages=num_pages,
+        batch=batch,
+        layout_rows=layout_rows,
+        nnz=nnz,
+    )
+    # the last tiles of a causal sequence see the most keys: they start first
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = query_tile_of_program(number, tl.program_id(1), pointers, sizes, OPTIONS)
+    if tile.first_token < tile.query_len:
+        _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS)
+    if IS_BESIDE:
+        gdc_wait(IS_DEPENDENT)

@@ -1,0 +1,239 @@
+"""The class that vLLM calls for attention, its metadata, and who builds it.
+
+A cache of vLLM's is (num_blocks, num_kv_heads, block_size, 2 * head_dim), keys beside values, in
+any physical order: both halves are pages as the ops take them. Nothing is copied on the way in.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+from torch_paged_attn.ops import flash_varlen, reshape_and_cache
+
+# how vLLM calls the formats of 8-bit caches, which it allocates as bytes
+FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class PagedAttentionBackend(AttentionBackend):
+    """What vLLM asks before it chooses a backend."""
+
+    # `do_kv_cache_update` writes the cache
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # has to be a member of vLLM's enum
+
+    @staticmethod
+    def get_impl_cls() -> type["PagedAttention"]:
+        return PagedAttention
+
+    @staticmethod
+    def get_builder_cls() -> type["MetadataBuilder"]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]  # the ops take any, and are fast from here on
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (*ENCODERS, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @staticmethod
+    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
+        return False  # vLLM before 0.32 asks
+
+
+@dataclasses.dataclass
+class Metadata:
+    """The lengths and pages of a step's sequences, as `flash_varlen` takes them."""
+
+    num_actual_tokens: int
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    seqused_k: Tensor
+    max_seqlen_k: int
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Takes from vLLM's metadata what the ops want; nothing is computed, or read on the host."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Metadata:
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError(
+                "torch_paged_attn: causal came as a tensor, one for each request; allowed: one for"
+                " all, so no drafting that mixes both"
+            )
+        return Metadata(
+            common.num_actual_tokens,
+            common.query_start_loc,
+            common.max_query_len,
+            common.seq_lens,
+            common.max_seq_len,
+            common.block_table_tensor,
+            common.slot_mapping,
+            common.causal and not self.is_cross,
+        )
+
+    def update_block_table(
+        self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> Metadata:
+        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
+class PagedAttention(AttentionImpl[Metadata]):
+    """The attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self.is_encoder = attn_type in ENCODERS
+        window = -1 if sliding_window is None else sliding_window - 1
+        self.options: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "softcap": logits_soft_cap or 0.0,
+            "window_size_left": window,
+            # an encoder's window looks both ways; before a causal mask it makes no difference
+            "window_size_right": window,
+        }
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        # only now they hold numbers; the op wants float32
+        if self.sinks is not None:
+            self.options["sinks"] = self.sinks.float()
+        if self.alibi_slopes is not None:
+            self.options["alibi_slopes"] = self.alibi_slopes.float()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write to output the attention of query (tokens, num_heads, head_dim). Key and value,
+        (tokens, num_kv_heads, head_dim), are in the cache already, but for encoders, which have
+        none.
+        """
+        for name, scale in (
+            ("output_scale", output_scale),
+            ("output_block_scale", output_block_scale),
+        ):
+            if scale is not None:
+                raise NotImplementedError(f"torch_paged_attn: {name} came; allowed: none")
+        if attn_metadata is None:  # vLLM measures how much memory a step takes
+            return output.zero_()
+        given = attn_metadata
+        tokens = given.num_actual_tokens
+        options = dict(
+            self.options,
+            cu_seqlens_q=given.cu_seqlens_q,
+            max_seqlen_q=given.max_seqlen_q,
+            causal=given.causal,
+        )
+        if self.is_encoder:
+            k, v = key[:tokens], value[:tokens]
+            options |= {"causal": False, "max_seqlen_k": given.max_seqlen_q}
+        else:
+            k, v = self._pages(kv_cache)
+            options |= {
+                "seqused_k": given.seqused_k,
+                "max_seqlen_k": given.max_seqlen_k,
+                "block_table": given.block_table,
+            }
+            if k.dtype.itemsize == 1:
+                options |= {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        out, _ = flash_varlen(query[:tokens], k, v, **options)
+        output[:tokens].view(out.shape).copy_(out)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values into the cache."""
+        if self.is_encoder:
+            return
+        pages = self._pages(kv_cache)
+        scales = (layer._k_scale, layer._v_scale) if pages[0].dtype.itemsize == 1 else ()
+        reshape_and_cache(key, value, pages, slot_mapping, *scales)
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (num_blocks, num_kv_heads, block_size, head_dim), where they lie."""
+        if (dtype := FLOAT8.get(self.kv_cache_dtype)) is not None:
+            kv_cache = kv_cache.view(dtype)
+        k, v = kv_cache.split(self.head_size, -1)
+        return k, v
