@@ -18,6 +18,7 @@ from peers import jax_paged_attention, rpa_v3, splash
 from torch_paged_attn.backends.tpu.blocksparse import blocksparse
 from torch_paged_attn.backends.tpu.config import CHIPS, Config
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.flash_varlen_backward import flash_varlen_backward
 from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 # what tests/schedules holds our kernels to
@@ -36,6 +37,8 @@ class Problem:
     contenders: dict[str, Build]
     # what has to cross HBM whatever the kernel: live keys and values, once
     live_bytes: int
+    # the kernels that are counted: those whose names have this in them
+    kernels: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +164,38 @@ def blocksparse_causal(tokens: int, num_heads: int, head_dim: int, block: int) -
     return Problem(name, contenders, 2 * 2 * tokens * num_heads * head_dim)
 
 
-def measure(build: Build, generation: Generation) -> dict[str, Any]:
-    """Counts of all kernels of one contender together, and of each."""
+def backward_causal(tokens: int, num_heads: int, head_dim: int, block: int) -> Problem:
+    """Gradients of q, k and v, packed: blocks of `block` keys, of which ours are computed on in
+    steps of 512 as always, and splash's tiles of as many queries.
+    """
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = dataclasses.replace(config_for(generation), block_k=block)
+
+        def call(qkv: Any, dout: Any, out: Any, lse: Any, cu_seqlens: Any) -> Any:
+            return flash_varlen_backward(
+                dout, None, *qkv, out, lse, cu_seqlens, max_seqlen_q=tokens, causal=True,
+                config=config,
+            )  # fmt: skip
+
+        shape = ShapeDtypeStruct((tokens, num_heads, head_dim), jnp.bfloat16)
+        lse = ShapeDtypeStruct((num_heads, tokens), jnp.float32)
+        return call, ((shape,) * 3, shape, shape, lse, np.array([0, tokens], np.int32))
+
+    peer = splash(tokens, num_heads, head_dim, block, backward=True)
+    name = f"backward_causal_{tokens}_block{block}"
+    # in: q, k, v, dout, out; out: dq, dk, dv
+    live_bytes = 8 * 2 * tokens * num_heads * head_dim
+    return Problem(name, {"ours": build, "splash": peer}, live_bytes, kernels="_d")
+
+
+def measure(build: Build, generation: Generation, names: str = "") -> dict[str, Any]:
+    """Counts of the kernels of one contender that have `names` in theirs: together, of each."""
     function, arguments = build(generation)
     kernels = []
     for kernel in aot.compile_kernels(function, arguments, generation):
+        if names not in kernel.name:
+            continue
         counts = kernel.counts(generation)
         kernels.append(
             {
@@ -195,4 +225,6 @@ PROBLEMS = [
     attention("prefill_b2_2048_page128", Batch(2, 2048, 2048, 128)),
     blocksparse_causal(4096, 8, 128, 512),
     blocksparse_causal(4096, 8, 128, 1024),
+    backward_causal(4096, 8, 128, 512),
+    backward_causal(4096, 8, 128, 1024),
 ]

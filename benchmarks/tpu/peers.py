@@ -89,8 +89,12 @@ def jax_paged_attention(batch: Any) -> Callable[[Generation], Any]:
     return build
 
 
-def splash(tokens: int, num_heads: int, head_dim: int, block: int) -> Callable[[Generation], Any]:
-    """JAX's block-sparse attention on a causal mask, whole blocks of `block` by `block`."""
+def splash(
+    tokens: int, num_heads: int, head_dim: int, block: int, *, backward: bool = False
+) -> Callable[[Generation], Any]:
+    """JAX's block-sparse attention on a causal mask, whole blocks of `block` by `block`; if
+    `backward`, the gradients of q, k and v, forward included.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
@@ -99,9 +103,11 @@ def splash(tokens: int, num_heads: int, head_dim: int, block: int) -> Callable[[
 
     def build(_generation: Generation) -> Any:
         mask = splash_attention_mask.CausalMask((tokens, tokens))
-        sizes = splash_attention_kernel.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=block
-        )
+        names = ["block_q", "block_kv", "block_kv_compute"]
+        if backward:
+            names += ["block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
+            names += ["block_q_dq", "block_kv_dq"]
+        sizes = splash_attention_kernel.BlockSizes(**dict.fromkeys(names, block))
         # the emulator reads tables of 32 bits; splash would shrink its own to 8
         with mock.patch.object(
             splash_attention_mask_info, "_downcast_to_small_type", lambda table: table
@@ -111,6 +117,8 @@ def splash(tokens: int, num_heads: int, head_dim: int, block: int) -> Callable[[
                 block_sizes=sizes, head_shards=1, q_seq_shards=1,
             )  # fmt: skip
         qkv = ShapeDtypeStruct((num_heads, tokens, head_dim), jnp.bfloat16)
+        if backward:
+            return lambda q, k, v, dout: jax.vjp(kernel, q, k, v)[1](dout), (qkv,) * 4
         return lambda q, k, v: kernel(q, k, v), (qkv, qkv, qkv)
 
     return build

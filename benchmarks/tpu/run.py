@@ -46,30 +46,34 @@ def main() -> None:
     for generation in (GENERATIONS[name] for name in options.generations.split(",")):
         document: dict[str, Any] = {
             "generation": dataclasses.asdict(generation),
-            "commit": _commit(),
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "exact": "bundles, issued, dmas, hbm_bytes, dma_bytes, units, vmem_bytes",
             "modelled": "microseconds, hbm_microseconds",
-            "results": [],
         }
+        rows = {}
+        path = RESULTS / f"tpu-{generation.name}" / "schedules.json"
+        if path.exists():
+            rows = {row["problem"]: row for row in json.loads(path.read_text())["results"]}
+            # what is not run now stays as it was, with its commit
         for problem in PROBLEMS:
             if not fnmatch.fnmatch(problem.name, options.problems):
                 continue
             row: dict[str, Any] = {"problem": problem.name, "live_bytes": problem.live_bytes}
             for contender, build in problem.contenders.items():
                 try:
-                    row[contender] = measure(build, generation)
+                    row[contender] = measure(build, generation, problem.kernels)
                 except Missing as reason:
                     row[contender] = {"missing": str(reason)}
-            document["results"].append(row)
+            row["commit"] = _commit()
+            rows[problem.name] = row
             counted = {count: row["ours"][count] for count in BUDGETED}
             budget.setdefault(generation.name, {})[problem.name] = counted
             print(picture.lines(row, generation), flush=True)
         if options.write:
-            folder = RESULTS / f"tpu-{generation.name}"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "schedules.json").write_text(json.dumps(document, indent=1) + "\n")
-            picture.draw(document, folder / "schedules.png")
+            document["results"] = [rows[x.name] for x in PROBLEMS if x.name in rows]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(document, indent=1) + "\n")
+            picture.draw(document, path.with_suffix(".png"))
     if options.budget:
         BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
 

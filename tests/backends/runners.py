@@ -267,10 +267,17 @@ class Tpu(Runner):
         return BACKEND.unsupported_backward(attention_call(call))
 
     def gradients(self, call, *given, **changes):
-        return self.attend(call.backward(*given, **changes))
+        # a hint, which makes tiles smaller: the same for sequences alone and in a batch
+        changes = {"max_seqlen_q": 64} | changes
+        found = self.attend(call.backward(*given, **changes))
+        return tuple(call.args["q"].new_empty(0) if x is None else x for x in found)
 
     def merge_gradients(self, *given):
-        return _library.COMPOSED["merge_states_backward"](*given)
+        from jax_arrays import to_jax, to_torch
+
+        from torch_paged_attn.backends.tpu.merge_states_backward import merge_states_backward
+
+        return tuple(to_torch(x) for x in merge_states_backward(*(to_jax(t) for t in given)))
 
     def write(self, key, value, caches, slots, *scales):
         from jax_arrays import to_jax
@@ -297,7 +304,8 @@ class Tpu(Runner):
         module = importlib.import_module(f"torch_paged_attn.backends.tpu.{file}")
         function = getattr(module, op)
         results = watch(lambda i: function(*args, interpret=i, **options), "on_wait")
-        return tuple(to_torch(x) for x in (results if isinstance(results, tuple) else [results]))
+        results = results if isinstance(results, tuple) else [results]
+        return tuple(None if x is None else to_torch(x) for x in results)
 
 
 class Neuron(Functions):

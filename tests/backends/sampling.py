@@ -139,6 +139,18 @@ SAMPLES: dict[str, Sample] = {
             "alone": ("sglang/page1/f16",),
             "unseen_memory": ("llama3_8b/decode_b5/bf16",),
             "nan_stays": ("llama3_8b/decode_b5/bf16",),
+            # tests/tpu has training/everything/f32
+            "gradients_agree": ("training/gpt_oss/bf16",),
+            "gradients_same_bits": (),
+            "gradients_at_any_order": (),
+            "gradients_alone": (),
+            "gradients_unseen_memory": ("training/gpt_oss/bf16",),
+            "gradients_any_strides": (),
+            "gradients_asked_for": (),
+            "gradients_of_out_alone": (),
+            "gradients_of_parts": (),
+            "gradients_only_read": (),
+            "gradients_of_nothing": (),
             "merge_prefix": (),
             "write": (
                 "f32-f32-hnd",

@@ -15,6 +15,7 @@ from jax import ShapeDtypeStruct
 
 from torch_paged_attn.backends.tpu.blocksparse import blocksparse
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
+from torch_paged_attn.backends.tpu.flash_varlen_backward import flash_varlen_backward
 from torch_paged_attn.backends.tpu.merge_states import merge_states
 from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
@@ -55,6 +56,21 @@ ATTENTION = {
     "blocksparse_decode": {"layout_heads": 1},
     "blocksparse_mixed": {"queries": 256, "layout_heads": 1},
     "blocksparse_mixed_per_head": {"queries": 256, "layout_heads": 32},
+}
+
+# gradients, packed; what is not named is as in the first
+BACKWARD = {
+    "backward": {},
+    "backward_d64": {"head_dim": 64},
+    "backward_d256": {"head_dim": 256},
+    "backward_192_128": {"head_dim": 192, "head_dim_v": 128, "num_kv_heads": 32},
+    "backward_mqa": {"num_heads": 8, "num_kv_heads": 1},
+    "backward_28_4": {"num_heads": 28, "num_kv_heads": 4},
+    "backward_features": FEATURES,
+    "backward_bias": {"bias": True},
+    "backward_dropout": {"dropout_p": 0.1},
+    "backward_fp16": {"dtype": "fp16"},
+    "backward_fp32": {"dtype": "fp32"},
 }
 
 
@@ -114,6 +130,53 @@ def _attention(
 def test_attention_compiles_within_vmem(family, generation):
     kernels = aot.compile_kernels(*_attention(generation, **ATTENTION[family]), generation)
     assert kernels
+    for kernel in kernels:
+        assert 0 < kernel.vmem_bytes <= generation.vmem_bytes
+
+
+def _backward(
+    *, num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=None, dtype="bf16", sinks=False,
+    alibi=False, bias=False, **options,
+):  # fmt: skip
+    total, dtype = 4096, DTYPES[dtype][0]
+    head_dim_v = head_dim_v or head_dim
+    array = ShapeDtypeStruct
+    results = array((total, num_heads, head_dim_v), dtype)
+    arguments = {
+        "dout": results,
+        "dlse": array((num_heads, total), jnp.float32),
+        "q": array((total, num_heads, head_dim), dtype),
+        "k": array((total, num_kv_heads, head_dim), dtype),
+        "v": array((total, num_kv_heads, head_dim_v), dtype),
+        "out": results,
+        "softmax_lse": array((num_heads, total), jnp.float32),
+        "cu_seqlens_q": np.array([0, 1000, 4000, 4096], np.int32),
+    }
+    per_head = array((num_heads,), jnp.float32)
+    if sinks:
+        arguments["sinks"] = per_head
+    if alibi:
+        arguments["alibi_slopes"] = per_head
+    if bias:
+        arguments["attn_bias"] = array((1, total, 3000), jnp.bfloat16)
+    if "dropout_p" in options:
+        arguments["rng_state"] = array((3,), jnp.uint32)
+    return arguments, options
+
+
+@over(BACKWARD)
+def test_backward_compiles_within_vmem(family, generation):
+    arguments, options = _backward(**BACKWARD[family])
+
+    def call(tensors):
+        return flash_varlen_backward(
+            **tensors, max_seqlen_q=3000, causal=True, config=config_for(generation), **options
+        )
+
+    kernels = aot.compile_kernels(call, (arguments,), generation)
+    # where VMEM is small, a launch has some of the heads
+    names = {kernel.name.split("backward_")[1].split(".")[0] for kernel in kernels}
+    assert names == {"dq_dbias" if "attn_bias" in arguments else "dq", "dk_dv"}
     for kernel in kernels:
         assert 0 < kernel.vmem_bytes <= generation.vmem_bytes
 

@@ -26,6 +26,9 @@ from torch_paged_attn.testing.scales import EPS_FLOAT32, Observer
 # softmax_lse may be this far off, and four roundings of itself
 LSE_TOLERANCE = 2e-5
 
+# a sum of terms below 2**-126
+FLUSHED = 2.0**-116
+
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
@@ -122,6 +125,8 @@ def assert_rows(out: Tensor, golden: Tensor, row_error: Tensor, row_along: Tenso
     # each number may be rounded by half a unit in its last place
     info = torch.finfo(out.dtype)
     rounding = 0.5 * info.eps * golden.abs().clamp(min=info.tiny)
+    # and be 0 where its terms are: chips, and XLA, flush what float32 has no full precision for
+    rounding = rounding.maximum(torch.where(golden.abs() < FLUSHED, golden.abs(), 0.0))
     for name, found, allowed in (
         ("error", error.norm(dim=-1), row_error + rounding.norm(dim=-1)),
         (

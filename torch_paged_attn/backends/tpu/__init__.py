@@ -1,14 +1,15 @@
 """The TPU backend: the ops in Pallas, as pure JAX functions, and their way to torch.
 
-`flash_varlen.py`, `blocksparse.py`, `reshape_and_cache.py` and `merge_states.py` hold one function
-each, named like its op and taking its arguments as JAX arrays; no module of theirs imports torch.
-`binding.py` puts the ops on torch tensors, `front_ends.py` finds the way to the device.
-Compiled by the TPU compiler and run by Pallas' interpreter; never yet run on a TPU.
+The files that are named like ops hold a function each, of that name, which takes the op's arguments
+as JAX arrays; `differentiable.py` tells `jax.grad` of them. `binding.py` puts the ops on torch
+tensors, `front_ends.py` finds the way to the device. Compiled by the TPU compiler and run by
+Pallas' interpreter; never yet run on a TPU.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 
 
@@ -29,6 +30,12 @@ class Tpu(Backend):
         from torch_paged_attn.backends.tpu import binding
 
         return hasattr(binding, op.replace(".", "_"))
+
+    def unsupported_backward(self, call: AttentionCall) -> str | None:
+        """Gradients are those of `flash_varlen`."""
+        if call.op == "flash_varlen":
+            return None
+        return f"the {self.name} backend has no {call.op}_backward"
 
     def function(self, op: str) -> Callable[..., Any]:
         """An op on torch tensors."""

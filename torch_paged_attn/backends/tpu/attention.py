@@ -45,19 +45,26 @@ class Heads:
     num_kv_heads: int
     group_size: int
     tile_q: int
+    unit: int = SUBLANES  # rows are padded to multiples of it
 
     def pad(self, rows: Array, value: float = 0.0) -> Array:
-        """(..., rows, n), padded to whole registers."""
-        padding = ((0, 0), (0, 0), (0, -rows.shape[2] % SUBLANES), (0, 0))
+        """(..., rows, n), padded to whole units."""
+        padding = ((0, 0), (0, 0), (0, -rows.shape[2] % self.unit), (0, 0))
         return jnp.pad(rows, padding, constant_values=value)
 
-    def of_tokens(self, x: Array, cut: Cut) -> Array:
-        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n)."""
+    def of_tokens(self, x: Array, cut: Cut, absent: float | None = None) -> Array:
+        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n).
+
+        Rows that are no tokens hold what `absent` says, or anything.
+        """
         num_tiles, tile_q = cut.token.shape
-        x = x[cut.token].reshape(num_tiles, tile_q, self.num_kv_heads, self.group_size, -1)
-        return self.pad(
-            x.transpose(0, 2, 3, 1, 4).reshape(num_tiles, self.num_kv_heads, -1, x.shape[-1])
-        )
+        x = x[cut.token]
+        if absent is not None:
+            is_there = jnp.arange(tile_q) < cut.tiles.num_tokens[:, None]
+            x = jnp.where(is_there[:, :, None, None], x, jnp.asarray(absent, x.dtype))
+        x = x.reshape(num_tiles, tile_q, self.num_kv_heads, self.group_size, -1)
+        x = x.transpose(0, 2, 3, 1, 4).reshape(num_tiles, self.num_kv_heads, -1, x.shape[-1])
+        return self.pad(x, absent or 0.0)
 
     def to_tokens(self, x: Array, cut: Cut) -> Array:
         """(num_tiles, num_kv_heads, rows, n) as (total_q, num_heads, n)."""
@@ -114,12 +121,12 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     config = choose_config(config)
     if call.attn_bias is not None:
         config = config.with_bias()
-    lengths, first_key = _lengths(call)
+    lengths, first_key = lengths_of(call)
     widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
     pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
     if pages.table.size > MOST_ENTRIES:
         refuse(call.op, f"block_table has {pages.table.size} entries; supported: {MOST_ENTRIES}")
-    compute_dtype = _compute_dtype(call)
+    compute_dtype = compute_dtype_of(call)
     config = config.fit(
         call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
         (call.head_dim, pages.head_dim_v),
@@ -175,7 +182,7 @@ def _factors(call: Call) -> Factors:
     return Factors(score_scale, out_factor)
 
 
-def _compute_dtype(call: Call) -> Any:
+def compute_dtype_of(call: Call) -> Any:
     """What products are computed on."""
     is_narrow = call.q.dtype.name in (*FLOAT8, "bfloat16")
     return jnp.dtype(jnp.bfloat16 if is_narrow else jnp.float32)
@@ -214,7 +221,7 @@ def choose_options(
         dropout_p=float(call.dropout_p),
         heads_apart=apart,
         block_sizes=block_sizes,
-        compute_dtype=_compute_dtype(call),
+        compute_dtype=compute_dtype_of(call),
         # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
         out_dtype=jnp.dtype(jnp.bfloat16 if call.result_dtype == jnp.bfloat16 else jnp.float32),
         interpret=interpret,
@@ -247,7 +254,7 @@ def _attend_cut(
         bias=None
         if call.attn_bias is None
         else heads.of_bias(call.attn_bias, cut, options.block_k),
-        rng=_rng_words(call.rng_state) if call.dropout_p > 0.0 else None,
+        rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
     )
     num_tiles, num_kv_heads, *of_head = queries.shape
     queries = queries.reshape(-1, num_kv_heads // apart, *of_head)
@@ -257,7 +264,7 @@ def _attend_cut(
     return heads.to_tokens(out, cut), heads.to_tokens(lse, cut)
 
 
-def _lengths(call: Call) -> tuple[Lengths, Array]:
+def lengths_of(call: Call) -> tuple[Lengths, Array]:
     """Lengths, and where packed keys start."""
     bounds = call.cu_seqlens_q
     starts = bounds if call.cu_seqlens_k is None else call.cu_seqlens_k
@@ -277,7 +284,7 @@ def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...
     return 1, max(2 * SHORT, min(most, 1 << (longest - 1).bit_length()))
 
 
-def _rng_words(rng_state: Array) -> Array:
+def rng_words_of(rng_state: Array) -> Array:
     """Seed's low word, its high word and the offset as int32, from the op's `(2,)` integers.
 
     JAX has no 64-bit integers unless asked to: three words are taken as they are.

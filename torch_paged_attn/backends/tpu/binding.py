@@ -15,17 +15,22 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 from torch_paged_attn.backends.tpu.attention import attend
-from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_tokens
+from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
+from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_results, pad_tokens
 from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.front_ends import Run, current
 from torch_paged_attn.backends.tpu.merge_states import merge_states as merge_states_jax
+from torch_paged_attn.backends.tpu.merge_states_backward import (
+    merge_states_backward as merge_states_backward_jax,
+)
 from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache as reshape_and_cache_jax,
 )
 from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache_split as reshape_and_cache_split_jax,
 )
+from torch_paged_attn.backward_call import BackwardCall
 
 INT32_MAX = 2**31 - 1
 
@@ -58,16 +63,23 @@ def _attend(
     run: Run | None, op: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """`args` and `options` are what the dispatcher calls `op` with."""
-    given = dict(zip(DEFAULTS[op], args, strict=False)) | options
+    call = _call(op, dict(zip(DEFAULTS[op], args, strict=False)) | options)
+    out, lse = _run(run, attend, [pad_attention(call)], 2, **_sizes())
+    return out[: call.total_q], lse[:, : call.total_q]
+
+
+def _call(op: str, given: dict[str, Any]) -> Call:
+    """The call of torch tensors, in what JAX has types for."""
     if given.get("rng_state") is not None:
         given["rng_state"] = _words(given["rng_state"])
     if given.get("out_dtype") is not None:
         given["out_dtype"] = str(given["out_dtype"]).removeprefix("torch.")
-    call = Call.of(op, given)
+    return Call.of(op, given)
+
+
+def _sizes() -> dict[str, Any]:
     interpret = environment.TPU_INTERPRET
-    config = SMALL if interpret else None
-    out, lse = _run(run, attend, [pad_attention(call)], 2, config=config, interpret=interpret)
-    return out[: call.total_q], lse[:, : call.total_q]
+    return {"config": SMALL if interpret else None, "interpret": interpret}
 
 
 def _words(rng_state: Tensor) -> Tensor:
@@ -85,6 +97,25 @@ def flash_varlen(*args: Any, run: Run | None = None, **options: Any) -> tuple[Te
 def blocksparse(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """As in the op."""
     return _attend(run, "blocksparse", args, options)
+
+
+def flash_varlen_backward(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, ...]:
+    """As in the op."""
+    backward = BackwardCall.flash_varlen(*args, **options)
+    call = _call("flash_varlen", backward.forward.given())
+    padded = pad_attention(call)
+    results = backward.dout, backward.dlse, backward.out, backward.softmax_lse
+    tensors = [padded, *pad_results(padded.total_q, *results)]
+    wanted = backward.wanted
+    found = _run(run, wanted_gradients, tensors, sum(wanted), needs=wanted, **_sizes())
+    gradients = iter(found if isinstance(found, tuple | list) else [found])
+    # the axis that was padded, and how long it was
+    of_queries, of_keys, of_bias = (0, call.total_q), (0, call.k.shape[0]), (1, call.total_q)
+    axes = of_queries, of_keys, of_keys, of_bias, (0, call.num_heads)
+    return tuple(
+        next(gradients).narrow(axis, 0, length) if is_wanted else call.q.new_empty(0)
+        for is_wanted, (axis, length) in zip(wanted, axes, strict=True)
+    )
 
 
 def _slots(slot_mapping: Tensor) -> Tensor:
@@ -126,6 +157,13 @@ def reshape_and_cache_split(
     k_new, v_new = _run(run, reshape_and_cache_split_jax, tensors, 2, interpret=interpret)
     k_cache.copy_(k_new)
     v_cache.copy_(v_new)
+
+
+def merge_states_backward(
+    dout: Tensor, dlse: Tensor | None, *states: Tensor, run: Run | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As in the op."""
+    return _run(run, merge_states_backward_jax, [dout, dlse, *states], 4)
 
 
 def merge_states(

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from torch_paged_attn.backends.tpu.attention import attend
-from torch_paged_attn.backends.tpu.call import bind, described, static_names
+from torch_paged_attn.backends.tpu.call import Call, bind, described, static_names
 from torch_paged_attn.backends.tpu.config import Config
+from torch_paged_attn.backends.tpu.differentiable import attend
 
 
 @functools.partial(jax.jit, static_argnames=static_names("blocksparse"))
@@ -17,5 +17,5 @@ def blocksparse(
     *tensors: Array | None, config: Config | None = None, interpret: Any = False, **options: Any
 ) -> tuple[Array, Array]:
     """Arguments as in the op and in `flash_varlen` here; the layout's tensors come behind `v`."""
-    call = bind(blocksparse, tensors, options)
-    return attend(call, config=config, interpret=interpret)
+    call = Call.of("blocksparse", bind(blocksparse, tensors, options))
+    return attend(call, config, interpret)

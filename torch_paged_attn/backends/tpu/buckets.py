@@ -54,6 +54,16 @@ def pad_attention(call: Call) -> Call:
     return dataclasses.replace(call, **padded)
 
 
+def pad_results(total_q: int, *results: Tensor | None) -> list[Tensor | None]:
+    """What a forward returned, or gradients of it, with as many rows as a padded call."""
+
+    def padded(x: Tensor | None) -> Tensor | None:
+        # lse has its rows last, and two dimensions
+        return None if x is None else _grow(x, 0 if x.dim() == 3 else 1, total_q)
+
+    return [padded(x) for x in results]
+
+
 def pad_tokens(key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """New keys and values, and slots of which those behind the last write nothing."""
     size = bucket(slots.shape[0])

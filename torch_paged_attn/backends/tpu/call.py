@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn import backward_call
 from torch_paged_attn.attention_call import Argument, arguments, defaults, tensor_names
 from torch_paged_attn.backends.tpu.layout_mask import Layout
 from torch_paged_attn.backends.tpu.tiles import Window
@@ -20,11 +21,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEFAULTS = {op: defaults(op) for op in ("flash_varlen", "blocksparse")}
 
+# the arguments of the ops that `described` knows
+_LISTS = {op: arguments(op) for op in DEFAULTS}
+_LISTS["flash_varlen_backward"] = backward_call.arguments("flash_varlen_backward")
+
 # of both ops: a call of `flash_varlen` has None for a layout
 _NAMES = tuple(DEFAULTS["blocksparse"])
 _TENSORS = tensor_names("blocksparse")
-# a hint that no kernel takes: no program is compiled for it
-_DROPPED = ("max_seqlen_k",)
+# what no kernel takes: no program is compiled for it
+_DROPPED = ("max_seqlen_k", "deterministic")
 _COMPILED_FOR = ("op", *(name for name in _NAMES if name not in (*_TENSORS, *_DROPPED)))
 
 # `Any`, for mypy sees no fields that come from a list
@@ -101,6 +106,12 @@ class Call(_Arguments):
         return Layout(self.crow_indices, self.col_indices, *blocks, max_keys)
 
 
+def tensors_of(call: Call) -> dict[str, Any]:
+    """The tensors that a call has, by their names."""
+    given = ((name, getattr(call, name)) for name in _TENSORS)
+    return {name: x for name, x in given if x is not None}
+
+
 def _flatten(call: Call) -> tuple[list[Any], tuple[Any, ...]]:
     tensors = [getattr(call, name) for name in _TENSORS]
     return tensors, tuple(getattr(call, name) for name in _COMPILED_FOR)
@@ -117,13 +128,13 @@ jax.tree_util.register_pytree_node(Call, _flatten, _unflatten)
 
 def static_names(op: str) -> tuple[str, ...]:
     """The arguments of an op's JAX function that are no arrays."""
-    listed = tuple(x.name for x in arguments(op) if not x.is_tensor)
+    listed = tuple(x.name for x in _LISTS[op] if not x.is_tensor)
     return (*listed, "config", "interpret")
 
 
 def described(function: Function) -> Function:
     """Show the op's arguments as JAX takes them: tensors in their order, the others by name."""
-    listed = arguments(function.__name__)
+    listed = _LISTS[function.__name__]
     options = {x.name: None if x.is_hint else x.default for x in listed if not x.is_tensor}
     options |= {"config": None, "interpret": False}
     parameters = [_tensor(x) for x in listed if x.is_tensor]
@@ -131,9 +142,13 @@ def described(function: Function) -> Function:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Any)
         for name, default in options.items()
     ]
-    signature = inspect.Signature(parameters, return_annotation=tuple[Array, Array])
+    signature = inspect.Signature(parameters, return_annotation=_returns(function))
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
+
+
+def _returns(function: Any) -> Any:
+    return inspect.signature(function).return_annotation
 
 
 def _tensor(x: Argument) -> inspect.Parameter:
@@ -143,11 +158,12 @@ def _tensor(x: Argument) -> inspect.Parameter:
     return inspect.Parameter(x.name, kind, default=None, annotation=Array | None)
 
 
-def bind(function: Callable[..., Any], tensors: tuple[Any, ...], options: dict[str, Any]) -> Call:
-    """The call that a `described` function was called with; TypeError for what it does not take."""
+def bind(
+    function: Callable[..., Any], tensors: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a `described` function was called with, by name; TypeError for what it does not take."""
     op = function.__name__
     try:
-        given = inspect.signature(function).bind(*tensors, **options).arguments
+        return inspect.signature(function).bind(*tensors, **options).arguments
     except TypeError as error:
         raise TypeError(f"paged_attn::{op}: {error}") from None
-    return Call.of(op, given)

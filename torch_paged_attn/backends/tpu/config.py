@@ -55,6 +55,34 @@ class Config:
             return self
         return smaller.fit(num_kv_heads, widths, sizes)
 
+    def fit_backward(
+        self, num_kv_heads: int, widths: tuple[int, int], computed: int, least_rows: int
+    ) -> "Config | None":
+        """Halve tiles until either kernel of the backward fits VMEM; None if the smallest do not.
+
+        Arguments are as in `fit`; a tile has `least_rows` at least.
+        """
+        width = sum(-(-n // LANES) * LANES for n in widths)
+        width_q = -(-widths[0] // LANES) * LANES
+        tile_rows = max(self.tile_rows, least_rows)
+        # what stays, twice where the next tile's is loaded meanwhile, and its sums in float32
+        query = tile_rows * (2 * computed * (width + width_q) + 4 * (width_q + 2 * LANES))
+        key = self.block_k * (4 * computed * width + 4 * width)
+        passing = [n * self.num_buffers * computed * width for n in (self.block_k, tile_rows)]
+        tiles = num_kv_heads * max(query + passing[0], key + passing[1])
+        in_flight = min(num_kv_heads, MOST_HEADS) * tile_rows
+        scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * (8 + 2 * computed)
+        if tiles + scores <= self.vmem_bytes:
+            return self
+        if self.tile_rows > least_rows and (query >= key or self.block_k <= LEAST_KEYS):
+            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        elif self.block_k > LEAST_KEYS:
+            block_k = self.block_k // 2
+            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
+        else:
+            return None
+        return smaller.fit_backward(num_kv_heads, widths, computed, least_rows)
+
     def with_bias(self) -> "Config":
         """Smaller sizes for a call with a bias, of which a block has a float for each score."""
         block_k = min(self.block_k, 256)

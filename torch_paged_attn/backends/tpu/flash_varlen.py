@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from torch_paged_attn.backends.tpu.attention import attend
-from torch_paged_attn.backends.tpu.call import bind, described, static_names
+from torch_paged_attn.backends.tpu.call import Call, bind, described, static_names
 from torch_paged_attn.backends.tpu.config import Config
+from torch_paged_attn.backends.tpu.differentiable import attend
 
 
 @functools.partial(jax.jit, static_argnames=static_names("flash_varlen"))
@@ -24,5 +24,5 @@ def flash_varlen(
     one, and the offset. `config` are sizes of tiles, chosen for the chip if it is None;
     `interpret` is Pallas' own.
     """
-    call = bind(flash_varlen, tensors, options)
-    return attend(call, config=config, interpret=interpret)
+    call = Call.of("flash_varlen", bind(flash_varlen, tensors, options))
+    return attend(call, config, interpret)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.tiles import Tiles, Window
+from torch_paged_attn.backends.tpu.tiles import KeyTiles, Tiles, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,40 +28,67 @@ class Options:
     compute_dtype: Any
     out_dtype: Any
     interpret: Any
+    first_head: int = 0  # the launch's first query head among the call's
 
 
 class Refs(NamedTuple):
-    """The kernel's memory; None is what the call does not have. Sizes: `launch.py`."""
+    """The memory of an attention kernel; None is what it does not have. Sizes: `launch.py`."""
 
     # read before anything else, in SMEM
     tiles: Tiles
-    table_start: Any  # (batch,)
-    table: Any  # with so many entries behind the last one as a block has pages
-    # inputs of a tile
-    q: Any  # (1, num_kv_heads, rows, head_dim)
-    k_hbm: Any  # (num_pages, num_kv_heads, page_size, head_dim)
-    v_hbm: Any
-    # outputs of a tile
-    out: Any  # (1, num_kv_heads, rows, head_dim_v)
-    lse: Any  # (1, num_kv_heads, rows up to whole lanes), in base 2
-    # scratch
-    k_buffers: Any  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
-    v_buffers: Any
-    semaphores: Any  # (3, num_buffers): of keys, of values, of biases
-    m_i: Any  # the state of the softmax
-    l_i: Any
-    acc: Any
-    cursor: Any  # where the loader stands between two tiles
+    table_start: Any = None  # (batch,)
+    table: Any = None  # with so many entries behind the last one as a block has pages
     visits: Any = None  # (num_tiles * n,) the blocks of each tile; None for all of them
     num_visits: Any = None  # (num_tiles,)
+    # inputs of a tile
+    q: Any = None  # (1, num_kv_heads, rows, head_dim)
+    k_hbm: Any = None  # (num_pages, num_kv_heads, page_size, head_dim)
+    v_hbm: Any = None
     layout: Any = None  # (1, 1, turns * rows) words of the tile's blocks
     score_scale: Any = None  # (batch, num_kv_heads)
     out_factor: Any = None  # (batch, num_kv_heads)
     sinks: Any = None  # (1, num_kv_heads, rows, 1), in base 2, as are slopes and bias
     slopes: Any = None  # (1, num_kv_heads, rows, 1)
     bias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys)
-    bias_buffers: Any = None  # (num_buffers, 1 or num_kv_heads, rows, block_k)
     rng: Any = None  # the seed's low and high word, and the offset
+    # outputs of a tile
+    out: Any = None  # (1, num_kv_heads, rows, head_dim_v)
+    lse: Any = None  # (1, num_kv_heads, rows up to whole lanes), in base 2
+    # scratch
+    k_buffers: Any = None  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
+    v_buffers: Any = None
+    bias_buffers: Any = None  # (num_buffers, 1 or num_kv_heads, rows, block_k)
+    semaphores: Any = None  # (3, num_buffers): of keys, of values, of biases
+    m_i: Any = None  # the state of the softmax
+    l_i: Any = None
+    acc: Any = None
+    cursor: Any = None  # where the loader stands between two tiles
+
+    # gradients of queries: inputs and outputs of a tile, scratch
+    dout: Any = None  # (1, num_kv_heads, rows, head_dim_v)
+    statistics: Any = None  # (1, 2 * num_kv_heads, rows): base-2 lse of the heads, then delta
+    dq: Any = None  # (1, num_kv_heads, rows, head_dim)
+    dq_acc: Any = None
+    columns: Any = None  # (2 * num_kv_heads, rows, LANES): the statistics, all lanes alike
+    zeros: Any = None  # the memory of dbias
+    dbias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys), in HBM
+    dbias_buffer: Any = None  # (1 or num_kv_heads, rows, block_k)
+    dbias_done: Any = None
+
+    # gradients of keys and values: tables, inputs and outputs of a tile, what passes by, scratch
+    key_tiles: Any = None  # KeyTiles
+    k: Any = None  # (1, num_kv_heads, block_k, head_dim)
+    v: Any = None
+    dk: Any = None
+    dv: Any = None
+    q_hbm: Any = None  # (num_query_tiles, num_kv_heads, rows, head_dim)
+    dout_hbm: Any = None
+    statistics_hbm: Any = None  # (num_query_tiles, 2 * num_kv_heads, rows)
+    q_buffers: Any = None  # the same of num_buffers tiles
+    dout_buffers: Any = None
+    statistics_buffers: Any = None
+    dk_acc: Any = None  # (num_kv_heads, block_k, head_dim)
+    dv_acc: Any = None
 
     @classmethod
     def named(cls, names: tuple[str, ...], refs: tuple[Any, ...]) -> "Refs":
@@ -70,8 +97,11 @@ class Refs(NamedTuple):
         Without `v_hbm`, keys and values are one array, `k_hbm`.
         """
         given = dict(zip(names, refs, strict=True))
-        tiles = Tiles(*(given.pop(name) for name in Tiles._fields))
-        if "v_hbm" not in given:
+        given["tiles"] = Tiles(*(given.pop(name) for name in Tiles._fields))
+        keys = [given.pop(name) for name in names if name.startswith("keys_")]
+        if keys:
+            given["key_tiles"] = KeyTiles(*keys)
+        elif "v_hbm" not in given:
             whole = given["k_hbm"]
             given |= {"k_hbm": whole.at[0], "v_hbm": whole.at[1]}
-        return cls(tiles=tiles, **given)
+        return cls(**given)

@@ -10,11 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.attention_kernel import attention_kernel
-from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.config import LANES, Config
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.layout_mask import TileLayout
-from torch_paged_attn.backends.tpu.load_kv import Cursor
 from torch_paged_attn.backends.tpu.pages import Pages
+from torch_paged_attn.backends.tpu.ring import Cursor
 from torch_paged_attn.backends.tpu.tiles import Tiles
 
 
@@ -30,6 +30,37 @@ class Modifiers(NamedTuple):
     score_scale: Array | None  # (batch, num_kv_heads)
     out_factor: Array | None  # (batch, num_kv_heads)
     rng: Array | None  # three int32: the seed's low and high word, the offset
+
+
+def of_tile(shape: tuple[int, ...], num_cores: int, **memory: Any) -> pl.BlockSpec:
+    """The grid step's tile of an operand whose first axis is tiles."""
+
+    def index(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return step * num_cores + core, *(0 for _ in shape[1:])
+
+    return pl.BlockSpec((1, *shape[1:]), index, **memory)
+
+
+def of_sequence(x: Array, num_cores: int, heads: int, apart: int = 1) -> pl.BlockSpec:
+    """What an operand (1 or batch, num_kv_heads, ...) has for the tile's sequence; the kernel's
+    first table says which one that is.
+    """
+
+    def index(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
+        tile = step * num_cores + core
+        head = lax.rem(tile, jnp.int32(apart)) if apart > 1 else 0
+        return sequence[tile] if x.shape[0] > 1 else 0, head, 0, 0
+
+    return pl.BlockSpec((1, heads, *x.shape[2:]), index)
+
+
+def compiler_params(config: Config) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=config.vmem_bytes,
+        # ids are clipped before the launch
+        disable_bounds_checks=True,
+    )
 
 
 def attend_tiles(
@@ -52,38 +83,26 @@ def attend_tiles(
     block_pages = options.block_k // pages.page_size
     lse_width = -(-rows // LANES) * LANES
 
-    def of_tile(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return step * num_cores + core, 0, 0, 0
-
-    def of_heads(x: Array) -> tuple[Array, pl.BlockSpec]:
-        def index(core: Any, step: Any, sequence: Any, *_: Any) -> tuple[Any, ...]:
-            tile = step * num_cores + core
-            head = lax.rem(tile, jnp.int32(apart)) if apart > 1 else 0
-            return sequence[tile] if x.shape[0] > 1 else 0, head, 0, 0
-
-        return x, pl.BlockSpec((1, heads, *x.shape[2:]), index)
-
     def whole(x: Array, memory: Any) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec(memory_space=memory)
 
     scalars: dict[str, Array] = tiles._asdict()
     scalars["table_start"] = pages.table_start
     scalars["table"] = jnp.pad(pages.table, (0, block_pages))
-    inputs = {"q": (q, pl.BlockSpec((1, *q.shape[1:]), of_tile)), "k_hbm": whole(pages.k, pl.ANY)}
+    inputs = {"q": (q, of_tile(q.shape, num_cores)), "k_hbm": whole(pages.k, pl.ANY)}
     if pages.v is not None:
         inputs["v_hbm"] = whole(pages.v, pl.ANY)
     for name, x in modifiers._asdict().items():
         if x is not None:
-            memory = pl.ANY if name == "bias" else pltpu.SMEM
-            inputs[name] = of_heads(x) if name in ("sinks", "slopes") else whole(x, memory)
+            if name in ("sinks", "slopes"):
+                inputs[name] = x, of_sequence(x, num_cores, heads, apart)
+            else:
+                inputs[name] = whole(x, pl.ANY if name == "bias" else pltpu.SMEM)
 
     if layout is not None:
         scalars |= {"visits": layout.visits.reshape(-1), "num_visits": layout.num_visits}
         words = layout.words.reshape(num_tiles, 1, -1)
-        here = pl.BlockSpec(
-            (1, 1, words.shape[2]), lambda *args: of_tile(*args)[:3], memory_space=pltpu.SMEM
-        )
-        inputs["layout"] = words, here
+        inputs["layout"] = words, of_tile(words.shape, num_cores, memory_space=pltpu.SMEM)
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.page_size)
     scratch: dict[str, Any] = {
@@ -113,18 +132,10 @@ def attend_tiles(
             num_scalar_prefetch=len(scalars),
             grid=(num_cores, num_tiles // num_cores),
             in_specs=[spec for _, spec in inputs.values()],
-            out_specs=(
-                pl.BlockSpec((1, *out[1:]), of_tile),
-                pl.BlockSpec((1, *lse[1:]), lambda *args: of_tile(*args)[:3]),
-            ),
+            out_specs=(of_tile(out, num_cores), of_tile(lse, num_cores)),
             scratch_shapes=list(scratch.values()),
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=config.vmem_bytes,
-            # ids are clipped before the launch
-            disable_bounds_checks=True,
-        ),
+        compiler_params=compiler_params(config),
         interpret=options.interpret,
         name=f"paged_attn_{'flash_varlen' if layout is None else 'blocksparse'}_q{options.tile_q}",
     )(*scalars.values(), *(x for x, _ in inputs.values()))

@@ -1,31 +1,23 @@
 """Keys and values are copied from HBM into a ring of buffers, ahead of where they are used.
 
-A tile visits its blocks of keys one after the other, by turns: all blocks between its first and
-last key, or those of a list. Copies are started `num_buffers - 1` blocks ahead of the computation,
-across the ends of tiles and sequences, so that no tile starts with an empty ring.
+A tile of queries visits all blocks between its first and last key, or those of a list.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
-
-
-class Cursor(NamedTuple):
-    """Where the loader stands."""
-
-    tile: Array  # the next copy's
-    turn: Array
-    slot: Array  # the buffer that is computed on next
+from torch_paged_attn.backends.tpu.ring import Ring
 
 
 @dataclasses.dataclass(frozen=True)
-class KvLoader:
+class KvLoader(Ring):
     """The ring of buffers of one kernel.
 
     Each buffer has a semaphore for keys and one for values: a forgotten wait is then seen by the
@@ -37,7 +29,15 @@ class KvLoader:
     num_tiles: int
 
     @property
-    def num_buffers(self) -> int:
+    def num_cores(self) -> int:  # type: ignore[override]
+        return self.options.config.num_cores
+
+    @property
+    def busy_from(self) -> Any:  # type: ignore[override]
+        return self.refs.tiles.busy_from
+
+    @property
+    def num_buffers(self) -> int:  # type: ignore[override]
         return self.refs.k_buffers.shape[0]
 
     @property
@@ -72,40 +72,8 @@ class KvLoader:
         group_size = self.options.heads_apart // self.refs.k_hbm.shape[1]
         return lax.div(lax.rem(tile, jnp.int32(self.options.heads_apart)), jnp.int32(group_size))
 
-    def fill(self, tile: Array) -> Cursor:
-        """Start the copies of all buffers but one, from the core's first tile on."""
-        cursor = Cursor(self.refs.tiles.busy_from[tile], jnp.int32(0), jnp.int32(0))
-
-        def start(slot: Array, cursor: Cursor) -> Cursor:
-            return self._advance(cursor, slot)
-
-        return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
-
-    def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
-        """Wait for this block, and start the copy of one more: the block's buffer, the cursor."""
-        slot = cursor.slot
-        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
-        cursor = self._advance(cursor, free)
-        self._wait(tile, block, slot)
-        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
-
     def _first_block(self, tile: Array) -> Array:
         return lax.div(self.refs.tiles.start[tile], jnp.int32(self.block_k))
-
-    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
-        """Start the copy of the cursor's block into a buffer, and move on to the block behind."""
-        tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
-
-        @pl.when(cursor.tile < self.num_tiles)
-        def _():
-            self._start(tile, self.block(tile, cursor.turn), slot)
-
-        turn = cursor.turn + 1
-        is_done = turn >= self.turns(tile)
-        following = self.refs.tiles.busy_from[tile + self.options.config.num_cores]
-        return cursor._replace(
-            tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
-        )
 
     def _live_pages(self, tile: Array, block: Array) -> tuple[Array, Array]:
         """The first and the end of the block's pages that some token of the tile sees."""
@@ -113,6 +81,16 @@ class KvLoader:
         first = lax.div(self.refs.tiles.start[tile], size) - block * self.pages
         stop = lax.div(self.refs.tiles.stop[tile] + (self.page_size - 1), size)
         return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
+
+    def piece_of(self, buffers: Any, slot: Array, place: Array, width: int, head: Any) -> Array:
+        """Keys or values (width, n) of one KV head: piece `place` of the block in this buffer."""
+        if width < self.page_size:  # the block is one page
+            keys = pl.ds(pl.multiple_of(place * width, width), width)
+            stored = buffers[slot, 0, head, keys, :]
+        else:
+            num_pages = width // self.page_size
+            stored = buffers[slot, pl.ds(place * num_pages, num_pages), head].reshape(width, -1)
+        return widen(stored, self.options.compute_dtype)
 
     def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:
         """The bias (rows, width) of keys of the block in this buffer."""

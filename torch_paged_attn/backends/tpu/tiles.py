@@ -56,6 +56,18 @@ class Tiles(NamedTuple):
     busy_from: Array  # (num_tiles + cores,) this tile or the core's next one that sees a key
 
 
+class KeyTiles(NamedTuple):
+    """`(num_tiles,)` int32 each: tiles of consecutive keys, and the tiles of queries that see some
+    key of theirs, which are neighbours.
+    """
+
+    sequence: Array
+    first_key: Array  # of the tile within its sequence
+    first_tile: Array  # of queries
+    num_visits: Array
+    busy_from: Array  # (num_tiles + cores,) as in `Tiles`
+
+
 class Cut(NamedTuple):
     """Tiles, and where each token is in them."""
 
@@ -125,6 +137,72 @@ def cut_queries(
         token=jnp.clip(token, 0, total_q - 1),
         tile_of=jnp.clip(first_tile[of_token] + place // tile_q, 0, bound - 1),
         place_of=place % tile_q,
+    )
+
+
+class KeyCut(NamedTuple):
+    """Tiles of keys, and where each packed key is in them."""
+
+    tiles: KeyTiles
+    per_sequence: Array  # (batch,) how many tiles a sequence has
+    token: Array  # (num_tiles, tile_k) in k
+    tile_of: Array  # (total_k,) tile of a token, and its place there
+    place_of: Array  # (total_k,)
+    is_key: Array  # (total_k,) False behind the last key of a sequence
+
+
+def cut_keys(
+    lengths: Lengths,
+    first_key: Array,
+    total_k: int,
+    *,
+    tile_k: int,
+    tile_q: int,
+    window: Window,
+    num_cores: int,
+) -> KeyCut:
+    """Tiles of packed keys, of which sequence b's start at row `first_key[b]`; `tile_q` is the
+    size of `cut_queries`, of all sequences.
+    """
+    batch = lengths.key.shape[0]
+    per_sequence = lax.div(lengths.key + (tile_k - 1), jnp.int32(tile_k))
+    bound = min(total_k, (total_k + batch * (tile_k - 1)) // tile_k)
+    bound = max(1, -(-bound // num_cores)) * num_cores
+    which, rank = count_up(per_sequence, bound)
+    sequence = jnp.minimum(which, batch - 1)
+    first = rank * tile_k
+    query_len, key_len = lengths.query[sequence], lengths.key[sequence]
+
+    # token i, at position past + i, sees [position - left, position + right]
+    past = key_len - query_len
+    last = jnp.minimum(first + tile_k, key_len) - 1
+    start = jnp.zeros_like(past) if window.right < 0 else first - window.right - past
+    stop = query_len if window.left < 0 else last + window.left + 1 - past
+    start, stop = (jnp.clip(x, 0, query_len) for x in (start, stop))
+    is_busy = (which < batch) & (start < stop)
+    per_query = lax.div(lengths.query + (tile_q - 1), jnp.int32(tile_q))
+    before = (jnp.cumsum(per_query) - per_query)[sequence]
+    num_visits = lax.div(stop + (tile_q - 1), jnp.int32(tile_q)) - lax.div(start, jnp.int32(tile_q))
+    tiles = KeyTiles(
+        sequence=sequence,
+        first_key=first,
+        first_tile=jnp.where(is_busy, before + lax.div(start, jnp.int32(tile_q)), 0),
+        num_visits=jnp.where(is_busy, num_visits, 0),
+        busy_from=busy_from(is_busy, num_cores),
+    )
+
+    index = jnp.arange(total_k, dtype=jnp.int32)
+    of_token = jnp.searchsorted(first_key[1:], index, side="right", method="compare_all")
+    place = index - first_key[of_token]
+    first_tile = jnp.cumsum(per_sequence) - per_sequence
+    token = first_key[sequence][:, None] + first[:, None] + jnp.arange(tile_k)
+    return KeyCut(
+        tiles=jax.tree.map(lambda x: x.astype(jnp.int32), tiles),
+        per_sequence=per_sequence,
+        token=jnp.clip(token, 0, total_k - 1),
+        tile_of=jnp.clip(first_tile[of_token] + place // tile_k, 0, bound - 1),
+        place_of=place % tile_k,
+        is_key=(place >= 0) & (place < lengths.key[of_token]),
     )
 
 

@@ -21,6 +21,8 @@ def register() -> None:
         packets.reshape_and_cache.default: binding.reshape_and_cache,
         packets.reshape_and_cache.split: binding.reshape_and_cache_split,
         packets.merge_states.default: binding.merge_states,
+        packets.flash_varlen_backward.default: binding.flash_varlen_backward,
+        packets.merge_states_backward.default: binding.merge_states_backward,
     }
     for op, function in ops.items():
         implementation = functools.partial(function, run=_run)

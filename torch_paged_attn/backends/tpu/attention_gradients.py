@@ -1,0 +1,269 @@
+"""`attend_backward` computes the gradients of a call of `flash_varlen` with packed keys.
+
+Two launches, one for queries and one for keys and values, on the tiles that the forward cuts: no
+sum is added up by two programs, so the same call gives the same bits.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from torch_paged_attn.backends.tpu.attention import (
+    FLOATS,
+    Heads,
+    choose_options,
+    compute_dtype_of,
+    lengths_of,
+    rng_words_of,
+)
+from torch_paged_attn.backends.tpu.call import Call
+from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
+from torch_paged_attn.backends.tpu.kernel_arguments import Options
+from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradients, query_gradients
+from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
+from torch_paged_attn.backends.tpu.tiles import Cut, KeyCut, cut_keys, cut_queries
+from torch_paged_attn.backward_call import GRADIENTS
+
+# the tensors that have gradients, in the order of `Needs` and `Gradients`
+WITH_GRADIENT = tuple(GRADIENTS.values())
+Needs = tuple[bool, bool, bool, bool, bool]
+
+# query rows of a tile: with more, too much of the diagonal's tiles is computed for nothing
+MOST_TILE_ROWS = 512
+LEAST_TOKENS = 16
+
+
+class Gradients(NamedTuple):
+    """Of a call's tensors; None is what was not asked for."""
+
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    dbias: Array | None
+    dsinks: Array | None
+
+
+def unsupported_backward(call: Call) -> str | None:
+    """Why there are no gradients of a call with a forward: the argument, and what is allowed."""
+    if call.op != "flash_varlen":
+        return f"{call.op} has no backward on TPUs; supported: flash_varlen"
+    if call.block_table is not None:
+        return "block_table came, and there is no backward for paged keys; allowed: packed k and v"
+    if (dtype := call.q.dtype.name) not in FLOATS:
+        return f"q has dtype {dtype}, which has no backward; allowed: {', '.join(FLOATS)}"
+    for name, dtype in (("k", call.k.dtype.name), ("out_dtype", call.result_dtype.name)):
+        if dtype != call.q.dtype.name:
+            return f"{name} is {dtype}; allowed: {call.q.dtype.name}, as q"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("needs", "config", "interpret"), inline=True)
+def attend_backward(
+    call: Call,
+    dout: Array,
+    dlse: Array | None,
+    out: Array,
+    softmax_lse: Array,
+    *,
+    needs: Needs,
+    config: Config | None,
+    interpret: Any,
+) -> Gradients:
+    """Gradients of q, k, v, attn_bias and sinks, as far as `needs` asks for them.
+
+    `out` (total_q, num_heads, head_dim_v) and `softmax_lse` (num_heads, total_q) may be those of
+    more keys than the call has.
+    """
+    if (reason := unsupported_backward(call)) is not None:
+        refuse(f"{call.op}_backward", reason)
+    needs_q, needs_k, needs_v, needs_bias, needs_sinks = needs
+    needs_bias = needs_bias and call.attn_bias is not None and call.attn_bias.dtype != jnp.bool_
+    total_q, total_k, batch = call.total_q, call.k.shape[0], call.batch
+    # of rows that see no key all gradients are 0, whatever stands there
+    is_live = ~jnp.isneginf(softmax_lse.T)
+    is_token = jnp.arange(total_q) < call.cu_seqlens_q[-1]
+    is_live &= is_token[:, None]
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.where(is_live, delta if dlse is None else delta - dlse.T, 0.0)
+    lse = jnp.where(is_live, base_2(softmax_lse.T), jnp.inf)
+    dsinks = None
+    if needs_sinks and call.sinks is not None:
+        dsinks = -jnp.sum(jnp.exp2(base_2(call.sinks) - lse) * delta, axis=0)
+    if 0 in (total_q, total_k, batch):
+        inputs = (call.q, call.k, call.v, call.attn_bias if needs_bias else None)
+        dq, dk, dv, dbias = (None if x is None else jnp.zeros_like(x) for x in inputs)
+        return Gradients(dq, dk, dv, dbias, dsinks)
+
+    options, num_kv_heads = _choose_options(call, config, interpret)
+    lengths, first_key = lengths_of(call)
+    sizes: dict[str, Any] = {"tile_q": options.tile_q, "window": options.window}
+    sizes["num_cores"] = options.config.num_cores
+    cut = cut_queries(lengths, jnp.ones(batch, bool), total_q, is_whole=False, **sizes)
+    keys = cut_keys(lengths, first_key, total_k, tile_k=options.block_k, **sizes)
+    rows = Rows(dout, lse, delta, is_live)
+    launches = [
+        Launch(call, rows, cut, keys, options, first, num_kv_heads)
+        for first in range(0, call.num_kv_heads, num_kv_heads)
+    ]
+    dq = dk = dv = dbias = None
+    if needs_q or needs_bias:
+        dq, dbias = _joined([x.query_gradients(needs_bias) for x in launches])
+        dq = jnp.where(is_live[..., None], dq, 0).astype(call.q.dtype) if needs_q else None
+    if dbias is not None:
+        if call.attn_bias.shape[0] == 1:
+            dbias = jnp.sum(dbias, axis=1, keepdims=True)
+        dbias = jnp.where(is_token[:, None, None], dbias, 0.0).swapaxes(0, 1)
+        dbias = dbias[..., : call.attn_bias.shape[2]].astype(call.attn_bias.dtype)
+    if needs_k or needs_v:
+        dk, dv = _joined([x.key_gradients() for x in launches])
+        is_key = keys.is_key[:, None, None]
+        dk, dv = (
+            jnp.where(is_key, dx, 0).astype(x.dtype) if is_needed else None
+            for dx, x, is_needed in ((dk, call.k, needs_k), (dv, call.v, needs_v))
+        )
+    return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+class Rows(NamedTuple):
+    """What the gradients of a row hang on beside its q."""
+
+    dout: Array  # (total_q, num_heads, head_dim_v)
+    lse: Array  # (total_q, num_heads), in base 2; +inf of rows without gradients
+    delta: Array  # (total_q, num_heads)
+    is_live: Array  # (total_q, num_heads): what stands in the others is not read
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """`num_kv_heads` heads from `first` on, which are computed on together, and their groups'."""
+
+    call: Call
+    rows: Rows
+    cut: Cut
+    keys: KeyCut
+    options: Options
+    first: int
+    num_kv_heads: int
+
+    @property
+    def _heads(self) -> Heads:
+        return Heads(self.num_kv_heads, self.call.group_size, self.options.tile_q, LANES)
+
+    @property
+    def _options(self) -> Options:
+        return dataclasses.replace(self.options, first_head=self.first * self.call.group_size)
+
+    def query_gradients(self, needs_bias: bool) -> tuple[Array, Array | None]:
+        """(total_q, heads, head_dim), and, if it is needed, dbias as (total_q, heads, keys): each
+        row's, where the heads of a bias are the groups'.
+        """
+        heads, tiles = self._heads, self.keys.per_sequence
+        first_key_tile = (jnp.cumsum(tiles) - tiles).astype(jnp.int32)
+        dq, dbias = query_gradients(
+            self._operands(), self.cut.tiles, first_key_tile, self._options, needs_bias=needs_bias
+        )
+        if dbias is not None:
+            of_bias = dataclasses.replace(heads, num_kv_heads=dbias.shape[1])
+            dbias = of_bias.to_tokens(dbias, self.cut)
+        return heads.to_tokens(dq, self.cut), dbias
+
+    def key_gradients(self) -> tuple[Array, Array]:
+        """(total_k, num_kv_heads, head_dim), and the same of values."""
+        dk, dv = key_gradients(self._operands(), self.cut.tiles, self.keys.tiles, self._options)
+        place = self.keys.tile_of * self.options.block_k + self.keys.place_of
+        dk, dv = (
+            x.swapaxes(1, 2).reshape(-1, self.num_kv_heads, x.shape[3])[place] for x in (dk, dv)
+        )
+        return dk, dv
+
+    def _operands(self) -> Operands:
+        call, rows, heads, cut = self.call, self.rows, self._heads, self.cut
+        dtype, group_size = self.options.compute_dtype, call.group_size
+        of_kv = slice(self.first, self.first + self.num_kv_heads)
+        of_q = slice(of_kv.start * group_size, of_kv.stop * group_size)
+
+        def queries(x: Array) -> Array:
+            x = jnp.where(rows.is_live[:, of_q, None], x[:, of_q], 0)
+            return heads.of_tokens(x.astype(dtype), cut, 0.0)
+
+        def keys(x: Array) -> Array:
+            return x[:, of_kv].astype(dtype)[self.keys.token].swapaxes(1, 2)
+
+        bias, slopes = call.attn_bias, call.alibi_slopes
+        if bias is not None:
+            bias = bias if bias.shape[0] == 1 else bias[of_q]
+            bias = heads.of_bias(bias, cut, self.options.block_k)
+        if slopes is not None:
+            slopes = heads.of_heads(slopes[..., of_q] * LOG2_E)
+        statistics = (
+            heads.of_tokens(rows.lse[:, of_q, None], cut, jnp.inf),
+            heads.of_tokens(rows.delta[:, of_q, None], cut, 0.0),
+        )
+        return Operands(
+            q=queries(call.q),
+            dout=queries(rows.dout),
+            statistics=jnp.concatenate([x[..., 0] for x in statistics], axis=1),
+            k=keys(call.k),
+            v=keys(call.v),
+            bias=bias,
+            slopes=slopes,
+            rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
+        )
+
+
+def _joined(parts: list[tuple[Array, Array | None]]) -> tuple[Any, Any]:
+    """The heads of several launches, one behind the other."""
+    one, other = zip(*parts, strict=True)
+    return tuple(
+        xs[0] if len(xs) == 1 or xs[0] is None else jnp.concatenate(xs, axis=1)
+        for xs in (one, other)
+    )  # type: ignore[return-value]
+
+
+def wanted_gradients(*args: Any, **options: Any) -> Any:
+    """Of `attend_backward`, those that there are; a lone one is no tuple."""
+    found = tuple(x for x in attend_backward(*args, **options) if x is not None)
+    return found if len(found) > 1 else found[0]
+
+
+def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[Options, int]:
+    """What both kernels are compiled for, and how many KV heads they compute on together."""
+    config = choose_config(config)
+    if call.attn_bias is not None:
+        config = config.with_bias()
+    longest = call.max_seqlen_q or call.total_q
+    longest_k = longest if call.cu_seqlens_k is None else call.k.shape[0]
+    block_k = min(config.block_k, max(LANES, _power_of_two(longest_k)))
+    tile_rows = min(config.tile_rows, MOST_TILE_ROWS)
+    # a block is computed on for so long that one copy ahead of it is in time
+    config = dataclasses.replace(
+        config,
+        tile_rows=tile_rows,
+        block_k=block_k,
+        step_k=min(config.step_k, block_k),
+        num_buffers=2,
+    )
+    widths = call.head_dim, call.head_dim_v
+    itemsize, num_kv_heads = compute_dtype_of(call).itemsize, call.num_kv_heads
+    least_rows = max(LANES, LEAST_TOKENS * call.group_size)
+    fitting = config.fit_backward(num_kv_heads, widths, itemsize, least_rows)
+    while fitting is None and num_kv_heads > 1:
+        num_kv_heads = max(n for n in range(1, num_kv_heads) if call.num_kv_heads % n == 0)
+        fitting = config.fit_backward(num_kv_heads, widths, itemsize, least_rows)
+    if fitting is None:
+        least = f"{least_rows} rows and {LANES} keys of {max(widths)} numbers"
+        refuse(f"{call.op}_backward", f"tiles of {least} do not fit {config.vmem_bytes} bytes")
+    config = fitting
+    most = max(1, config.tile_rows // call.group_size)
+    tile_q = max(LEAST_TOKENS, min(1 << (most.bit_length() - 1), _power_of_two(longest)))
+    return choose_options(call, config, LANES, tile_q, interpret), num_kv_heads
+
+
+def _power_of_two(count: int) -> int:
+    """The least one that is not below the count."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -1,0 +1,102 @@
+"""A ring of buffers that blocks are copied into from HBM, ahead of where they are used.
+
+A tile visits its blocks one after the other, by turns. Copies are started `num_buffers - 1` blocks
+ahead of the computation, across the ends of tiles and sequences, so that no tile starts with an
+empty ring.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+
+class Cursor(NamedTuple):
+    """Where the loader stands."""
+
+    tile: Array  # the next copy's
+    turn: Array
+    slot: Array  # the buffer that is computed on next
+
+
+class Ring:
+    """The buffers of one kernel; a subclass says what a block is."""
+
+    num_tiles: int
+    num_cores: int
+    num_buffers: int
+    busy_from: Any  # (num_tiles + cores,) this tile or the core's next one that has a block
+
+    def turns(self, tile: Array) -> Array:
+        """How many blocks the tile visits."""
+        raise NotImplementedError
+
+    def block(self, tile: Array, turn: Array) -> Array:
+        """The block that the tile visits at this turn."""
+        raise NotImplementedError
+
+    def _start(self, tile: Array, block: Array, slot: Array) -> None:
+        raise NotImplementedError
+
+    def _wait(self, tile: Array, block: Array, slot: Array) -> None:
+        raise NotImplementedError
+
+    def run_tile(
+        self,
+        saved: Any,
+        tile: Array,
+        is_first: Array,
+        use: Callable[[Array, Array, Array], None],
+    ) -> None:
+        """`use(block, slot, turn)` for each block of the tile; the ring is filled by the core's
+        first tile, and `saved` keeps the cursor from tile to tile.
+        """
+
+        @pl.when(is_first)
+        def _() -> None:
+            for i, value in enumerate(self.fill(tile)):
+                saved[i] = value
+
+        def take(turn: Array, cursor: Cursor) -> Cursor:
+            block = self.block(tile, turn)
+            slot, cursor = self.load_next(cursor, tile, block)
+            use(block, slot, turn)
+            return cursor
+
+        cursor = Cursor(*(saved[i] for i in range(len(Cursor._fields))))
+        for i, value in enumerate(lax.fori_loop(0, self.turns(tile), take, cursor)):
+            saved[i] = value
+
+    def fill(self, tile: Array) -> Cursor:
+        """Start the copies of all buffers but one, from the core's first tile on."""
+        cursor = Cursor(self.busy_from[tile], jnp.int32(0), jnp.int32(0))
+
+        def start(slot: Array, cursor: Cursor) -> Cursor:
+            return self._advance(cursor, slot)
+
+        return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
+
+    def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
+        """Wait for this block, and start the copy of one more: the block's buffer, the cursor."""
+        slot = cursor.slot
+        free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
+        cursor = self._advance(cursor, free)
+        self._wait(tile, block, slot)
+        return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
+
+    def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
+        """Start the copy of the cursor's block into a buffer, and move on to the block behind."""
+        tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
+
+        @pl.when(cursor.tile < self.num_tiles)
+        def _() -> None:
+            self._start(tile, self.block(tile, cursor.turn), slot)
+
+        turn = cursor.turn + 1
+        is_done = turn >= self.turns(tile)
+        following = self.busy_from[tile + self.num_cores]
+        return cursor._replace(
+            tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
+        )

@@ -1,0 +1,126 @@
+"""Scores of a tile's rows on a piece of keys: what is added to `q . k`, and which of them count.
+
+The same formulas serve (rows, keys), where queries stay and keys pass by, and (keys, rows), where
+keys stay: `query_axis` is 0 or 1.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from torch_paged_attn.backends.tpu import philox
+from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.softmax import LOG2_E
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """One tile's rows, `row = g * tile_q + token`, on the keys from `first_key` on."""
+
+    refs: Refs
+    options: Options
+    tile: Array
+    first_key: Array
+    row: Array  # the index of each score's row, and of its key in the piece
+    key: Array
+
+    @classmethod
+    def of_piece(
+        cls,
+        refs: Refs,
+        options: Options,
+        tile: Array,
+        first_key: Array,
+        sizes: tuple[int, int],
+        query_axis: int = 0,
+    ) -> "Scores":
+        """`sizes` are the numbers of rows and of keys."""
+        shape = sizes if query_axis == 0 else sizes[::-1]
+        row, key = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        row, key = (row, key) if query_axis == 0 else (key, row)
+        return cls(refs, options, tile, first_key, row, key)
+
+    @property
+    def token(self) -> Array:
+        """The row's token within the tile."""
+        return self.row & (self.options.tile_q - 1)
+
+    def of(
+        self, head: Any, products: Array, scale: Any, bias: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Scores in base 2 from `q . k`, and the hyperbolic tangent of a soft cap."""
+        options, refs, tanh = self.options, self.refs, None
+        if options.softcap > 0.0:
+            tanh = jnp.tanh(products * (scale / options.softcap))
+            scores = tanh * (options.softcap * LOG2_E)
+        else:
+            scores = products * (scale * LOG2_E)
+        if refs.slopes is not None:
+            position = refs.tiles.position[self.tile] - self.first_key + self.token
+            distance = jnp.abs(self.key - position).astype(jnp.float32)
+            scores = scores - refs.slopes[0, head] * distance
+        return (scores if bias is None else scores + bias), tanh
+
+    def visible(
+        self, place: Array, width: int, layout: LayoutMask | None, bias: Array | None
+    ) -> Array:
+        """True for scores that count; the piece is the block's `place`-th one of `width` keys."""
+        options, tiles = self.options, self.refs.tiles
+        window, tile_q = options.window, options.tile_q
+        stop = tiles.stop[self.tile] - self.first_key
+        position = tiles.position[self.tile] - self.first_key
+        if tile_q > 1:
+            position += self.token
+        if tile_q > 1 and window.right == 0:
+            visible = self.key <= position  # no query stands behind the last key
+        else:
+            visible = self.key < stop
+            if tile_q > 1 and window.right > 0:
+                visible &= self.key <= position + window.right
+        if window.left >= 0:
+            visible &= self.key >= position - window.left
+        if layout is not None:
+            visible &= layout.sees(self.token, place * width + self.key)
+        if bias is not None:
+            visible &= bias != -jnp.inf
+        if layout is not None or bias is not None:
+            visible &= self.token < tiles.num_tokens[self.tile]
+        return visible
+
+    def is_seen(self, visible: Array, is_sparse: bool) -> Array:
+        """True for keys (width, 1) that some row of the tile sees; rows are the first axis."""
+        tiles = self.refs.tiles
+        key = lax.broadcasted_iota(jnp.int32, (visible.shape[1], 1), 0)
+        start, stop = (x[self.tile] - self.first_key for x in (tiles.start, tiles.stop))
+        is_seen = (key >= start) & (key < stop)
+        if is_sparse:
+            is_seen &= _as_column(jnp.any(visible, axis=0, keepdims=True))
+        return is_seen
+
+    def keep(self, head: Any) -> Array:
+        """True for the probabilities that dropout keeps."""
+        tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
+        query = tiles.first_query[self.tile] + self.token
+        of_group = lax.shift_right_logical(self.row, tile_q.bit_length() - 1)
+        head = self.options.first_head + head * self.options.group_size + of_group
+        head = (tiles.sequence[self.tile] << 16) | head
+        column, query, head = (
+            x.astype(jnp.uint32) for x in (self.first_key + self.key, query, head)
+        )
+        seed_low, seed_high, offset = (rng[i].astype(jnp.uint32) for i in range(3))
+        draws = philox.draw(column, query, head, (seed_low, seed_high), offset)
+        return draws >= jnp.uint32(int(self.options.dropout_p * 2.0**32))
+
+
+def _as_column(row: Array) -> Array:
+    """Bools (1, n) as (n, 1): a diagonal of each 128."""
+    parts = []
+    for first in range(0, row.shape[1], LANES):
+        part = jnp.broadcast_to(row[:, first : first + LANES], (LANES, LANES))
+        i, j = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))
+        parts.append(jnp.sum(jnp.where(part & (i == j), 1.0, 0.0), axis=1, keepdims=True))
+    return jnp.concatenate(parts, axis=0) > 0.0
