@@ -157,11 +157,14 @@ def ours(c: Case, x: Inputs) -> dict[str, Contender]:
     plan = plan_attention(call)
     plan_of_backward = plan_backward(BackwardCall(call, x.dout, None, *call.new_results()))
 
-    def portable() -> tuple[Tensor, Tensor]:
-        return plan((*qkv, x.cu), None)
+    def run(plan: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return plan(tensors, [tensor.data_ptr() for tensor in tensors])
+
+    def portable() -> tuple[Tensor, ...]:
+        return run(plan, *qkv, x.cu)
 
     def portable_backward(saved: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return plan_of_backward((x.dout, *qkv, *saved, x.cu), None)[:3]
+        return run(plan_of_backward, x.dout, *qkv, *saved, x.cu)[:3]
 
     def forward() -> tuple[Tensor, Tensor]:
         return flash_varlen(*qkv, *lengths, **options)

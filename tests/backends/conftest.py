@@ -5,14 +5,12 @@ generations); by default it is all that can run in one process. What did not run
 at the end of the output.
 """
 
-import functools
-
 import pytest
 import torch
 from runners import ALONE, RUNNERS
-from sampling import IS_THOROUGH, NEVER, SAMPLES, chosen
+from sampling import IS_THOROUGH, NEVER, SAMPLES, chosen, no_gradients
 
-from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS, build
+from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS
 
 
 def names_of(asked):
@@ -80,12 +78,6 @@ def pytest_generate_tests(metafunc):
         ids=[f"{r}-{c}" for r, c in pairs],
         indirect=["runner"],
     )
-
-
-@functools.cache
-def no_gradients(runner, problem):
-    """Why a backend has no gradients of a problem, or None."""
-    return runner.unsupported_backward(build(problem))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -5,7 +5,10 @@ all of them but `NEVER`. A new problem or test runs everywhere until a line here
 """
 
 import dataclasses
+import functools
 import os
+
+from torch_paged_attn.testing import build
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -242,3 +245,9 @@ def chosen(runner: str, test: str, cases: tuple[str, ...]) -> tuple[str, ...]:
     if IS_THOROUGH or sample is None or test not in sample.cases:
         return cases
     return tuple(case for case in cases if case in sample.cases[test])
+
+
+@functools.cache
+def no_gradients(runner, problem):
+    """Why a backend has no gradients of a problem, or None."""
+    return runner.unsupported_backward(build(problem))

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from conftest import no_gradients
+from sampling import no_gradients
 from test_attention import assert_same_bits
 
 from torch_paged_attn import reference
