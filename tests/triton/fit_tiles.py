@@ -33,16 +33,22 @@ KINDS = ("dkdv", "dq", "dbias")
 
 
 def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
-    """The calls that take each entry of a chip's table, and all its entries."""
+    """The calls that take each entry of a chip's table, and all its entries: with Hopper's own
+    kernels, and as with a Triton that has no Gluon.
+    """
     from triton.runtime.jit import JITFunction
 
+    from torch_paged_attn.backends.triton.hopper import support
     from torch_paged_attn.backends.triton.portable import backward, tiles
+    from torch_paged_attn.backends.triton.runtime import launch_cache
     from torch_paged_attn.backends.triton.tuning import backward as backward_tuning
     from torch_paged_attn.backends.triton.tuning import portable as tuning
 
     taken: dict[str, list[str]] = {}
-    for name, call in cross_compile.CALLS.items():
+    both = itertools.product((True, False), cross_compile.CALLS.items())
+    for has_gluon, (name, call) in both:
         tiles.choose_tiles.cache_clear()
+        launch_cache.clear()
 
         def choose(*sizes, name=name):
             entry, _ = tuning.find_entry(*sizes)
@@ -60,6 +66,7 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
             mock.patch.object(tiles, "choose_config", choose),
             mock.patch.object(backward, "choose_backward_config", choose_backward),
             mock.patch.object(JITFunction, "run"),
+            mock.patch.object(support, "HAS_GLUON", has_gluon),
         ):
             call()()
     return taken, list(tuning.table(arch))
