@@ -67,6 +67,11 @@ def unsupported(call: AttentionCall) -> str | None:
         page_size = call.page_size
         if page_size % LEAST_BOX:
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
+        # registers spill where a window's first key has to be divided by such a size
+        if page_size & (page_size - 1) and max(dims) > 128 and is_bound(call.window_size_left):
+            return (
+                f"page_size is {page_size}, no power of two, with a window and head_dim {dims[0]}"
+            )
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:

@@ -76,7 +76,7 @@ def _queries_of(first_key, query_len, key_len, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _add_query_tile(
-    dk, dv, first_token, head, memory, keys, queries, pointers, strides, sizes, scalars,
+    dk, dv, first_token, memory, keys, queries, pointers, strides, scalars,
     OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the queries from `first_token` on add to dK (without the scale) and dV."""
@@ -123,7 +123,7 @@ def _add_query_tile(
     s = scaled(s, scalars.scale, 0.0, OPTIONS)
     s, capped = logits(s, bias, memory.slope, position, keys_of_tile, pointers, scalars, OPTIONS)
     p = probabilities(s, lse[None, :], seen, scalars.factor, OPTIONS, IS_MASKED)
-    survives = survivors(keys.b, head, token, keys.first, pointers, scalars, BLOCK_N, True)
+    survives = survivors(keys.b, memory.head, token, keys.first, pointers, scalars, BLOCK_N, True)
     dout = load_chunks(
         memory.dout, near * strides.dout_token, None, OPTIONS.V_LOW, OPTIONS.V_HIGH,
         OPTIONS.HEAD_DIM_V, False, FORMAT, DTYPE,
@@ -150,9 +150,10 @@ def _add_query_tile(
 
 @triton.jit
 def _query_memory(head, b, queries, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """Where a head's queries, the gradients of their results, their statistics, and rows of a bias
-    are; its slope.
+    """A head's number; where its queries, the gradients of their results, their statistics, and
+    rows of a bias are; its slope.
     """
+    number = head
     q_start, head = tl.cast(queries.q_start, tl.int64), tl.cast(head, tl.int64)
     # what is not there is 0: a function returns no None
     bias_ptr = 0
@@ -162,7 +163,8 @@ def _query_memory(head, b, queries, pointers, strides, sizes, OPTIONS: tl.conste
     if pointers.alibi is not None:
         at = b * strides.alibi_batch + head * strides.alibi_head
         slope = tl.load(pointers.alibi + at, mask=b < sizes.batch, other=0.0)
-    return named("q dout statistics bias slope")(
+    return named("head q dout statistics bias slope")(
+        head=number,
         q=pointers.q + (q_start * strides.q_token + head * strides.q_head),
         dout=pointers.dout + (q_start * strides.dout_token + head * strides.dout_head),
         statistics=statistics_of(pointers.statistics, head, queries.q_start // 64 + b, sizes),
@@ -217,8 +219,8 @@ def _dkdv_of_tile(keys, queries, kv_head, pointers, strides, sizes, scalars, OPT
                     row = tl.load(rows_ptr + i // PER_BLOCK)
                     first_token = row * OPTIONS.Q_BLOCK + i % PER_BLOCK * BLOCK_M - queries.past
                 dk, dv = _add_query_tile(
-                    dk, dv, first_token, head, memory, keys, queries, pointers, strides, sizes,
-                    scalars, OPTIONS, phase != 1,
+                    dk, dv, first_token, memory, keys, queries, pointers, strides, scalars,
+                    OPTIONS, phase != 1,
                 )  # fmt: skip
     return dk, dv
 

@@ -62,7 +62,7 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
 
 @triton.jit
 def key_tile_gradients(
-    n0, rows, queries, statistics, keys, memory, pointers, strides, sizes, scalars,
+    n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
     OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """dS and dX, (queries, keys), of a tile of queries and the keys from n0 on; and those keys."""
@@ -180,7 +180,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
         for i in tl.range(i_first, i_last):
             n0 = first_key(i, keys, memory, strides, OPTIONS)
             ds, dx, k = key_tile_gradients(
-                n0, rows, queries, statistics, keys, memory, pointers, strides, sizes, scalars,
+                n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
                 OPTIONS, phase != 1,
             )  # fmt: skip
             if HAS_DBIAS:

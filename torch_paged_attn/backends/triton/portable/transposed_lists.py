@@ -39,16 +39,13 @@ class ListPointers(NamedTuple):
 
 
 @triton.jit
-def _layout_of_program(
-    b, head, pointers, crow_batch, crow_head, crow, col_batch, col_head, layout_rows, nnz
-):
-    """A head's first entry and the one after its last; where its bounds and its columns are."""
+def _layout_of_program(b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz):
+    """A head's first entry and the one after its last; where its bounds are."""
     crow_ptr = pointers.crow + (b.to(tl.int64) * crow_batch + head.to(tl.int64) * crow_head)
-    col_ptr = pointers.col + (b.to(tl.int64) * col_batch + head.to(tl.int64) * col_head)
     # bounds nobody checked must not lead outside the entries
     begin = tl.minimum(tl.maximum(tl.load(crow_ptr), 0), nnz)
     stop = tl.minimum(tl.load(crow_ptr + tl.cast(layout_rows, tl.int64) * crow), nnz)
-    return begin, stop, crow_ptr, col_ptr
+    return begin, stop, crow_ptr
 
 
 SIZES = ("crow_batch", "crow_head", "col_batch", "col_head", "layout_rows", "nnz", "columns")
@@ -60,8 +57,8 @@ def _entry_rows_kernel(
 ):
     """One program for a row of a head of a batch entry."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, crow_ptr, _ = _layout_of_program(
-        b, head, pointers, crow_batch, crow_head, crow, col_batch, col_head, layout_rows, nnz
+    _, _, crow_ptr = _layout_of_program(
+        b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz
     )
     bound = crow_ptr + row.to(tl.int64) * crow
     begin, stop = tl.maximum(tl.load(bound), 0), tl.minimum(tl.load(bound + crow), nnz)
@@ -81,9 +78,10 @@ def _column_kernel(
     """
     column, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layout_head = (b * tl.num_programs(1) + head).to(tl.int64)
-    begin, stop, _, col_ptr = _layout_of_program(
-        b, head, pointers, crow_batch, crow_head, crow, col_batch, col_head, layout_rows, nnz
+    begin, stop, _ = _layout_of_program(
+        b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz
     )
+    col_ptr = pointers.col + (b.to(tl.int64) * col_batch + head.to(tl.int64) * col_head)
     at_column = layout_head * columns + column
     found = tl.full([], 0, tl.int32)
     if not IS_COUNT:
