@@ -142,6 +142,7 @@ void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
       isa.attend_backward(b, plan.tasks[i], memory + worker * floats);
     return true;
   });
+  scratch.trim();
 }
 
 Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32); }
@@ -213,6 +214,13 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   if (sums_apart)
     torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
   return_tensors(stack, {dq, dk, dv, dbias, dsinks});
+  trim(plan.tasks);
+  trim(plan.sequences);
+  trim(plan.tiles);
+  trim(plan.row_tiles);
+  trim(plan.row_counts);
+  trim(plan.lists);
+  trim(plan.entries);
 }
 
 void flash_varlen_backward(StableIValue* stack, uint64_t num_args, uint64_t) {

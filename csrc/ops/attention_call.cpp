@@ -42,12 +42,15 @@ void run(Attention& a) {
     if (memory == nullptr) return false;
     const Task& task = work.tasks[i];
     isa.attend(a, task, memory);
-    if (task.merge < 0) return true;
     // whoever finishes the last split adds them up, always in the same order
-    const MergeTask& merge = work.merges[task.merge];
-    if (++finished[task.merge] == merge.num_splits) isa.merge_splits(a, merge, memory);
+    if (task.merge >= 0 && ++finished[task.merge] == work.merges[task.merge].num_splits)
+      isa.merge_splits(a, work.merges[task.merge], memory);
+    workspace.trim();
     return true;
   });
+  partials.trim();
+  trim(plan.tasks);
+  trim(plan.merges);
 }
 
 }  // namespace

@@ -163,5 +163,7 @@ def _explain(gate: Gate, checks: tuple[Callable[..., None], ...], *args: Any, **
 # the instruction set that the CPU kernels use, and all that they could use here, slowest first
 LIBRARY.define("cpu_isa() -> str")
 LIBRARY.define("cpu_isas() -> str")
+# the others of this architecture, a line for each: its name, and why it cannot run here
+LIBRARY.define("cpu_isas_missing() -> str")
 # whether they can tell that an input needs a gradient
 LIBRARY.define("cpu_sees_gradients() -> bool")
