@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=passive PYTHONPATH=. python benchmarks/sdpa.py
 
 writes `torch_paged_attn/integrations/sdpa_table.json`, by which "PAGED_ATTN_SDPA" decides, for the
-instruction set of this machine. A ratio is PyTorch's smallest CPU time over ours; of a cell with
+family of this machine's processor. A ratio is PyTorch's smallest CPU time over ours; of a cell with
 batches of one and of four sequences, the smaller one counts. The table says how busy the machine
 was: on a busy one, CPU time too has other processes' misses in it, on either side.
 
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
-import torch_paged_attn  # noqa: F401
+from torch_paged_attn import _processor
 from torch_paged_attn.integrations import torch_sdpa
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -117,16 +117,16 @@ def main() -> None:
             for dtype in DTYPES:
                 print(dtype, round(ratio("decode", dtype, 64, 4, 1024, 1, asked.seconds), 2))
         return
-    isa, before = torch.ops.paged_attn.cpu_isa(), os.getloadavg()[0]
+    before = os.getloadavg()[0]
     found = []
     for cell in cells(asked.seconds):
         print(*cell.values(), flush=True)
         found.append(cell)
     table = json.loads(torch_sdpa.TABLE.read_text())
     load = max(before, os.getloadavg()[0] - 1)
-    table["isas"][isa] = {
+    table["processors"][_processor.family()] = {
         "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "model": _processor.facts().get("model name", platform.machine()),
         "clock": "smallest CPU time of one thread, in turns",
         "load_average_of_others": round(load, 2),
         "is_quiet": load <= QUIET,

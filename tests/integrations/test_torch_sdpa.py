@@ -11,12 +11,12 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from torch_paged_attn import flash_varlen
+from torch_paged_attn import _processor, flash_varlen
 from torch_paged_attn.integrations import torch_sdpa
 from torch_paged_attn.testing import assert_close_as_baseline
 
 NAME = "PAGED_ATTN_SDPA"
-ISA = torch.ops.paged_attn.cpu_isa()
+PROCESSOR = _processor.family()
 
 
 def cell(kind, keys, ratio, dtype="float32", head_dim=64, group_size=1):
@@ -42,7 +42,7 @@ CELLS = [
 @pytest.fixture
 def activated(tmp_path, monkeypatch):
     table = tmp_path / "table.json"
-    table.write_text(json.dumps({"isas": {ISA: {"cells": CELLS}}}))
+    table.write_text(json.dumps({"processors": {PROCESSOR: {"cells": CELLS}}}))
     monkeypatch.setattr(torch_sdpa, "TABLE", table)
     taken = []
 
@@ -171,15 +171,13 @@ def test_restore_brings_the_kernel_back(activated):
     activate_flash_attention_impl(NAME)
 
 
-def test_an_instruction_set_without_a_table_changes_nothing(activated):
+def test_a_processor_without_a_table_changes_nothing(activated):
     assert not torch_sdpa.Table.of("z80").ratios
 
 
 def test_the_table_that_is_shipped_is_sound():
-    isas = json.loads(
-        (torch_sdpa.Path(torch_sdpa.__file__).with_name("sdpa_table.json")).read_text()
-    )
-    for table in isas["isas"].values():
+    tables = json.loads(torch_sdpa.TABLE.read_text())["processors"]
+    for table in tables.values():
         assert table["cells"] and isinstance(table["is_quiet"], bool)
         kinds = {(x["dtype"], x["kind"], x["head_dim"], x["group_size"]) for x in table["cells"]}
         for dtype, kind, _, _ in kinds:

@@ -6,7 +6,7 @@
     activate_flash_attention_impl("PAGED_ATTN_SDPA")
 
 Only calls like those go to `flash_varlen` in which a benchmark (benchmarks/sdpa.py) saw it ahead of
-PyTorch's kernel on processors with the same instruction set: `sdpa_table.json`. All others run
+PyTorch's kernel on processors of the same family: `sdpa_table.json`. All others run
 PyTorch's kernel, the very one that ran before, with the same bits: other dtypes and sizes, masks,
 dropout, causal calls whose queries are not as many as the keys (PyTorch aligns these at the first
 key). Gradients are PyTorch's own in either case: its backward takes our results.
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.integrations import _constants
+from torch_paged_attn import _processor
+from torch_paged_attn.integrations._arguments import of_equal_lengths
 from torch_paged_attn.integrations.torch_attention import Handle
 from torch_paged_attn.ops import flash_varlen
 
@@ -40,9 +41,9 @@ LEAST_HEADS = 8
 class Sdpa:
     """The kernel that stands in PyTorch's place, and PyTorch's own."""
 
-    def __init__(self, isa: str) -> None:
+    def __init__(self, processor: str) -> None:
         self.native = torch.library.get_kernel(f"aten::{OP}", "CPU")
-        self.table = Table.of(isa)
+        self.table = Table.of(processor)
 
     def __call__(
         self,
@@ -59,7 +60,8 @@ class Sdpa:
 
         Returns output like query, and logsumexp (batch, num_heads, L) float32.
         """
-        if attn_mask is None and dropout_p == 0.0 and key.stride(-1) == value.stride(-1) == 1:
+        has_rows = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        if attn_mask is None and dropout_p == 0.0 and has_rows:
             batch, heads, queries, dim = query.shape
             kv_heads, keys = key.shape[1:3]
             sizes = batch * heads, heads // max(kv_heads, 1), queries, keys, dim
@@ -83,10 +85,10 @@ class Table:
         self.is_ahead = functools.lru_cache(maxsize=1024)(self._is_ahead)
 
     @classmethod
-    def of(cls, isa: str) -> "Table":
-        """What was measured with an instruction set; nothing for one with which nothing was."""
+    def of(cls, processor: str) -> "Table":
+        """What was measured on a family of processors; nothing for one on which nothing was."""
         ratios: dict[tuple[Any, ...], dict[int, float]] = {}
-        for cell in json.loads(TABLE.read_text())["isas"].get(isa, {}).get("cells", ()):
+        for cell in json.loads(TABLE.read_text())["processors"].get(processor, {}).get("cells", ()):
             kind = cell["dtype"], cell["kind"], cell["head_dim"], cell["group_size"]
             ratios.setdefault(kind, {})[cell["keys"]] = cell["ratio"]
         return cls(ratios)
@@ -126,25 +128,11 @@ def around(x: int, known: set[int]) -> set[int]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The call by `flash_varlen`. Keys and values of a sequence are a page: no copy, whatever the
-    strides are.
-    """
+    """The call by `flash_varlen`. PyTorch has passed autograd, and differentiates by itself."""
     batch, heads, queries, _ = query.shape
-    rows = query.transpose(1, 2).flatten(0, 1)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    packed, lse = flash_varlen(
-        rows,
-        key,
-        value,
-        _constants.multiples(queries, batch, rows),
-        max_seqlen_q=queries,
-        max_seqlen_k=key.shape[2],
-        seqused_k=_constants.repeated(key.shape[2], batch, rows),
-        block_table=_constants.row_numbers(batch, rows),
-        softmax_scale=scale,
-        causal=is_causal,
-    )
+    with torch.no_grad():
+        tensors = of_equal_lengths(*(x.transpose(1, 2) for x in (query, key, value)))
+        packed, lse = flash_varlen(**tensors, softmax_scale=scale, causal=is_causal)
     found = packed.view(batch, queries, heads, -1).transpose(1, 2)
     # graphs count on PyTorch's strides: those of query, and of queries before heads
     out = torch.empty_like(query)
@@ -166,7 +154,7 @@ def activate() -> Handle:
 
     if (reason := BACKEND.unsupported()) is not None:
         raise RuntimeError(f"PAGED_ATTN_SDPA stands in for PyTorch's CPU kernel, and {reason}")
-    kernel = Sdpa(torch.ops.paged_attn.cpu_isa())
+    kernel = Sdpa(_processor.family())
     library = torch.library.Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
         # that a kernel takes another's place is what was asked for
