@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,15 @@ def cells(seconds: float) -> Iterator[dict[str, Any]]:
                     }
 
 
+def written(table: dict[str, Any]) -> str:
+    """The table as text, a cell a line."""
+    text = json.dumps(table, indent=1)
+    return (
+        re.sub(r"\{\s+(\"dtype\"[^}]*?)\s+\}", lambda x: f"{{{' '.join(x[1].split())}}}", text)
+        + "\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.15, help="of each contender and cell")
@@ -132,8 +142,7 @@ def main() -> None:
         "is_quiet": load <= QUIET,
         "cells": found,
     }
-    text = json.dumps(table, indent=1).replace("\n    ", " ").replace("\n   }", " }")
-    torch_sdpa.TABLE.write_text(text + "\n")
+    torch_sdpa.TABLE.write_text(written(table))
 
 
 if __name__ == "__main__":
