@@ -19,6 +19,8 @@ LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
+# op name -> its schema, as text
+SCHEMAS: dict[str, str] = {}
 # those of which the compiled kernels say what they would do, as JSON, by `<op>_plan`
 PLANNED = ("flash_varlen", "blocksparse")
 # op name -> what looks whether its calls need a gradient
@@ -75,6 +77,7 @@ def define(
     if composed is not None:
         COMPOSED[name] = composed
     OPS[name] = check, check_values
+    SCHEMAS[name] = schema
     return gate.op
 
 
