@@ -7,6 +7,7 @@ from typing import Any
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
 from torch_paged_attn.ops.lacking import OPTIONAL
+from torch_paged_attn.ops.paths import Path
 
 
 class Triton(Backend):
@@ -17,6 +18,7 @@ class Triton(Backend):
     lacks = tuple(x for x in OPTIONAL if x != "batch_invariant")
     # a call that was made before is known by its description
     checks_metadata = True
+    announces = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
 
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -27,6 +29,14 @@ class Triton(Backend):
     def has(self, op: str) -> bool:
         """All but the list form of `merge_states`."""
         return op != "merge_states.list" and super().has(op)
+
+    def path(self, op: str, call: Any, target: str | None = None) -> Path:
+        """Portable kernels, Hopper's, or both; tiles and splits."""
+        if (reason := self.unsupported()) is not None:
+            return Path(self.name, None, reason)
+        from torch_paged_attn.backends.triton import path
+
+        return path.path(op, call, target)
 
     def notes(self) -> list[str]:
         """Which kernels there are on this machine."""

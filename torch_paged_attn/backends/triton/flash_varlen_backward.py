@@ -13,6 +13,7 @@ from torch_paged_attn.backends.triton.portable.backward import plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.flash_varlen_backward import check
 from torch_paged_attn.ops.lacking import refuse_lacking
 
@@ -49,6 +50,7 @@ class BackwardOp:
         call = self._call_of(*args, **options)
         refuse_lacking(call.named_forward(), BACKEND.name, BACKEND.lacks_in_backward)
         reason = backward_sm90.unsupported(call)
+        paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
         if reason is None:
             logger.debug("%s: the Hopper kernels", self._name)
             return backward_sm90.plan_backward(call)
