@@ -9,6 +9,7 @@
 #include "../core/schedule.h"
 #include "../core/seqlen_info.h"
 #include "../kernels.h"
+#include "announce.h"
 #include "attention_call.h"
 #include "scratch.h"
 
@@ -152,6 +153,8 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   Backward b = {};
   if (arguments.recorded(arguments.on_cpu() && accept(x, b), 5)) return;
   const Attention& a = b.forward;
+  static Announced announced[2][2];
+  announced[has_layout][suits_pairs(a)].once(op, suits_pairs(a));
   const bool has_dbias = x.output_mask[3] && x.attn_bias && a.bias_dtype <= DType::float16;
   const bool has_dsinks = x.output_mask[4] && x.sinks;
   const int64_t total_k = x.k.size(0);
