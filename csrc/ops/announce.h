@@ -3,8 +3,6 @@
 
 #include <atomic>
 
-#include "../core/attention.h"
-
 namespace paged_attn {
 
 // One way that calls of an op take. A static one costs every call but the first a look at a flag.
@@ -19,11 +17,5 @@ class Announced {
   static void say(const char* op, bool has_pairs);
   std::atomic<bool> said_{false};
 };
-
-// Whether bfloat16 holds what the products multiply, so that instructions for pairs of it serve.
-inline bool suits_pairs(const Attention& a) {
-  const auto exact = [](DType x) { return x == DType::bfloat16 || bytes_of(x) == 1; };
-  return exact(a.q_dtype) && exact(a.kv_dtype);
-}
 
 }  // namespace paged_attn

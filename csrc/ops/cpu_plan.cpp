@@ -24,7 +24,7 @@ std::string described(const Attention& a) {
   const auto add = [&](const char* name, int64_t number) {
     text += (text.empty() ? "{\"" : ", \"") + std::string(name) + "\": " + std::to_string(number);
   };
-  add("has_pairs", suits_pairs(a));
+  add("has_pairs", multiply_as_pairs(a.q_dtype, a.kv_dtype));
   add("row_tasks", rows);
   add("tile_tasks", int64_t(plan.tasks.size()) - rows);
   add("merges", int64_t(plan.merges.size()));

@@ -172,5 +172,7 @@ LIBRARY.define("cpu_isa() -> str")
 LIBRARY.define("cpu_isas() -> str")
 # what they call once for each way that calls take
 LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
+# the others of this architecture, a line for each: its name, and why it cannot run here
+LIBRARY.define("cpu_isas_missing() -> str")
 # whether they can tell that an input needs a gradient
 LIBRARY.define("cpu_sees_gradients() -> bool")

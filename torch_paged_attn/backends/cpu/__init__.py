@@ -33,6 +33,12 @@ class Cpu(Backend):
     def unsupported_backward(self, call: AttentionCall) -> None:
         """None: every call that has gradients has them here."""
 
+    def notes(self) -> list[str]:
+        """Why each faster instruction set is not used: not built, absent, refused by the system."""
+        if self.unsupported() is not None:
+            return []
+        return [f"without {line}" for line in torch.ops.paged_attn.cpu_isas_missing().splitlines()]
+
 
 @functools.cache
 def _load() -> str | None:

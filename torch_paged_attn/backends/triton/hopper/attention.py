@@ -34,6 +34,7 @@ from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     UNBOUNDED,
+    columns_of,
     heads_per_layout,
     is_bound,
     key_bound,
@@ -119,6 +120,7 @@ def options_of(
         BLOCK_N=config.BLOCK_N,
         WIDTH=width_of(call.head_dim),
         WIDTH_V=width_of(call.head_dim_v),
+        COLUMNS=width_of(call.head_dim) if _pages_in_atoms(call) else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
