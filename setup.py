@@ -21,11 +21,14 @@ TORCH_2_11 = "0x020b000000000000"
 SOURCES = [*map(str, sorted(Path("csrc/ops").glob("*.cpp"))), "csrc/core/schedule.cpp"]
 SOURCES += ["csrc/core/backward_plan.cpp", "csrc/dispatch.cpp", "csrc/engines.cpp"]
 
+# the processor that it is for: Python's own variable says of which system a cross-compiler builds
+MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).rpartition("-")[2]
+
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}
-if platform.machine() in ("aarch64", "arm64"):
+if MACHINE in ("aarch64", "arm64"):
     ISA_FLAGS |= {"neon": [], "neon_bf16": ["-march=armv8.2-a+bf16"]}
-elif platform.machine() in ("x86_64", "AMD64"):
+elif MACHINE in ("x86_64", "AMD64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ISA_FLAGS["avx2"] + [
         f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")
