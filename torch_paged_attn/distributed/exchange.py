@@ -1,0 +1,213 @@
+"""Keys and values on their way to the ranks whose queries see them: all-gather of what is needed.
+
+Each rank packs a token's keys and values into one row and sends every other rank the rows that its
+queries see, in one all-to-all; then it lays what it has and what came in the order of its
+sequences. Under a causal mask or a window, and for documents that are whole, that is far less than
+everything. A gradient takes the same ways back, in float32, added up in the order of ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from torch_paged_attn.distributed.ranks import Ranks
+from torch_paged_attn.distributed.shards import Shards, cumulative
+
+
+class Mask(NamedTuple):
+    """What decides which keys a query may see."""
+
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    # whether columns of a bias count the keys of a document from its first
+    from_first: bool
+    # whether anything is compared with positions
+    by_position: bool
+
+
+class Sequences(NamedTuple):
+    """Runs of queries of one document on one rank, and the keys of that document that they see."""
+
+    document: Tensor
+    first: Tensor  # position of the first query
+    queries: Tensor
+    low: Tensor  # positions of the first key, and behind the last one
+    high: Tensor
+
+
+def sequences_of(shards: Shards, rank: int, mask: Mask) -> Sequences:
+    """The sequences of a rank's call, in the order of its rows."""
+    counts, first = shards.counts[rank], shards.first[rank]
+    if not mask.by_position:  # all pieces of a document see the same
+        counts, first = counts.sum(1, keepdim=True), first[:, :1]
+    elif counts.shape[1] == 2:  # pieces that follow each other are one
+        joined = (first[:, 0] + counts[:, 0] == first[:, 1]) & (counts > 0).all(1)
+        both = torch.stack([counts.sum(1), torch.zeros_like(counts[:, 0])], 1)
+        counts = torch.where(joined[:, None], both, counts)
+    exists = counts > 0
+    document = exists.nonzero()[:, 0]
+    first, queries = first[exists], counts[exists]
+    length = shards.lengths[document]
+    low, high = torch.zeros_like(first), length
+    if mask.by_position:
+        last = first + queries
+        if mask.causal or mask.window_size_right == 0:
+            high = last
+        elif mask.window_size_right > 0:
+            high = length.minimum(last + mask.window_size_right)
+        if mask.window_size_left >= 0 and not mask.from_first:
+            low = (first - mask.window_size_left).clamp(min=0)
+    return Sequences(document, first, queries, low, high)
+
+
+class Exchange:
+    """Which rows of keys travel, and where they lie on this rank in the end.
+
+    Attributes (of this rank's call):
+        documents: `(sequences,)` int64, the document of each sequence.
+        lengths: cu_seqlens_q and cu_seqlens_k, `(sequences + 1,)` int32, and hints.
+        q_position: `(sequences,)` int32 where the last query does not stand at the last key; else
+            None.
+    """
+
+    def __init__(self, shards: Shards, mask: Mask) -> None:
+        self.ranks = ranks = shards.ranks
+        rank, size = ranks.rank, ranks.size
+        own = sequences_of(shards, rank, mask)
+        self.documents = shards.to_device(own.document)
+        keys_each = own.high - own.low
+        self.lengths = {
+            "cu_seqlens_q": shards.to_device(cumulative(own.queries)),
+            "cu_seqlens_k": shards.to_device(cumulative(keys_each)),
+            "max_seqlen_q": int(own.queries.max()) if len(own.queries) else 0,
+            "max_seqlen_k": int(keys_each.max()) if len(own.queries) else 0,
+        }
+        self.q_position = None
+        if mask.by_position and (own.high != own.first + own.queries).any():
+            self.q_position = shards.to_device((own.first - own.low).int())
+
+        needed = [_needed(shards, sequences_of(shards, other, mask)) for other in range(size)]
+        self.own_rows = len(shards.indices)
+        sent, came = [], []
+        for other in range(size):
+            is_own = shards.owner_of_row == rank
+            is_theirs = shards.owner_of_row == other
+            nothing = torch.empty(0, dtype=torch.int64)
+            sent.append(nothing if other == rank else (needed[other] & is_own).nonzero().flatten())
+            came.append(nothing if other == rank else (needed[rank] & is_theirs).nonzero().flatten())
+        self.sent_rows = [len(x) for x in sent]
+        self.came_rows = [len(x) for x in came]
+        self.travels = any(
+            bool((needed[other] & (shards.owner_of_row != other)).any()) for other in range(size)
+        )
+        self.sent = shards.to_device(shards.row_of[torch.cat(sent)])
+
+        # the packing's rows where they lie here: own ones, then those that came
+        lies_at = torch.full((shards.tokens,), -1)
+        lies_at[shards.owned[rank]] = torch.arange(self.own_rows)
+        lies_at[torch.cat(came)] = self.own_rows + torch.arange(sum(self.came_rows))
+        keys = lies_at[_ranges(shards.starts[own.document] + own.low, own.high - own.low)]
+        total = self.own_rows + sum(self.came_rows)
+        self.in_order = len(keys) == total and bool((keys == torch.arange(total)).all())
+        self.keys = shards.to_device(keys)
+        # the way back: each row's use, and for rows that two sequences see the other one
+        first, second = _uses(keys, total)
+        self.used = shards.to_device((first >= 0).nonzero().flatten())
+        self.first_use = shards.to_device(first[first >= 0])
+        self.used_twice = shards.to_device((second >= 0).nonzero().flatten())
+        self.second_use = shards.to_device(second[second >= 0])
+
+    def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's sequences, end to end."""
+        width_k = k[0].numel() if len(k) else k.shape[1] * k.shape[2]
+        n = self.own_rows
+        own = torch.cat([k[:n].flatten(1), v[:n].flatten(1)], 1)
+        rows = torch.cat([own, self._swap(own)]) if self.travels else own
+        if not self.in_order:
+            rows = rows.index_select(0, self.keys)
+        found_k = rows[:, :width_k].unflatten(1, k.shape[1:])
+        return found_k, rows[:, width_k:].unflatten(1, v.shape[1:])
+
+    def _swap(self, own: Tensor) -> Tensor:
+        given = own.index_select(0, self.sent)
+        return _all_to_all(given, self.came_rows, self.sent_rows, self.ranks)
+
+    def hand_back(self, gradient: Tensor) -> Tensor:
+        """`(own_rows, ...)` float32: what a gradient of all keys of all ranks' sequences is for this
+        rank's own rows.
+        """
+        total = self.own_rows + sum(self.came_rows)
+        if self.in_order:
+            rows = gradient.float()
+        else:
+            rows = gradient.new_zeros(total, *gradient.shape[1:], dtype=torch.float32)
+            rows.index_copy_(0, self.used, gradient.index_select(0, self.first_use).float())
+            other = gradient.index_select(0, self.second_use).float()
+            rows.index_add_(0, self.used_twice, other)  # no row twice: any order is the same
+        own, theirs = rows.split([self.own_rows, sum(self.came_rows)])
+        if not self.travels:
+            return own
+        back = _all_to_all(theirs.contiguous(), self.sent_rows, self.came_rows, self.ranks)
+        own = own.clone()
+        parts = zip(back.split(self.sent_rows), self.sent.split(self.sent_rows), strict=True)
+        for part, at in parts:  # rank by rank, so that the order is always the same
+            own.index_add_(0, at, part)
+        return own
+
+
+def _needed(shards: Shards, sequences: Sequences) -> Tensor:
+    """`(tokens,)` bool: the packing's rows whose keys any of the sequences sees."""
+    edges = torch.zeros(shards.tokens + 1, dtype=torch.int32)
+    starts = shards.starts[sequences.document]
+    one = torch.ones_like(starts, dtype=torch.int32)
+    edges.index_add_(0, starts + sequences.low, one)
+    edges.index_add_(0, starts + sequences.high, -one)
+    return edges.cumsum(0)[:-1] > 0
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """`starts[i], starts[i] + 1, ...`, `lengths[i]` of them, one after the other."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
+def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Where each of `total` rows stands among `keys`, first and last; -1 where not, or not twice."""
+    at = torch.arange(len(keys))
+    first = torch.full((total,), len(keys)).scatter_reduce(0, keys, at, "amin")
+    last = torch.full((total,), -1).scatter_reduce(0, keys, at, "amax")
+    first[last < 0] = -1
+    return first, torch.where(last > first, last, -1)
+
+
+def _all_to_all(x: Tensor, came: list[int], sent: list[int], ranks: Ranks) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_to_all_single(x, came, sent, ranks.group)
+    found = x.new_empty(sum(came), *x.shape[1:])
+    dist.all_to_all_single(found, x, came, sent, group=ranks.group)
+    return found
+
+
+class Fetch(torch.autograd.Function):
+    """`Exchange.fetch` and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        ctx.dtype = k.dtype
+        ctx.rows = len(k)
+        return exchange.fetch(k, v)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        dk, dv = gradients
+        both = ctx.exchange.hand_back(torch.cat([dk.flatten(1), dv.flatten(1)], 1))
+        padding = ctx.rows - len(both)
+        both = torch.cat([both, both.new_zeros(padding, both.shape[1])]) if padding else both
+        width = dk.shape[1] * dk.shape[2]
+        found_k = both[:, :width].to(ctx.dtype).unflatten(1, dk.shape[1:])
+        return found_k, both[:, width:].to(ctx.dtype).unflatten(1, dv.shape[1:]), None

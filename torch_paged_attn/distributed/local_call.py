@@ -1,0 +1,59 @@
+"""What every scheme asks of a call before anything travels: one rule, raised on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall, defaults
+from torch_paged_attn.distributed.ranks import agree
+from torch_paged_attn.distributed.shards import Shards
+from torch_paged_attn.ops.attention_checks import check_attention
+from torch_paged_attn.ops.checks import fail
+
+
+def check_call(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    options: dict[str, Any],
+    allowed: tuple[str, ...],
+    check: Callable[[AttentionCall], None],
+) -> None:
+    """Raise on all ranks for what any of them must not call: arguments that a scheme has not, that
+    no `flash_varlen` takes, that are not the same everywhere, or that `check` refuses.
+    """
+
+    def check_all() -> None:
+        known = defaults("flash_varlen")
+        for name, value in options.items():
+            if name not in known:
+                fail(op, name, "came", ", ".join(allowed), TypeError)
+            if name not in allowed and not _is_default(value, known[name]):
+                fail(op, name, "came", ", ".join(allowed), NotImplementedError)
+        given = {name: x for name, x in options.items() if name in allowed}
+        slopes = given.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:  # its rows are documents, on every rank
+            given["alibi_slopes"] = slopes[: len(shards.lengths)]
+        call = AttentionCall(op, q, k, v, shards.cu_seqlens_q, **given)
+        check_attention(call)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if len(x) != shards.rows:
+                fail(op, name, f"has {len(x)} rows", f"shards.rows = {shards.rows}")
+        check(call)
+
+    said = {name: _described(x) for name, x in sorted(options.items())}
+    same = _described(q), _described(k), _described(v), said
+    agree(op, shards.ranks, q.device, same, check_all)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and value == default)
+
+
+def _described(x: Any) -> Any:
+    """What has to be the same on all ranks: of a tensor its form, not its numbers."""
+    return (str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x

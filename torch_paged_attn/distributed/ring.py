@@ -1,0 +1,203 @@
+"""Ring attention: keys and values go round, queries stay (arXiv 2310.01889).
+
+A step is one call: the pieces of documents on a rank lie in the order of positions, so that of
+another rank's keys each piece of queries sees all, none, or, where both ranks hold two pieces, all
+of the first ones. Results of steps are merged in float32. While a step computes, the next keys
+travel. The backward goes round again; the gradients of keys travel with them and arrive at home.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.distributed.local_call import check_call
+from torch_paged_attn.distributed.ranks import Ranks
+from torch_paged_attn.distributed.shards import Shards, cumulative
+from torch_paged_attn.ops import flash_varlen, flash_varlen_backward, merge_states
+from torch_paged_attn.ops.checks import fail
+
+OP = "ring_attention"
+ALLOWED = ("sinks", "softmax_scale", "causal", "softcap", "deterministic")
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, shards: Shards, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention over the whole batch, where no rank ever holds more than two ranks' keys.
+
+    Args:
+        q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
+        k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
+        shards: who has which tokens; any cut.
+        options: sinks, softmax_scale, causal, softcap and deterministic, as `flash_varlen` takes
+            them. Masks that compare positions are `all_gather_attention`'s.
+
+    Returns:
+        `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
+        float32 of this rank's rows, as `flash_varlen` of the whole batch has them but for
+        roundings.
+
+    Raises:
+        ValueError: on all ranks, what `flash_varlen` refuses, or calls that differ from rank to
+            rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        NotImplementedError: on all ranks, another option, or 8-bit inputs.
+    """
+    check_call(OP, q, k, v, shards, options, ALLOWED, _check_dtype)
+    sinks = options.pop("sinks", None)
+    causal = options.pop("causal", False)
+    steps = shards.keep(("ring", causal), lambda: _steps(shards, causal))
+    return _Ring.apply(q, k, v, sinks, shards.ranks, steps, options)
+
+
+def _check_dtype(call: AttentionCall) -> None:
+    if call.q.dtype.itemsize == 1 or call.k.dtype != call.q.dtype:
+        came = f"is {call.k.dtype} and q {call.q.dtype}"
+        fail(OP, "k", came, "one dtype of 16 or 32 bits", NotImplementedError)
+
+
+class Step(NamedTuple):
+    """What this rank's queries see of one rank's keys, as arguments of `flash_varlen`; None where
+    they see nothing.
+    """
+
+    lengths: dict[str, Any] | None
+
+
+def _steps(shards: Shards, causal: bool) -> list[Step]:
+    """The steps of this rank, of its own keys and then of those before it, round the ring."""
+    rank, size = shards.ranks.rank, shards.ranks.size
+    own = shards.counts[rank]  # (documents, pieces)
+    pieces = own.shape[1]
+    return [
+        _step(shards, own, shards.counts[source], causal, (source > rank) - (source < rank), pieces)
+        for source in ((rank - t) % size for t in range(size))
+    ]
+
+
+def _step(
+    shards: Shards, own: Tensor, theirs: Tensor, causal: bool, after: int, pieces: int
+) -> Step:
+    """One step; `after` is 0 for a rank's own keys, 1 for those of a later rank."""
+    queries, keys, used = own.sum(1), theirs.sum(1), None
+    if causal and after < 0:
+        used = theirs[:, 0]  # the second pieces come after all queries
+    if causal and after > 0:
+        if pieces == 1:
+            return Step(None)
+        # first pieces see nothing, second ones everything
+        queries = own.flatten()
+        keys = torch.stack([torch.zeros_like(keys), keys], 1).flatten()
+    seen = keys if used is None else used
+    if not bool(((queries > 0) & (seen > 0)).any()):
+        return Step(None)
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": shards.to_device(cumulative(queries)),
+        "cu_seqlens_k": shards.to_device(cumulative(keys)),
+        "seqused_k": None if used is None else shards.to_device(used.int()),
+        "max_seqlen_q": int(queries.max()),
+        "max_seqlen_k": int(seen.max()),
+        "causal": causal and after == 0,
+    }
+    return Step(lengths)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        ranks: Ranks,
+        steps: list[Step],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.ranks, ctx.steps, ctx.options = ranks, steps, options
+        packed = torch.cat([k.flatten(1), v.flatten(1)], 1)
+        out = q.new_zeros(len(q), q.shape[1], v.shape[2], dtype=torch.float32)
+        lse = out.new_full((q.shape[1], len(q)), float("-inf"))
+        seen = False
+        for t, step in enumerate(steps):
+            arriving = _Passing(packed, ranks) if t + 1 < len(steps) else None
+            sink = sinks if t == 0 else None
+            if step.lengths is None and sink is not None:
+                raise AssertionError("a rank's own step always computes where there are sinks")
+            if step.lengths is not None:
+                keys, values = _unpacked(packed, k, v)
+                part = flash_varlen(
+                    q, keys, values, **step.lengths, **options, sinks=sink, out_dtype=torch.float32
+                )
+                out, lse = merge_states(out, lse, *part) if seen else part
+                seen = True
+            if arriving is not None:
+                packed = arriving.wait()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if gradients[0] is None else gradients[0].contiguous()
+        dlse = gradients[1]
+        steps, ranks = ctx.steps, ctx.ranks
+        packed = torch.cat([k.flatten(1), v.flatten(1)], 1)
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        dsinks = None
+        travelling: _Passing | None = None
+        for t, step in enumerate(steps):
+            arriving = _Passing(packed, ranks) if t + 1 < len(steps) else None
+            own = torch.zeros_like(packed, dtype=torch.float32)
+            if step.lengths is not None:
+                keys, values = _unpacked(packed, k, v)
+                sink = sinks if t == 0 else None
+                found = flash_varlen_backward(
+                    *(dout, dlse, q, keys, values, out, lse),
+                    **step.lengths,
+                    **ctx.options,
+                    sinks=sink,
+                    output_mask=(True, True, True, False, sink is not None),
+                )
+                dq += found[0]
+                own = torch.cat([found[1].flatten(1), found[2].flatten(1)], 1).float()
+                dsinks = found[4] if sink is not None else dsinks
+            if travelling is not None:
+                own += travelling.wait()
+            travelling = _Passing(own, ranks)
+            if arriving is not None:
+                packed = arriving.wait()
+        dk, dv = _unpacked(travelling.wait(), k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+
+
+def _unpacked(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    width = k.shape[1] * k.shape[2]
+    return packed[:, :width].unflatten(1, k.shape[1:]), packed[:, width:].unflatten(1, v.shape[1:])
+
+
+class _Passing:
+    """A tensor on its way to the next rank, and the last rank's on its way here."""
+
+    def __init__(self, x: Tensor, ranks: Ranks) -> None:
+        self.sent, self.found = x, torch.empty_like(x)
+        self.works = []
+        if ranks.size == 1:
+            self.found = x
+            return
+        to = ranks.global_rank((ranks.rank + 1) % ranks.size)
+        source = ranks.global_rank((ranks.rank - 1) % ranks.size)
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, to, ranks.group),
+                dist.P2POp(dist.irecv, self.found, source, ranks.group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.found
