@@ -1,8 +1,8 @@
 """Attention over a packed batch whose tokens are cut over ranks: context parallelism.
 
 Three schemes with one meaning: each rank calls with its own rows of q, k and v and gets its own
-rows of `out` and `softmax_lse`, as `flash_varlen` of the whole batch has them. `Shards` says who has
-what. All are differentiable where `flash_varlen` is.
+rows of `out` and `softmax_lse`, as `flash_varlen` of the whole batch has them. `Shards` says who
+has what. All are differentiable where `flash_varlen` is.
 
     all_gather_attention   each rank fetches the keys and values that its queries see; every option,
                            and the bits of one process. The first choice with grouped queries

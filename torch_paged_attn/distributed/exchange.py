@@ -98,7 +98,9 @@ class Exchange:
             is_theirs = shards.owner_of_row == other
             nothing = torch.empty(0, dtype=torch.int64)
             sent.append(nothing if other == rank else (needed[other] & is_own).nonzero().flatten())
-            came.append(nothing if other == rank else (needed[rank] & is_theirs).nonzero().flatten())
+            came.append(
+                nothing if other == rank else (needed[rank] & is_theirs).nonzero().flatten()
+            )
         self.sent_rows = [len(x) for x in sent]
         self.came_rows = [len(x) for x in came]
         self.travels = any(

@@ -16,7 +16,6 @@ ROW_COST = 464
 MOST_SPREAD = 64
 
 
-
 def owners(chunks: int, size: int) -> list[int]:
     """The rank that has each chunk."""
     return [c if c < size else 2 * size - 1 - c for c in range(chunks)]

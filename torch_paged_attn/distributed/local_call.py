@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, defaults

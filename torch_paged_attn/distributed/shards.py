@@ -1,6 +1,5 @@
 """A packed batch, cut over the ranks of a group: who has which tokens, and what they attend to."""
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -8,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.distributed.load_balance import SCHEMES, owners
-from torch_paged_attn.distributed.ranks import Group, Ranks, agree
+from torch_paged_attn.distributed.ranks import Group, Ranks
 from torch_paged_attn.ops.checks import check_dtype, fail
 
 OP = "Shards"
@@ -61,7 +60,7 @@ class Shards:
         self.lengths = lengths = bounds.diff()
         self.starts = bounds[:-1]
         self.tokens = int(bounds[-1])
-        if rows < 0 or rows * ranks.size < self.tokens and rows:
+        if rows < 0 or (rows * ranks.size < self.tokens and rows):
             came = f"is {rows}"
             fail(OP, "rows", came, f"0, or at least a rank's share of {self.tokens} tokens")
         if load_balance not in SCHEMES:
