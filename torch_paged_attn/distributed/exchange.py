@@ -80,7 +80,7 @@ class Exchange:
         own = sequences_of(shards, rank, mask)
         self.documents = shards.to_device(own.document)
         keys_each = own.high - own.low
-        self.lengths = {
+        self.lengths: dict[str, Any] = {
             "cu_seqlens_q": shards.to_device(cumulative(own.queries)),
             "cu_seqlens_k": shards.to_device(cumulative(keys_each)),
             "max_seqlen_q": int(own.queries.max()) if len(own.queries) else 0,
@@ -92,20 +92,14 @@ class Exchange:
 
         needed = [_needed(shards, sequences_of(shards, other, mask)) for other in range(size)]
         self.own_rows = len(shards.indices)
-        sent, came = [], []
-        for other in range(size):
-            is_own = shards.owner_of_row == rank
-            is_theirs = shards.owner_of_row == other
-            nothing = torch.empty(0, dtype=torch.int64)
-            sent.append(nothing if other == rank else (needed[other] & is_own).nonzero().flatten())
-            came.append(
-                nothing if other == rank else (needed[rank] & is_theirs).nonzero().flatten()
-            )
+        owner = shards.owner_of_row
+        sent = [(needed[other] & (owner == rank)).nonzero().flatten() for other in range(size)]
+        came = [(needed[rank] & (owner == other)).nonzero().flatten() for other in range(size)]
+        sent[rank] = came[rank] = torch.empty(0, dtype=torch.int64)
         self.sent_rows = [len(x) for x in sent]
         self.came_rows = [len(x) for x in came]
-        self.travels = any(
-            bool((needed[other] & (shards.owner_of_row != other)).any()) for other in range(size)
-        )
+        # the same on every rank
+        self.travels = any(bool((needed[r] & (owner != r)).any()) for r in range(size))
         self.sent = shards.to_device(shards.row_of[torch.cat(sent)])
 
         # the packing's rows where they lie here: own ones, then those that came
@@ -139,8 +133,8 @@ class Exchange:
         return _all_to_all(given, self.came_rows, self.sent_rows, self.ranks)
 
     def hand_back(self, gradient: Tensor) -> Tensor:
-        """`(own_rows, ...)` float32: what a gradient of all keys of all ranks' sequences is for this
-        rank's own rows.
+        """`(own_rows, width)` float32, of the gradients of the keys of all ranks' sequences: what
+        this rank's own rows get.
         """
         total = self.own_rows + sum(self.came_rows)
         if self.in_order:
@@ -178,7 +172,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Where each of `total` rows stands among `keys`, first and last; -1 where not, or not twice."""
+    """Where each of `total` rows stands among `keys`, -1 if it does not, and where again."""
     at = torch.arange(len(keys))
     first = torch.full((total,), len(keys)).scatter_reduce(0, keys, at, "amin")
     last = torch.full((total,), -1).scatter_reduce(0, keys, at, "amax")

@@ -124,8 +124,6 @@ class _Ring(torch.autograd.Function):
         for t, step in enumerate(steps):
             arriving = _Passing(packed, ranks) if t + 1 < len(steps) else None
             sink = sinks if t == 0 else None
-            if step.lengths is None and sink is not None:
-                raise AssertionError("a rank's own step always computes where there are sinks")
             if step.lengths is not None:
                 keys, values = _unpacked(packed, k, v)
                 part = flash_varlen(
@@ -155,13 +153,9 @@ class _Ring(torch.autograd.Function):
             if step.lengths is not None:
                 keys, values = _unpacked(packed, k, v)
                 sink = sinks if t == 0 else None
-                found = flash_varlen_backward(
-                    *(dout, dlse, q, keys, values, out, lse),
-                    **step.lengths,
-                    **ctx.options,
-                    sinks=sink,
-                    output_mask=(True, True, True, False, sink is not None),
-                )
+                given = {**step.lengths, **ctx.options, "sinks": sink}
+                given["output_mask"] = (True, True, True, False, sink is not None)
+                found = flash_varlen_backward(dout, dlse, q, keys, values, out, lse, **given)
                 dq += found[0]
                 own = torch.cat([found[1].flatten(1), found[2].flatten(1)], 1).float()
                 dsinks = found[4] if sink is not None else dsinks
@@ -170,6 +164,7 @@ class _Ring(torch.autograd.Function):
             travelling = _Passing(own, ranks)
             if arriving is not None:
                 packed = arriving.wait()
+        assert travelling is not None
         dk, dv = _unpacked(travelling.wait(), k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 

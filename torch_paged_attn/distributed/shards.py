@@ -1,13 +1,14 @@
 """A packed batch, cut over the ranks of a group: who has which tokens, and what they attend to."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.distributed.load_balance import SCHEMES, owners
-from torch_paged_attn.distributed.ranks import Group, Ranks
+from torch_paged_attn.distributed.ranks import Group, Ranks, agree
 from torch_paged_attn.ops.checks import check_dtype, fail
 
 OP = "Shards"
@@ -55,16 +56,15 @@ class Shards:
     ) -> None:
         self.ranks = ranks = Ranks.of(OP, group)
         self.device = torch.device(device) if device is not None else cu_seqlens.device
-        bounds = _checked(cu_seqlens)
-        self.load_balance = load_balance
+        given = cu_seqlens.detach().cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        agree(
+            *(OP, ranks, self.device, (_listed(given), load_balance, rows)),
+            lambda: _check(given, ranks.size, load_balance, rows),
+        )
+        bounds = given.long()
         self.lengths = lengths = bounds.diff()
         self.starts = bounds[:-1]
         self.tokens = int(bounds[-1])
-        if rows < 0 or (rows * ranks.size < self.tokens and rows):
-            came = f"is {rows}"
-            fail(OP, "rows", came, f"0, or at least a rank's share of {self.tokens} tokens")
-        if load_balance not in SCHEMES:
-            fail(OP, "load_balance", f"is {load_balance!r}", ", ".join(SCHEMES))
         even = max(rows, -(-self.tokens // ranks.size))
         cut = SCHEMES[load_balance]
         self.bounds = cut(lengths, ranks.size, even)  # (documents, chunks + 1)
@@ -80,9 +80,9 @@ class Shards:
         for rows_of_rank in self.owned:
             self.row_of[rows_of_rank] = torch.arange(len(rows_of_rank))
         most = max(len(rows_of_rank) for rows_of_rank in self.owned)
-        if rows and load_balance == "documents" and most > rows:
+        if rows and most > rows:  # on every rank
             came = f"is {rows}, and a rank has {most} tokens"
-            fail(OP, "rows", came, "more, to make room for whole documents")
+            fail(OP, "rows", came, "more, so that documents may stay whole")
         self.rows = max(even, most)
         # (ranks, documents, pieces of a rank): tokens
         mine = [(self.owners == rank).nonzero().flatten() for rank in range(ranks.size)]
@@ -98,7 +98,7 @@ class Shards:
         self.cu_seqlens_q = self.to_device(cumulative(self.counts[ranks.rank].sum(-1)))
         gathered = self.owner_of_row * self.rows + self.row_of
         self._gathered = self.to_device(gathered)
-        self.kept: dict[object, object] = {}
+        self.kept: dict[Any, Any] = {}
 
     def to_device(self, x: Tensor) -> Tensor:
         """A tensor of the host on the device of the batch, without a wait."""
@@ -106,7 +106,7 @@ class Shards:
             return x
         return x.pin_memory().to(self.device, non_blocking=True)
 
-    def keep(self, key: object, make: Callable[[], object]) -> object:
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, made once for this batch."""
         if key not in self.kept:
             self.kept[key] = make()
@@ -145,14 +145,21 @@ def cumulative(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
 
 
-def _checked(cu_seqlens: Tensor) -> Tensor:
+def _check(cu_seqlens: Tensor, size: int, load_balance: str, rows: int) -> None:
     check_dtype(OP, "cu_seqlens", cu_seqlens, (torch.int32,))
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
         fail(OP, "cu_seqlens", f"has shape {tuple(cu_seqlens.shape)}", "(documents + 1,)")
-    bounds = cu_seqlens.cpu().long()
-    if bounds[0] != 0 or (bounds.diff() < 0).any():
+    if cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
         fail(OP, "cu_seqlens", "falls, or does not start at 0", "nondecreasing, from 0")
-    return bounds
+    if load_balance not in SCHEMES:
+        fail(OP, "load_balance", f"is {load_balance!r}", ", ".join(SCHEMES))
+    tokens = int(cu_seqlens[-1])
+    if rows < 0 or 0 < rows * size < tokens:
+        fail(OP, "rows", f"is {rows}", f"0, or at least a rank's share of {tokens} tokens")
+
+
+def _listed(x: Any) -> Any:
+    return x.tolist() if isinstance(x, Tensor) else x
 
 
 class _Gather(torch.autograd.Function):
