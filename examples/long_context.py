@@ -61,6 +61,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=WIDTH**-0.5)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, tokens, positions, attend):
@@ -176,14 +177,14 @@ def main():
 
 
 def run(arguments, device):
-    source = "".join(text for _, text in sources()).encode()[: arguments.tokens]
-    tokens = torch.frombuffer(bytearray(source), dtype=torch.uint8).long().to(device)
+    tokens = document(arguments.tokens).to(device)
     wanted, gradients, seconds = train(OneProcess(tokens), device, arguments.steps)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     say(f"{len(tokens)} tokens, {dist.get_world_size()} processes, {where}")
-    say(
-        f"{'':22}{'first loss':>12}{'last loss':>12}{'loss off':>11}{'gradients off':>15}{'s/step':>9}"
+    headings = (
+        f"{'first loss':>12}{'last loss':>12}{'loss off':>11}{'gradients off':>15}{'s/step':>9}"
     )
+    say(f"{'':22}{headings}")
     say(f"{'one process':22}{wanted[0]:12.6f}{wanted[-1]:12.6f}{'':26}{seconds:9.3f}")
     failed = False
     for scheme in (all_gather_attention, ring_attention, ulysses_attention):
@@ -195,6 +196,16 @@ def run(arguments, device):
         say(f"{scheme.__name__:22}{figures}{seconds:9.3f}")
     say("different" if failed else "the same")
     return int(failed)
+
+
+def document(length):
+    """The library's source, as bytes."""
+    found = bytearray()
+    for _, text in sources():
+        found += text.encode()
+        if len(found) >= length:
+            break
+    return torch.frombuffer(found, dtype=torch.uint8)[:length].long()
 
 
 def say(text):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
@@ -100,7 +99,11 @@ class Exchange:
         self.came_rows = [len(x) for x in came]
         # the same on every rank
         self.travels = any(bool((needed[r] & (owner != r)).any()) for r in range(size))
-        self.sent = shards.to_device(shards.row_of[torch.cat(sent)])
+        rows = shards.row_of[torch.cat(sent)]
+        self.sent = shards.to_device(rows)
+        first = int(rows[0]) if len(rows) else 0
+        is_run = bool((rows == first + torch.arange(len(rows))).all())
+        self.sent_run = slice(first, first + len(rows)) if is_run else None
 
         # the packing's rows where they lie here: own ones, then those that came
         lies_at = torch.full((shards.tokens,), -1)
@@ -119,18 +122,18 @@ class Exchange:
 
     def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of this rank's sequences, end to end."""
-        width_k = k[0].numel() if len(k) else k.shape[1] * k.shape[2]
-        n = self.own_rows
-        own = torch.cat([k[:n].flatten(1), v[:n].flatten(1)], 1)
-        rows = torch.cat([own, self._swap(own)]) if self.travels else own
+        n, width_k, width_v = self.own_rows, k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]
+        rows = k.new_empty(n + sum(self.came_rows), width_k + width_v)
+        own, theirs = rows[:n], rows[n:]
+        torch.cat([k[:n].flatten(1), v[:n].flatten(1)], 1, out=own)
+        if self.travels:
+            sent = own.index_select(0, self.sent) if self.sent_run is None else own[self.sent_run]
+            group = self.ranks.group
+            dist.all_to_all_single(theirs, sent, self.came_rows, self.sent_rows, group=group)
         if not self.in_order:
             rows = rows.index_select(0, self.keys)
         found_k = rows[:, :width_k].unflatten(1, k.shape[1:])
         return found_k, rows[:, width_k:].unflatten(1, v.shape[1:])
-
-    def _swap(self, own: Tensor) -> Tensor:
-        given = own.index_select(0, self.sent)
-        return _all_to_all(given, self.came_rows, self.sent_rows, self.ranks)
 
     def hand_back(self, gradient: Tensor) -> Tensor:
         """`(own_rows, width)` float32, of the gradients of the keys of all ranks' sequences: what
@@ -147,7 +150,9 @@ class Exchange:
         own, theirs = rows.split([self.own_rows, sum(self.came_rows)])
         if not self.travels:
             return own
-        back = _all_to_all(theirs.contiguous(), self.sent_rows, self.came_rows, self.ranks)
+        back = rows.new_empty(sum(self.sent_rows), rows.shape[1])
+        group = self.ranks.group
+        dist.all_to_all_single(back, theirs, self.sent_rows, self.came_rows, group=group)
         own = own.clone()
         parts = zip(back.split(self.sent_rows), self.sent.split(self.sent_rows), strict=True)
         for part, at in parts:  # rank by rank, so that the order is always the same
@@ -178,14 +183,6 @@ def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
     last = torch.full((total,), -1).scatter_reduce(0, keys, at, "amax")
     first[last < 0] = -1
     return first, torch.where(last > first, last, -1)
-
-
-def _all_to_all(x: Tensor, came: list[int], sent: list[int], ranks: Ranks) -> Tensor:
-    if torch.compiler.is_compiling():
-        return functional.all_to_all_single(x, came, sent, ranks.group)
-    found = x.new_empty(sum(came), *x.shape[1:])
-    dist.all_to_all_single(found, x, came, sent, group=ranks.group)
-    return found
 
 
 class Fetch(torch.autograd.Function):

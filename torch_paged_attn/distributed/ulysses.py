@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.local_call import check_call
@@ -102,8 +101,6 @@ class _Swap(torch.autograd.Function):
 
 def _swap(x: Tensor, ranks: Ranks) -> Tensor:
     x = x.contiguous()
-    if torch.compiler.is_compiling():
-        return functional.all_to_all_single(x, None, None, ranks.group)
     found = torch.empty_like(x)
     dist.all_to_all_single(found, x, group=ranks.group)
     return found
