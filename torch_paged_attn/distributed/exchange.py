@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 
 
@@ -99,11 +98,11 @@ class Exchange:
         self.came_rows = [len(x) for x in came]
         # the same on every rank
         self.travels = any(bool((needed[r] & (owner != r)).any()) for r in range(size))
-        rows = shards.row_of[torch.cat(sent)]
-        self.sent = shards.to_device(rows)
-        first = int(rows[0]) if len(rows) else 0
-        is_run = bool((rows == first + torch.arange(len(rows))).all())
-        self.sent_run = slice(first, first + len(rows)) if is_run else None
+        given = shards.row_of[torch.cat(sent)]
+        self.sent = shards.to_device(given)
+        start = int(given[0]) if len(given) else 0
+        is_run = bool((given == start + torch.arange(len(given))).all())
+        self.sent_run = slice(start, start + len(given)) if is_run else None
 
         # the packing's rows where they lie here: own ones, then those that came
         lies_at = torch.full((shards.tokens,), -1)
