@@ -1,5 +1,7 @@
 """Tokens cut over ranks: the bits, or by the accuracy rule, of one process; errors on all ranks."""
 
+from functools import partial
+
 import packs
 import torch
 import torch.distributed as dist
@@ -26,8 +28,8 @@ SCHEMES = (all_gather_attention, ring_attention, ulysses_attention)
 CUTS = ("contiguous", "head_tail", "documents")
 NAN = float("nan")
 
-# an empty document, one that is on all ranks, and cuts everywhere; but none leaves eight queries of a
-# document or fewer alone, which would take the decode kernel, whose bits are others
+# an empty document, one that is on all ranks, and cuts everywhere; but none leaves alone eight
+# queries of a document or fewer, which would take the decode kernel, whose bits are others
 BITS = Pack((60, 0, 36, 192, 60, 36), head_dim=32)
 WINDOW = (("causal", True), ("window_size_left", 9))
 
@@ -161,7 +163,7 @@ def case_one_dimension_of_a_mesh(world: World) -> None:
         out, lse, grads = run(scheme, pack, shards)
         assert_accurate(out, lse.contiguous(), pack.truth())
         assert_accurate_gradients(grads, pack.gradients())
-    world.refuses(lambda: Shards(pack.cu_seqlens, mesh), ValueError, "group", 'mesh["cp"]')
+    world.refuses(partial(Shards, pack.cu_seqlens, mesh), ValueError, "group", 'mesh["cp"]')
 
 
 def case_errors_are_everyones(world: World) -> None:
@@ -170,25 +172,21 @@ def case_errors_are_everyones(world: World) -> None:
     q, k, v = (shards.shard(x) for x in pack.inputs())
     rng = torch.zeros(2, dtype=torch.int64)
     for scheme in SCHEMES:
-        refused = {"dropout_p": 0.5, "rng_state": rng}
-        call = lambda scheme=scheme: scheme(q, k, v, shards, **refused)  # noqa: E731
-        world.refuses(call, NotImplementedError, scheme.__name__, "dropout_p")
+        name = scheme.__name__
+        refused = partial(scheme, q, k, v, shards, dropout_p=0.5, rng_state=rng)
+        world.refuses(refused, NotImplementedError, name, "dropout_p")
         # on one rank only
         wrong = q.double() if world.rank == 1 else q
-        call = lambda scheme=scheme: scheme(wrong, k, v, shards)  # noqa: E731
-        world.refuses(call, ValueError, scheme.__name__, "q has dtype float64")
-        other = {"causal": world.rank == 0}
-        call = lambda scheme=scheme: scheme(q, k, v, shards, **other)  # noqa: E731
-        world.refuses(call, ValueError, scheme.__name__, "the same on every rank")
-    window = {"causal": True, "window_size_left": 3}
-    call = lambda: ring_attention(q, k, v, shards, **window)  # noqa: E731
-    world.refuses(call, NotImplementedError, "window_size_left")
-    heads = q[:, : 3 * (world.size // 2)], k[:, :1], v[:, :1]
-    if world.size == 2:
-        call = lambda: ulysses_attention(*heads, shards)  # noqa: E731
-        world.refuses(call, ValueError, "num_heads", "is 3")
+        world.refuses(partial(scheme, wrong, k, v, shards), ValueError, name, "q has dtype float64")
+        other = partial(scheme, q, k, v, shards, causal=world.rank == 0)
+        world.refuses(other, ValueError, name, "the same on every rank")
+    window = partial(ring_attention, q, k, v, shards, causal=True, window_size_left=3)
+    world.refuses(window, NotImplementedError, "window_size_left")
+    odd = partial(ulysses_attention, q[:, :3], k[:, :1], v[:, :1], shards)
+    world.refuses(odd, ValueError, "num_heads", "is 3")
     bounds = pack.cu_seqlens + (world.rank == 0) * torch.tensor([0, 0, 1], dtype=torch.int32)
-    world.refuses(lambda: Shards(bounds), ValueError, "the same on every rank")
-    world.refuses(lambda: Shards(pack.cu_seqlens.flip(0)), ValueError, "falls")
-    world.refuses(lambda: Shards(pack.cu_seqlens, load_balance="x"), ValueError, "head_tail")
-    world.refuses(lambda: Shards(pack.cu_seqlens, rows=1), ValueError, "rows")
+    world.refuses(partial(Shards, bounds), ValueError, "the same on every rank")
+    bounds = pack.cu_seqlens
+    world.refuses(partial(Shards, bounds.flip(0)), ValueError, "falls")
+    world.refuses(partial(Shards, bounds, load_balance="x"), ValueError, "head_tail")
+    world.refuses(partial(Shards, bounds, rows=1), ValueError, "rows")
