@@ -42,13 +42,15 @@ def case_heads(world: World) -> None:
         options["sinks"] = own[3]
         found, found_lse = sharding.flash_varlen(*own[:3], pack.cu_seqlens, **options)
         assert found.placements == (Shard(1),) and found_lse.placements == (Shard(0),)
-        assert torch.equal(found.full_tensor(), out) and torch.equal(found_lse.full_tensor(), lse)
+        assert_accurate(found.full_tensor(), found_lse.full_tensor(), pack.truth())
         given = [*placed(mesh, Shard(1), dout), *placed(mesh, Shard(0), dlse)]
         torch.autograd.backward([found, found_lse], given)
         grads = [x.grad.full_tensor() for x in own]
         if kv_heads > 1:
+            assert torch.equal(found.full_tensor(), out)
+            assert torch.equal(found_lse.full_tensor(), lse)
             assert all(torch.equal(x, y.grad) for x, y in zip(grads, leaves, strict=True))
-        else:  # dk and dv add up over the ranks
+        else:  # dk and dv add up over the ranks; fewer heads share keys, which other kernels take
             assert own[1].grad.placements == (Partial(),)
         empty = out.new_empty(0)
         assert_accurate_gradients((*grads[:3], empty, grads[3]), pack.gradients())
@@ -215,6 +217,7 @@ def case_batches_of_ones_own(world: World) -> None:
     assert len(out.full_tensor()) == 45 * world.size
 
 
+@only_of(2)
 def case_compiled(world: World) -> None:
     """A tensor-parallel layer and its cache, as one graph."""
     mesh = init_device_mesh("cpu", (world.size,))

@@ -65,6 +65,7 @@ def case_fsdp_step(world: World) -> None:
         assert torch.equal(a, b)
 
 
+@only_of(2)
 def case_compiled_context_parallel_layer(world: World) -> None:
     """One graph, collectives and all, with the bits of the same layer without a compiler."""
     pack = Pack((33, 0, 70), options=(("causal", True),))
