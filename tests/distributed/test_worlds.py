@@ -13,11 +13,22 @@ HERE = Path(__file__).parent
 ROOT = Path(torch_paged_attn.__file__).parents[1]
 
 
-@pytest.mark.parametrize("size", (2, 4))
-def test_all_cases(size):
+SIZES = (2, 4)
+
+
+def test_all_cases():
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "worlds.py"), str(size)]
+    command = [sys.executable, str(HERE / "worlds.py"), ",".join(map(str, SIZES))]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"on {size} processes: all right" in done.stdout
+    for size in SIZES:
+        assert f"on {size} processes: all right" in done.stdout
+
+
+def test_jax_devices():
+    pytest.importorskip("jax")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(HERE / "jax_devices.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.stdout == "right on 2 devices\n", done.stdout + done.stderr

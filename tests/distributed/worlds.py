@@ -1,4 +1,4 @@
-"""Worlds of processes that run every case: `python worlds.py SIZE`.
+"""Worlds of processes that run every case: `python worlds.py SIZES [NAME ...]`, as in `2,4 writes`.
 
 One process imports everything and forks the others, which is most of what a world costs. They meet
 by gloo. A case is a function `case_...(world)` of the modules in CASES; it asserts on every rank.
@@ -86,27 +86,36 @@ def run(rank: int, size: int, store: str, cases: dict[str, Callable[[World], Non
     return 0
 
 
-def main() -> int:
-    size, *wanted = sys.argv[1:]
-    modules = [importlib.import_module(name) for name in CASES]
-    cases = cases_of(modules, int(size))
-    if wanted:
-        cases = {name: case for name, case in cases.items() if any(w in name for w in wanted)}
+def spawn(size: int, cases: dict[str, Callable[[World], None]]) -> list[int]:
+    """The exit codes of a world that ran the cases."""
+    children = []
     with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(int(size)):
+        for rank in range(size):
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
-                    code = run(rank, int(size), f"{folder}/store", cases)
+                    code = run(rank, size, f"{folder}/store", cases)
                 finally:
                     sys.stdout.flush()
                     os._exit(code)
             children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(f"{len(cases)} cases on {size} processes: {'all right' if not any(codes) else codes}")
-    return int(any(codes))
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def main() -> int:
+    sizes, *wanted = sys.argv[1:]
+    modules = [importlib.import_module(name) for name in CASES]
+    failed = False
+    for size in map(int, sizes.split(",")):
+        cases = cases_of(modules, size)
+        if wanted:
+            cases = {name: x for name, x in cases.items() if any(w in name for w in wanted)}
+        codes = spawn(size, cases)
+        failed |= any(codes)
+        said = codes if any(codes) else "all right"
+        print(f"{len(cases)} cases on {size} processes: {said}", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Keys and values on their way to the ranks whose queries see them: all-gather of what is needed.
 
-Each rank packs a token's keys and values into one row and sends every other rank the rows that its
-queries see, in one all-to-all; then it lays what it has and what came in the order of its
-sequences. Under a causal mask or a window, and for documents that are whole, that is far less than
-everything. A gradient takes the same ways back, in float32, added up in the order of ranks.
+Each rank sends every other one the rows that its queries see, a token's keys and values in one, in
+one all-to-all; then it lays what it has and what came in the order of its sequences. Under a causal
+mask or a window, and for documents that are whole, that is far less than everything. A gradient
+takes the same ways back, in float32, added up in the order of ranks.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.distributed.shards import Shards, cumulative
+
+# more pieces of keys than these are brought together row by row
+MOST_RUNS = 64
 
 
 class Mask(NamedTuple):
@@ -98,11 +101,7 @@ class Exchange:
         self.came_rows = [len(x) for x in came]
         # the same on every rank
         self.travels = any(bool((needed[r] & (owner != r)).any()) for r in range(size))
-        given = shards.row_of[torch.cat(sent)]
-        self.sent = shards.to_device(given)
-        start = int(given[0]) if len(given) else 0
-        is_run = bool((given == start + torch.arange(len(given))).all())
-        self.sent_run = slice(start, start + len(given)) if is_run else None
+        self.sent = shards.to_device(shards.row_of[torch.cat(sent)])
 
         # the packing's rows where they lie here: own ones, then those that came
         lies_at = torch.full((shards.tokens,), -1)
@@ -112,6 +111,7 @@ class Exchange:
         total = self.own_rows + sum(self.came_rows)
         self.in_order = len(keys) == total and bool((keys == torch.arange(total)).all())
         self.keys = shards.to_device(keys)
+        self.runs = _runs(keys, self.own_rows)
         # the way back: each row's use, and for rows that two sequences see the other one
         first, second = _uses(keys, total)
         self.used = shards.to_device((first >= 0).nonzero().flatten())
@@ -121,18 +121,23 @@ class Exchange:
 
     def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of this rank's sequences, end to end."""
-        n, width_k, width_v = self.own_rows, k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]
-        rows = k.new_empty(n + sum(self.came_rows), width_k + width_v)
-        own, theirs = rows[:n], rows[n:]
-        torch.cat([k[:n].flatten(1), v[:n].flatten(1)], 1, out=own)
+        if not self.travels and self.in_order:
+            return k[: self.own_rows], v[: self.own_rows]
+        theirs = k.new_empty(sum(self.came_rows), k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2])
         if self.travels:
-            sent = own.index_select(0, self.sent) if self.sent_run is None else own[self.sent_run]
+            sent = torch.cat([x.flatten(1).index_select(0, self.sent) for x in (k, v)], 1)
             group = self.ranks.group
             dist.all_to_all_single(theirs, sent, self.came_rows, self.sent_rows, group=group)
-        if not self.in_order:
-            rows = rows.index_select(0, self.keys)
-        found_k = rows[:, :width_k].unflatten(1, k.shape[1:])
-        return found_k, rows[:, width_k:].unflatten(1, v.shape[1:])
+        parts = theirs.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], 1)
+        return self._laid_out(k, parts[0]), self._laid_out(v, parts[1])
+
+    def _laid_out(self, own: Tensor, theirs: Tensor) -> Tensor:
+        """Own rows, and those that came, in the order of this rank's sequences."""
+        theirs = theirs.unflatten(1, own.shape[1:])
+        if self.runs is None:
+            return torch.cat([own[: self.own_rows], theirs]).index_select(0, self.keys)
+        n = self.own_rows
+        return torch.cat([own[a:b] if b <= n else theirs[a - n : b - n] for a, b in self.runs])
 
     def hand_back(self, gradient: Tensor) -> Tensor:
         """`(own_rows, width)` float32, of the gradients of the keys of all ranks' sequences: what
@@ -173,6 +178,20 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """`starts[i], starts[i] + 1, ...`, `lengths[i]` of them, one after the other."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
+def _runs(keys: Tensor, own_rows: int) -> list[tuple[int, int]] | None:
+    """Rows that follow each other, each run either own or not; None if they are too many to be
+    copied one by one.
+    """
+    if not len(keys):
+        return None
+    follows = (keys[1:] == keys[:-1] + 1) & ((keys[1:] < own_rows) == (keys[:-1] < own_rows))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (~follows).nonzero().flatten() + 1])
+    if len(starts) > MOST_RUNS:
+        return None
+    stops = torch.cat([starts[1:], torch.tensor([len(keys)])]) - 1
+    return [(int(keys[a]), int(keys[b]) + 1) for a, b in zip(starts, stops, strict=True)]
 
 
 def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:

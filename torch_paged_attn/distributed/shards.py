@@ -23,8 +23,8 @@ class Shards:
 
         "contiguous"   rank r has the r-th part of the packing; balanced where nothing is causal
         "head_tail"    parts r and 2 W - 1 - r of 2 W: for one long document, causal
-        "documents"    documents stay whole where that is balanced, others are cut from both ends:
-                       for packs of many documents, of which only the keys of cut ones travel
+        "documents"    whole documents, and one cut between each rank and the next: for packs of
+                       many documents, causal, of which only the keys of cut ones travel
 
     Args:
         cu_seqlens: `(documents + 1,)` int32, of the whole batch, the same on every rank. On an
@@ -79,11 +79,7 @@ class Shards:
         self.row_of = torch.empty(self.tokens, dtype=torch.int64)
         for rows_of_rank in self.owned:
             self.row_of[rows_of_rank] = torch.arange(len(rows_of_rank))
-        most = max(len(rows_of_rank) for rows_of_rank in self.owned)
-        if rows and most > rows:  # on every rank
-            came = f"is {rows}, and a rank has {most} tokens"
-            fail(OP, "rows", came, "more, so that documents may stay whole")
-        self.rows = max(even, most)
+        self.rows = even
         # (ranks, documents, pieces of a rank): tokens
         mine = [(self.owners == rank).nonzero().flatten() for rank in range(ranks.size)]
         self.counts = torch.stack([counts[:, chunk] for chunk in mine])
