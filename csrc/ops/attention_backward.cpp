@@ -9,6 +9,7 @@
 #include "../core/schedule.h"
 #include "../core/seqlen_info.h"
 #include "../kernels.h"
+#include "announce.h"
 #include "attention_call.h"
 #include "scratch.h"
 
@@ -38,6 +39,9 @@ struct BackwardArguments {
   TensorView alibi_slopes = next.optional_tensor();
   TensorView sinks = next.optional_tensor();
   TensorView rng_state = next.optional_tensor();
+  TensorView tail_mask = next.optional_tensor();
+  TensorView k_start = next.optional_tensor();
+  TensorView q_position = next.optional_tensor();
   int64_t q_block_size = has_layout ? next.integer() : 0;
   int64_t k_block_size = has_layout ? next.integer() : 0;
   std::optional<double> softmax_scale = next.optional_number();
@@ -47,6 +51,9 @@ struct BackwardArguments {
   double softcap = next.number();
   double dropout_p = next.number();
   bool deterministic = next.boolean();
+  int64_t key_ranks = next.integer();
+  int64_t key_rank = next.integer();
+  int64_t key_interleave = next.integer();
   std::array<bool, 5> output_mask = next.mask();
 
   // The call whose backward this is.
@@ -72,6 +79,10 @@ struct BackwardArguments {
             .v_descale = TensorView(),
             .out_scale = TensorView(),
             .rng_state = rng_state,
+            .q_latent = TensorView(),
+            .tail_mask = tail_mask,
+            .k_start = k_start,
+            .q_position = q_position,
             .q_block_size = q_block_size,
             .k_block_size = k_block_size,
             .softmax_scale = softmax_scale,
@@ -81,7 +92,11 @@ struct BackwardArguments {
             .softcap = softcap,
             .dropout_p = dropout_p,
             .out_dtype = std::nullopt,
-            .deterministic = deterministic};
+            .deterministic = deterministic,
+            .batch_invariant = false,
+            .key_ranks = key_ranks,
+            .key_rank = key_rank,
+            .key_interleave = key_interleave};
   }
 };
 
@@ -142,6 +157,7 @@ void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
       isa.attend_backward(b, plan.tasks[i], memory + worker * floats);
     return true;
   });
+  scratch.trim();
 }
 
 Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32); }
@@ -152,6 +168,9 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   Backward b = {};
   if (arguments.recorded(arguments.on_cpu() && accept(x, b), 5)) return;
   const Attention& a = b.forward;
+  static Announced announced[2][2];
+  const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
+  announced[has_layout][has_pairs].once(op, has_pairs);
   const bool has_dbias = x.output_mask[3] && x.attn_bias && a.bias_dtype <= DType::float16;
   const bool has_dsinks = x.output_mask[4] && x.sinks;
   const int64_t total_k = x.k.size(0);
@@ -213,6 +232,13 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   if (sums_apart)
     torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
   return_tensors(stack, {dq, dk, dv, dbias, dsinks});
+  trim(plan.tasks);
+  trim(plan.sequences);
+  trim(plan.tiles);
+  trim(plan.row_tiles);
+  trim(plan.row_counts);
+  trim(plan.lists);
+  trim(plan.entries);
 }
 
 void flash_varlen_backward(StableIValue* stack, uint64_t num_args, uint64_t) {

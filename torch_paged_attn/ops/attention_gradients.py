@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_paged_attn import backward_call
 from torch_paged_attn.attention_call import AttentionCall, arguments, listed
 from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._gradients import ALLOWED
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.backend import serving_device
@@ -66,6 +67,9 @@ def refuse_gradients(call: AttentionCall, asking: Sequence[str]) -> None:
         if name != "alibi_slopes" and getattr(call, name) is not None:
             came = f"came {where}, and there is no backward for 8 bits"
             refuse(name, came, f"none, or {ALLOWED}")
+    if call.q_latent is not None:
+        came = f"came {where}, and there is no backward for it yet"
+        refuse("q_latent", came, f"q and k with the latents' columns, or {ALLOWED}")
     if call.block_table is not None:
         came = f"came {where}, and there is no backward for paged keys"
         refuse("block_table", came, f"packed k and v, or {ALLOWED}")
@@ -96,7 +100,7 @@ class AttentionDerivative:
         if call.q.is_meta:
             return
         backend, _ = serving_device(call.q.device)
-        reason = None if backend is None else backend.unsupported_backward(call)
+        reason = None if backend is None else backend.why_no_gradients(call)
         if reason is not None:
             came = f"requires grad, and {reason}"
             fail(self.op, asking[0], came, ALLOWED, NotImplementedError)
@@ -120,5 +124,6 @@ class AttentionDerivative:
         given["output_mask"] = [is_asked.get(name, False) for name in GRADIENTS.values()]
         args = [given.pop(name) for name in self.positional]
         operator = getattr(torch.ops.paged_attn, f"{self.op}_backward").default
+        operator = paths.profiled(f"{self.op}_backward", operator)
         results = dict(zip(GRADIENTS.values(), operator(*args, **given), strict=True))
         return tuple(results[name] if is_asked[name] else None for name in is_asked)
