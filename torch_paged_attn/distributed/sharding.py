@@ -34,6 +34,8 @@ __all__ = ["blocksparse", "flash_varlen", "local_flash_varlen", "reshape_and_cac
 # of a rule: placements of results, then of arguments, of one dimension of a mesh
 Strategy = tuple[list[Any], list[Any]]
 PAGED_ATTN = torch.ops.paged_attn
+# torch 2.11 finds a rule by its options only if none is a list, as `output_mask` is: no gradients
+HAS_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def is_tensor(x: Any) -> bool:
@@ -192,7 +194,7 @@ def _register() -> None:
         PAGED_ATTN.merge_states_backward.default: merge_rule,
     }
     for op in ("flash_varlen", "blocksparse"):
-        for name in (op, f"{op}_backward"):
+        for name in (op, f"{op}_backward")[: 1 + HAS_LISTS]:
             is_backward = name != op
             operator = getattr(PAGED_ATTN, name).default
             rules[operator] = functools.partial(attention_rule, name, is_backward)

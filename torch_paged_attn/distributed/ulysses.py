@@ -4,6 +4,7 @@ One all-to-all brings q, k and v from rows to heads, one brings `out` back. Atte
 call of `flash_varlen` for the whole batch, with the bits of one process.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.checks import fail
 
 OP = "ulysses_attention"
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 ALLOWED = (
     *("alibi_slopes", "sinks", "softmax_scale", "causal", "window_size_left", "window_size_right"),
     *("softcap", "deterministic"),
@@ -49,11 +51,14 @@ def ulysses_attention(
         NotImplementedError: on all ranks, another option.
     """
     ranks = shards.ranks
+    if torch.compiler.is_compiling() and TORCH < (2, 12):
+        came = f"is {torch.__version__} and compiles two collectives into one"
+        fail(OP, "torch", came, "2.12 or later, or no torch.compile", NotImplementedError)
     check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check_heads(call, ranks))
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads < ranks.size:
         k, v = (x.repeat_interleave(ranks.size // kv_heads, 1) for x in (k, v))
-    q, k, v = (to_heads(x, shards) for x in (q, k, v))
+    q, k, v = to_heads((q, k, v), shards)
     own = heads // ranks.size
     for name in ("alibi_slopes", "sinks"):
         if (x := options.get(name)) is not None:
@@ -72,11 +77,16 @@ def _check_heads(call: AttentionCall, ranks: Ranks) -> None:
         fail(OP, "k's num_kv_heads", f"is {call.num_kv_heads}", allowed)
 
 
-def to_heads(x: Tensor, shards: Shards) -> Tensor:
-    """`(tokens, heads / W, ...)` of the whole batch, of every rank's `(rows, heads, ...)`."""
+def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
+    """`(tokens, heads / W, dim)` of the whole batch, of every rank's `(rows, heads, dim)`: all
+    tensors in one message.
+    """
     size = shards.ranks.size
-    x = x.unflatten(1, (size, x.shape[1] // size)).transpose(0, 1)
-    return shards.in_order(_Swap.apply(x, shards.ranks).flatten(0, 1))
+    shapes = [(x.shape[1] // size, x.shape[2]) for x in tensors]
+    pieces = [x.reshape(len(x), size, -1).transpose(0, 1) for x in tensors]
+    rows = _Swap.apply(torch.cat(pieces, 2), shards.ranks).flatten(0, 1)
+    parts = shards.in_order(rows).split([heads * dim for heads, dim in shapes], 1)
+    return [x.unflatten(1, shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
 def to_rows(x: Tensor, shards: Shards) -> Tensor:
