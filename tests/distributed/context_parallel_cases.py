@@ -171,11 +171,12 @@ def case_errors_are_everyones(world: World) -> None:
     shards = Shards(pack.cu_seqlens)
     q, k, v = (shards.shard(x) for x in pack.inputs())
     rng = torch.zeros(2, dtype=torch.int64)
-    for scheme in SCHEMES:
+    for scheme in SCHEMES[:2]:
         name = scheme.__name__
         refused = partial(scheme, q, k, v, shards, dropout_p=0.5, rng_state=rng)
         world.refuses(refused, NotImplementedError, name, "dropout_p")
-        # on one rank only
+    for scheme in SCHEMES:  # on one rank only
+        name = scheme.__name__
         wrong = q.double() if world.rank == 1 else q
         world.refuses(partial(scheme, wrong, k, v, shards), ValueError, name, "q has dtype float64")
         other = partial(scheme, q, k, v, shards, causal=world.rank == 0)

@@ -7,7 +7,6 @@ of 128 half a megabyte travels.
 """
 
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ def by_all_gather(
     own = _own(out.shape[1], ranks)
     outs = [part[: out.numel()].view(out.shape)[:, own] for part in parts]
     lses = [part[out.numel() :].view(lse.shape)[own] for part in parts]
-    return _merge(outs, lses, out_dtype)
+    return merge_states(outs, lses, out_dtype=out_dtype)
 
 
 def by_reduce_scatter(
@@ -65,7 +64,7 @@ def by_all_to_all(
     dist.all_to_all_single(came, sent, group=ranks.group)
     outs = [part[:size].view(tokens, own, dim) for part in came]
     lses = [part[size:].view(own, tokens) for part in came]
-    return _merge(outs, lses, out_dtype)
+    return merge_states(outs, lses, out_dtype=out_dtype)
 
 
 COMBINES = {
@@ -136,7 +135,7 @@ class SymmetricCombine:
         torch._foreach_copy_(list(buffers[ranks.rank]), [out, lse])
         self.handle.barrier(channel=0)
         outs, lses = [x[:, own] for x, _ in buffers], [x[own] for _, x in buffers]
-        return _merge(outs, lses, out_dtype)
+        return merge_states(outs, lses, out_dtype=out_dtype)
 
     def _buffers(self, rank: int, out: Tensor, lse: Tensor, start: int) -> tuple[Tensor, Tensor]:
         get = self.handle.get_buffer
@@ -154,15 +153,6 @@ def _symmetric_memory(device: torch.device) -> Any:
         allowed = "a GPU, with a torch that has symmetric memory; or combine='all_to_all'"
         fail("SymmetricCombine", "device", came, allowed, NotImplementedError)
     return memory
-
-
-def _merge(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    out, lse = outs[0], lses[0]
-    for part in zip(outs[1:], lses[1:], strict=True):
-        out, lse = merge_states(out, lse, *part)
-    return out.to(out_dtype), lse
 
 
 def _own(heads: int, ranks: Ranks) -> slice:

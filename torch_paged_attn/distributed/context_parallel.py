@@ -27,7 +27,7 @@ __all__ = ["Shards", "all_gather_attention", "ring_attention", "ulysses_attentio
 OP = "all_gather_attention"
 ALLOWED = (
     *("attn_bias", "alibi_slopes", "sinks", "softmax_scale", "causal", "window_size_left"),
-    *("window_size_right", "softcap", "deterministic"),
+    *("window_size_right", "softcap", "deterministic", "batch_invariant"),
 )
 
 
@@ -45,7 +45,7 @@ def all_gather_attention(
         shards: who has which tokens; any cut.
         options: as `flash_varlen` takes them: attn_bias `(1 or num_heads, shards.rows, >= longest
             document)` of this rank's rows, alibi_slopes, sinks, softmax_scale, causal,
-            window_size_left, window_size_right, softcap, deterministic.
+            window_size_left, window_size_right, softcap, deterministic, batch_invariant.
 
     Returns:
         `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`

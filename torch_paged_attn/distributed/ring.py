@@ -20,7 +20,9 @@ from torch_paged_attn.ops import flash_varlen, flash_varlen_backward, merge_stat
 from torch_paged_attn.ops.checks import fail
 
 OP = "ring_attention"
-ALLOWED = ("sinks", "softmax_scale", "causal", "softcap", "deterministic")
+# what compares positions
+BY_POSITION = ("alibi_slopes", "window_size_left", "window_size_right")
+ALLOWED = ("sinks", "softmax_scale", "causal", "softcap", "deterministic", *BY_POSITION)
 
 
 def ring_attention(
@@ -33,7 +35,8 @@ def ring_attention(
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
         shards: who has which tokens; any cut.
         options: sinks, softmax_scale, causal, softcap and deterministic, as `flash_varlen` takes
-            them. Masks that compare positions are `all_gather_attention`'s.
+            them; alibi_slopes, window_size_left and window_size_right where the cut is
+            "contiguous": elsewhere a rank's keys do not follow each other.
 
     Returns:
         `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
@@ -45,14 +48,24 @@ def ring_attention(
             rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option, or 8-bit inputs.
     """
-    check_call(OP, q, k, v, shards, options, ALLOWED, _check_dtype)
+    check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check(call, shards))
     sinks = options.pop("sinks", None)
     causal = options.pop("causal", False)
-    steps = shards.keep(("ring", causal), lambda: _steps(shards, causal))
+    by_position = any(_is_given(name, options.get(name)) for name in BY_POSITION)
+    key = "ring", causal, by_position
+    steps = shards.keep(key, lambda: _steps(shards, causal, by_position))
     return _Ring.apply(q, k, v, sinks, shards.ranks, steps, options)
 
 
-def _check_dtype(call: AttentionCall) -> None:
+def _is_given(name: str, value: Any) -> bool:
+    return value is not None and (name == "alibi_slopes" or value >= 0)
+
+
+def _check(call: AttentionCall, shards: Shards) -> None:
+    for name in BY_POSITION:
+        if _is_given(name, getattr(call, name)) and shards.load_balance != "contiguous":
+            came = f"came where load_balance is {shards.load_balance!r}"
+            fail(OP, name, came, "'contiguous', or all_gather_attention", NotImplementedError)
     if call.q.dtype.itemsize == 1 or call.k.dtype != call.q.dtype:
         came = f"is {call.k.dtype} and q {call.q.dtype}"
         fail(OP, "k", came, "one dtype of 16 or 32 bits", NotImplementedError)
@@ -66,26 +79,28 @@ class Step(NamedTuple):
     lengths: dict[str, Any] | None
 
 
-def _steps(shards: Shards, causal: bool) -> list[Step]:
+def _steps(shards: Shards, causal: bool, by_position: bool) -> list[Step]:
     """The steps of this rank, of its own keys and then of those before it, round the ring."""
     rank, size = shards.ranks.rank, shards.ranks.size
-    own = shards.counts[rank]  # (documents, pieces)
-    pieces = own.shape[1]
-    return [
-        _step(shards, own, shards.counts[source], causal, (source > rank) - (source < rank), pieces)
-        for source in ((rank - t) % size for t in range(size))
-    ]
+    sources = [(rank - t) % size for t in range(size)]
+    steps = [_step(shards, rank, source, causal) for source in sources]
+    if by_position:  # of one piece each
+        for step, source in zip(steps[1:], sources[1:], strict=True):
+            if step.lengths is not None:
+                first = shards.first[rank, :, 0] - shards.first[source, :, 0]
+                step.lengths["q_position"] = shards.to_device(first.int())
+                step.lengths["causal"] = causal
+    return steps
 
 
-def _step(
-    shards: Shards, own: Tensor, theirs: Tensor, causal: bool, after: int, pieces: int
-) -> Step:
-    """One step; `after` is 0 for a rank's own keys, 1 for those of a later rank."""
+def _step(shards: Shards, rank: int, source: int, causal: bool) -> Step:
+    """What queries of `rank` see of the keys of `source`."""
+    own, theirs = shards.counts[rank], shards.counts[source]  # (documents, pieces)
     queries, keys, used = own.sum(1), theirs.sum(1), None
-    if causal and after < 0:
+    if causal and source < rank:
         used = theirs[:, 0]  # the second pieces come after all queries
-    if causal and after > 0:
-        if pieces == 1:
+    if causal and source > rank:
+        if own.shape[1] == 1:
             return Step(None)
         # first pieces see nothing, second ones everything
         queries = own.flatten()
@@ -99,7 +114,7 @@ def _step(
         "seqused_k": None if used is None else shards.to_device(used.int()),
         "max_seqlen_q": int(queries.max()),
         "max_seqlen_k": int(seen.max()),
-        "causal": causal and after == 0,
+        "causal": causal and source == rank,
     }
     return Step(lengths)
 

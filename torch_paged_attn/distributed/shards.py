@@ -61,6 +61,7 @@ class Shards:
             *(OP, ranks, self.device, (_listed(given), load_balance, rows)),
             lambda: _check(given, ranks.size, load_balance, rows),
         )
+        self.load_balance = load_balance
         bounds = given.long()
         self.lengths = lengths = bounds.diff()
         self.starts = bounds[:-1]

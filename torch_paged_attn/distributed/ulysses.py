@@ -22,7 +22,7 @@ OP = "ulysses_attention"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 ALLOWED = (
     *("alibi_slopes", "sinks", "softmax_scale", "causal", "window_size_left", "window_size_right"),
-    *("softcap", "deterministic"),
+    *("softcap", "deterministic", "batch_invariant", "dropout_p", "rng_state"),
 )
 
 
@@ -39,7 +39,8 @@ def ulysses_attention(
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
         shards: who has which tokens; any cut.
         options: alibi_slopes, sinks, softmax_scale, causal, window_size_left, window_size_right,
-            softcap and deterministic, as `flash_varlen` takes them, for all heads on every rank.
+            softcap, deterministic, batch_invariant, dropout_p and rng_state, as `flash_varlen`
+            takes them, for all heads on every rank. Dropout drops what one process drops.
 
     Returns:
         `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
@@ -63,6 +64,9 @@ def ulysses_attention(
     for name in ("alibi_slopes", "sinks"):
         if (x := options.get(name)) is not None:
             options[name] = x[..., ranks.rank * own : (ranks.rank + 1) * own].contiguous()
+    if (rng := options.get("rng_state")) is not None:  # this rank's head 0 is another one's there
+        base = torch.cat([rng, rng.new_zeros(5 - len(rng))])
+        options["rng_state"] = base + base.new_tensor([0, 0, ranks.rank * own, 0, 0])
     cu_seqlens = shards.keep("cu_seqlens", lambda: shards.to_device(cumulative(shards.lengths)))
     out, lse = flash_varlen(q, k, v, cu_seqlens, **options)
     return to_rows(out, shards), to_rows(lse.mT, shards).mT.contiguous()
@@ -83,7 +87,10 @@ def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
     """
     size = shards.ranks.size
     shapes = [(x.shape[1] // size, x.shape[2]) for x in tensors]
-    pieces = [x.reshape(len(x), size, -1).transpose(0, 1) for x in tensors]
+    pieces = [
+        x.reshape(len(x), size, heads * dim).transpose(0, 1)
+        for x, (heads, dim) in zip(tensors, shapes, strict=True)
+    ]
     rows = _Swap.apply(torch.cat(pieces, 2), shards.ranks).flatten(0, 1)
     parts = shards.in_order(rows).split([heads * dim for heads, dim in shapes], 1)
     return [x.unflatten(1, shape) for x, shape in zip(parts, shapes, strict=True)]
