@@ -137,6 +137,18 @@ def case_repeated_heads(world: World) -> None:
     judge(ulysses_attention, "contiguous", pack, pack.truth(), pack.gradients())
 
 
+def case_dropout_of_one_process(world: World) -> None:
+    """Ulysses: whole sequences, and heads that know which they are."""
+    pack = Pack((30, 7, 0, 50), options=(("causal", True), ("dropout_p", 0.3)))
+    rng = torch.tensor([5, 7])
+    out, lse = tpa.flash_varlen(*pack.inputs(), pack.cu_seqlens, rng_state=rng, **pack.call())
+    shards = Shards(pack.cu_seqlens)
+    own = [shards.shard(x) for x in pack.inputs()]
+    found, found_lse = ulysses_attention(*own, shards, rng_state=rng, **pack.call())
+    assert torch.equal(shards.unshard(found), out)
+    assert torch.equal(shards.unshard(found_lse.mT).mT, lse)
+
+
 def case_rows_may_be_padded(world: World) -> None:
     shards = Shards(BITS.cu_seqlens, rows=300)
     out, lse, _ = run(all_gather_attention, BITS, shards)

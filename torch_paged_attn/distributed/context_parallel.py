@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.exchange import Exchange, Fetch, Mask
-from torch_paged_attn.distributed.local_call import check_call
+from torch_paged_attn.distributed.local_call import KNOWN, check_call, is_default, refuse_lacking
 from torch_paged_attn.distributed.ring import ring_attention
 from torch_paged_attn.distributed.shards import Shards
 from torch_paged_attn.distributed.ulysses import ulysses_attention
@@ -56,7 +57,7 @@ def all_gather_attention(
             rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option.
     """
-    check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: None)
+    check_call(OP, q, k, v, shards, options, ALLOWED, _check)
     exchange = exchange_of(shards, options)
     k, v = Fetch.apply(k, v, exchange)
     slopes = options.get("alibi_slopes")
@@ -65,6 +66,14 @@ def all_gather_attention(
     if exchange.q_position is not None:
         options["q_position"] = exchange.q_position
     return flash_varlen(q, k, v, **exchange.lengths, **options)
+
+
+def _check(call: AttentionCall) -> None:
+    if call.window_right == 0:  # the last query stands at the last key that it sees
+        return
+    for name in ("alibi_slopes", "window_size_left", "window_size_right"):
+        if not is_default(getattr(call, name), KNOWN[name]):
+            refuse_lacking(OP, call.q.device, ("q_position",), name)
 
 
 def exchange_of(shards: Shards, options: dict[str, Any]) -> Exchange:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, defaults
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.combine import COMBINES, SymmetricCombine
+from torch_paged_attn.distributed.local_call import KNOWN, is_default, refuse_lacking
 from torch_paged_attn.distributed.ranks import Group, Ranks, agree
 from torch_paged_attn.distributed.shards import all_gather
 from torch_paged_attn.ops import flash_varlen
@@ -197,10 +198,9 @@ def _check(
         fail(OP, "interleave", f"is {interleave}", "at least 1")
     if isinstance(combine, str) and combine not in COMBINES:
         fail(OP, "combine", f"is {combine!r}", f"{', '.join(COMBINES)}, or a SymmetricCombine")
-    known = defaults("flash_varlen")
     for name, value in options.items():
-        if name not in ALLOWED and value is not known.get(name, ...):
-            error = NotImplementedError if name in known else TypeError
+        if name not in ALLOWED and value is not KNOWN.get(name, ...):
+            error = NotImplementedError if name in KNOWN else TypeError
             fail(OP, name, "came", ", ".join(ALLOWED), error)
     given = {name: options[name] for name in ALLOWED if name in options}
     call = AttentionCall(
@@ -211,5 +211,8 @@ def _check(
     if call.num_heads % ranks.size:
         allowed = f"a multiple of the {ranks.size} ranks"
         fail(OP, "q's num_heads", f"is {call.num_heads}", allowed)
+    for name in BY_POSITION:
+        if not is_default(options.get(name, KNOWN[name]), KNOWN[name]):
+            refuse_lacking(OP, q.device, ("q_position", "key_ranks"), name)
     if isinstance(combine, SymmetricCombine):
         combine.check(call, ranks)

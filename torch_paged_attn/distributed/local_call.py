@@ -1,6 +1,6 @@
 """What every scheme asks of a call before anything travels: one rule, raised on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch_paged_attn.attention_call import AttentionCall, defaults
 from torch_paged_attn.distributed.ranks import agree
 from torch_paged_attn.distributed.shards import Shards
 from torch_paged_attn.ops.attention_checks import check_attention
+from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 
 KNOWN = defaults("flash_varlen")
@@ -33,7 +34,7 @@ def check_call(
         for name, value in options.items():
             if name not in KNOWN:
                 fail(op, name, "came", ", ".join(allowed), TypeError)
-            if name not in allowed and not _is_default(value, KNOWN[name]):
+            if name not in allowed and not is_default(value, KNOWN[name]):
                 fail(op, name, "came", ", ".join(allowed), NotImplementedError)
         if torch.compiler.is_compiling():  # the operator's own checks see what is traced
             return
@@ -53,7 +54,19 @@ def check_call(
     agree(op, shards.ranks, q.device, same, check_all)
 
 
-def _is_default(value: Any, default: Any) -> bool:
+def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: str) -> None:
+    """Raise NotImplementedError where the device's backend has not what `what` becomes here: found
+    out in the midst of a scheme, it would leave other ranks waiting.
+    """
+    backend, _ = serving_device(device)
+    for name in names:
+        if backend is not None and name in (*backend.lacks, *backend.lacks_in_backward):
+            came = f"came, which becomes {name}, which the {backend.name} backend does not have yet"
+            fail(op, what, came, "none", NotImplementedError)
+
+
+def is_default(value: Any, default: Any) -> bool:
+    """Whether an option is not given, or as good as not."""
     return value is default or (not isinstance(value, Tensor) and value == default)
 
 

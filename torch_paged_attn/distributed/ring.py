@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.distributed.local_call import check_call
+from torch_paged_attn.distributed.local_call import check_call, refuse_lacking
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen, flash_varlen_backward, merge_states
@@ -66,6 +66,8 @@ def _check(call: AttentionCall, shards: Shards) -> None:
         if _is_given(name, getattr(call, name)) and shards.load_balance != "contiguous":
             came = f"came where load_balance is {shards.load_balance!r}"
             fail(OP, name, came, "'contiguous', or all_gather_attention", NotImplementedError)
+        if _is_given(name, getattr(call, name)):
+            refuse_lacking(OP, call.q.device, ("q_position",), name)
     if call.q.dtype.itemsize == 1 or call.k.dtype != call.q.dtype:
         came = f"is {call.k.dtype} and q {call.q.dtype}"
         fail(OP, "k", came, "one dtype of 16 or 32 bits", NotImplementedError)

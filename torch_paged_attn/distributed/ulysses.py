@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.distributed.local_call import check_call
+from torch_paged_attn.distributed.local_call import check_call, refuse_lacking
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen
@@ -73,6 +73,8 @@ def ulysses_attention(
 
 
 def _check_heads(call: AttentionCall, ranks: Ranks) -> None:
+    if call.rng_state is not None:
+        refuse_lacking(OP, call.q.device, ("rng_state[2:]",), "rng_state")
     if call.num_heads % ranks.size:
         allowed = f"a multiple of the {ranks.size} ranks"
         fail(OP, "q's num_heads", f"is {call.num_heads}", allowed)
