@@ -60,6 +60,8 @@ KNOWN = {
     ("sm90", "llama3_8b/mixed/f16"): 704,
     ("sm90", "vllm_cache/mixed/bf16"): 832,
     ("sm90", "d128/prefill_wide_pages/bf16"): 128,
+    ("sm90", "d128/guessed_narrow/bf16"): 192,
+    ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
     ("sm90", "d128/prefill_bias/bf16"): 768,
     ("sm90", "d256/prefill/bf16"): 256,
@@ -95,7 +97,7 @@ PREFILL = ((200, 72), (130, 0))
 DECODE = ((1, 500), (1, 90))
 SOME, MANY = ((1, 2500), *[(1, 9)] * 19), [(1, 5)] * 520
 # several queries a sequence, as for tokens that were guessed: more than 16 rows for a KV head
-GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 19), [(8, 5)] * 520
+GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
 # what the named problems leave out of the sizes and options that choose a kernel's tiles
 MORE = {
@@ -124,6 +126,11 @@ MORE = {
         Problem("d128/decode_many/bf16", tuple(MANY), 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/guessed_narrow/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/guessed_wide/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=64),
+        Problem("d128/guessed_few/bf16", GUESSED[:20], 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/guessed_short/bf16", GUESSED[1:], 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/guessed_few_short/bf16", GUESSED[1:21], 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d256/guessed_few/bf16", GUESSED[:2], 4, 2, 256, dtype=bf16, page_size=16),
+        Problem("d256/guessed_several/bf16", GUESSED[:8], 4, 2, 256, dtype=bf16, page_size=16),
         Problem("d128/guessed_many/bf16", tuple(MANY_GUESSED), 8, 2, 128, dtype=bf16, page_size=16),
         Problem(
             "d128/guessed/kv_int8",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
@@ -164,10 +165,10 @@ def test_log_counts_the_launches_of_a_cache_write(kernels, device, caplog):
         assert f"reshape_and_cache: {launches} for {tokens} tokens" in caplog.text
 
 
-def compile_for_hopper(problem):
+def compile_for_hopper(problem, longest=0):
     """The kernels of a launch, compiled in another process."""
     call = hopper_call(problem)
-    cross_compile.CALLS["hopper"] = lambda: lambda: hopper.attend(call)
+    cross_compile.CALLS["hopper"] = lambda: lambda: hopper.attend(call, longest=longest)
     return cross_compile.compile_call("sm90", "hopper")
 
 
@@ -196,6 +197,76 @@ def test_agrees_with_the_reference(problem):
     assert_accurate(*first, build(problem).truth())
     second = hopper.attend(call)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+SHORT = ((0, 0), (70, 0), (1, 0), (300, 0), (33, 0), (0, 0), (128, 0))
+IN_TURNS = tuple(
+    Problem(f"turns_{name}", seqs, dtype=bf16, causal=False, **options)
+    for name, seqs, options in (
+        ("d64", SHORT, dict(num_kv_heads=4, padding_rows=5)),
+        ("d64_even", ((90, 0),) * 7, dict(num_kv_heads=4)),
+        ("g4", SHORT * 20, dict(num_heads=8, head_dim=128, padding_rows=140)),
+        ("g7", SHORT, dict(num_heads=14, head_dim=128)),
+        ("keys", ((70, 30), (3, -2), (200, 0), (9, 90)), dict(lengths="cu_seqlens_k")),
+    )
+)
+
+
+@pytest.mark.parametrize("problem", IN_TURNS, ids=lambda p: p.name)
+def test_tiles_in_turns_compile(problem, compiler):
+    kernels = compiler.submit(compile_for_hopper, problem, 128).result()
+    # no list of tiles
+    assert [k.name for k in kernels] == ["_hopper_attention_fwd_kernel"]
+    assert kernels[0].faults("sm90", problem.name) == []
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("longest", [1, 128, 300, 512])
+@pytest.mark.parametrize("problem", IN_TURNS, ids=lambda p: p.name)
+def test_tiles_in_turns(problem, longest):
+    """Whatever is said of the longest sequence."""
+    call = hopper_call(problem, "cuda")
+    first = hopper.attend(call, longest=longest)
+    assert_accurate(*first, build(problem).truth())
+    again = hopper.attend(call, longest=longest)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "seqs, options, longest, kernels",
+    [
+        (((128, 0),) * 512, dict(num_kv_heads=4), 128, "hopper"),
+        (((40, 0),) * 512, dict(num_kv_heads=4), 40, "portable"),  # few rows in a tile
+        (((40, 0),) * 512, dict(num_heads=8, head_dim=128), 40, "hopper"),  # which heads fill
+        (((100, 0),) * 5, dict(num_heads=8, head_dim=128), 100, "portable"),  # few tiles
+    ],
+)
+def test_short_sequences(seqs, options, longest, kernels):
+    problem = Problem("short", seqs, dtype=bf16, causal=False, **options)
+    with assume(HOPPER):
+        call = hopper_call(problem)
+        assert flash_varlen.in_turns(call, longest) == longest
+        assert flash_varlen.kernels_of(call, longest)[0] == kernels
+        for other in (0, 600):
+            assert flash_varlen.in_turns(call, other) == 0
+        paged = hopper_call(dataclasses.replace(problem, seqs=seqs[:5], page_size=16))
+        assert flash_varlen.in_turns(paged, longest) == 0
+
+
+@pytest.mark.parametrize(
+    "hints, is_packed, said",
+    [
+        ((5, 900), False, 5),
+        ((65, 900), False, 0),
+        ((5, 7), True, 7),
+        ((130, 90), True, 192),
+        ((90, 512), True, 512),
+        ((90, 513), True, 0),
+        ((torch.tensor(5), 5), True, 0),
+    ],
+)
+def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
+    assert flash_varlen.said_of_longest(*hints, is_packed) == said
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

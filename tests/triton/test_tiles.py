@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.portable.splits import plan_splits
@@ -44,6 +45,26 @@ def test_chains(name, config, kernels, device):
 def test_even_splits(sequences, programs):
     """A few less than there is room for, so that a tile is whole or cut into equal parts."""
     assert plan_splits(sequences + 1, 8, sequences, 4096, 4 * 132, True).programs == programs
+
+
+@pytest.mark.parametrize(
+    "longest, options",
+    [
+        (1, dict(causal=False, num_heads=2, num_kv_heads=2, padding_rows=20)),
+        (40, dict(num_heads=3, num_kv_heads=1, sinks=True)),
+        (512, dict(window_size_left=20, lengths="cu_seqlens_k", num_heads=2, num_kv_heads=1)),
+    ],
+    ids=str,
+)
+def test_tiles_in_turns(longest, options, kernels, device):
+    """Whatever is said of the longest sequence."""
+    from torch_paged_attn.backends.triton.portable.attention import attend
+
+    seqs = ((0, 0), (40, 0), (1, 0), (17, 0), (0, 0))
+    call = build(Problem("turns", seqs, dtype=torch.bfloat16, head_dim=32, **options))
+    arguments = AttentionCall.flash_varlen(**call.to(device).args)
+    result = attend(arguments, config=Config(16, 32, 4, 1), longest=longest)
+    assert_accurate(*result, call.truth())
 
 
 def test_choose_tiles_is_kept():

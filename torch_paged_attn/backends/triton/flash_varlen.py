@@ -28,14 +28,14 @@ SAID = {
     "hopper and portable": "the Hopper kernel and the portable one",
     "portable": "the portable kernel",
 }
-PLANS = {
+PLANS: dict[str, Callable[..., Plan]] = {
     "hopper": flash_varlen_sm90.plan_attention,
-    "hopper and portable": mixed.plan_attention,
     "portable": plan_attention,
 }
 
-# more queries than these fill a tile of Hopper's, whatever the heads are
-MOST_SAID = support.BLOCK_M
+# more queries than these fill a tile of Hopper's, whatever the heads are; of packed sequences
+# that are short, more are told in steps of so many
+MOST_SAID = STEP_SAID = support.BLOCK_M
 
 
 def why_not_hopper(call: AttentionCall) -> str | None:
@@ -53,7 +53,14 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     reason = why_not_hopper(call)
     if reason is not None or mixed.is_mixed(call, longest):
         return reason
+    if support.is_short(call, longest):
+        return "sequences are short and few" if support.is_small(call) else None
     return support.unprofitable(call)
+
+
+def in_turns(call: AttentionCall, longest: int) -> int:
+    """`longest`, if the tiles of sequences are taken in turns (`seqlen_info.py`), else 0."""
+    return longest if why_not_hopper(call) is None and support.is_short(call, longest) else 0
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
@@ -81,6 +88,23 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     return None
 
 
+def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> int:
+    """What a plan is told of the longest sequence by the two hints: how many queries it has, if
+    they are few; of packed sequences, how many tokens at most, if they are short; else 0.
+    """
+    # no number that is traced
+    if type(max_seqlen_q) is not int:
+        return 0
+    if not is_packed:
+        return max_seqlen_q if max_seqlen_q <= MOST_SAID else 0
+    if type(max_seqlen_k) is not int:
+        return 0
+    longest = max(max_seqlen_q, max_seqlen_k)
+    if longest > MOST_SAID:
+        longest = -(-longest // STEP_SAID) * STEP_SAID
+    return longest if longest <= support.MOST_SHORT else 0
+
+
 class AttentionOp:
     """An attention operator, called with the arguments of its schema. Of the two hints, on which no
     result depends, a plan is told how many queries the longest sequence has, if it has few.
@@ -91,21 +115,19 @@ class AttentionOp:
         self._name, self._check = name, check
         self._call_of = getattr(AttentionCall, name)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
+        self._table = next(i for i, x in enumerate(listed) if x.name == "block_table")
         self._most = len(listed) - 2
         # by what is said of the longest sequence: calls of the cache, and what plans them
-        self._kinds = [
-            (f"{name}, {n} queries", functools.partial(self.plan, n)) for n in range(MOST_SAID + 1)
-        ]
+        said = *range(MOST_SAID), *range(MOST_SAID, support.MOST_SHORT + 1, STEP_SAID)
+        self._kinds = {n: (f"{name}, {n} queries", functools.partial(self.plan, n)) for n in said}
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
         if args[at] < 0 or args[at + 1] < 0:
             self._check(*args, **options)
         tensors = *args[:at], *args[at + 2 :]
-        longest = args[at]
-        # no number that is traced
-        is_said = type(longest) is int and longest <= MOST_SAID
-        key, plan = self._kinds[longest if is_said else 0]
+        is_packed = len(args) <= self._table or args[self._table] is None
+        key, plan = self._kinds[said_of_longest(args[at], args[at + 1], is_packed)]
         return launch_cache.call(key, plan, tensors, options)
 
     def plan(self, longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
@@ -123,7 +145,9 @@ class AttentionOp:
         paths.announce(self._name, "triton", kernels, reason or "")
         because = f", because {reason}" if kernels == "portable" else ""
         logger.debug("%s: %s%s", self._name, SAID[kernels], because)
-        return PLANS[kernels](call)
+        if kernels == "hopper and portable":
+            return mixed.plan_attention(call)
+        return PLANS[kernels](call, longest=in_turns(call, longest))
 
 
 flash_varlen = AttentionOp("flash_varlen", check)

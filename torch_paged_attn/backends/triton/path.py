@@ -14,7 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
-from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, kernels_of
+from torch_paged_attn.backends.triton.flash_varlen import (
+    in_turns,
+    kernels_of,
+    said_of_longest,
+)
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
 from torch_paged_attn.backends.triton.portable import tiles as portable
@@ -69,26 +73,28 @@ def parse(target: str) -> Target:
 
 
 def _attention(call: AttentionCall) -> Path:
-    longest = call.max_seqlen_q
-    kernels, reason = kernels_of(call, longest if longest <= MOST_SAID else 0)
+    is_packed = call.block_table is None
+    longest = said_of_longest(call.max_seqlen_q, call.max_seqlen_k, is_packed)
+    kernels, reason = kernels_of(call, longest)
+    turns = in_turns(call, longest)
     details: dict[str, Any] = {"target": target_of(call.q.device).arch}
     workspace: int | None = 0
     is_beside = kernels == "hopper and portable"
     if kernels != "portable":
-        found, more = _hopper(call, is_beside)
+        found, more = _hopper(call, is_beside, turns)
         # lists of blocks are not counted
         details["hopper"], workspace = found, more if call.layout is None else None
     if kernels != "hopper":
-        details["portable"], more = _portable(call, is_beside)
+        details["portable"], more = _portable(call, is_beside, turns)
         workspace = more if workspace is None else workspace + more
     return Path("triton", kernels, reason or "its tiles are full", details, workspace)
 
 
-def _portable(call: AttentionCall, is_beside: bool) -> tuple[dict[str, Any], int]:
+def _portable(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[str, Any], int]:
     """Tiles of the portable kernel, and the bytes of its partial results and counters."""
     traits = portable.traits_of(call, target_of(call.q.device))
     sizes = call.total_q, call.batch, portable.key_bound(call)
-    tiles = portable.choose_tiles(traits, *sizes, is_beside=is_beside)
+    tiles = portable.choose_tiles(traits, *sizes, is_beside=is_beside, longest=longest)
     found = {
         "queries_per_tile": tiles.tokens,
         "heads_per_tile": tiles.pack,
@@ -102,17 +108,19 @@ def _portable(call: AttentionCall, is_beside: bool) -> tuple[dict[str, Any], int
     return found, WORD * (tiles.part_elements(call.head_dim_v) + tiles.num_programs)
 
 
-def _hopper(call: AttentionCall, is_beside: bool) -> tuple[dict[str, Any], int]:
+def _hopper(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[str, Any], int]:
     """Tiles of Hopper's kernel, and the bytes of its list of tiles and of what pieces leave."""
-    config, packed_heads = hopper.choose_tiles(call, is_beside)
-    options = hopper.options_of(call, config, packed_heads, is_beside)
+    config, packed_heads = hopper.choose_tiles(call, is_beside, longest > 0)
+    options = hopper.options_of(call, config, packed_heads, is_beside, longest == 0)
     short = mixed.most_queries(call) if is_beside else 0
-    listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, short))
+    listed: tuple[int, ...] = (0,)
+    if options.IS_LISTED:
+        listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, short))
     found = {
         "queries_per_tile": options.CONSUMERS * options.TOKENS,
         "heads_per_tile": packed_heads,
         "keys_per_tile": options.BLOCK_N,
-        "grid": (hopper.grid_of(call, options),),
+        "grid": (hopper.grid_of(call, options, longest),),
         "most_pieces_of_tiles": options.MOST_PARTS,
         "config": dataclasses.asdict(config),
     }

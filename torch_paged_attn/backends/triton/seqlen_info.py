@@ -14,6 +14,17 @@ def num_tiles(total_q: int, batch: int, tokens: int, gap: int) -> int:
     return total_q // tokens + gap * (batch + 1)
 
 
+def programs_in_turns(total_q: int, batch: int, longest: int, tokens: int) -> int:
+    """How many programs take the tiles of a sequence in turns, where `longest` is said to be the
+    most queries of one. More than twice as many as its share would find nothing to do.
+    """
+    mean = -(-total_q // max(batch, 1))
+    if mean * batch == total_q:
+        # probably all sequences have so many queries
+        longest = min(longest, mean)
+    return max(min(-(-longest // tokens), 2 * -(-mean // tokens)), 1)
+
+
 @triton.jit
 def find_tile(number, cu_seqlens_q_ptr, batch, TOKENS: tl.constexpr, GAP: tl.constexpr):
     """Sequence of the tile, and which of its tiles it is (past its last one: nothing to do)."""

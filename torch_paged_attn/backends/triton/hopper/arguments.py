@@ -15,13 +15,17 @@ class Pointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
     lse: Any  # (num_heads, total_q) float32
-    tile_list: Any  # of `tile_scheduler.plan_tile_list`
+    tile_list: Any  # of `tile_scheduler.plan_tile_list`; None where tiles are not listed
     block_table: Any
     entries: Any  # of `block_lists.plan_block_lists`
     spans: Any  # likewise
     alibi_slopes: Any
     sinks: Any
     parts: Any  # of `pieces.py`; None where no tile is cut
+    # None where tiles are listed
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
 
 
 class Sizes(NamedTuple):
@@ -30,7 +34,8 @@ class Sizes(NamedTuple):
     num_pages: int
     batch: int
     total_q: int
-    lists_per_head: int  # lists of blocks; 0 without a layout
+    # lists of blocks, or where tiles are not listed units of a sequence; else 0
+    lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
 
@@ -87,6 +92,7 @@ class Options(NamedTuple):
     MOST_PARTS: int  # pieces of tiles, see `pieces.py`; 0 where none is cut
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
+    IS_LISTED: bool = True  # tiles come from a list, the longest first
 
 
 class Params(NamedTuple):

@@ -53,8 +53,14 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
-from torch_paged_attn.backends.triton.tuning import HopperConfig, choose_hopper_config
+from torch_paged_attn.backends.triton.tuning import (
+    HopperConfig,
+    choose_hopper_config,
+    choose_narrow_config,
+    choose_short_config,
+)
 
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
@@ -67,6 +73,9 @@ LAYOUT = ("crow_indices", "col_indices")
 
 # what another launch takes to begin and to end, in tiles of keys, by width of a head
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
+
+# windows of few tiles of keys
+NARROW = range(1025)
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -89,25 +98,42 @@ def pack_heads(sharing: int, length: int) -> int:
     return pack
 
 
-def choose_tiles(call: AttentionCall, is_beside: bool = False) -> tuple[HopperConfig, int]:
+def choose_tiles(
+    call: AttentionCall, is_beside: bool = False, is_short: bool = False
+) -> tuple[HopperConfig, int]:
     """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
-    says nothing where another kernel takes the short sequences."""
+    says nothing where another kernel takes the short sequences. With `is_short`, no sequence is
+    long."""
     typical, layout = LEAST_LENGTH if is_beside else mean_length(call), call.layout
     is_causal = call.window_right == 0
-    config = choose_hopper_config(width_of(call.head_dim), typical, is_causal, layout is not None)
+    width = width_of(call.head_dim)
+    # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
+    # fewer keys a window hides from most of them
+    sharing = sharing_heads(call)
+    most_packed = min(sharing & -sharing, BLOCK_M)
+    if is_short:
+        return choose_short_config(width), most_packed
+    is_narrow = is_causal and call.window_size_left in NARROW and layout is None
+    if is_narrow and width <= 128 and not is_beside:
+        return choose_narrow_config(width), most_packed
+    config = choose_hopper_config(width, typical, is_causal, layout is not None)
     # a tile holds one row of a layout, where heads share it
     length = typical if layout is None else min(typical, layout.q_block_size)
-    return config, pack_heads(sharing_heads(call), length)
+    return config, pack_heads(sharing, length)
 
 
 def options_of(
-    call: AttentionCall, config: HopperConfig, packed_heads: int, is_beside: bool = False
+    call: AttentionCall,
+    config: HopperConfig,
+    packed_heads: int,
+    is_beside: bool = False,
+    is_listed: bool = True,
 ) -> Options:
     """What the kernel is compiled for; no size and no address is part of it. With `is_beside`,
     another kernel does the rest of the call.
     """
     layout = call.layout
-    parts = most_parts(call, is_beside)
+    parts = most_parts(call, is_beside) if is_listed else 0
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -145,6 +171,7 @@ def options_of(
         MOST_PARTS=parts,
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=is_beside,
+        IS_LISTED=is_listed,
     )
 
 
@@ -188,10 +215,22 @@ def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
     )
 
 
-def grid_of(call: AttentionCall, options: Options) -> int:
+def units_in_turns(call: AttentionCall, options: Options, longest: int) -> int:
+    """Units of work of a sequence, for each head, that take its tiles in turns; 0 where tiles are
+    listed.
+    """
+    if options.IS_LISTED:
+        return 0
+    tokens = options.CONSUMERS * options.TOKENS
+    return programs_in_turns(call.total_q, call.batch, longest, tokens)
+
+
+def grid_of(call: AttentionCall, options: Options, longest: int = 0) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.CONSUMERS * options.TOKENS
-    tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
+    tiles = units_in_turns(call, options, longest) * (call.batch + 1)
+    if options.IS_LISTED:
+        tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
     units = max(tiles * (call.num_heads // options.PACKED_HEADS), options.MOST_PARTS)
     return min(units, target_of(call.q.device).multiprocessors)
 
@@ -225,7 +264,17 @@ def tile_options_of(options: Options, short: int = 0) -> TileOptions:
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
         SHORT=short,
+        **_form_of_list(options, short),
     )
+
+
+def _form_of_list(options: Options, short: int) -> dict[str, Any]:
+    """What is looked at at a time while tiles are listed, and by how many warps."""
+    if short:
+        return dict(LOOKED_AT=64, STARTS=128, WEIGHED=64, WARPS=8)
+    if options.MOST_PARTS:
+        return {}
+    return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
 
 
 def _chip_of(call: AttentionCall, packed_heads: int) -> Chip:
@@ -240,19 +289,25 @@ def _chip_of(call: AttentionCall, packed_heads: int) -> Chip:
     )
 
 
-def attend(call: AttentionCall, config: HopperConfig | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    call: AttentionCall, config: HopperConfig | None = None, longest: int = 0
+) -> tuple[Tensor, Tensor]:
     """Plan a call for which `unsupported` has no reason, and launch the kernels."""
-    plan = plan_attention(call, config)
+    plan = plan_attention(call, config, longest)
     return plan(tuple(call.given_tensors().values()), None)
 
 
-def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list."""
+def plan_attention(
+    call: AttentionCall, config: HopperConfig | None = None, longest: int = 0
+) -> Plan:
+    """A plan for the given tensors of calls like this one, in the order of the op's list. If
+    `longest`, what is said of the longest sequence's queries, is not 0, tiles are taken in turns.
+    """
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
-    start = plan_launches(call, results[0], config)
+    start = plan_launches(call, results[0], config, longest=longest)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
@@ -278,8 +333,12 @@ def shape_of_tiles(call: AttentionCall, tile_options: TileOptions) -> tuple[int,
 
 
 def plan_launches(
-    call: AttentionCall, out: Tensor, config: HopperConfig | None = None, short: int = 0
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    call: AttentionCall,
+    out: Tensor,
+    config: HopperConfig | None = None,
+    short: int = 0,
+    longest: int = 0,
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     """A plan that is given where the results go, tensors like `out` and its lse.
 
     With `short`, sequences of up to so many queries may be left to the next kernel, and padding is;
@@ -291,14 +350,17 @@ def plan_launches(
     )
 
     is_beside = short > 0
-    chosen, packed_heads = choose_tiles(call, is_beside)
-    options = options_of(call, config or chosen, packed_heads, is_beside)
-    list_tiles = plan_tile_list(
-        *_sizes_of_list(call),
-        tile_options_of(options, short),
-        call.q.device,
-        _chip_of(call, packed_heads) if options.MOST_PARTS or short else None,
-    )
+    chosen, packed_heads = choose_tiles(call, is_beside, longest > 0)
+    options = options_of(call, config or chosen, packed_heads, is_beside, longest == 0)
+    in_turns = units_in_turns(call, options, longest)
+    list_tiles = None
+    if options.IS_LISTED:
+        list_tiles = plan_tile_list(
+            *_sizes_of_list(call),
+            tile_options_of(options, short),
+            call.q.device,
+            _chip_of(call, packed_heads) if options.MOST_PARTS or short else None,
+        )
     new_parts = None
     if options.MOST_PARTS:
         new_parts = Allocation((part_elements(options),), torch.float32, call.q.device)
@@ -315,17 +377,19 @@ def plan_launches(
     pick_layout = operator.itemgetter(*(places[name] for name in LAYOUT)) if layout else None
     launch = Launch(
         _hopper_attention_fwd_kernel,
-        (grid_of(call, options),),
+        (grid_of(call, options, longest),),
         scalars=scalars_of(call, packed_heads),
-        **sizes_of(call, lists_per_head)._asdict(),
+        **sizes_of(call, in_turns or lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
     )
 
+    none = (None,) * len(Lengths._fields)
+
     def start(
         tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
         entries = spans = None
         if build_lists is not None and pick_layout is not None:
@@ -333,17 +397,26 @@ def plan_launches(
         parts = None if new_parts is None else new_parts()
         if not launch.is_ready or addresses is None:
             q, k, v = tensors[:3]
-            tile_list = list_tiles(Lengths(*lengths))
+            tile_list, unlisted = None, lengths
+            if list_tiles is not None:
+                tile_list, unlisted = list_tiles(Lengths(*lengths)), none
             launch(
                 q_boxes.at(q.data_ptr()),
                 k_boxes.at(k.data_ptr()),
                 v_boxes.at(v.data_ptr()),
                 out_boxes.at(out.data_ptr()),
-                Pointers(lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts),
-            )
+                Pointers(
+                    lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
+                    *unlisted,
+                ),
+            )  # fmt: skip
             return tile_list, parts
         *starts, table, slopes, sink = pick((*addresses, None))
-        tile_list, boxes_at = list_tiles(Lengths(*lengths), tuple(starts)), launch.map_arguments
+        tile_list, at_list, unlisted = None, None, starts
+        if list_tiles is not None:
+            tile_list, unlisted = list_tiles(Lengths(*lengths), tuple(starts)), none
+            at_list = tile_list.data_ptr()
+        boxes_at = launch.map_arguments
         lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
         at_parts = None if parts is None else parts.data_ptr()
         launch.start(
@@ -351,7 +424,7 @@ def plan_launches(
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, out.data_ptr()),
-            (lse.data_ptr(), tile_list.data_ptr(), table, *lists, slopes, sink, at_parts),
+            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted),
         )
         return tile_list, parts
 

@@ -15,11 +15,10 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
-# numbers of pieces that are tried for the longest tile
-TRIED = tl.constexpr(64)
-# sequences that are looked at at a time: by themselves, and for each number of pieces
+# how many numbers of pieces are tried for the longest tile
+TRIED = tl.constexpr(32)
+# sequences that are looked at at a time, by themselves
 SCANNED = tl.constexpr(128)
-WEIGHED = tl.constexpr(32)
 
 # in tiles of keys: what a tile or a piece of one costs beside its own keys, the merging of a piece,
 # and reading a tile of keys from memory where all programs do
@@ -80,11 +79,17 @@ def _lengths_of(b, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def _number(i):
+    """Number i of those of pieces that are tried for the longest tile: 1, 2, ... 16, 20, ... 80."""
+    return tl.where(i < 16, 1 + i, 16 + 4 * (i - 15))
+
+
+@triton.jit
 def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
-    """Of launches whose longest tile is cut in 1, 2, ... TRIED pieces; `entries` and `parts`, those
-    of tiles that are cut, `work` and `reads`, tiles of keys, are of one head.
+    """Of launches whose longest tile is cut in so many pieces as are tried; `entries` and `parts`,
+    those of tiles that are cut, `work` and `reads`, tiles of keys, are of one head.
     """
-    pieces = 1 + tl.arange(0, TRIED)
+    pieces = _number(tl.arange(0, TRIED))
     is_cut = pieces > 1
     run = tl.cdiv(longest, pieces) + TILE_COST + tl.where(is_cut, PIECE_COST, 0.0)
     units = entries * chip.units_per_tile
@@ -104,8 +109,8 @@ def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _quotients(visited, longest):
-    """cdiv(visited, run), at least 1, for runs of the longest tile in 1, 2, ... TRIED pieces."""
-    run = tl.maximum(tl.cdiv(longest, 1 + tl.arange(0, TRIED)), 1)
+    """cdiv(visited, run), at least 1, for runs of the longest tile in each number of pieces."""
+    run = tl.maximum(tl.cdiv(longest, _number(tl.arange(0, TRIED))), 1)
     # what is missing to 1 is less than one over a run, and more than what is rounded off
     above = visited[:, None].to(tl.float32) * (1.0 / run)[None, :] + (1.0 - 2.0**-14)
     return tl.maximum(above.to(tl.int32), 1)
@@ -117,22 +122,26 @@ def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
     padding only), and tiles of keys of the longest piece.
     """
     SHORT: tl.constexpr = OPTIONS.SHORT
+    WEIGHED: tl.constexpr = OPTIONS.WEIGHED
     window_left = chip.window_left
-    longest, longest_short = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    # by element, and only after a loop those of all: each sum or maximum of a program is a barrier
+    longest = tl.zeros([SCANNED], tl.int32)
+    longest_short = tl.zeros([SCANNED], tl.int32)
     for b0 in tl.range(0, batch, SCANNED):
         query_len, key_len = _lengths_of(
             b0 + tl.arange(0, SCANNED), lengths, batch, total_q, max_keys, OPTIONS
         )
         visited = _visited(query_len, key_len, window_left, OPTIONS)
         is_short = query_len <= SHORT
-        longest = tl.maximum(longest, tl.max(tl.where(is_short, 0, visited), 0))
-        longest_short = tl.maximum(longest_short, tl.max(tl.where(is_short, visited, 0), 0))
+        longest = tl.maximum(longest, tl.where(is_short, 0, visited))
+        longest_short = tl.maximum(longest_short, tl.where(is_short, visited, 0))
+    longest, longest_short = tl.max(longest, 0), tl.max(longest_short, 0)
     longest_all = tl.maximum(longest, longest_short)
 
-    none = tl.zeros([TRIED], tl.int32)
+    none = tl.zeros([WEIGHED, TRIED], tl.int32)
     entries, parts, entries_of_all, parts_of_all = none, none, none, none
-    work, work_of_short = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
-    reads, reads_of_short = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    nothing = tl.zeros([WEIGHED], tl.float32)
+    work, work_of_short, reads, reads_of_short = nothing, nothing, nothing, nothing
     for b0 in tl.range(0, batch, WEIGHED):
         query_len, key_len = _lengths_of(
             b0 + tl.arange(0, WEIGHED), lengths, batch, total_q, max_keys, OPTIONS
@@ -144,25 +153,29 @@ def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
         tiles = tl.cdiv(query_len, OPTIONS.TOKENS)
         is_short = query_len <= SHORT
         own = tiles.to(tl.float32) * (first + last).to(tl.float32) * 0.5
-        work += tl.sum(tl.where(is_short, 0.0, own), 0)
-        reads += tl.sum(tl.where(is_short, 0, last).to(tl.float32), 0)
+        work += tl.where(is_short, 0.0, own)
+        reads += tl.where(is_short, 0, last).to(tl.float32)
         long_tiles = tl.where(is_short, 0, tiles)
         cut = _quotients(last, longest)
         each = long_tiles[:, None] * cut
-        entries += tl.sum(each, 0)
-        parts += tl.sum(tl.where(cut > 1, each, 0), 0)
+        entries += each
+        parts += tl.where(cut > 1, each, 0)
         if SHORT > 0:
-            work_of_short += tl.sum(tl.where(is_short, own, 0.0), 0)
-            reads_of_short += tl.sum(tl.where(is_short, last, 0).to(tl.float32), 0)
+            work_of_short += tl.where(is_short, own, 0.0)
+            reads_of_short += tl.where(is_short, last, 0).to(tl.float32)
             cut = _quotients(last, longest_all)
             each = tiles[:, None] * cut
-            entries_of_all += tl.sum(each, 0)
-            parts_of_all += tl.sum(tl.where(cut > 1, each, 0), 0)
+            entries_of_all += each
+            parts_of_all += tl.where(cut > 1, each, 0)
+    entries, parts = tl.sum(entries, 0), tl.sum(parts, 0)
+    work, reads = tl.sum(work, 0), tl.sum(reads, 0)
 
     time = _time(entries, parts, work, reads, longest, chip, OPTIONS)
     limit = tl.full([], -1, tl.int32)
     chosen, of_chosen = tl.argmin(time, 0), longest
     if SHORT > 0:
+        entries_of_all, parts_of_all = tl.sum(entries_of_all, 0), tl.sum(parts_of_all, 0)
+        work_of_short, reads_of_short = tl.sum(work_of_short, 0), tl.sum(reads_of_short, 0)
         work_of_all, reads_of_all = work + work_of_short, reads + reads_of_short
         of_all = _time(
             entries_of_all, parts_of_all, work_of_all, reads_of_all, longest_all, chip, OPTIONS
@@ -173,5 +186,5 @@ def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
         limit = tl.where(is_one, 0, SHORT)
         chosen = tl.where(is_one, tl.argmin(of_all, 0), chosen)
         of_chosen = tl.where(is_one, longest_all, longest)
-    length = tl.maximum(tl.cdiv(of_chosen, chosen + 1), 1)
+    length = tl.maximum(tl.cdiv(of_chosen, _number(chosen)), 1)
     return limit, tl.where(chosen == 0, WHOLE, length)

@@ -32,6 +32,7 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     STOP_TOKEN,
     thread_barrier,
 )
+from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 
 @gluon.jit
@@ -65,9 +66,28 @@ def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.conste
 
 
 @gluon.jit
-def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
-    """Claim tiles of queries until there are none. Publish each, and load its queries and the first
-    part of its keys, from right to left: tiles of keys that need a mask come first."""
+def _lengths_of(b, params):
+    """Of sequence b of a packed batch: first row and number of queries, first row and number of
+    keys. The rows past the last sequence are one more, without keys."""
+    pointers, sizes = params.pointers, params.sizes
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    # rows nobody checked must not lead outside the tensors
+    q_start, q_stop = gl.maximum(q_start, 0), gl.minimum(q_stop, sizes.total_q)
+    k_start, key_len = key_span(
+        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        sizes.num_pages, False,
+    )  # fmt: skip
+    return q_start, gl.maximum(q_stop - q_start, 0), k_start, key_len
+
+
+@gluon.jit
+def _produce_tile(
+    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token,
+    tile, n, key_loader, params, pipelines, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """Publish a tile of queries, the program's number `tile`, and load its queries and the first
+    part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
+    number of the next tile of keys."""
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
@@ -76,6 +96,87 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
     pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
     q_desc = params.q_desc
+    context_len = key_len - query_len
+    position = context_len + first_token
+    first_key = 0
+    stop = key_len
+    if OPTIONS.HAS_LEFT:
+        first_key = gl.maximum(position - scalars.window_left, 0)
+    if OPTIONS.HAS_RIGHT:
+        stop = gl.minimum(stop, context_len + stop_token + scalars.window_right)
+    first_kv_tile = first_key // BLOCK_N
+    first_entry = 0
+    num_entries = 0
+    row_mask = 0
+    if HAS_LAYOUT:
+        layout_head = (
+            b * scalars.stride_layout_batch + head * PACKED_HEADS // OPTIONS.HEADS_PER_LAYOUT
+        )
+        first_entry, num_entries = find_list(
+            pointers, params.sizes, layout_head, position, stop, OPTIONS
+        )
+        row_mask = row_mask_of(position, context_len + stop_token, OPTIONS)
+        num_kv_tiles = (num_entries + KV_STEP - 1) // KV_STEP
+    else:
+        num_kv_tiles = (stop + BLOCK_N - 1) // BLOCK_N - first_kv_tile
+    # a tile that sees no key visits one, of masked keys, and writes its empty rows
+    num_kv_tiles = gl.maximum(num_kv_tiles, 1)
+    if OPTIONS.MOST_PARTS > 0:
+        first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
+        first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
+        first_kv_tile += first_of_piece
+    kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
+
+    # once the consumers are done with what lay there, so are the other producers
+    pipelines.q.producer_acquire(tile)
+    work_info.put(tile, NUM_KV_TILES, num_kv_tiles)
+    work_info.put(tile, FIRST_KEY, first_key)
+    work_info.put(tile, KV_STOP, kv_start)
+    work_info.put(tile, KEY_LEN, key_len)
+    work_info.put(tile, Q_START, q_start)
+    work_info.put(tile, STOP_TOKEN, stop_token)
+    work_info.put(tile, FIRST_TOKEN, first_token)
+    work_info.put(tile, HEAD, head * PACKED_HEADS)
+    work_info.put(tile, CONTEXT_LEN, context_len)
+    work_info.put(tile, BATCH, b)
+    work_info.put(tile, K_START, k_start)
+    if HAS_LAYOUT:
+        work_info.put(tile, FIRST_ENTRY, first_entry)
+        work_info.put(tile, NUM_ENTRIES, num_entries)
+    if OPTIONS.MOST_PARTS > 0:
+        work_info.put(tile, PIECE, piece)
+        work_info.put(tile, PIECES, pieces)
+        work_info.put(tile, FIRST_PART, first_part)
+    thread_barrier()  # the thread that arrives has not written all of these
+    barrier = pipelines.q.full_barrier(tile)
+    mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
+        row = first_token + i * TOKENS
+        load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
+    work_info.publish(tile)
+
+    list_ptr = 0
+    if HAS_LAYOUT:
+        list_ptr = pointers.entries + first_entry
+    table = 0
+    if OPTIONS.PAGE_SIZE > 0:
+        table = pointers.block_table + b.to(gl.int64) * params.sizes.stride_table
+    kv_head = head * PACKED_HEADS // OPTIONS.GROUP_SIZE
+    keys = KeyRange(
+        table, k_start, key_len, first_key, kv_head, list_ptr, num_entries, row_mask, position
+    )
+    for _ in range(num_kv_tiles):
+        kv_start -= KV_STEP
+        key_loader.load(n, kv_start, keys)
+        n += 1
+    return n
+
+
+@gluon.jit
+def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
+    """Claim tiles of queries until there are none; see `_produce_tile`."""
+    pointers, scalars = params.pointers, params.scalars
     key_loader = KvLoader(
         params.k_desc, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS, 0
     )
@@ -83,97 +184,49 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     if OPTIONS.LETS_FOLLOW:
         let_next_kernel_start()
     programs = gl.num_programs(0)
-    num_tiles = gl.load(pointers.tile_list + 1)
-    units = num_tiles * (scalars.num_heads // PACKED_HEADS)
     tile = 0
     n = 0
     unit = gl.program_id(0)
-    while unit < units:
-        head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = _tile_of(
-            unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
-        )
-        context_len = key_len - query_len
-        position = context_len + first_token
-        first_key = 0
-        stop = key_len
-        if OPTIONS.HAS_LEFT:
-            first_key = gl.maximum(position - scalars.window_left, 0)
-        if OPTIONS.HAS_RIGHT:
-            stop = gl.minimum(stop, context_len + stop_token + scalars.window_right)
-        first_kv_tile = first_key // BLOCK_N
-        first_entry = 0
-        num_entries = 0
-        row_mask = 0
-        if HAS_LAYOUT:
-            layout_head = (
-                b * scalars.stride_layout_batch + head * PACKED_HEADS // OPTIONS.HEADS_PER_LAYOUT
+    if OPTIONS.IS_LISTED:
+        num_tiles = gl.load(pointers.tile_list + 1)
+        units = num_tiles * (scalars.num_heads // OPTIONS.PACKED_HEADS)
+        while unit < units:
+            head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = (
+                _tile_of(
+                    unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
+                )
             )
-            first_entry, num_entries = find_list(
-                pointers, params.sizes, layout_head, position, stop, OPTIONS
-            )
-            row_mask = row_mask_of(position, context_len + stop_token, OPTIONS)
-            num_kv_tiles = (num_entries + KV_STEP - 1) // KV_STEP
-        else:
-            num_kv_tiles = (stop + BLOCK_N - 1) // BLOCK_N - first_kv_tile
-        # a tile that sees no key visits one, of masked keys, and writes its empty rows
-        num_kv_tiles = gl.maximum(num_kv_tiles, 1)
-        if OPTIONS.MOST_PARTS > 0:
-            first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
-            first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
-            first_kv_tile += first_of_piece
-        kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
-
-        # once the consumers are done with what lay there, so are the other producers
-        pipelines.q.producer_acquire(tile)
-        work_info.put(tile, NUM_KV_TILES, num_kv_tiles)
-        work_info.put(tile, FIRST_KEY, first_key)
-        work_info.put(tile, KV_STOP, kv_start)
-        work_info.put(tile, KEY_LEN, key_len)
-        work_info.put(tile, Q_START, q_start)
-        work_info.put(tile, STOP_TOKEN, stop_token)
-        work_info.put(tile, FIRST_TOKEN, first_token)
-        work_info.put(tile, HEAD, head * PACKED_HEADS)
-        work_info.put(tile, CONTEXT_LEN, context_len)
-        work_info.put(tile, BATCH, b)
-        work_info.put(tile, K_START, k_start)
-        if HAS_LAYOUT:
-            work_info.put(tile, FIRST_ENTRY, first_entry)
-            work_info.put(tile, NUM_ENTRIES, num_entries)
-        if OPTIONS.MOST_PARTS > 0:
-            work_info.put(tile, PIECE, piece)
-            work_info.put(tile, PIECES, pieces)
-            work_info.put(tile, FIRST_PART, first_part)
-        thread_barrier()  # the thread that arrives has not written all of these
-        barrier = pipelines.q.full_barrier(tile)
-        mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)
-        for i in gl.static_range(CONSUMERS):
-            box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
-            row = first_token + i * TOKENS
-            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
-        work_info.publish(tile)
-        tile += 1
-
-        list_ptr = 0
-        if HAS_LAYOUT:
-            list_ptr = pointers.entries + first_entry
-        table = 0
-        if OPTIONS.PAGE_SIZE > 0:
-            table = pointers.block_table + b.to(gl.int64) * params.sizes.stride_table
-        kv_head = head * PACKED_HEADS // OPTIONS.GROUP_SIZE
-        keys = KeyRange(
-            table, k_start, key_len, first_key, kv_head, list_ptr, num_entries, row_mask, position
-        )
-        for _ in range(num_kv_tiles):
-            kv_start -= KV_STEP
-            key_loader.load(n, kv_start, keys)
-            n += 1
-        # claimed while the consumers are busy, so that the next queries are there in time
-        unit = gl.atomic_add(pointers.tile_list, 1) + programs
+            n = _produce_tile(
+                head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token,
+                tile, n, key_loader, params, pipelines, OPTIONS,
+            )  # fmt: skip
+            tile += 1
+            # claimed while the consumers are busy, so that the next queries are there in time
+            unit = gl.atomic_add(pointers.tile_list, 1) + programs
+    else:
+        STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        # units of a sequence, for each head: tiles are dealt to them in turns
+        in_turns = params.sizes.lists_per_head
+        units = (params.sizes.batch + 1) * in_turns * heads
+        while unit < units:
+            # heads are neighbours: together they read whole tokens
+            place = unit // heads
+            b = place // in_turns
+            q_start, query_len, k_start, key_len = _lengths_of(b, params)
+            for first_token in range(place % in_turns * STEP, query_len, in_turns * STEP):
+                stop_token = gl.minimum(first_token + STEP, query_len)
+                n = _produce_tile(
+                    unit % heads, 0, b, first_token, q_start, query_len, k_start, key_len,
+                    stop_token, tile, n, key_loader, params, pipelines, OPTIONS,
+                )  # fmt: skip
+                tile += 1
+            unit += programs
 
     pipelines.q.producer_acquire(tile)
-    work_info.put(tile, NUM_KV_TILES, 0)
+    pipelines.work_info.put(tile, NUM_KV_TILES, 0)
     thread_barrier()
-    work_info.publish(tile)
+    pipelines.work_info.publish(tile)
     mbarrier.arrive(pipelines.q.full_barrier(tile), count=1)
 
 

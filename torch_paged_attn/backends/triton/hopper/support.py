@@ -30,6 +30,10 @@ UNBOUNDED = 2**30
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 MOST_MERGED = 128
 
+# tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
+# has room for
+MOST_SHORT, MOST_SEQUENCES = 512, 65534
+
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
 # whether results must not depend on the batch is the caller's question
@@ -99,6 +103,28 @@ def unprofitable(call: AttentionCall) -> str | None:
     if 2 * tiles < target_of(call.q.device).multiprocessors and not most_parts(call, False):
         return f"{tiles} tiles do not fill the chip"
     return None
+
+
+def is_short(call: AttentionCall, longest: int) -> bool:
+    """Whether all sequences of a batch are short, by what is said of the longest one's tokens, so
+    that their tiles need no list: who takes which follows from shapes.
+    """
+    if not 0 < longest <= MOST_SHORT or call.block_table is not None or call.layout is not None:
+        return False
+    # what was measured: encoders, and of few tiles those of short sequences
+    is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
+    is_measured = is_full and width_of(call.head_dim) <= 128 and call.batch <= MOST_SEQUENCES
+    return is_measured and (not _are_few(call) or mean_length(call) <= 2 * BLOCK_M)
+
+
+def is_small(call: AttentionCall) -> bool:
+    """Of a batch whose sequences are short, whether many programs of few rows are better."""
+    return _are_few(call) or (call.group_size == 1 and mean_length(call) <= BLOCK_M)
+
+
+def _are_few(call: AttentionCall) -> bool:
+    tiles = -(-call.total_q * call.num_heads // (2 * BLOCK_M))
+    return tiles < 2 * target_of(call.q.device).multiprocessors
 
 
 def is_misaligned(x: Tensor, axes: int) -> bool:

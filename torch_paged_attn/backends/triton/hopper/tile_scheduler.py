@@ -28,7 +28,7 @@ from torch_paged_attn.backends.triton.seqlen_info import key_span, num_tiles, qu
 # int32 words of a tile's entry, and of the header before the entries
 ENTRY = tl.constexpr(8)
 
-# tiles that a program places, sequences that it looks at at a time
+# of packed keys: tiles that a program places, sequences that it looks at at a time
 PLACED = tl.constexpr(64)
 LOOKED_AT = tl.constexpr(32)
 
@@ -54,6 +54,13 @@ class TileOptions(NamedTuple):
     COUNTERS: int = 0  # words before the entries, which begin as zeros
     # another kernel does padding, and may do sequences of up to so many queries: see `pieces.py`
     SHORT: int = 0
+    PLACED: int = 16  # tiles that a program places
+    # sequences that are looked at at a time: while tiles are placed, while it is found where they
+    # are, and while pieces are planned
+    LOOKED_AT: int = 32
+    STARTS: int = 32
+    WEIGHED: int = 16
+    WARPS: int = 4
 
 
 @triton.jit
@@ -197,22 +204,25 @@ def _tile_order_kernel(
     IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED
     IS_CUT: tl.constexpr = OPTIONS.MOST_PARTS > 0
     GAP: tl.constexpr = 2 if IS_ALIGNED else 1
-    STARTS: tl.constexpr = 4 * LOOKED_AT if OPTIONS.SHORT > 0 else LOOKED_AT
+    PLACED: tl.constexpr = OPTIONS.PLACED
+    LOOKED_AT: tl.constexpr = OPTIONS.LOOKED_AT
+    STARTS: tl.constexpr = OPTIONS.STARTS
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
     # sequences of up to so many queries are left out, and keys are cut in runs of so many tiles
     limit, run = -1, 0
     if IS_CUT or OPTIONS.SHORT > 0:
         limit, run = plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS)
     number = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
-    b = tl.full([PLACED], -1, tl.int32)
+    # by element, and only after a loop those of all: each sum of a program is a barrier
+    before = tl.zeros([PLACED, STARTS], tl.int32)
     for b0 in tl.range(0, batch + 1, STARTS):
         other = b0 + tl.arange(0, STARTS)
         bound = tl.load(cu_seqlens_q_ptr + other, mask=other <= batch, other=0)
         started = (other <= batch)[None, :] & (
             (bound // TOKENS + GAP * other)[None, :] <= number[:, None]
         )
-        b += tl.sum(started.to(tl.int32), 1)
-    b = tl.maximum(b, 0)
+        before += started.to(tl.int32)
+    b = tl.maximum(tl.sum(before, 1) - 1, 0)
     q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
     # rows nobody checked must not lead outside the tensors
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
@@ -237,9 +247,9 @@ def _tile_order_kernel(
         cost = tl.cdiv(cost, pieces)
 
     # entries before a tile's first one; tiles and parts of those that are cut, of a head
-    place = tl.zeros([PLACED], tl.int32)
-    entries = tl.full([], 0, tl.int32)
-    part = tl.zeros([PLACED], tl.int32)
+    place = tl.zeros([PLACED, LOOKED_AT], tl.int32)
+    part = place
+    entries = tl.zeros([LOOKED_AT], tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
         length, keys, lacking = _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS)
@@ -250,22 +260,23 @@ def _tile_order_kernel(
             spans = length[None, :], keys[None, :], lacking[None, :]
             if IS_CUT:
                 cut = pieces_of(length, keys, run, chip, OPTIONS)
-                entries += tl.sum(each * cut, 0)
+                entries += each * cut
                 # a tile of so many pieces is as long as a piece, times that
                 more = _tiles_from(cost[:, None] * cut[None, :] + 1, *spans, OPTIONS)
                 least = _tiles_from((cost[:, None] - 1) * cut[None, :] + 1, *spans, OPTIONS)
                 weight = cut[None, :]
                 parts = tl.where(cut > 1, each * cut, 0)
-                part += tl.sum(tl.where(other[None, :] < b[:, None], parts[None, :], 0), 1)
+                part += tl.where(other[None, :] < b[:, None], parts[None, :], 0)
             else:
-                entries += tl.sum(each, 0)
+                entries += each
                 more = _tiles_from(cost[:, None] + 1, *spans, OPTIONS)
                 least = _tiles_from(cost[:, None], *spans, OPTIONS)
                 weight = 1
             equal_before = tl.where(other[None, :] < b[:, None], least - more, 0)
             first_equal = each[None, :] - least
             own = tl.where(other[None, :] == b[:, None], tile[:, None] - first_equal, 0)
-            place += tl.sum((more + equal_before + own) * weight, 1)
+            place += (more + equal_before + own) * weight
+    place, part, entries = tl.sum(place, 1), tl.sum(part, 1), tl.sum(entries, 0)
 
     entry = tile_list_ptr + (ENTRY + OPTIONS.COUNTERS) + place * ENTRY
     for i in tl.range(0, tl.max(tl.where(exists, pieces, 0), 0) if IS_CUT else 1):
@@ -323,7 +334,7 @@ def plan_tile_list(
     tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
     shape = list_shape(batch, total_q, max_keys, options)
     new_list = Allocation(shape, torch.int32, device)
-    grid = (-(-tiles // PLACED.value),)
+    grid = (-(-tiles // (PLACED.value if options.OF_KEYS else options.PLACED)),)
     sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
     if options.OF_KEYS:
         launch = Launch(_key_tile_order_kernel, grid, **sizes, OPTIONS=options, num_warps=4)
@@ -334,7 +345,7 @@ def plan_tile_list(
             **sizes,
             chip=chip,
             OPTIONS=options,
-            num_warps=8 if options.SHORT else 4,
+            num_warps=options.WARPS,
             **dependent_launch(target_of(device).overlaps_launches),
         )
 

@@ -46,22 +46,33 @@ ARGUMENTS = {
 
 
 def attend(
-    call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
+    call: AttentionCall,
+    *,
+    config: Config | None = None,
+    splits: SplitPlan | None = None,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
-    plan = plan_attention(call, config=config, splits=splits)
+    plan = plan_attention(call, config=config, splits=splits, longest=longest)
     return plan(tuple(call.given_tensors().values()), None)
 
 
 def plan_attention(
-    call: AttentionCall, *, config: Config | None = None, splits: SplitPlan | None = None
+    call: AttentionCall,
+    *,
+    config: Config | None = None,
+    splits: SplitPlan | None = None,
+    longest: int = 0,
 ) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list."""
+    """A plan for the given tensors of calls like this one, in the order of the op's list. If
+    `longest`, what is said of the longest sequence's queries, is not 0, tiles are taken in turns.
+    """
     if call.total_q == 0:
         new_out, new_lse = map(Allocation.like, call.new_results())
         return lambda tensors, addresses: (new_out(), new_lse())
     kind = kind_of(call, Kind)
-    tiles = choose_tiles(kind.traits, call.total_q, call.batch, key_bound(call), config, splits)
+    sizes = call.total_q, call.batch, key_bound(call)
+    tiles = choose_tiles(kind.traits, *sizes, config, splits, longest=longest)
     return kind.plan(call, tiles)
 
 

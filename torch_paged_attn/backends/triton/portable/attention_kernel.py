@@ -50,6 +50,32 @@ def _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
 
 
 @triton.jit
+def _attend_in_turns(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """The programs of a sequence and a head take its tiles in turns. Nothing is searched for, and
+    programs that run together read neighbouring heads of the same tokens."""
+    b = tl.program_id(2)
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    k_start, key_len = key_span(
+        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        sizes.max_keys, OPTIONS.IS_PAGED,
+    )  # fmt: skip
+    query_len = q_stop - q_start
+    place = tl.program_id(1)
+    while place * OPTIONS.TOKENS < query_len:
+        tile = tile_at(place, b, tl.program_id(0), q_start, query_len, k_start, key_len, OPTIONS)
+        attend_tile(
+            tile,
+            named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
+            pointers,
+            strides,
+            sizes,
+            scalars,
+            OPTIONS,
+        )
+        place += tl.num_programs(1)
+
+
+@triton.jit
 def _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS: tl.constexpr):
     """One program, the next piece of all tiles' keys; it merges a tile if it is the last there.
     Where another kernel does a part of the batch, it is those sequences with more than `limit`
@@ -121,6 +147,8 @@ def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
             _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS)
     elif OPTIONS.IS_SPLIT:
         _attend_piece(pointers, strides, sizes, scalars, 0, OPTIONS)
+    elif OPTIONS.GAP == 0:
+        _attend_in_turns(pointers, strides, sizes, scalars, OPTIONS)
     else:
         _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS)
 

@@ -20,8 +20,12 @@ from torch_paged_attn.backends.triton.portable.splits import (
     plan_splits,
 )
 from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2
-from torch_paged_attn.backends.triton.seqlen_info import num_tiles
-from torch_paged_attn.backends.triton.tuning import Config, choose_config
+from torch_paged_attn.backends.triton.seqlen_info import num_tiles, programs_in_turns
+from torch_paged_attn.backends.triton.tuning import (
+    Config,
+    choose_config,
+    choose_config_in_turns,
+)
 
 # windows this wide hide nothing: no sequence is as long
 UNBOUNDED = 2**30
@@ -109,7 +113,8 @@ class Tiles:
     pack: int
     tokens: int
     block_n: int
-    gap: int  # numbers between the tiles of two sequences, see `seqlen_info.py`
+    # numbers between the tiles of two sequences, see `seqlen_info.py`; 0: taken in turns
+    gap: int
     is_paired: bool
     grid: tuple[int, ...]
     is_split: bool
@@ -153,15 +158,20 @@ def choose_tiles(
     config: Config | None = None,
     splits: SplitPlan | None = None,
     is_beside: bool = False,
+    longest: int = 0,
 ) -> Tiles:
     """The tiles of a call of these sizes. `config` and `splits` override tables and rules. With
-    `is_beside`, another kernel does the long sequences, and most others have one query.
+    `is_beside`, another kernel does the long sequences, and most others have one query. If
+    `longest`, what is said of the longest sequence's queries, is not 0, the programs of a sequence
+    take its tiles in turns.
     """
     target, has_layout = traits.target, traits.k_block > 0
     # query heads of a group that visit different blocks share no tile
     pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
     mean = 1 if is_beside else -(-total_q // max(batch, 1))
-    if config is None:
+    if config is None and longest:
+        config = choose_config_in_turns(traits.head_dim)
+    elif config is None:
         rows = mean * pack
         tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
         if traits.is_invariant:
@@ -182,7 +192,7 @@ def choose_tiles(
     pack = min(pack, config.BLOCK_M)
     tokens, block_n = config.BLOCK_M // pack, config.BLOCK_N
     is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant and not is_beside
-    if not has_layout and is_even:
+    if not has_layout and is_even and not longest:
         # probably all sequences have so many queries: rows without one are work to merge
         tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
     if has_layout:
@@ -201,6 +211,9 @@ def choose_tiles(
     # the device counts units in 32 bits
     is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
     grid: tuple[int, ...] = (grid_tiles, grid_heads)
+    if longest:
+        gap, is_split = 0, False
+        grid = (grid_heads, programs_in_turns(total_q, batch, longest, tokens), batch + 1)
     if is_split:
         height = -(-splits.programs // MOST_IN_GRID)
         grid = (grid_heads, -(-splits.programs // height), height)

@@ -1,8 +1,17 @@
 """How a call is tiled on a chip: explicit choice, then the chip's table, then a rule of thumb."""
 
 from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, choose_backward_config
-from torch_paged_attn.backends.triton.tuning.hopper import HopperConfig, choose_hopper_config
-from torch_paged_attn.backends.triton.tuning.portable import Config, choose_config
+from torch_paged_attn.backends.triton.tuning.hopper import (
+    HopperConfig,
+    choose_hopper_config,
+    choose_narrow_config,
+    choose_short_config,
+)
+from torch_paged_attn.backends.triton.tuning.portable import (
+    Config,
+    choose_config,
+    choose_config_in_turns,
+)
 
 __all__ = [
     "BackwardConfig",
@@ -10,5 +19,8 @@ __all__ = [
     "HopperConfig",
     "choose_backward_config",
     "choose_config",
+    "choose_config_in_turns",
     "choose_hopper_config",
+    "choose_narrow_config",
+    "choose_short_config",
 ]

@@ -33,6 +33,20 @@ def choose_hopper_config(
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
 
 
+def choose_short_config(width: int) -> HopperConfig:
+    """Where sequences are short and their tiles are taken in turns."""
+    if width == 64:
+        return HopperConfig(KV_STAGES=3)
+    return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
+
+
+def choose_narrow_config(width: int) -> HopperConfig:
+    """Where a window shows few tiles of keys: small ones, of which it hides less."""
+    if width == 64:
+        return HopperConfig(BLOCK_N=64, Q_STAGES=4, KV_STAGES=6)
+    return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
+
+
 @dataclasses.dataclass(frozen=True)
 class HopperBackwardConfig:
     """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows

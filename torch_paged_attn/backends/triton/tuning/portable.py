@@ -34,7 +34,7 @@ RELATIVES = {
 LENGTHS = {"short": 2048, "medium": 4096}
 
 # tiles of queries, at most; more are many
-SIZES = {"few": 32, "some": 1023}
+SIZES = {"few": 32, "moderate": 72, "some": 1023}
 SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
 
 # head sizes in between use the tiles of the next larger one
@@ -84,7 +84,8 @@ def entries(
     element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and so on are for so many tiles as
     SIZES say, `/few/short` and so on for tables of so many keys as LENGTHS says, `/wide` for pages
     of 64 keys or more, `/narrow` for smaller ones. `/thin`, also for 8-bit keys, is for tiles of a
-    power of two of at most 16 rows, if they are some or many.
+    power of two of at most 16 rows, if they are some or many; `/few/tall` and so on for 9 to 16
+    rows, whose parts are slow to merge.
     `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
     is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
@@ -101,6 +102,8 @@ def entries(
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
         found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
+        if 8 < rows <= 16:
+            found.insert(0, f"{key}/{size}/tall")
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
@@ -139,6 +142,13 @@ def choose_config(arch: str, rows: int, head_dim: int, itemsize: int, *rest: Any
         return _rule_of_thumb(arch, block_m, head_dim, itemsize)
     found = Config(**{"BLOCK_M": block_m, **table(arch)[entry]})
     return dataclasses.replace(found, BLOCK_M=min(found.BLOCK_M, block_m))
+
+
+def choose_config_in_turns(head_dim: int) -> Config:
+    """The config for short sequences whose tiles are taken in turns, in 16 bits: several programs
+    of few rows on a multiprocessor. Measured on Hopper, which alone is asked to.
+    """
+    return Config(64, 64, 4, 2 if head_dim <= 64 else 1)
 
 
 def _rule_of_thumb(arch: str, block_m: int, head_dim: int, itemsize: int) -> Config:
