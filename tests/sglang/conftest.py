@@ -1,7 +1,8 @@
 """SGLang's classes on our backend, in an environment made by hand.
 
 SGLang's wheel without its dependencies (`pip install --no-deps sglang==0.5.23`), which are for
-CUDA, and of these what its imports then ask for; then `pytest --confcutdir tests/sglang tests/sglang`.
+CUDA, and of these what its imports then ask for; then
+`pytest --confcutdir tests/sglang tests/sglang`.
 """
 
 import importlib.util
