@@ -71,7 +71,8 @@ def why_no_amx(flags: set[str], isa: str, isas: list[str], forced: str | None) -
         return None
     if "amx" in isas:
         return f"the processor has AMX, and PAGED_ATTN_CPU_ISA={forced} asks for {isa}"
-    wanted = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"}
+    wanted = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    wanted |= {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
     if lacking := sorted(wanted - flags):
         return f"the processor has AMX, and not {', '.join(lacking)}, which its kernels use, too"
     return (

@@ -14,7 +14,8 @@ from torch_paged_attn import _doctor
 from torch_paged_attn.integrations import _versions
 
 ROOT = Path(torch_paged_attn.__file__).parents[1]
-AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"}
+AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+AVX512 |= {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
 AMX = AVX512 | {"amx_tile", "amx_bf16"}
 
 # a vLLM of which another package has taken CUSTOM, or nobody
