@@ -175,6 +175,8 @@ def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, 
         x = _randn(g, sum(spans), problem.num_kv_heads, dim)
         x = x.masked_fill(~written[:, None, None], NAN)
         args[name] = _store(x, problem.kv_dtype or problem.dtype)
+    if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
+        args["v"] = args["k"][..., :head_dim_v]
     if problem.lengths != "none":
         args["cu_seqlens_k"] = bounds
     if problem.lengths == "seqused_k":
