@@ -43,12 +43,11 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     return support.unprofitable(call)
 
 
-def why_opaque(call: AttentionCall) -> str | None:
+def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    # of two kernels for a mixed batch, a graph holds that for its mean length
-    if why_not_hopper(call) is None and support.unprofitable(call) is None:
+    if why_portable(call, longest) is None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -95,7 +94,7 @@ class AttentionOp:
         self._check(*args, **options)
         call = self._call_of(*args, **options)
         if is_traced():
-            return plan_attention(call) if why_opaque(call) is None else NotImplemented
+            return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
         reason = why_portable(call, longest)
         if reason is None and mixed.is_mixed(call, longest):
             logger.debug("%s: the Hopper kernel and the portable one", self._name)
