@@ -83,16 +83,21 @@ class Call:
         return dataclasses.replace(self, args=args)
 
     def to(self, device: torch.device | str) -> "Call":
-        """The same call with its tensors on `device`; views keep their strides."""
-        return dataclasses.replace(self, args={k: _move(v, device) for k, v in self.args.items()})
+        """The same call with its tensors on `device`; views keep their strides, and views of one
+        storage share it there too."""
+        moved: dict[Any, Tensor] = {}
+        args = {name: _move(value, device, moved) for name, value in self.args.items()}
+        return dataclasses.replace(self, args=args)
 
 
-def _move(value: Any, device: torch.device | str) -> Any:
+def _move(value: Any, device: torch.device | str, moved: dict[Any, Tensor]) -> Any:
     if not isinstance(value, Tensor) or torch.device(device).type == "cpu":
         return value
-    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    flat = value.as_strided((max(span, 0) if value.numel() else 0,), (1,))
-    return flat.to(device).as_strided(value.shape, value.stride())
+    storage = value.untyped_storage()
+    key = storage.data_ptr(), value.dtype
+    if key not in moved:
+        moved[key] = value.new_empty(0).set_(storage).to(device)
+    return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def hostile_gradients(

@@ -12,7 +12,7 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper import mla, support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -33,6 +33,15 @@ def why_not_hopper(call: AttentionCall) -> str | None:
     return reason
 
 
+def why_not_latent(call: AttentionCall) -> str | None:
+    """Why a call takes no kernel for latent attention; None if it does where its values are columns
+    of its keys."""
+    reason = mla.unsupported(call)
+    if reason is None and environment.BATCH_INVARIANT:
+        return "results must not depend on the batch"
+    return reason
+
+
 def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a call takes the portable kernel alone; None if it takes Hopper's, or both. `longest`, if
     it is not 0, is what the caller says of the longest sequence's queries.
@@ -47,7 +56,7 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    if why_portable(call, longest) is None:
+    if why_portable(call, longest) is None or why_not_latent(call) is None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -95,6 +104,9 @@ class AttentionOp:
         call = self._call_of(*args, **options)
         if is_traced():
             return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
+        if why_not_latent(call) is None:
+            logger.debug("%s: the Hopper kernel for latent attention", self._name)
+            return mla.plan_attention(call, plan_attention(call))
         reason = why_portable(call, longest)
         if reason is None and mixed.is_mixed(call, longest):
             logger.debug("%s: the Hopper kernel and the portable one", self._name)

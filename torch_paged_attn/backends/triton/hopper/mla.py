@@ -114,8 +114,11 @@ def programs_of(call: AttentionCall, options: MlaOptions) -> int:
     return even * options.HEAD_TILES
 
 
-def plan_attention(call: AttentionCall) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list."""
+def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
+    """A plan for the given tensors of calls like this one, in the order of the op's list; and
+    `otherwise` where the values are no columns of the keys but lie elsewhere, which a description
+    does not say.
+    """
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
@@ -123,6 +126,9 @@ def plan_attention(call: AttentionCall) -> Plan:
     start = plan_launches(call, results[0])
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        _, k, v = addresses[:3] if addresses is not None else [x.data_ptr() for x in tensors[:3]]
+        if k != v:
+            return otherwise(tensors, addresses)
         out, lse = new_out(), new_lse()
         start(tensors, addresses, out, lse)
         return out, lse
