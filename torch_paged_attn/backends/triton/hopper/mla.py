@@ -102,6 +102,17 @@ def options_of(call: AttentionCall) -> MlaOptions:
     )
 
 
+def sizes_of(call: AttentionCall) -> MlaSizes:
+    """Numbers that differ from call to call."""
+    return MlaSizes(
+        num_pages=call.k.shape[0],
+        batch=call.batch,
+        total_q=call.total_q,
+        max_keys=min(key_bound(call), 2**31 - 1),
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+    )
+
+
 def programs_of(call: AttentionCall, options: MlaOptions) -> int:
     """Programs, one on each multiprocessor: as many for each tile of heads, and a few less if then
     sequences of one length are whole in a program, or cut in parts of one length.
@@ -157,13 +168,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
         scale_log2=call.scale * LOG2E.value,
     )
-    sizes = MlaSizes(
-        num_pages=call.k.shape[0],
-        batch=call.batch,
-        total_q=call.total_q,
-        max_keys=min(key_bound(call), 2**31 - 1),
-        stride_table=0 if call.block_table is None else call.block_table.stride(0),
-    )
+    sizes = sizes_of(call)
     launch = Launch(
         _hopper_mla_fwd_kernel,
         (programs,),

@@ -83,7 +83,7 @@ def _hopper_mla_combine_kernel(
         weights = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, WIDTH], tl.float32)
         for i in tl.range(0, parts, num_stages=4):
-            part = (2 * (first + i) + (i == 0).to(tl.int32)) * OPTIONS.HEAD_TILES + of_tile
+            part = (2 * (first + i) + tl.where(i == 0, 1, 0)) * OPTIONS.HEAD_TILES + of_tile
             of_part = references + part * (2 * ROWS) + in_tile
             m_part = tl.load(of_part, mask=exists, other=float("-inf"))
             weight_part = tl.load(of_part + ROWS, mask=exists, other=0.0)

@@ -270,9 +270,7 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             out.store(scale_rows(acc, share).to(out.dtype))
             fence_async_shared()
             box = pipelines.q.halves.index(W)
-            store_rows(
-                params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF
-            )
+            store_rows(params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF)
             tma.store_wait(0)
         pipelines.q.release()
         tile += 1

@@ -50,9 +50,7 @@ def _hopper_mla_fwd_kernel(
     keys = new_keys(k_desc, k_rope_desc)
     pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1))
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
-    params = MlaParams(
-        q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars
-    )
+    params = MlaParams(q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(
         [(_run_partition, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4, 5)],

@@ -184,9 +184,7 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
             mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
             for i in gl.static_range(2):
                 box = queries.halves.index(i)
-                load_rows(
-                    q_desc, q_start, stop_token, first_token, head, barrier, box, i * HALF
-                )
+                load_rows(q_desc, q_start, stop_token, first_token, head, barrier, box, i * HALF)
             box = queries.rope.index(0)
             load_rows(q_rope_desc, q_start, stop_token, first_token, head, barrier, box, 2 * HALF)
             table = 0
