@@ -1,5 +1,5 @@
-"""Latent attention on Hopper: which calls its kernel takes, what the compiler makes of it, how parts
-are added up and, on a Hopper chip, its results."""
+"""Latent attention on Hopper: which calls its kernel takes, what the compiler makes of it, how
+parts are added up and, on a Hopper chip, its results."""
 
 import dataclasses
 

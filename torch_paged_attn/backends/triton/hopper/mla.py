@@ -1,5 +1,5 @@
-"""`flash_varlen` on Hopper for latent attention (MLA): one KV head, whose values are the first 512 of
-the 576 columns of its keys, and few queries a sequence.
+"""`flash_varlen` on Hopper for latent attention (MLA): one KV head, whose values are the first 512
+of the 576 columns of its keys, and few queries a sequence.
 """
 
 import operator
@@ -198,7 +198,8 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
         parts = new_parts()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
-            pointers = MlaPointers(lse, *pick((*tensors, None)), parts)
+            q_bounds, k_bounds, seqused_k, table = pick((*tensors, None))
+            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts)
             q, k = (x.data_ptr() for x in tensors[:2])
             launch(
                 *(boxes.at(q) for boxes in q_boxes),

@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
-    """First query, queries, and units of each tile of sequences: as `mla_producer.py` counts them."""
+    """First query, queries, and units of each tile of sequences, as the producer counts them."""
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, sizes.total_q)
     _, key_len = key_span(

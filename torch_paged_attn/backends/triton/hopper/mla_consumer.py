@@ -1,4 +1,4 @@
-"""A consumer of the kernel for latent attention: four warps that own one half of a result's columns.
+"""A consumer of the kernel for latent attention: four warps that own half of a result's columns.
 
 A result of 64 rows and 512 columns in float32 fills half of the registers, so that two consumers
 hold it, a half each, and take turns with blocks of keys (FlashMLA's "seesaw"): each multiplies the
@@ -107,8 +107,8 @@ def _other_scores(s, n, pipelines, W: gl.constexpr):
 
 @gluon.jit
 def _first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
-    """Of pair n, from the first block's scores to its product with values, and what the second one's
-    softmax came to."""
+    """Of pair n, from the first block's scores to its product with values, and what the second
+    block's softmax came to."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
     p = p.to(pipelines.k.halves.dtype)

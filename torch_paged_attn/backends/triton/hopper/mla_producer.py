@@ -1,5 +1,5 @@
-"""The producer of the kernel for latent attention, a warp: finds its program's share of the keys, and
-has the tensor memory accelerator load queries and keys.
+"""The producer of the kernel for latent attention, a warp: it finds its program's share of the keys
+and has the tensor memory accelerator load queries and keys.
 
 The keys of all tiles, in pairs of blocks and in a row, are dealt out evenly to groups of programs;
 the programs of a group take a tile of heads each, so that they read the same keys at the same time.
@@ -68,8 +68,14 @@ def _units_from(b0, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
+def _first_of(group, groups, total):
+    return (total.to(gl.int64) * group // groups).to(gl.int32)
+
+
+@gluon.jit
 def _find_share(params, OPTIONS: gl.constexpr):
-    """First and last unit of this program's group, and the sequence and its unit that come first."""
+    """First unit of this program's group, the one after its last, the sequence and its unit that
+    come first, and the group."""
     batch = params.sizes.batch
     total = 0
     for b0 in range(0, batch + 1, LOOKED_AT):
@@ -80,8 +86,8 @@ def _find_share(params, OPTIONS: gl.constexpr):
     unit = 0
     stop = 0
     if group < groups:
-        unit = (total.to(gl.int64) * group // groups).to(gl.int32)
-        stop = (total.to(gl.int64) * (group + 1) // groups).to(gl.int32)
+        unit = _first_of(group, groups, total)
+        stop = _first_of(group + 1, groups, total)
     sequence = 0
     passed = 0
     before = 0
@@ -106,7 +112,7 @@ def _find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
     boxes = ()
     # the compiler of kernels knows no unpacking
     if PAGE_SIZE == 0:
-        boxes = ((k_start, key_len, start),)
+        boxes = ((k_start, key_len, start),)  # type: ignore[assignment]
     else:
         # all of them on their way before anything waits
         for i in gl.static_range(BOXES):
