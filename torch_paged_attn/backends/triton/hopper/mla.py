@@ -99,6 +99,7 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=REGISTERS,
+        HELD=False,
     )
 
 

@@ -42,6 +42,7 @@ class MlaOptions(NamedTuple):
     BOX_ROWS: int  # rows of keys that the accelerator loads at once
     IS_CAUSAL: bool
     REGISTERS: int  # of a consumer's thread
+    HELD: bool  # consumers hold the queries' last 64 columns in registers
     # the windows of `scores.mask_window`, of which there are none
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False

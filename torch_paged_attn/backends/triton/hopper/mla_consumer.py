@@ -96,13 +96,22 @@ def _first_scores(n, zeros, pipelines, W: gl.constexpr):
 
 
 @gluon.jit
-def _other_scores(s, n, pipelines, W: gl.constexpr):
+def _other_scores(s, n, q_rope, pipelines, W: gl.constexpr):
     """Ask for the rest of them."""
     pipelines.k.wait(n, 2 * W + 1)
     k = pipelines.k.half(n, 2 * W + 1).permute((1, 0))
     s = warpgroup_mma(pipelines.q.half(n, 1 - W), k, s, is_async=True)
+    return warpgroup_mma(q_rope, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _rope_of_queries(scores, pipelines, OPTIONS: gl.constexpr):
+    """The queries' columns that are no latents, for products like `scores`."""
     q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
-    return warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
+    if OPTIONS.HELD:
+        return q.load(gl.DotOperandLayout(0, scores.type.layout, 2))
+    else:
+        return q
 
 
 @gluon.jit
@@ -128,8 +137,9 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
     scores: gl.constexpr = m_i.type.layout.parent
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
+    q_rope = _rope_of_queries(zeros, pipelines, OPTIONS)
     s = _first_scores(n, zeros, pipelines, 0)
-    s = _other_scores(s, n, pipelines, 0)
+    s = _other_scores(s, n, q_rope, pipelines, 0)
     s = warpgroup_mma_wait(0, deps=[s])
     m_i, l_i, acc, shrink = _first_values(
         n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -143,7 +153,7 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
         s = _first_scores(n, zeros, pipelines, 0)
         acc = warpgroup_mma_wait(1, deps=[pending])
         keys.release(3)
-        s = _other_scores(s, n, pipelines, 0)
+        s = _other_scores(s, n, q_rope, pipelines, 0)
         s = warpgroup_mma_wait(0, deps=[s])
         m_i, l_i, acc, shrink = _first_values(
             n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -162,10 +172,11 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
+    q_rope = _rope_of_queries(zeros, pipelines, OPTIONS)
     start += KEYS
     for _ in range(pairs):
         s = _first_scores(n, zeros, pipelines, 1)
-        s = _other_scores(s, n, pipelines, 1)
+        s = _other_scores(s, n, q_rope, pipelines, 1)
         m_i, shrink = _hear(n, m_i, pipelines, 1)
         l_i = _scale_sums(l_i, shrink)
         s = warpgroup_mma_wait(0, deps=[s])
