@@ -29,12 +29,14 @@ import backward
 import blocksparse
 import cache_write
 import host
+import latent
 import portable
 import torch
 import triton
 
 PARTS = {
-    part.__name__: part for part in (attention, backward, portable, blocksparse, cache_write, host)
+    part.__name__: part
+    for part in (attention, latent, backward, portable, blocksparse, cache_write, host)
 }
 
 

@@ -156,9 +156,9 @@ def _leave_parts(call, options, programs):
     return torch.cat((parts.flatten(), stats.flatten())), out, lse
 
 
-@pytest.mark.parametrize("heads, programs", [(3, 1), (3, 6), (3, 132), (96, 24), (96, 132)])
+@pytest.mark.parametrize("heads, programs", [(3, 1), (3, 6), (3, 132), (70, 24)])
 def test_parts_are_added_up(heads, programs, device):
-    seqs = ((1, 700), (2, 130), (0, 5), (1, 0), (3, -1), (1, -1), (2, 511))
+    seqs = ((1, 500), (2, 130), (0, 5), (1, 0), (3, -1), (1, -1), (2, 200))
     problem = Problem("parts", seqs, heads, 1, 576, 512, dtype=bf16, page_size=16)
     problem = dataclasses.replace(problem, cache_layout="mla")
     call, options = call_of(problem), mla.options_of(call_of(problem))
@@ -167,9 +167,9 @@ def test_parts_are_added_up(heads, programs, device):
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
     lengths = [x if x is None else x.to(device) for x in lengths]
     pointers = MlaPointers(lse, *lengths, None, parts)
-    _hopper_mla_combine_kernel[(call.total_q, -(-heads // 4))](
+    _hopper_mla_combine_kernel[(call.total_q, -(-heads // 16))](
         out, pointers, **mla.sizes_of(call)._asdict(), num_heads=heads, programs=programs,
-        OPTIONS=options, HEADS=4, **dependent_launch(False),
+        OPTIONS=options, HEADS=16, **dependent_launch(False),
     )  # fmt: skip
     assert_accurate(out, lse, build(problem).truth())
 
