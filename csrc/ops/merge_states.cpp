@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../kernels.h"
+#include "announce.h"
 #include "arguments.h"
 #include "scratch.h"
 
@@ -46,6 +47,8 @@ void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
   const TensorView out_a = next.tensor(), lse_a = next.tensor();
   const TensorView out_b = next.tensor(), lse_b = next.tensor();
   if (next.recorded(next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
+  static Announced announced;
+  announced.once("merge_states", false);
   MergeStates call = {out_a.dtype,           out_a.size(0),         out_a.size(1), out_a.size(2),
                       part_of(out_a, lse_a), part_of(out_b, lse_b), nullptr,       nullptr};
   Tensor out = empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype);
@@ -67,6 +70,8 @@ void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
                   accept_parts(out_a, softmax_lse, out, softmax_lse) &&
                   accept_parts(out_a, dlse ? dlse : softmax_lse, dout, softmax_lse);
   if (next.recorded(accepted, 4)) return;
+  static Announced announced;
+  announced.once("merge_states_backward", false);
   MergeStatesBackward call = {out_a.dtype,
                               out_a.size(0),
                               out_a.size(1),

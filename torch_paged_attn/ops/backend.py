@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.ops.paths import Path
 
 # The folders of all backends. Of those that share a dispatch key, the first that can run answers.
 FOLDERS = ("tpu", "neuron", "triton", "cpu")
@@ -38,9 +39,23 @@ class Backend:
     checks_metadata: ClassVar[bool] = False
     """Whether its functions refuse what the op's `check` refuses, so that nobody else has to."""
 
+    announces: ClassVar[tuple[str, ...]] = ()
+    """The ops whose functions log which of several kernels a call takes (`paths.announce`)."""
+
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
         return None
+
+    def path(self, op: str, call: Any, target: str | None = None) -> Path:
+        """What it would do with a call that the contract allows: an AttentionCall, a BackwardCall,
+        or the other ops' arguments by name. Tensors may be fake, or lie on another device, and then
+        hold no values. `target` names a GPU that may be elsewhere.
+        """
+        if (reason := self.unsupported()) is not None:
+            return Path(self.name, None, reason)
+        if not self.has(op):
+            return Path(self.name, None, f"the {self.name} backend does not have it yet")
+        return Path(self.name, op, "it is the only one")
 
     def has(self, op: str) -> bool:
         """Whether there is a function for an op; every backend has one but for backwards."""

@@ -17,9 +17,29 @@ from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.flash_varlen import check
 
 logger = logging.getLogger(__name__)
+
+
+def _plan_latent(call: AttentionCall) -> Plan:
+    return mla.plan_attention(call, plan_attention(call))
+
+
+# by the kernels of a call: what the log says, and what plans it
+SAID = {
+    "hopper latent": "the Hopper kernel for latent attention",
+    "hopper": "the Hopper kernel",
+    "hopper and portable": "the Hopper kernel and the portable one",
+    "portable": "the portable kernel",
+}
+PLANS = {
+    "hopper latent": _plan_latent,
+    "hopper": flash_varlen_sm90.plan_attention,
+    "hopper and portable": mixed.plan_attention,
+    "portable": plan_attention,
+}
 
 # more queries than these fill a tile of Hopper's, whatever the heads are
 MOST_SAID = support.BLOCK_M
@@ -52,11 +72,24 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     return support.unprofitable(call)
 
 
+def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
+    """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; of the last two, why
+    not `"hopper"`."""
+    if why_not_latent(call) is None:
+        return "hopper latent", None
+    reason = why_portable(call, longest)
+    if reason is not None:
+        return "portable", reason
+    if mixed.is_mixed(call, longest):
+        return "hopper and portable", "the batch may hold long and short sequences"
+    return "hopper", None
+
+
 def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    if why_portable(call, longest) is None or why_not_latent(call) is None:
+    if kernels_of(call, longest)[0].startswith("hopper"):
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -104,18 +137,11 @@ class AttentionOp:
         call = self._call_of(*args, **options)
         if is_traced():
             return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
-        if why_not_latent(call) is None:
-            logger.debug("%s: the Hopper kernel for latent attention", self._name)
-            return mla.plan_attention(call, plan_attention(call))
-        reason = why_portable(call, longest)
-        if reason is None and mixed.is_mixed(call, longest):
-            logger.debug("%s: the Hopper kernel and the portable one", self._name)
-            return mixed.plan_attention(call)
-        if reason is None:
-            logger.debug("%s: the Hopper kernel", self._name)
-            return flash_varlen_sm90.plan_attention(call)
-        logger.debug("%s: the portable kernel, because %s", self._name, reason)
-        return plan_attention(call)
+        kernels, reason = kernels_of(call, longest)
+        paths.announce(self._name, "triton", kernels, reason or "")
+        because = f", because {reason}" if kernels == "portable" else ""
+        logger.debug("%s: %s%s", self._name, SAID[kernels], because)
+        return PLANS[kernels](call)
 
 
 flash_varlen = AttentionOp("flash_varlen", check)

@@ -35,8 +35,11 @@ from torch_paged_attn.backends.triton.softmax import LOG2E
 # columns of keys, of which the first are the values; those that a consumer and a box have
 HEAD_DIM, HEAD_DIM_V, HALF, ROPE = 576, 512, 256, 64
 
+# keys that a program takes at a time
+KEYS = 128
+
 # registers of a consumer's thread
-REGISTERS = 232
+REGISTERS = 240
 
 # mean queries of a sequence: more are better off where tiles do not read all keys
 MOST_QUERIES = 8
@@ -99,7 +102,7 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=REGISTERS,
-        HELD=False,
+        HELD=0,
     )
 
 
@@ -124,6 +127,11 @@ def programs_of(call: AttentionCall, options: MlaOptions) -> int:
     if even * LEAST_BUSY < groups * (LEAST_BUSY - 1):
         even = groups
     return even * options.HEAD_TILES
+
+
+def part_elements(programs: int) -> int:
+    """Numbers that programs leave: rows of values, then their references and sums."""
+    return 2 * programs * BLOCK_M * (HEAD_DIM_V + 2)
 
 
 def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
@@ -156,9 +164,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
 
     options, target = options_of(call), target_of(call.q.device)
     programs = programs_of(call, options)
-    # rows of values, then their references and sums
-    num_parts = 2 * programs * BLOCK_M * (HEAD_DIM_V + 2)
-    new_parts = Allocation((num_parts,), torch.float32, call.q.device)
+    new_parts = Allocation((part_elements(programs),), torch.float32, call.q.device)
     k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
     rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
     q_boxes = [ragged_rows(call.q, **rows, width=width) for width in (HALF, ROPE)]

@@ -96,22 +96,34 @@ def _first_scores(n, zeros, pipelines, W: gl.constexpr):
 
 
 @gluon.jit
-def _other_scores(s, n, q_rope, pipelines, W: gl.constexpr):
+def _other_scores(s, n, held, pipelines, W: gl.constexpr):
     """Ask for the rest of them."""
     pipelines.k.wait(n, 2 * W + 1)
-    k = pipelines.k.half(n, 2 * W + 1).permute((1, 0))
-    s = warpgroup_mma(pipelines.q.half(n, 1 - W), k, s, is_async=True)
-    return warpgroup_mma(q_rope, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
+    q = pipelines.q.half(n, 1 - W)
+    k = pipelines.k.half(n, 2 * W + 1)
+    if len(held) > 1:
+        first = k.slice(0, 128, dim=1).permute((1, 0))
+        s = warpgroup_mma(q.slice(0, 128, dim=1), first, s, is_async=True)
+        second = k.slice(128, 64, dim=1).permute((1, 0))
+        s = warpgroup_mma(q.slice(128, 64, dim=1), second, s, is_async=True)
+        s = warpgroup_mma(held[1], k.slice(192, 64, dim=1).permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(held[0], pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def _rope_of_queries(scores, pipelines, OPTIONS: gl.constexpr):
-    """The queries' columns that are no latents, for products like `scores`."""
+def _hold_queries(scores, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """The queries' columns that are no latents, and others, for products like `scores`."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, scores.type.layout, 2)
     q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
-    if OPTIONS.HELD:
-        return q.load(gl.DotOperandLayout(0, scores.type.layout, 2))
+    if OPTIONS.HELD == 0:
+        return (q,)
+    elif OPTIONS.HELD == 1:
+        return (q.load(layout),)
     else:
-        return q
+        other = pipelines.q.half(0, 1 - W).slice(192, 64, dim=1)
+        return (q.load(layout), other.load(layout))
 
 
 @gluon.jit
@@ -137,9 +149,9 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
     scores: gl.constexpr = m_i.type.layout.parent
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
-    q_rope = _rope_of_queries(zeros, pipelines, OPTIONS)
+    held = _hold_queries(zeros, pipelines, OPTIONS, 0)
     s = _first_scores(n, zeros, pipelines, 0)
-    s = _other_scores(s, n, q_rope, pipelines, 0)
+    s = _other_scores(s, n, held, pipelines, 0)
     s = warpgroup_mma_wait(0, deps=[s])
     m_i, l_i, acc, shrink = _first_values(
         n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -153,7 +165,7 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
         s = _first_scores(n, zeros, pipelines, 0)
         acc = warpgroup_mma_wait(1, deps=[pending])
         keys.release(3)
-        s = _other_scores(s, n, q_rope, pipelines, 0)
+        s = _other_scores(s, n, held, pipelines, 0)
         s = warpgroup_mma_wait(0, deps=[s])
         m_i, l_i, acc, shrink = _first_values(
             n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -172,11 +184,11 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
-    q_rope = _rope_of_queries(zeros, pipelines, OPTIONS)
+    held = _hold_queries(zeros, pipelines, OPTIONS, 1)
     start += KEYS
     for _ in range(pairs):
         s = _first_scores(n, zeros, pipelines, 1)
-        s = _other_scores(s, n, q_rope, pipelines, 1)
+        s = _other_scores(s, n, held, pipelines, 1)
         m_i, shrink = _hear(n, m_i, pipelines, 1)
         l_i = _scale_sums(l_i, shrink)
         s = warpgroup_mma_wait(0, deps=[s])
