@@ -166,10 +166,10 @@ def test_parts_are_added_up(heads, programs, device):
     parts, out, lse = (x.to(device) for x in (parts, out, lse))
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
     lengths = [x if x is None else x.to(device) for x in lengths]
-    pointers = MlaPointers(lse, *lengths, None, parts)
+    pointers = MlaPointers(lse, *lengths, None, parts, None)
     _hopper_mla_combine_kernel[(call.total_q, -(-heads // 16))](
         out, pointers, **mla.sizes_of(call)._asdict(), num_heads=heads, programs=programs,
-        OPTIONS=options, HEADS=16, **dependent_launch(False),
+        OPTIONS=options, HEADS=16, PARTS=2, **dependent_launch(False),
     )  # fmt: skip
     assert_accurate(out, lse, build(problem).truth())
 

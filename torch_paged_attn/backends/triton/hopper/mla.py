@@ -39,13 +39,16 @@ HEAD_DIM, HEAD_DIM_V, HALF, ROPE = 576, 512, 256, 64
 KEYS = 128
 
 # registers of a consumer's thread
-REGISTERS = 240
+REGISTERS = 232
+
+PIECES, AHEAD = 4, 1
 
 # mean queries of a sequence: more are better off where tiles do not read all keys
 MOST_QUERIES = 8
 
-# rows past which a program of the second kernel takes four heads, not one
-MANY_ROWS = 2048
+# rows past which a program of the second kernel takes two heads and four parts at a time, not one
+# and sixteen
+MANY_ROWS = 1024
 
 # of so many groups of programs one may be left out to have the others end together
 LEAST_BUSY = 16
@@ -102,7 +105,8 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=REGISTERS,
-        HELD=0,
+        PIECES=PIECES,
+        AHEAD=AHEAD,
     )
 
 
@@ -168,11 +172,13 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
     rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
     q_boxes = [ragged_rows(call.q, **rows, width=width) for width in (HALF, ROPE)]
-    k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in (HALF, ROPE)]
+    widths = HALF // options.PIECES, ROPE
+    k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in widths]
     out_boxes = ragged_rows(out, **rows, width=HALF)
     scalars = MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
+        stride_slot=call.k.stride(-2) if call.page_size else call.k.stride(0),
         scale_log2=call.scale * LOG2E.value,
     )
     sizes = sizes_of(call)
@@ -185,7 +191,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         num_warps=4,
         launch_pdl=True,
     )
-    heads = 4 if call.total_q * call.num_heads > MANY_ROWS else 1
+    heads, parts = (2, 4) if call.total_q * call.num_heads > MANY_ROWS else (1, 16)
     combine = Launch(
         _hopper_mla_combine_kernel,
         (call.total_q, -(-call.num_heads // heads)),
@@ -194,6 +200,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         programs=programs,
         OPTIONS=options,
         HEADS=heads,
+        PARTS=parts,
         num_warps=4,
         **dependent_launch(target.overlaps_launches),
     )
@@ -206,7 +213,8 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         parts = new_parts()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             q_bounds, k_bounds, seqused_k, table = pick((*tensors, None))
-            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts)
+            keys = tensors[1]
+            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts, keys)
             q, k = (x.data_ptr() for x in tensors[:2])
             launch(
                 *(boxes.at(q) for boxes in q_boxes),
@@ -217,8 +225,8 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
             combine(out, pointers)
             return
         boxes_at = launch.map_arguments
-        memory = lse.data_ptr(), *pick((*addresses, None)), parts.data_ptr()
         q, k = addresses[:2]
+        memory = lse.data_ptr(), *pick((*addresses, None)), parts.data_ptr(), k
         launch.start(
             *boxes_at(0, q_boxes[0], q),
             *boxes_at(1, q_boxes[1], q),

@@ -12,6 +12,7 @@ class MlaPointers(NamedTuple):
     seqused_k: Any
     block_table: Any
     parts: Any  # of tiles whose keys several programs share: see `mla_combine.py`
+    keys: Any
 
 
 class MlaSizes(NamedTuple):
@@ -29,6 +30,7 @@ class MlaScalars(NamedTuple):
 
     num_heads: int
     page_rows: int  # slots from one page to the next
+    stride_slot: int
     scale_log2: float  # from scores to exponents of two
 
 
@@ -42,7 +44,10 @@ class MlaOptions(NamedTuple):
     BOX_ROWS: int  # rows of keys that the accelerator loads at once
     IS_CAUSAL: bool
     REGISTERS: int  # of a consumer's thread
-    HELD: bool  # consumers hold the queries' last 64 columns in registers
+    PIECES: int  # of a unit, that are waited for one after the other
+    AHEAD: (
+        int  # pairs of blocks between what is loaded and what is brought to the L2 cache; 0: none
+    )
     # the windows of `scores.mask_window`, of which there are none
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False
@@ -51,7 +56,7 @@ class MlaOptions(NamedTuple):
 class MlaParams(NamedTuple):
     """All that the host passes, as the warps of a program share it."""
 
-    # boxes of 256 columns, and of the 64 columns past the latent
+    # boxes of 256 columns (of keys, of a piece of them), and of the 64 columns past the latent
     q_desc: Any
     q_rope_desc: Any
     k_desc: Any

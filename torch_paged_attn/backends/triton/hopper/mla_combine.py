@@ -46,13 +46,14 @@ def _hopper_mla_combine_kernel(
     out_ptr, pointers,
     num_pages, batch, total_q, max_keys, stride_table,
     num_heads, programs,
-    OPTIONS: tl.constexpr, HEADS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    OPTIONS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up HEADS heads of a token; `programs` left parts."""
+    """A program adds up HEADS heads of a token, PARTS parts at a time; `programs` left parts."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
+    HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     row = tl.program_id(0)
-    gdc_wait(IS_DEPENDENT)
+    # lengths were there when the kernel before this one began to read them
     total = tl.full([], 0, tl.int32)
     sequence = tl.full([], -1, tl.int32)
     before = tl.full([], 0, tl.int32)
@@ -69,32 +70,36 @@ def _hopper_mla_combine_kernel(
     before -= units * tl.cdiv(query_len, TOKENS)
     token = row - q_start
     first_unit = before + token // TOKENS * units
-    groups = tl.minimum(programs // OPTIONS.HEAD_TILES, total)
+    groups = tl.minimum(programs // HEAD_TILES, total)
     first = _group_of(first_unit, groups, total)
     parts = _group_of(first_unit + units - 1, groups, total) - first + 1
+    # also where there is nothing to do: the next kernel waits for this one alone
+    gdc_wait(IS_DEPENDENT)
     if parts > 1:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         column = tl.arange(0, WIDTH)
         in_tile = token % TOKENS * OPTIONS.PACKED_HEADS + head % OPTIONS.PACKED_HEADS
         exists = head < num_heads
-        of_tile = head // OPTIONS.PACKED_HEADS
         references = pointers.parts + programs.to(tl.int64) * (2 * ROWS * WIDTH)
         m = tl.full([HEADS], float("-inf"), tl.float32)
         weights = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, WIDTH], tl.float32)
-        for i in tl.range(0, parts, num_stages=4):
-            part = (2 * (first + i) + tl.where(i == 0, 1, 0)) * OPTIONS.HEAD_TILES + of_tile
-            of_part = references + part * (2 * ROWS) + in_tile
-            m_part = tl.load(of_part, mask=exists, other=float("-inf"))
-            weight_part = tl.load(of_part + ROWS, mask=exists, other=0.0)
-            at = (part * ROWS + in_tile).to(tl.int64) * WIDTH
-            values = pointers.parts + at[:, None] + column[None, :]
-            acc_part = tl.load(values, mask=exists[:, None], other=0.0)
-            m_new = tl.maximum(m, m_part)
+        for s0 in tl.range(0, parts, PARTS):
+            s = s0 + tl.arange(0, PARTS)
+            slot = (2 * (first + s) + tl.where(s == 0, 1, 0)) * HEAD_TILES
+            part = slot[:, None] + (head // OPTIONS.PACKED_HEADS)[None, :]
+            is_part = (s < parts)[:, None] & exists[None, :]
+            of_part = references + part * (2 * ROWS) + in_tile[None, :]
+            m_part = tl.load(of_part, mask=is_part, other=float("-inf"))
+            weight_part = tl.load(of_part + ROWS, mask=is_part, other=0.0)
+            at = (part * ROWS + in_tile[None, :]).to(tl.int64) * WIDTH
+            values = pointers.parts + at[:, :, None] + column[None, None, :]
+            acc_part = tl.load(values, mask=is_part[:, :, None], other=0.0)
+            m_new = tl.maximum(m, tl.max(m_part, 0))
             shift = finite_or_zero(m_new)
-            old, new = tl.exp2(m - shift), tl.exp2(m_part - shift)
-            weights = weights * old + weight_part * new
-            acc = acc * old[:, None] + acc_part * new[:, None]
+            old, new = tl.exp2(m - shift), tl.exp2(m_part - shift[None, :])
+            weights = weights * old + tl.sum(weight_part * new, 0)
+            acc = acc * old[:, None] + tl.sum(acc_part * new[:, :, None], 0)
             m = m_new
         divisor = tl.where(weights > 0.0, weights, 1.0)
         lse = tl.where(weights > 0.0, m * LN2 + tl.log(divisor), float("-inf"))

@@ -88,42 +88,26 @@ def _scale_sums(l_i, shrink):
 
 
 @gluon.jit
-def _first_scores(n, zeros, pipelines, W: gl.constexpr):
-    """Ask for the part of the scores that is this consumer's half of the columns."""
-    pipelines.k.wait(n, 2 * W)
-    k = pipelines.k.half(n, 2 * W).permute((1, 0))
-    return warpgroup_mma(pipelines.q.half(n, W), k, zeros, use_acc=False, is_async=True)
+def _half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, UNIT: gl.constexpr):
+    """Ask for the part of the scores that is a unit's half of the columns, as its pieces arrive: a
+    product for each."""
+    PIECES: gl.constexpr = OPTIONS.PIECES
+    WIDTH: gl.constexpr = HALF // PIECES
+    SIDE: gl.constexpr = 1 if UNIT == 1 or UNIT == 2 else 0
+    for i in gl.static_range(PIECES):
+        pipelines.k.wait(n, UNIT, i)
+        q = pipelines.q.half(n, SIDE).slice(i * WIDTH, WIDTH, dim=1)
+        k = pipelines.k.half(n, UNIT).slice(i * WIDTH, WIDTH, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=UNIT % 2 + i > 0, is_async=True)
+    return s
 
 
 @gluon.jit
-def _other_scores(s, n, held, pipelines, W: gl.constexpr):
-    """Ask for the rest of them."""
-    pipelines.k.wait(n, 2 * W + 1)
-    q = pipelines.q.half(n, 1 - W)
-    k = pipelines.k.half(n, 2 * W + 1)
-    if len(held) > 1:
-        first = k.slice(0, 128, dim=1).permute((1, 0))
-        s = warpgroup_mma(q.slice(0, 128, dim=1), first, s, is_async=True)
-        second = k.slice(128, 64, dim=1).permute((1, 0))
-        s = warpgroup_mma(q.slice(128, 64, dim=1), second, s, is_async=True)
-        s = warpgroup_mma(held[1], k.slice(192, 64, dim=1).permute((1, 0)), s, is_async=True)
-    else:
-        s = warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(held[0], pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _hold_queries(scores, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """The queries' columns that are no latents, and others, for products like `scores`."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, scores.type.layout, 2)
+def _rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """Ask for the other half of the scores, and for the columns that are no values."""
+    s = _half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1)
     q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
-    if OPTIONS.HELD == 0:
-        return (q,)
-    elif OPTIONS.HELD == 1:
-        return (q.load(layout),)
-    else:
-        other = pipelines.q.half(0, 1 - W).slice(192, 64, dim=1)
-        return (q.load(layout), other.load(layout))
+    return warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
@@ -149,9 +133,8 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
     scores: gl.constexpr = m_i.type.layout.parent
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
-    held = _hold_queries(zeros, pipelines, OPTIONS, 0)
-    s = _first_scores(n, zeros, pipelines, 0)
-    s = _other_scores(s, n, held, pipelines, 0)
+    s = _half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+    s = _rest_of_scores(s, n, pipelines, OPTIONS, 0)
     s = warpgroup_mma_wait(0, deps=[s])
     m_i, l_i, acc, shrink = _first_values(
         n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -162,10 +145,10 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
         pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
         n += 1
         start += 2 * KEYS
-        s = _first_scores(n, zeros, pipelines, 0)
-        acc = warpgroup_mma_wait(1, deps=[pending])
+        s = _half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+        acc = warpgroup_mma_wait(OPTIONS.PIECES, deps=[pending])
         keys.release(3)
-        s = _other_scores(s, n, held, pipelines, 0)
+        s = _rest_of_scores(s, n, pipelines, OPTIONS, 0)
         s = warpgroup_mma_wait(0, deps=[s])
         m_i, l_i, acc, shrink = _first_values(
             n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -184,11 +167,10 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
-    held = _hold_queries(zeros, pipelines, OPTIONS, 1)
     start += KEYS
     for _ in range(pairs):
-        s = _first_scores(n, zeros, pipelines, 1)
-        s = _other_scores(s, n, held, pipelines, 1)
+        s = _half_of_scores(zeros, n, pipelines, OPTIONS, 2)
+        s = _rest_of_scores(s, n, pipelines, OPTIONS, 1)
         m_i, shrink = _hear(n, m_i, pipelines, 1)
         l_i = _scale_sums(l_i, shrink)
         s = warpgroup_mma_wait(0, deps=[s])

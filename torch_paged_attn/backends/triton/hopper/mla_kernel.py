@@ -47,7 +47,7 @@ def _hopper_mla_fwd_kernel(
 ):  # fmt: skip
     """The arguments are those of `mla_arguments.py`."""
     queries = new_queries(q_desc, q_rope_desc, OPTIONS)
-    keys = new_keys(k_desc, k_rope_desc)
+    keys = new_keys(k_desc, k_rope_desc, OPTIONS)
     pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1))
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     params = MlaParams(q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars)

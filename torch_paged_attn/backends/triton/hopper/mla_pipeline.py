@@ -35,15 +35,17 @@ class LatentKeys:
 
     halves: gl.shared_memory_descriptor  # (UNITS, 1, 1, KEYS, 1, HALF)
     ropes: gl.shared_memory_descriptor  # (2, 1, 1, KEYS, 1, ROPE)
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # of each piece of a unit
+    empty: gl.shared_memory_descriptor  # of each unit
+    PIECES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, halves, ropes, full, empty):
+    def __init__(self, halves, ropes, full, empty, PIECES):
         self.halves = halves
         self.ropes = ropes
         self.full = full
         self.empty = empty
+        self.PIECES = gl.constexpr(PIECES)
 
     @gluon.jit
     def half(self, n, UNIT: gl.constexpr):
@@ -61,9 +63,14 @@ class LatentKeys:
         mbarrier.wait(self.empty.index(UNIT), (n & 1) ^ 1)
 
     @gluon.jit
-    def wait(self, n, UNIT: gl.constexpr):
-        """Wait until a unit of pair n has arrived."""
-        mbarrier.wait(self.full.index(UNIT), n & 1)
+    def full_barrier(self, UNIT: gl.constexpr, PIECE: gl.constexpr):
+        """The barrier that the loads of a piece of a unit complete."""
+        return self.full.index(self.PIECES * UNIT + PIECE)
+
+    @gluon.jit
+    def wait(self, n, UNIT: gl.constexpr, PIECE: gl.constexpr):
+        """Wait until a piece of a unit of pair n has arrived."""
+        mbarrier.wait(self.full_barrier(UNIT, PIECE), n & 1)
 
     @gluon.jit
     def release(self, UNIT: gl.constexpr):
@@ -160,13 +167,14 @@ def new_queries(desc, rope_desc, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def new_keys(desc, rope_desc):
+def new_keys(desc, rope_desc, OPTIONS: gl.constexpr):
     """Room for a pair of blocks."""
+    PIECES: gl.constexpr = OPTIONS.PIECES
     half: gl.constexpr = [UNITS, 1, 1, KEYS, 1, HALF]
     rest: gl.constexpr = [2, 1, 1, KEYS, 1, ROPE]
     halves = gl.allocate_shared_memory(desc.dtype, half, desc.layout)
     ropes = gl.allocate_shared_memory(desc.dtype, rest, rope_desc.layout)
-    return LatentKeys(halves, ropes, _barriers(UNITS, 1), _barriers(UNITS, 1))
+    return LatentKeys(halves, ropes, _barriers(UNITS * PIECES, 1), _barriers(UNITS, 1), PIECES)
 
 
 @gluon.jit

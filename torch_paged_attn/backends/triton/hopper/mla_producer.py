@@ -10,8 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS
-from torch_paged_attn.backends.triton.hopper.producer import wait_for_kernel_before
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS, ROPE
+from torch_paged_attn.backends.triton.hopper.producer import (
+    let_next_kernel_start,
+    wait_for_kernel_before,
+)
 from torch_paged_attn.backends.triton.hopper.tma import load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     CONTEXT_LEN,
@@ -131,24 +134,70 @@ def _find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
     return boxes
 
 
+@gluon.constexpr_function
+def _has_rope(unit, piece, pieces):
+    """Whether the columns that are no values come with a piece."""
+    return unit % 2 == 1 and piece == pieces - 1
+
+
 @gluon.jit
 def _load_unit(n, boxes, params, keys, OPTIONS: gl.constexpr, UNIT: gl.constexpr):
     """Load a unit of pair n (see `mla_pipeline.py`)."""
-    BOX: gl.constexpr = OPTIONS.BOX_ROWS
+    PIECES: gl.constexpr = OPTIONS.PIECES
+    WIDTH: gl.constexpr = HALF // PIECES
     COLUMN: gl.constexpr = HALF if UNIT == 1 or UNIT == 2 else 0
-    HAS_ROPE: gl.constexpr = UNIT % 2 == 1
-    NBYTES: gl.constexpr = params.k_desc.block_type.nbytes
-    ROPE_NBYTES: gl.constexpr = params.k_rope_desc.block_type.nbytes if HAS_ROPE else 0
-    barrier = keys.full.index(UNIT)
     keys.acquire(n, UNIT)
-    mbarrier.expect(barrier, (NBYTES + ROPE_NBYTES) * len(boxes))
+    for i in gl.static_range(PIECES):
+        barrier = keys.full_barrier(UNIT, i)
+        _load_piece(
+            barrier, boxes, params, keys, OPTIONS, UNIT, i * WIDTH, COLUMN,
+            _has_rope(UNIT, i, PIECES),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_piece(
+    barrier, boxes, params, keys, OPTIONS: gl.constexpr, UNIT: gl.constexpr, PLACE: gl.constexpr,
+    COLUMN: gl.constexpr, HAS_ROPE: gl.constexpr,
+):  # fmt: skip
+    """Load the columns of a unit from number PLACE on."""
+    BOX: gl.constexpr = OPTIONS.BOX_ROWS
+    WIDTH: gl.constexpr = HALF // OPTIONS.PIECES
+    NBYTES: gl.constexpr = params.k_desc.block_type.nbytes
+    MORE: gl.constexpr = params.k_rope_desc.block_type.nbytes if HAS_ROPE else 0
+    mbarrier.expect(barrier, (NBYTES + MORE) * len(boxes))
     for i in gl.static_range(len(boxes)):
         first, size, row = boxes[i]
-        half = keys.halves.index(UNIT).slice(i * BOX, BOX, dim=2)
-        load_rows(params.k_desc, first, size, row, 0, barrier, half, COLUMN)
+        piece = keys.halves.index(UNIT).slice(i * BOX, BOX, dim=2).slice(PLACE, WIDTH, dim=4)
+        load_rows(params.k_desc, first, size, row, 0, barrier, piece, COLUMN + PLACE)
         if HAS_ROPE:
             rope = keys.ropes.index(UNIT // 2).slice(i * BOX, BOX, dim=2)
             load_rows(params.k_rope_desc, first, size, row, 0, barrier, rope, 2 * HALF)
+
+
+@gluon.jit
+def _bring_near(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
+    """Have a pair of blocks, the keys from number `start` on, brought to the L2 cache: a part by
+    each of the programs that read it, which do so at the same time."""
+    PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
+    LANES: gl.constexpr = 32
+    LINE: gl.constexpr = 64  # elements
+    layout: gl.constexpr = gl.BlockedLayout([1], [LANES], [gl.num_warps()], [0])
+    share = gl.program_id(0) % OPTIONS.HEAD_TILES
+    for i in range(share, 2 * KEYS // LANES, OPTIONS.HEAD_TILES):
+        j = start + i * LANES + gl.arange(0, LANES, layout)
+        exists = j < key_len
+        row = (k_start + j).to(gl.int64)
+        if PAGE_SIZE > 0:
+            page = gl.load(table + j // PAGE_SIZE, mask=exists, other=-1)
+            exists = exists & (page >= 0) & (page < params.sizes.num_pages)
+            row = page.to(gl.int64) * params.scalars.page_rows + j % PAGE_SIZE
+        at = params.pointers.keys + row * params.scalars.stride_slot
+        for c in gl.static_range((2 * HALF + ROPE) // LINE):
+            gl.inline_asm_elementwise(
+                "{.reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+                "=r,l,r", [at + c * LINE, exists.to(gl.int32)], gl.int32, False, 1,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -158,6 +207,8 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
     queries, keys, work_info = pipelines.q, pipelines.k, pipelines.work_info
     q_desc, q_rope_desc = params.q_desc, params.q_rope_desc
     wait_for_kernel_before()
+    # so that `mla_combine.py` need only wait for the programs to end
+    let_next_kernel_start()
     unit, stop, b, offset, group = _find_share(params, OPTIONS)
     head_tile = gl.program_id(0) % OPTIONS.HEAD_TILES
     head = head_tile * OPTIONS.PACKED_HEADS
@@ -206,6 +257,9 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
                 _load_unit(n, boxes, params, keys, OPTIONS, 2)
                 _load_unit(n, boxes, params, keys, OPTIONS, 3)
                 start += KEYS
+                if OPTIONS.AHEAD > 0:
+                    later = start + OPTIONS.AHEAD * 2 * KEYS
+                    _bring_near(later, table, k_start, key_len, params, OPTIONS)
                 n += 1
             tile += 1
             unit += pairs
