@@ -101,8 +101,8 @@ def _hopper_mla_combine_kernel(
             weights = weights * old + tl.sum(weight_part * new, 0)
             acc = acc * old[:, None] + tl.sum(acc_part * new[:, :, None], 0)
             m = m_new
-        divisor = tl.where(weights > 0.0, weights, 1.0)
-        lse = tl.where(weights > 0.0, m * LN2 + tl.log(divisor), float("-inf"))
+        divisor = tl.where(weights == 0.0, 1.0, weights)
+        lse = tl.where(weights == 0.0, float("-inf"), m * LN2 + tl.log(divisor))
         tl.store(pointers.lse + head.to(tl.int64) * total_q + row, lse, mask=exists)
         at = (row.to(tl.int64) * num_heads + head) * WIDTH
         out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
