@@ -41,14 +41,14 @@ KEYS = 128
 # registers of a consumer's thread
 REGISTERS = 232
 
-PIECES, AHEAD = 4, 1
+# boxes of columns that half a block of keys arrives in
+PIECES = 4
 
 # mean queries of a sequence: more are better off where tiles do not read all keys
 MOST_QUERIES = 8
 
-# rows past which a program of the second kernel takes two heads and four parts at a time, not one
-# and sixteen
-MANY_ROWS = 1024
+# parts of a tile from which on a program of the second kernel takes many of them and few columns
+MANY_PARTS = 6
 
 # of so many groups of programs one may be left out to have the others end together
 LEAST_BUSY = 16
@@ -106,7 +106,6 @@ def options_of(call: AttentionCall) -> MlaOptions:
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=REGISTERS,
         PIECES=PIECES,
-        AHEAD=AHEAD,
     )
 
 
@@ -121,16 +120,31 @@ def sizes_of(call: AttentionCall) -> MlaSizes:
     )
 
 
+def tiles_of(call: AttentionCall, options: MlaOptions) -> int:
+    """Tiles of one tile of heads, if sequences have the mean number of queries."""
+    queries = -(-call.total_q // max(call.batch, 1))
+    return max(call.batch * -(-queries // options.TOKENS), 1)
+
+
 def programs_of(call: AttentionCall, options: MlaOptions) -> int:
     """Programs, one on each multiprocessor: as many for each tile of heads, and a few less if then
     sequences of one length are whole in a program, or cut in parts of one length.
     """
     groups = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
-    tiles = max(call.batch * -(-call.total_q // (max(call.batch, 1) * options.TOKENS)), 1)
+    tiles = tiles_of(call, options)
     even = -(-tiles // -(-tiles // groups)) * max(groups // tiles, 1)
     if even * LEAST_BUSY < groups * (LEAST_BUSY - 1):
         even = groups
     return even * options.HEAD_TILES
+
+
+def shares_of_combine(
+    call: AttentionCall, options: MlaOptions, programs: int
+) -> tuple[int, int, int]:
+    """Of a program of the second kernel: its heads, the parts that it adds up at a time, and its
+    columns."""
+    parts = programs // options.HEAD_TILES // tiles_of(call, options)
+    return (1, 32, 128) if parts >= MANY_PARTS else (4, 2, 512)
 
 
 def part_elements(programs: int) -> int:
@@ -178,7 +192,6 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     scalars = MlaScalars(
         num_heads=call.num_heads,
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
-        stride_slot=call.k.stride(-2) if call.page_size else call.k.stride(0),
         scale_log2=call.scale * LOG2E.value,
     )
     sizes = sizes_of(call)
@@ -191,16 +204,17 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         num_warps=4,
         launch_pdl=True,
     )
-    heads, parts = (2, 4) if call.total_q * call.num_heads > MANY_ROWS else (1, 16)
+    heads, at_a_time, columns = shares_of_combine(call, options, programs)
     combine = Launch(
         _hopper_mla_combine_kernel,
-        (call.total_q, -(-call.num_heads // heads)),
+        (call.total_q, -(-call.num_heads // heads), HEAD_DIM_V // columns),
         **sizes._asdict(),
         num_heads=call.num_heads,
         programs=programs,
         OPTIONS=options,
         HEADS=heads,
-        PARTS=parts,
+        PARTS=at_a_time,
+        COLUMNS=columns,
         num_warps=4,
         **dependent_launch(target.overlaps_launches),
     )
@@ -213,8 +227,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         parts = new_parts()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             q_bounds, k_bounds, seqused_k, table = pick((*tensors, None))
-            keys = tensors[1]
-            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts, keys)
+            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts)
             q, k = (x.data_ptr() for x in tensors[:2])
             launch(
                 *(boxes.at(q) for boxes in q_boxes),
@@ -226,7 +239,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
             return
         boxes_at = launch.map_arguments
         q, k = addresses[:2]
-        memory = lse.data_ptr(), *pick((*addresses, None)), parts.data_ptr(), k
+        memory = lse.data_ptr(), *pick((*addresses, None)), parts.data_ptr()
         launch.start(
             *boxes_at(0, q_boxes[0], q),
             *boxes_at(1, q_boxes[1], q),

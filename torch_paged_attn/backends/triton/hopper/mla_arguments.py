@@ -12,7 +12,6 @@ class MlaPointers(NamedTuple):
     seqused_k: Any
     block_table: Any
     parts: Any  # of tiles whose keys several programs share: see `mla_combine.py`
-    keys: Any
 
 
 class MlaSizes(NamedTuple):
@@ -30,7 +29,6 @@ class MlaScalars(NamedTuple):
 
     num_heads: int
     page_rows: int  # slots from one page to the next
-    stride_slot: int
     scale_log2: float  # from scores to exponents of two
 
 
@@ -45,9 +43,6 @@ class MlaOptions(NamedTuple):
     IS_CAUSAL: bool
     REGISTERS: int  # of a consumer's thread
     PIECES: int  # of a unit, that are waited for one after the other
-    AHEAD: (
-        int  # pairs of blocks between what is loaded and what is brought to the L2 cache; 0: none
-    )
     # the windows of `scores.mask_window`, of which there are none
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False

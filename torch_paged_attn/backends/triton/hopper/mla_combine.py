@@ -46,9 +46,11 @@ def _hopper_mla_combine_kernel(
     out_ptr, pointers,
     num_pages, batch, total_q, max_keys, stride_table,
     num_heads, programs,
-    OPTIONS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    OPTIONS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up HEADS heads of a token, PARTS parts at a time; `programs` left parts."""
+    """A program adds up COLUMNS columns of HEADS heads of a token, PARTS parts at a time;
+    `programs` left parts."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
@@ -77,13 +79,13 @@ def _hopper_mla_combine_kernel(
     gdc_wait(IS_DEPENDENT)
     if parts > 1:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        column = tl.arange(0, WIDTH)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         in_tile = token % TOKENS * OPTIONS.PACKED_HEADS + head % OPTIONS.PACKED_HEADS
         exists = head < num_heads
         references = pointers.parts + programs.to(tl.int64) * (2 * ROWS * WIDTH)
         m = tl.full([HEADS], float("-inf"), tl.float32)
         weights = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, WIDTH], tl.float32)
+        acc = tl.zeros([HEADS, COLUMNS], tl.float32)
         for s0 in tl.range(0, parts, PARTS):
             s = s0 + tl.arange(0, PARTS)
             slot = (2 * (first + s) + tl.where(s == 0, 1, 0)) * HEAD_TILES

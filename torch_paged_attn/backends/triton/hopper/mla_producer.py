@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS, ROPE
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS
 from torch_paged_attn.backends.triton.hopper.producer import (
     let_next_kernel_start,
     wait_for_kernel_before,
@@ -176,31 +176,6 @@ def _load_piece(
 
 
 @gluon.jit
-def _bring_near(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
-    """Have a pair of blocks, the keys from number `start` on, brought to the L2 cache: a part by
-    each of the programs that read it, which do so at the same time."""
-    PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
-    LANES: gl.constexpr = 32
-    LINE: gl.constexpr = 64  # elements
-    layout: gl.constexpr = gl.BlockedLayout([1], [LANES], [gl.num_warps()], [0])
-    share = gl.program_id(0) % OPTIONS.HEAD_TILES
-    for i in range(share, 2 * KEYS // LANES, OPTIONS.HEAD_TILES):
-        j = start + i * LANES + gl.arange(0, LANES, layout)
-        exists = j < key_len
-        row = (k_start + j).to(gl.int64)
-        if PAGE_SIZE > 0:
-            page = gl.load(table + j // PAGE_SIZE, mask=exists, other=-1)
-            exists = exists & (page >= 0) & (page < params.sizes.num_pages)
-            row = page.to(gl.int64) * params.scalars.page_rows + j % PAGE_SIZE
-        at = params.pointers.keys + row * params.scalars.stride_slot
-        for c in gl.static_range((2 * HALF + ROPE) // LINE):
-            gl.inline_asm_elementwise(
-                "{.reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
-                "=r,l,r", [at + c * LINE, exists.to(gl.int32)], gl.int32, False, 1,
-            )  # fmt: skip
-
-
-@gluon.jit
 def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
     """Load what the program's share of tiles needs, one after the other."""
     TOKENS: gl.constexpr = OPTIONS.TOKENS
@@ -257,9 +232,6 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
                 _load_unit(n, boxes, params, keys, OPTIONS, 2)
                 _load_unit(n, boxes, params, keys, OPTIONS, 3)
                 start += KEYS
-                if OPTIONS.AHEAD > 0:
-                    later = start + OPTIONS.AHEAD * 2 * KEYS
-                    _bring_near(later, table, k_start, key_len, params, OPTIONS)
                 n += 1
             tile += 1
             unit += pairs
