@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ def explain(
         _check(name, given)
         results = paths.public(name)(**_on_meta(given)) or ()
         call = paths.call_of(name, given)
-        found = {x.name: x.path(name, call, target) for x in reversed(backends())}
+        found = {x.name: x.path_of(name, call, target) for x in reversed(backends())}
     backend, reason = serving_device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         backend, reason = None, f"torch {torch.__version__} finds no GPU here"
@@ -93,8 +94,12 @@ def _check(op: str, given: dict[str, Any]) -> None:
     """Raise for metadata that the contract forbids."""
     if op == "reshape_and_cache" and isinstance(given["kv_cache"], tuple | list):
         return  # the public function looks at pairs
+    if op == "merge_states" and isinstance(given["out_a"], tuple | list):
+        op, given = "merge_states.list", {"outs": given["out_a"], "lses": given["lse_a"]}
     check, _ = _library.OPS[op]
-    check(**given)
+    names = inspect.signature(check).parameters
+    has_all = any(x.kind == x.VAR_KEYWORD for x in names.values())
+    check(**{name: x for name, x in given.items() if has_all or name in names})
 
 
 def _on_meta(given: dict[str, Any]) -> dict[str, Any]:

@@ -32,11 +32,14 @@ import host
 import latent
 import portable
 import torch
+import train_step
 import triton
 
 PARTS = {
     part.__name__: part
-    for part in (attention, latent, backward, portable, blocksparse, cache_write, host)
+    for part in (
+        attention, latent, backward, train_step, portable, blocksparse, cache_write, host,
+    )  # fmt: skip
 }
 
 

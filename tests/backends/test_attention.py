@@ -5,10 +5,12 @@ Their inputs are hostile wherever nobody may look: `testing/inputs.py`.
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
 from same_bits import assert_same_bits
+from sampling import ALL
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
@@ -17,12 +19,12 @@ INF = float("inf")
 
 def over(keep):
     """Parametrise over the problems that `keep` picks."""
-    return pytest.mark.over({name: p for name, p in PROBLEMS.items() if keep(p)})
+    return pytest.mark.over({name: p for name, p in ALL.items() if keep(p)})
 
 
 @functools.cache
 def truth(name):
-    return build(PROBLEMS[name]).truth()
+    return build(ALL[name]).truth()
 
 
 @over(lambda p: True)
@@ -112,6 +114,16 @@ def test_no_sequences(runner):
     out, lse = runner.attend(build(problem))
     assert out.shape == (0, problem.num_heads, problem.head_dim)
     assert lse.shape == (problem.num_heads, 0)
+
+
+def test_refuses_arguments_that_it_lacks(runner):
+    """By name, whichever of them come: none may go unheard."""
+    for case in ALL.values():
+        names = [name for name in runner.lacks() if name in case.optional]
+        if names:
+            text = rf"paged_attn::{case.op}: {re.escape(names[0])} came, which the \w+ backend"
+            with pytest.raises(NotImplementedError, match=text):
+                pytest.fail(f"{case.name}: {runner.attend(build(case))}")
 
 
 def test_refuses(runner):

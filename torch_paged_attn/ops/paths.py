@@ -109,7 +109,7 @@ def taken(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Path | Non
 
     given = bound(op, args, options)
     backend, _ = serving_device(tensors_of(given)[0].device)
-    return None if backend is None else backend.path(op, call_of(op, given))
+    return None if backend is None else backend.path_of(op, call_of(op, given))
 
 
 def profiled(op: str, function: Callable[..., Any]) -> Callable[..., Any]:

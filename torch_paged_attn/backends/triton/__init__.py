@@ -6,6 +6,7 @@ from typing import Any
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import OPTIONAL
 from torch_paged_attn.ops.paths import Path
 
 
@@ -14,6 +15,7 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
+    lacks = tuple(x for x in OPTIONAL if x != "batch_invariant")
     # a call that was made before is known by its description
     checks_metadata = True
     announces = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
@@ -23,6 +25,10 @@ class Triton(Backend):
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; a torch for CUDA or ROCm brings it"
         return None
+
+    def has(self, op: str) -> bool:
+        """All but the list form of `merge_states`."""
+        return op != "merge_states.list" and super().has(op)
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """Portable kernels, Hopper's, or both; tiles and splits."""
@@ -59,6 +65,8 @@ class Triton(Backend):
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
         if op.startswith("reshape_and_cache") or op.endswith("_backward"):
+            return None
+        if not self.has(op):
             return None
         function = self.function(op)
 

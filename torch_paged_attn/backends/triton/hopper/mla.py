@@ -18,6 +18,7 @@ from torch_paged_attn.backends.triton.hopper.mla_arguments import (
 )
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
+    LACKS,
     LEAST_BOX,
     LEAST_SCALE,
     NOT_CARRIED,
@@ -31,6 +32,7 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.ops.lacking import lacking
 
 # columns of keys, of which the first are the values; those that a consumer and a box have
 HEAD_DIM, HEAD_DIM_V, HALF, ROPE = 576, 512, 256, 64
@@ -76,6 +78,8 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"it has no {name}"
     if call.dropout_p > 0.0 or call.softcap:
         return "it has no dropout_p and no softcap"
+    if (lacked := lacking(call, LACKS)) is not None:
+        return f"it has no {lacked}"
     if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
         return "it has no windows"
     if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:

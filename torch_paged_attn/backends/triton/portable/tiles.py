@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import holds_pairs
 from torch_paged_attn.backends.triton.portable.formats import product_type
@@ -96,7 +95,7 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
         q_block=0 if layout is None else layout.q_block_size,
         k_block=0 if layout is None else layout.k_block_size,
         has_head_layouts=layout is not None and layout.crow_indices.shape[-2] == call.num_heads,
-        is_invariant=environment.BATCH_INVARIANT,
+        is_invariant=call.is_batch_invariant,
     )
 
 
