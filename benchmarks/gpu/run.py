@@ -35,12 +35,11 @@ import torch
 import train_step
 import triton
 
-PARTS = {
-    part.__name__: part
-    for part in (
-        attention, latent, backward, train_step, portable, blocksparse, cache_write, host,
-    )  # fmt: skip
-}
+MODULES = (
+    *(attention, latent, backward, train_step),
+    *(portable, blocksparse, cache_write, host),
+)
+PARTS = {part.__name__: part for part in MODULES}
 
 
 def load(file: Path) -> ModuleType:
