@@ -64,7 +64,7 @@ KNOWN = {
     ("sm90", "d128/prefill_bias/bf16"): 768,
     ("sm90", "d256/prefill/bf16"): 256,
     ("sm90", "gemma2/window_softcap/bf16"): 128,
-    ("sm90", "mla/decode_sinks/bf16"): 192,
+    ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("sm90", "d64/prefill_bias/bf16"): 128,
@@ -136,10 +136,10 @@ MORE = {
             kv_dtype=torch.int8,
             descale="heads",
         ),
-        # what Hopper's kernel for latent attention leaves to the portable one
+        # few keys are the portable kernel's, on Hopper too
         Problem(
-            "mla/decode_sinks/bf16",
-            ((1, 200), (2, 64), (1, 0)),
+            "mla/decode/bf16",
+            ((1, 600), (2, 64), (1, 0)),
             16,
             1,
             576,
@@ -147,7 +147,6 @@ MORE = {
             dtype=bf16,
             page_size=64,
             cache_layout="mla",
-            sinks=True,
         ),
         Problem(
             "mla/prefill/bf16",

@@ -66,13 +66,26 @@ def test_supported(problem):
         (dict(window_size_left=9), "windows"),
         (dict(out_dtype=torch.float32), "out_dtype"),
         (dict(softmax_scale=-1.0), "softmax_scale"),
-        (dict(q=torch.zeros(99, 16, 576, dtype=bf16)), "queries"),
         (dict(q=torch.zeros(9, 16, 64, dtype=bf16)), "no latent"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unsupported(changes, word):
     assert word in unsupported(SHAPES[0], **changes)
+
+
+def test_unprofitable():
+    """What was not timed beside the portable kernel is left to it."""
+    long = Problem("timed", ((1, 600), (2, 30)), 16, 1, 576, 512, dtype=bf16, page_size=64)
+    with assume(HOPPER):
+        for changes, word in (
+            (dict(), None),
+            (dict(seqs=((3, 600), (2, 30))), "queries"),
+            (dict(num_heads=8), "rows"),
+            (dict(seqs=((1, 200), (2, 30))), "keys"),
+        ):
+            reason = mla.unprofitable(call_of(dataclasses.replace(long, **changes)))
+            assert reason is None if word is None else word in reason
 
 
 def test_unsupported_caches():

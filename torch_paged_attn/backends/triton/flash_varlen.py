@@ -56,7 +56,7 @@ def why_not_hopper(call: AttentionCall) -> str | None:
 def why_not_latent(call: AttentionCall) -> str | None:
     """Why a call takes no kernel for latent attention; None if it does where its values are columns
     of its keys."""
-    reason = mla.unsupported(call)
+    reason = mla.unsupported(call) or mla.unprofitable(call)
     if reason is None and call.is_batch_invariant:
         return "results must not depend on the batch"
     return reason

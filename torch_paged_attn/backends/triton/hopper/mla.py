@@ -46,11 +46,13 @@ REGISTERS = 232
 # boxes of columns that half a block of keys arrives in
 PIECES = 4
 
-# mean queries of a sequence: more are better off where tiles do not read all keys
-MOST_QUERIES = 8
+# what was timed, and faster than the portable kernel: rows of a sequence and room for its keys, at
+# least; mean queries of a sequence, at most
+LEAST_ROWS, LEAST_KEYS, MOST_QUERIES = 16, 500, 2
 
-# parts of a tile from which on a program of the second kernel takes many of them and few columns
-MANY_PARTS = 6
+# parts of a tile from which on a program of the second kernel takes many of them and few columns,
+# and rows from which on it takes two
+MANY_PARTS, MANY_ROWS = 6, 1024
 
 # of so many groups of programs one may be left out to have the others end together
 LEAST_BUSY = 16
@@ -59,8 +61,8 @@ READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Why a call cannot take this kernel, or should not; None if it can. Whether the values are
-    columns of the keys is seen when it is launched.
+    """Why a call cannot take this kernel; None if it can. Whether the values are columns of the
+    keys is seen when it is launched.
     """
     q, k, v = call.q, call.k, call.v
     if (call.head_dim, call.head_dim_v, call.num_kv_heads) != (HEAD_DIM, HEAD_DIM_V, 1):
@@ -91,8 +93,17 @@ def unsupported(call: AttentionCall) -> str | None:
             return "pages do not lie a whole number of slots apart"
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k)) or 0 in k.shape:
         return "q or k is not aligned to 16 bytes"
+    return None
+
+
+def unprofitable(call: AttentionCall) -> str | None:
+    """Why a call that can take this kernel should not; None if it should."""
     if call.total_q > MOST_QUERIES * call.batch:
         return f"sequences have more than {MOST_QUERIES} queries on average"
+    if call.total_q * call.num_heads < LEAST_ROWS * call.batch:
+        return f"sequences have fewer than {LEAST_ROWS} rows on average"
+    if key_bound(call) < LEAST_KEYS:
+        return f"a sequence has room for fewer than {LEAST_KEYS} keys"
     return None
 
 
@@ -148,7 +159,9 @@ def shares_of_combine(
     """Of a program of the second kernel: its heads, the parts that it adds up at a time, and its
     columns."""
     parts = programs // options.HEAD_TILES // tiles_of(call, options)
-    return (1, 32, 128) if parts >= MANY_PARTS else (4, 2, 512)
+    if parts >= MANY_PARTS:
+        return 1, 64, 128
+    return (2, 2, 512) if call.total_q * call.num_heads > MANY_ROWS else (1, 4, 512)
 
 
 def part_elements(programs: int) -> int:
