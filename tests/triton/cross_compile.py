@@ -136,6 +136,18 @@ MORE = {
             kv_dtype=torch.int8,
             descale="heads",
         ),
+        # few keys are the portable kernel's, on Hopper too
+        Problem(
+            "mla/decode/bf16",
+            ((1, 600), (2, 64), (1, 0)),
+            16,
+            1,
+            576,
+            512,
+            dtype=bf16,
+            page_size=64,
+            cache_layout="mla",
+        ),
         Problem(
             "mla/prefill/bf16",
             PREFILL,

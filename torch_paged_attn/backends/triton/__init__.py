@@ -47,8 +47,8 @@ class Triton(Backend):
         else:
             attention = (
                 "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, and"
-                " flash_varlen its own backward, else the portable one, and both for chunks among"
-                " decodes; the DEBUG log of"
+                " flash_varlen its own for decode of latent attention and its own backward, else"
+                " the portable one, and both for chunks among decodes; the DEBUG log of"
                 " torch_paged_attn.backends.triton says which, and why"
             )
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import BACKEND, mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper import mla, support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -22,13 +22,20 @@ from torch_paged_attn.ops.lacking import refuse_lacking
 
 logger = logging.getLogger(__name__)
 
+
+def _plan_latent(call: AttentionCall) -> Plan:
+    return mla.plan_attention(call, plan_attention(call))
+
+
 # by the kernels of a call: what the log says, and what plans it
 SAID = {
+    "hopper latent": "the Hopper kernel for latent attention",
     "hopper": "the Hopper kernel",
     "hopper and portable": "the Hopper kernel and the portable one",
     "portable": "the portable kernel",
 }
 PLANS = {
+    "hopper latent": _plan_latent,
     "hopper": flash_varlen_sm90.plan_attention,
     "hopper and portable": mixed.plan_attention,
     "portable": plan_attention,
@@ -46,6 +53,15 @@ def why_not_hopper(call: AttentionCall) -> str | None:
     return reason
 
 
+def why_not_latent(call: AttentionCall) -> str | None:
+    """Why a call takes no kernel for latent attention; None if it does where its values are columns
+    of its keys."""
+    reason = mla.unsupported(call) or mla.unprofitable(call)
+    if reason is None and call.is_batch_invariant:
+        return "results must not depend on the batch"
+    return reason
+
+
 def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a call takes the portable kernel alone; None if it takes Hopper's, or both. `longest`, if
     it is not 0, is what the caller says of the longest sequence's queries.
@@ -57,7 +73,10 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
-    """`"hopper"`, `"portable"` or `"hopper and portable"`, and why not the first."""
+    """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; of the last two, why
+    not `"hopper"`."""
+    if why_not_latent(call) is None:
+        return "hopper latent", None
     reason = why_portable(call, longest)
     if reason is not None:
         return "portable", reason
@@ -70,7 +89,7 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    if why_portable(call, longest) is None:
+    if kernels_of(call, longest)[0].startswith("hopper"):
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
