@@ -55,6 +55,9 @@ class Pointers(NamedTuple):
     v_descale: Any
     out_scale: Any
     rng: Any
+    tail_mask: Any
+    k_start: Any
+    q_position: Any
     tile_list: Any  # of the kernel before, beside which this one runs
 
 
@@ -83,6 +86,9 @@ class Strides(NamedTuple):
     k_descale_head: Any
     v_descale_batch: Any
     v_descale_head: Any
+    tail_token: Any
+    tail_key: Any
+    tail_width: Any  # no stride: the columns of a tail mask
 
 
 class Scalars(NamedTuple):
@@ -96,6 +102,7 @@ class Scalars(NamedTuple):
     softcap: Any
     dropout_threshold: Any
     dropout_scale: Any
+    key_rank: Any
     min_units: Any  # the fewest units of work in a program
 
 
@@ -139,6 +146,8 @@ class Options(NamedTuple):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
+    KEY_RANKS: int  # see `key_positions.py`
+    KEY_INTERLEAVE: int
     BIAS: str  # "", "bool" or "float"
     RAW_SCORES: bool  # the scale joins the exponent
     CHAIN: int
@@ -200,6 +209,7 @@ def pointers(
         k, v = as_stored(k, target)[0], as_stored(v, target)[0]
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
+    tail_mask = call.tail_mask
     return Pointers(
         q=as_stored(call.q, target)[0],
         k=k,
@@ -222,6 +232,9 @@ def pointers(
         v_descale=call.v_descale,
         out_scale=call.out_scale,
         rng=call.rng_state if call.dropout_p > 0.0 else None,
+        tail_mask=None if tail_mask is None else tail_mask.view(torch.uint8),
+        k_start=call.k_start,
+        q_position=call.q_position,
         tile_list=workspace[2],
     )
 
@@ -236,6 +249,8 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
     q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
     kd_batch, kd_head = _broadcast_strides(call.k_descale, batch, num_kv_heads)
     vd_batch, vd_head = _broadcast_strides(call.v_descale, batch, num_kv_heads)
+    tail = call.tail_mask
+    tail_token, tail_key = (None, None) if tail is None else tail.stride()
     return Strides(
         q_token=call.q.stride(0),
         q_head=call.q.stride(1),
@@ -259,6 +274,9 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
         k_descale_head=kd_head,
         v_descale_batch=vd_batch,
         v_descale_head=vd_head,
+        tail_token=tail_token,
+        tail_key=tail_key,
+        tail_width=None if tail is None else tail.shape[1],
     )
 
 
@@ -274,6 +292,7 @@ def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
         dropout_threshold=int(dropout_p * 2.0**32) or None,
         dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p else None,
         num_heads=call.num_heads,
+        key_rank=call.key_rank if call.key_ranks > 1 else None,
         min_units=tiles.min_units,
     )
 
@@ -310,7 +329,9 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
     if formats.is_paired:
         k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
     has_left = is_bound(call.window_size_left)
-    has_middle = layout is None and (block_m > 64 or bias is not None)
+    # a tail mask hides none of the keys before it
+    has_middle = block_m > 64 or bias is not None or call.tail_mask is not None
+    has_middle = has_middle and layout is None
     merged = MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP
     return Options(
         HEAD_DIM=head_dim,
@@ -334,6 +355,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HAS_LEFT=has_left,
         HAS_RIGHT=is_bound(call.window_right),
         HAS_SOFTCAP=call.softcap > 0.0,
+        KEY_RANKS=call.key_ranks,
+        KEY_INTERLEAVE=call.key_interleave if call.key_ranks > 1 else 1,
         BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
         RAW_SCORES=_has_raw_scores(call, formats),
         CHAIN=FLOAT32_CHAIN if formats.is_precise else config.chain,

@@ -112,6 +112,8 @@ class _Kernels:
         total_k = forward.k.shape[0]
 
         def grid(config: Config) -> tuple[int, ...]:
+            if forward.k_start is not None:
+                return -(-total_k // config.BLOCK_N), forward.num_kv_heads
             return num_tiles(total_k, forward.batch, config.BLOCK_N, 1), forward.num_kv_heads
 
         return self._launch(_attention_dkdv_kernel, self.config.dkdv, grid, total_k=total_k)

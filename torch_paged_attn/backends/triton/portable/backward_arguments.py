@@ -50,7 +50,10 @@ ARGUMENTS = {
 
 # tensors of results' and keys' numbers, which are handed over as they are stored
 STORED = ("q", "k", "v", "dout", "dq", "dk", "dv", "dbias")
-READ = ("q", "k", "v", "dout", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "crow", "col", "alibi")
+READ = (
+    *("q", "k", "v", "dout", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "crow", "col", "alibi"),
+    *("k_start", "q_position"),
+)
 
 
 def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
@@ -73,6 +76,8 @@ def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
         found |= {name: stored(found[name]) for name in STORED}
         bias = given["attn_bias"]
         found["bias"] = bias.view(torch.uint8) if is_mask and bias is not None else bias
+        tail_mask = given["tail_mask"]
+        found["tail_mask"] = None if tail_mask is None else tail_mask.view(torch.uint8)
         found["rng"] = given["rng_state"] if has_dropout else None
         found["listing_rows"], found["listing_starts"], found["listing_counts"] = lists
         return BackwardPointers(**found)
@@ -102,7 +107,10 @@ def options(
     if keys_stay:
         before, after = after, before
     first, last = (0 if before else 1), (2 if after or not keys_stay else 1)
-    if layout is not None or bias is not None:
+    if keys_stay and call.k_start is not None:
+        # of a sequence's keys a tile may hold a few
+        first = 0
+    if layout is not None or bias is not None or call.tail_mask is not None:
         first = last = 2
     found = found._replace(
         K_LOW=k_low, K_HIGH=k_high, V_LOW=v_low, V_HIGH=v_high, FIRST_PHASE=first

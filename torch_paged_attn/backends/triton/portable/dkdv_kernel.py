@@ -4,6 +4,9 @@ One program has a tile of keys of one KV head, and adds up what all query heads 
 all queries that see the tile have to say: head after head, so that the sums have one order and need
 no atomic. Scores are (keys, queries) here: probabilities and dX are operands of their products as
 they come.
+
+With `k_start`, sequences may share keys: tiles are of rows of k, whoever they belong to, and a
+program visits all sequences that hold some of its rows, in their order.
 """
 
 import triton
@@ -27,20 +30,30 @@ from torch_paged_attn.backends.triton.portable.gradients import (
     probabilities,
     survivors,
 )
+from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.mask import full_range, key_range, visible
+from torch_paged_attn.backends.triton.portable.mask import (
+    full_range,
+    key_range,
+    load_tail,
+    visible,
+)
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.transposed_lists import listing_rows
 from torch_paged_attn.backends.triton.runtime.launch import gdc_launch_dependents, gdc_wait
-from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
+from torch_paged_attn.backends.triton.seqlen_info import (
+    find_tile,
+    key_span,
+    position_of_first,
+    query_span,
+)
 
 
 @triton.jit
-def _load_keys(keys, kv_head, pointers, strides, OPTIONS: tl.constexpr):
-    """The tile of keys and values that stays; zeros past the last key."""
-    row = (keys.row_start + keys.j).to(tl.int64)
-    exists = keys.j < keys.key_len
+def _load_keys(row, exists, kv_head, pointers, strides, OPTIONS: tl.constexpr):
+    """The tile of keys and values that stays; zeros where there are none."""
+    row = row.to(tl.int64)
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     k = load_chunks(
         pointers.k, row * strides.k_slot + kv_head * strides.k_head, exists, OPTIONS.K_LOW,
@@ -54,15 +67,17 @@ def _load_keys(keys, kv_head, pointers, strides, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _queries_of(first_key, query_len, key_len, scalars, OPTIONS: tl.constexpr):
-    """The tokens that see some key of a tile, and those that see all of them: what a key is seen
-    by is, the other way around, what a query sees.
+def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
+    """The queries of a sequence, and which of them see some key of the tile's `span`, and all of
+    them: what a key is seen by is, the other way around, what a query sees.
     """
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
-    past = key_len - query_len
-    first = first_key - past
-    last = tl.minimum(first_key + OPTIONS.BLOCK_N, key_len) - 1 - past
+    q_start, q_stop = query_span(span.b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    query_len = tl.maximum(tl.minimum(q_stop, sizes.total_q) - q_start, 0)
+    past = position_of_first(span.b, query_len, span.key_len, pointers.q_position, sizes.batch)
+    first = key_position(span.low, scalars, OPTIONS) - past
+    last = key_position(span.high - 1, scalars, OPTIONS) - past
     start, stop = key_range(
         first, last, query_len, scalars.right, scalars.left, HAS_RIGHT, HAS_LEFT
     )
@@ -70,8 +85,19 @@ def _queries_of(first_key, query_len, key_len, scalars, OPTIONS: tl.constexpr):
         first, last, query_len, scalars.right, scalars.left, HAS_RIGHT, HAS_LEFT
     )
     # keys past the end are seen by nobody
-    stop = tl.where(first_key < key_len, stop, start)
-    return start, stop, full_start, full_stop
+    stop = tl.where(span.low < span.high, stop, start)
+    if pointers.k_start is not None:
+        # a tile that the sequence has a part of is masked
+        full_start = tl.where(span.high - span.low < OPTIONS.BLOCK_N, stop, full_start)
+    return named("q_start query_len past start stop full_start full_stop")(
+        q_start=q_start,
+        query_len=query_len,
+        past=past,
+        start=start,
+        stop=stop,
+        full_start=full_start,
+        full_stop=full_stop,
+    )
 
 
 @triton.jit
@@ -106,30 +132,43 @@ def _add_query_tile(
     else:
         lse, far_delta = load_statistics(memory.statistics, token, exists)
     position, keys_of_tile = (queries.past + token)[None, :], keys.j[:, None]
+    key_at = key_position(keys_of_tile, scalars, OPTIONS)
     seen = exists[None, :]
     if IS_MASKED:
         in_range = (token >= queries.start) & (token < queries.stop)
         seen = visible(
-            position, keys_of_tile, in_range[None, :], scalars.left, scalars.right,
+            position, key_at, in_range[None, :], scalars.left, scalars.right,
             OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
         )  # fmt: skip
+        if pointers.k_start is not None:
+            seen = seen & ((keys.j >= keys.span.low) & (keys.j < keys.span.high))[:, None]
+    if pointers.tail_mask is not None:
+        tail_rows = memory.tail + near * strides.tail_token
+        seen = seen & load_tail(
+            tail_rows[None, :], exists[None, :], keys_of_tile, keys.span, strides
+        )
     bias = 0.0
     if OPTIONS.BIAS != "":
         bias_rows = memory.bias + near * strides.bias_token
+        has_bias = exists[None, :]
+        if pointers.k_start is not None:
+            has_bias = has_bias & (keys_of_tile >= 0)
         bias, allowed = load_bias(
-            bias_rows[None, :], exists[None, :], keys_of_tile, strides, OPTIONS, False
+            bias_rows[None, :], has_bias, keys_of_tile, strides, OPTIONS, False
         )
-        seen = seen & allowed & (keys.j < keys.key_len)[:, None]
+        seen = seen & allowed & (keys.j < keys.span.key_len)[:, None]
     s = scaled(s, scalars.scale, 0.0, OPTIONS)
-    s, capped = logits(s, bias, memory.slope, position, keys_of_tile, pointers, scalars, OPTIONS)
+    s, capped = logits(s, bias, memory.slope, position, key_at, pointers, scalars, OPTIONS)
     p = probabilities(s, lse[None, :], seen, scalars.factor, OPTIONS, IS_MASKED)
-    survives = survivors(keys.b, memory.head, token, keys.first, pointers, scalars, BLOCK_N, True)
+    survives = survivors(
+        keys.span.b, memory.head, token, keys.span.first, pointers, scalars, BLOCK_N, True
+    )
     dout = load_chunks(
         memory.dout, near * strides.dout_token, None, OPTIONS.V_LOW, OPTIONS.V_HIGH,
         OPTIONS.HEAD_DIM_V, False, FORMAT, DTYPE,
     )  # fmt: skip
-    if OPTIONS.BIAS != "":
-        # a bias may hide all keys from a query among others
+    if OPTIONS.BIAS != "" or pointers.tail_mask is not None:
+        # a mask may hide all keys from a query among others
         has_seen = tl.max(seen.to(tl.int32), 0) > 0
         q = zero_chunks_unless(has_seen, q, OPTIONS.K_HIGH)
         dout = zero_chunks_unless(has_seen, dout, OPTIONS.V_HIGH)
@@ -151,46 +190,51 @@ def _add_query_tile(
 @triton.jit
 def _query_memory(head, b, queries, pointers, strides, sizes, OPTIONS: tl.constexpr):
     """A head's number; where its queries, the gradients of their results, their statistics, and
-    rows of a bias are; its slope.
+    rows of a bias and of a tail mask are; its slope.
     """
     number = head
     q_start, head = tl.cast(queries.q_start, tl.int64), tl.cast(head, tl.int64)
     # what is not there is 0: a function returns no None
     bias_ptr = 0
+    tail_ptr = 0
     slope = 0.0
     if OPTIONS.BIAS != "":
         bias_ptr = pointers.bias + (q_start * strides.bias_token + head * strides.bias_head)
+    if pointers.tail_mask is not None:
+        tail_ptr = pointers.tail_mask + q_start * strides.tail_token
     if pointers.alibi is not None:
         at = b * strides.alibi_batch + head * strides.alibi_head
         slope = tl.load(pointers.alibi + at, mask=b < sizes.batch, other=0.0)
-    return named("head q dout statistics bias slope")(
+    return named("head q dout statistics bias tail slope")(
         head=number,
         q=pointers.q + (q_start * strides.q_token + head * strides.q_head),
         dout=pointers.dout + (q_start * strides.dout_token + head * strides.dout_head),
         statistics=statistics_of(pointers.statistics, head, queries.q_start // 64 + b, sizes),
         bias=bias_ptr,
+        tail=tail_ptr,
         slope=slope,
     )
 
 
 @triton.jit
-def _dkdv_of_tile(keys, queries, kv_head, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """dK, without the scale, and dV of a tile of keys."""
+def _add_sequence(
+    dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """What a sequence's queries add to dK, without the scale, and dV of a tile of keys."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
     LAST_PHASE: tl.constexpr = OPTIONS.LAST_PHASE
-    dk = zero_chunks(OPTIONS.BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
-    dv = zero_chunks(OPTIONS.BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
+    queries = _queries_of(keys.span, pointers, sizes, scalars, OPTIONS)
     for in_group in tl.range(0, OPTIONS.GROUP_SIZE):
         head = kv_head * OPTIONS.GROUP_SIZE + in_group
-        memory = _query_memory(head, keys.b, queries, pointers, strides, sizes, OPTIONS)
+        memory = _query_memory(head, keys.span.b, queries, pointers, strides, sizes, OPTIONS)
         i_start = queries.start // BLOCK_M
         i_stop = tl.where(queries.start < queries.stop, tl.cdiv(queries.stop, BLOCK_M), i_start)
         rows_ptr = pointers.listing_rows
         if OPTIONS.HAS_LAYOUT:
             PER_BLOCK: tl.constexpr = OPTIONS.Q_BLOCK // BLOCK_M
             rows_ptr, first_entry, stop_entry = listing_rows(
-                keys, queries, head, pointers, sizes, OPTIONS
+                keys.span, queries, head, pointers, sizes, OPTIONS
             )
             i_start = first_entry * PER_BLOCK
             i_stop = stop_entry * PER_BLOCK
@@ -223,6 +267,123 @@ def _dkdv_of_tile(keys, queries, kv_head, pointers, strides, sizes, scalars, OPT
                     OPTIONS, phase != 1,
                 )  # fmt: skip
     return dk, dv
+
+
+@triton.jit
+def _store_sums(dk, dv, row, exists, kv_head, pointers, scalars, OPTIONS: tl.constexpr):
+    """Write the gradients of these rows of keys and values."""
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    at = row.to(tl.int64) * (scalars.num_heads // OPTIONS.GROUP_SIZE) + kv_head
+    store_chunks(
+        pointers.dk + at * OPTIONS.HEAD_DIM, dk, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH,
+        OPTIONS.HEAD_DIM, FORMAT,
+    )  # fmt: skip
+    store_chunks(
+        pointers.dv + at * OPTIONS.HEAD_DIM_V, dv, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH,
+        OPTIONS.HEAD_DIM_V, FORMAT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr):
+    """One program, a tile of keys of one sequence."""
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    batch = sizes.batch
+    # the first keys of a causal sequence are seen by the most queries: they start first
+    number, kv_head = tl.program_id(0), tl.program_id(1)
+    bounds = pointers.cu_seqlens_k
+    if bounds is None:
+        bounds = pointers.cu_seqlens_q
+    # the rows past the last sequence are one more, without queries
+    b, place = find_tile(number, bounds, batch, BLOCK_N, 1)
+    row_start, row_stop = query_span(b, bounds, batch, total_k)
+    first_key = place * BLOCK_N
+    if first_key < row_stop - row_start:
+        _, key_len = key_span(
+            b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, batch,
+            sizes.max_keys, False,
+        )  # fmt: skip
+        j = first_key + tl.arange(0, BLOCK_N)
+        head = kv_head.to(tl.int64)
+        high = tl.minimum(first_key + BLOCK_N, key_len)
+        span = named("b first low high key_len tail_start")(
+            b=b,
+            first=first_key,
+            low=first_key,
+            high=high,
+            key_len=key_len,
+            tail_start=_tail_start(b, key_len, pointers, sizes),
+        )
+        row = row_start + j
+        k, v = _load_keys(row, j < key_len, head, pointers, strides, OPTIONS)
+        keys = named("span j k v")(span=span, j=j, k=k, v=v)
+        dk = zero_chunks(BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
+        dv = zero_chunks(BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
+        dk, dv = _add_sequence(
+            dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS
+        )  # fmt: skip
+
+        # what stands past the last key has no gradient, whatever it holds
+        exists = (j < row_stop - row_start) & (row >= 0) & (row < total_k)
+        is_key = (j < key_len)[:, None]
+        scale = scalars.scale
+        dk = tl.where(is_key, dk[0] * scale, 0.0), tl.where(is_key, dk[1] * scale, 0.0)
+        dv = tl.where(is_key, dv[0], 0.0), tl.where(is_key, dv[1], 0.0)
+        _store_sums(dk, dv, row, exists, head, pointers, scalars, OPTIONS)
+
+
+@triton.jit
+def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr):
+    """One program, a tile of rows of k, and every sequence that has some of them."""
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    # it may lie in two of a sequence's blocks
+    BLOCKS: tl.constexpr = 2 if OPTIONS.HAS_LAYOUT else 1
+    kv_head = tl.program_id(1)
+    head = kv_head.to(tl.int64)
+    first_row = tl.program_id(0) * BLOCK_N
+    row = first_row + tl.arange(0, BLOCK_N)
+    exists = row < total_k
+    k, v = _load_keys(row, exists, head, pointers, strides, OPTIONS)
+    dk = zero_chunks(BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
+    dv = zero_chunks(BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
+    for b in tl.range(0, sizes.batch):
+        k_start, key_len = key_span(
+            b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+            sizes.max_keys, False, pointers.k_start,
+        )  # fmt: skip
+        first_key = first_row - k_start
+        j = first_key + tl.arange(0, BLOCK_N)
+        for block in tl.static_range(BLOCKS):
+            low = tl.maximum(first_key, 0)
+            high = tl.minimum(first_key + BLOCK_N, key_len)
+            if OPTIONS.HAS_LAYOUT:
+                border = (low // OPTIONS.K_BLOCK + 1) * OPTIONS.K_BLOCK
+                if block == 0:
+                    high = tl.minimum(high, border)
+                else:
+                    low = border
+            if low < high:
+                span = named("b first low high key_len tail_start")(
+                    b=b,
+                    first=first_key,
+                    low=low,
+                    high=high,
+                    key_len=key_len,
+                    tail_start=_tail_start(b, key_len, pointers, sizes),
+                )
+                keys = named("span j k v")(span=span, j=j, k=k, v=v)
+                dk, dv = _add_sequence(
+                    dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS
+                )  # fmt: skip
+    dk = dk[0] * scalars.scale, dk[1] * scalars.scale
+    _store_sums(dk, dv, row, exists, head, pointers, scalars, OPTIONS)
+
+
+@triton.jit
+def _tail_start(b, key_len, pointers, sizes):
+    """The first of the keys that a tail mask is about."""
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    return key_len - tl.maximum(q_stop - q_start, 0)
 
 
 @triton.jit(do_not_specialize=[*Sizes._fields, "total_k"])
@@ -260,56 +421,7 @@ def _attention_dkdv_kernel(
         layout_rows=layout_rows,
         nnz=nnz,
     )
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
-    # the first keys of a causal sequence are seen by the most queries: they start first
-    number, kv_head = tl.program_id(0), tl.program_id(1)
-    bounds = pointers.cu_seqlens_k
-    if bounds is None:
-        bounds = pointers.cu_seqlens_q
-    # the rows past the last sequence are one more, without queries
-    b, place = find_tile(number, bounds, batch, BLOCK_N, 1)
-    row_start, row_stop = query_span(b, bounds, batch, total_k)
-    first_key = place * BLOCK_N
-    if first_key < row_stop - row_start:
-        q_start, q_stop = query_span(b, pointers.cu_seqlens_q, batch, total_q)
-        _, key_len = key_span(
-            b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, batch, max_keys,
-            False,
-        )  # fmt: skip
-        query_len = tl.maximum(tl.minimum(q_stop, total_q) - q_start, 0)
-        start, stop, full_start, full_stop = _queries_of(
-            first_key, query_len, key_len, scalars, OPTIONS
-        )
-        queries = named("q_start query_len past start stop full_start full_stop")(
-            q_start=q_start,
-            query_len=query_len,
-            past=key_len - query_len,
-            start=start,
-            stop=stop,
-            full_start=full_start,
-            full_stop=full_stop,
-        )
-        j = first_key + tl.arange(0, BLOCK_N)
-        head = kv_head.to(tl.int64)
-        span = named("row_start key_len j")(row_start=row_start, key_len=key_len, j=j)
-        k, v = _load_keys(span, head, pointers, strides, OPTIONS)
-        keys = named("b first key_len j k v")(b=b, first=first_key, key_len=key_len, j=j, k=k, v=v)
-        dk, dv = _dkdv_of_tile(keys, queries, kv_head, pointers, strides, sizes, scalars, OPTIONS)
-
-        # what stands past the last key has no gradient, whatever it holds
-        row = row_start + j
-        exists = (j < row_stop - row_start) & (row >= 0) & (row < total_k)
-        is_key = (j < key_len)[:, None]
-        at = row.to(tl.int64) * (scalars.num_heads // OPTIONS.GROUP_SIZE) + head
-        scale = scalars.scale
-        dk = tl.where(is_key, dk[0] * scale, 0.0), tl.where(is_key, dk[1] * scale, 0.0)
-        dv = tl.where(is_key, dv[0], 0.0), tl.where(is_key, dv[1], 0.0)
-        store_chunks(
-            pointers.dk + at * OPTIONS.HEAD_DIM, dk, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH,
-            OPTIONS.HEAD_DIM, FORMAT,
-        )  # fmt: skip
-        store_chunks(
-            pointers.dv + at * OPTIONS.HEAD_DIM_V, dv, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH,
-            OPTIONS.HEAD_DIM_V, FORMAT,
-        )  # fmt: skip
+    if pointers.k_start is None:
+        _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS)
+    else:
+        _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS)

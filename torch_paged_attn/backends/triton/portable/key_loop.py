@@ -5,9 +5,10 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.portable.dropout import dropout_keep
 from torch_paged_attn.backends.triton.portable.gather_scatter import find_pages
+from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.load_kv import fold_value_tile, score_keys
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.mask import visible
+from torch_paged_attn.backends.triton.portable.mask import load_tail, visible
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
 
@@ -55,6 +56,7 @@ def attend_keys(
     # `start` and `stop` say what a single query sees
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT and OPTIONS.TOKENS > 1
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
+    HAS_TAIL: tl.constexpr = pointers.tail_mask is not None
     i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -103,14 +105,20 @@ def attend_keys(
 
                 seen = rows.exists[:, None]
                 position, keys_of_tile = rows.position[:, None], j[None, :]
+                key_at = key_position(keys_of_tile, scalars, OPTIONS)
                 if phase != 1:
                     in_range = (j >= keys.start) & (j < keys.stop)
                     seen = visible(
-                        position, keys_of_tile, in_range[None, :], scalars.left, scalars.right,
+                        position, key_at, in_range[None, :], scalars.left, scalars.right,
                         HAS_LEFT, HAS_RIGHT,
                     )  # fmt: skip
-                    if BIAS != "":
+                    if BIAS != "" or HAS_TAIL:
                         seen = seen & rows.exists[:, None]
+                    if HAS_TAIL:
+                        seen = seen & load_tail(
+                            memory.tail_rows[:, None], rows.exists[:, None], keys_of_tile, keys,
+                            strides,
+                        )  # fmt: skip
 
                 k_offsets = page * strides.k_page + slot * strides.k_slot
                 s = score_keys(queries, memory.k, k_offsets, OPTIONS)
@@ -124,9 +132,7 @@ def attend_keys(
                     # at first, rows that do not exist see what they like: they are not written
                     seen = allowed if phase == 1 and attempt == 0 else seen & allowed
                 s = scaled(s, queries.scale, queries.raised, OPTIONS)
-                s, _ = logits(
-                    s, bias, queries.slope, position, keys_of_tile, pointers, scalars, OPTIONS
-                )
+                s, _ = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
                 if phase != 1 or attempt == 1 or BIAS == "bool":
                     # select, never add: a masked key may hold NaN (which the first attempt at a
                     # bias of -inf finds in what comes out)
@@ -144,10 +150,12 @@ def attend_keys(
                 v_offsets = k_offsets
                 if not OPTIONS.IS_V_LIKE_K:
                     v_offsets = page * strides.v_page + slot * strides.v_slot
+                # a tail mask may hide a key from all rows, too, but has few keys
+                IS_CAREFUL: tl.constexpr = attempt == 1 or (HAS_TAIL and phase != 1)
                 keep = rows.exists
-                if attempt == 1:
+                if IS_CAREFUL:
                     keep = tl.max(seen.to(tl.int32), 0) > 0
                 acc_low, acc_high = fold_value_tile(
-                    (acc_low, acc_high), shrink, p, memory.v, v_offsets, keep, OPTIONS, attempt == 1
+                    (acc_low, acc_high), shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL
                 )
     return m_i, l_i, acc_low, acc_high

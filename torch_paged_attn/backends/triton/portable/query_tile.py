@@ -12,30 +12,32 @@ from torch_paged_attn.backends.triton.dequant import float16_range
 from torch_paged_attn.backends.triton.portable.combine import part_weights
 from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
+from torch_paged_attn.backends.triton.portable.key_positions import key_position, keys_before
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
 @triton.jit
-def tile_at(place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr):
-    """Tile number `place` of sequence b, for one program of heads. Its `first_token` is counted
+def tile_at(place, head_program, sequence, OPTIONS: tl.constexpr):
+    """Tile number `place` of a sequence, for one program of heads. Its `first_token` is counted
     from the sequence's own first.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     first_token = place * TOKENS
+    past = sequence.past
     if OPTIONS.HAS_LAYOUT:
         # tiles start at positions that are multiples of TOKENS: one tile, one row of the layout
-        past = key_len - query_len
         first_token += (past & -TOKENS) - past
-    return named("b head_program first_token q_start query_len k_start key_len")(
-        b=b,
+    return named("b head_program first_token past q_start query_len k_start key_len")(
+        b=sequence.b,
         head_program=head_program,
         first_token=first_token,
-        q_start=q_start,
-        query_len=query_len,
-        k_start=k_start,
-        key_len=key_len,
+        past=past,
+        q_start=sequence.q_start,
+        query_len=sequence.query_len,
+        k_start=sequence.k_start,
+        key_len=sequence.key_len,
     )
 
 
@@ -49,7 +51,6 @@ def rows_of(tile, sizes, OPTIONS: tl.constexpr):
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
     kv_head = tile.head_program // HEAD_TILES
     head_tile = tile.head_program % HEAD_TILES
-    past = tile.key_len - tile.query_len
     r = tl.arange(0, OPTIONS.BLOCK_M)
     token = tile.first_token + r // PACK
     in_group = head_tile * PACK + r % PACK
@@ -62,7 +63,7 @@ def rows_of(tile, sizes, OPTIONS: tl.constexpr):
         first_head=head_tile * PACK + kv_head * GROUP_SIZE,
         head=kv_head * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1),
         token=token,
-        position=past + token,
+        position=tile.past + token,
         row=row.to(tl.int64),
         exists=exists,
     )
@@ -91,16 +92,22 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
-    query_len, key_len = tile.query_len, tile.key_len
-    past = key_len - query_len
+    query_len, key_len, past = tile.query_len, tile.key_len, tile.past
     first_position = past + tl.maximum(tile.first_token, 0)
     last_position = past + tl.minimum(tile.first_token + OPTIONS.TOKENS, query_len) - 1
+    end = key_position(key_len, scalars, OPTIONS)
     start, stop = key_range(
-        first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
+        first_position, last_position, end, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
     full_start, full_stop = full_range(
-        first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
+        first_position, last_position, end, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
+    if OPTIONS.KEY_RANKS > 1:
+        start, stop = keys_before(start, scalars, OPTIONS), keys_before(stop, scalars, OPTIONS)
+        full_start = keys_before(full_start, scalars, OPTIONS)
+        full_stop = keys_before(full_stop, scalars, OPTIONS)
+    if pointers.tail_mask is not None:
+        full_stop = tl.maximum(tl.minimum(full_stop, key_len - query_len), 0)
     col_start = 0
     if OPTIONS.HAS_LAYOUT:
         PER_BLOCK: tl.constexpr = OPTIONS.K_BLOCK // BLOCK_N
@@ -121,7 +128,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
             unit = (visits.to(tl.int64) * unit // share.units).to(tl.int32)
         i_stop = i_start + unit_stop
         i_start += unit
-    return named("i_start i_stop start stop full_start full_stop key_len col_start")(
+    return named("i_start i_stop start stop full_start full_stop key_len tail_start col_start")(
         i_start=i_start,
         i_stop=i_stop,
         start=start,
@@ -129,6 +136,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
         full_start=full_start,
         full_stop=full_stop,
         key_len=key_len,
+        tail_start=key_len - query_len,
         col_start=col_start,
     )
 
@@ -254,10 +262,13 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     # what the loop over keys reads: the sequence's row of the table, the KV head's keys and values
     kv_head = tl.cast(rows.kv_head, tl.int64)
     table_ptr, col_ptr, bias_rows = pointers.block_table, pointers.col, pointers.bias
+    tail_rows = pointers.tail_mask
     if OPTIONS.HAS_LAYOUT:
         col_ptr += keys.col_start
     if OPTIONS.BIAS != "":
         bias_rows += rows.row * strides.bias_token + rows.head.to(tl.int64) * strides.bias_head
+    if pointers.tail_mask is not None:
+        tail_rows += rows.row * strides.tail_token
     if OPTIONS.IS_PAGED:
         table_ptr += tl.cast(tile.b, tl.int64) * sizes.stride_table
         k_ptr = pointers.k + kv_head * strides.k_head
@@ -266,8 +277,13 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         k_start = tl.cast(tile.k_start, tl.int64)
         k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
         v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
-    memory = named("block_table col k v bias_rows")(
-        block_table=table_ptr, col=col_ptr, k=k_ptr, v=v_ptr, bias_rows=bias_rows
+    memory = named("block_table col k v bias_rows tail_rows")(
+        block_table=table_ptr,
+        col=col_ptr,
+        k=k_ptr,
+        v=v_ptr,
+        bias_rows=bias_rows,
+        tail_rows=tail_rows,
     )
     m_i, l_i, acc_low, acc_high = attend_keys(
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS

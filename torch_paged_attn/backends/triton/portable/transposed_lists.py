@@ -129,7 +129,7 @@ def listing_rows(keys, queries, head, pointers, sizes, OPTIONS: tl.constexpr):
         layout_head += keys.b * OPTIONS.LAYOUT_HEADS
     layout_head = layout_head.to(tl.int64)
     is_seen = (keys.b < sizes.batch) & (queries.start < queries.stop)
-    at = layout_head * columns + keys.first // OPTIONS.K_BLOCK
+    at = layout_head * columns + keys.low // OPTIONS.K_BLOCK
     start = tl.load(pointers.listing_starts + at, mask=is_seen, other=0)
     count = tl.load(pointers.listing_counts + at, mask=is_seen, other=0)
     rows_ptr = pointers.listing_rows + (layout_head * nnz + start)
