@@ -52,9 +52,10 @@ def why_opaque(call: AttentionCall) -> str | None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
-    if any(x.itemsize == 1 for x in (call.q, call.k)) or call.result_dtype.itemsize == 1:
+    if any(x.itemsize == 1 for x in (call.q, call.k, call.v)) or call.result_dtype.itemsize == 1:
         return "a graph would copy a tensor that a kernel reads as another type"
-    if call.attn_bias is not None and call.attn_bias.dtype == torch.bool:
+    masks = call.attn_bias, call.tail_mask
+    if any(x is not None and x.dtype == torch.bool for x in masks):
         return "a graph would copy a mask that a kernel reads as another type"
     return None
 

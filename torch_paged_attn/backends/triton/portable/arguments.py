@@ -31,6 +31,10 @@ MERGED_BY_AMD_WARP = 256
 FLOAT32_CHAIN = 32
 
 
+# keys of all ranks, from one run of a rank's to its next: positions of more are of 64 bits
+MOST_IN_ROUND = 1 << 16
+
+
 class Pointers(NamedTuple):
     """Tensors, or None."""
 
@@ -55,6 +59,7 @@ class Pointers(NamedTuple):
     v_descale: Any
     out_scale: Any
     rng: Any
+    q_latent: Any
     tail_mask: Any
     k_start: Any
     q_position: Any
@@ -86,6 +91,8 @@ class Strides(NamedTuple):
     k_descale_head: Any
     v_descale_batch: Any
     v_descale_head: Any
+    latent_token: Any
+    latent_head: Any
     tail_token: Any
     tail_key: Any
     tail_width: Any  # no stride: the columns of a tail mask
@@ -148,6 +155,9 @@ class Options(NamedTuple):
     HAS_SOFTCAP: bool
     KEY_RANKS: int  # see `key_positions.py`
     KEY_INTERLEAVE: int
+    KEY_POSITION: tl.dtype
+    IS_ALIGNED: bool  # tiles begin at keys that are multiples of their size
+    HAS_DROPOUT_BASE: bool
     BIAS: str  # "", "bool" or "float"
     RAW_SCORES: bool  # the scale joins the exponent
     CHAIN: int
@@ -161,6 +171,7 @@ class Options(NamedTuple):
     IS_ONE_LOOK: bool
     Q_FORMAT: str
     K_FORMAT: str
+    V_FORMAT: str
     OUT_FORMAT: str
     IS_V_LIKE_K: bool  # one row offset is good for both
     IS_PAIRED: bool
@@ -189,6 +200,7 @@ def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
     is_raised = formats.is_paired and call.k.dtype == torch.int8
     is_scaled = call.q_descale is not None or call.k_descale is not None
     is_scaled = is_scaled or formats.is_q_normed or is_raised
+    is_scaled = is_scaled or (call.q_latent is not None and call.v_descale is not None)
     return call.scale > 0 and not formats.is_precise and not (is_changed or is_scaled)
 
 
@@ -209,7 +221,7 @@ def pointers(
         k, v = as_stored(k, target)[0], as_stored(v, target)[0]
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
-    tail_mask = call.tail_mask
+    tail_mask, latent = call.tail_mask, call.q_latent
     return Pointers(
         q=as_stored(call.q, target)[0],
         k=k,
@@ -232,6 +244,7 @@ def pointers(
         v_descale=call.v_descale,
         out_scale=call.out_scale,
         rng=call.rng_state if call.dropout_p > 0.0 else None,
+        q_latent=None if latent is None else as_stored(latent, target)[0],
         tail_mask=None if tail_mask is None else tail_mask.view(torch.uint8),
         k_start=call.k_start,
         q_position=call.q_position,
@@ -250,6 +263,8 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
     kd_batch, kd_head = _broadcast_strides(call.k_descale, batch, num_kv_heads)
     vd_batch, vd_head = _broadcast_strides(call.v_descale, batch, num_kv_heads)
     tail = call.tail_mask
+    latent = call.q_latent
+    latent_token, latent_head = (None, None) if latent is None else latent.stride()[:2]
     tail_token, tail_key = (None, None) if tail is None else tail.stride()
     return Strides(
         q_token=call.q.stride(0),
@@ -274,6 +289,8 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
         k_descale_head=kd_head,
         v_descale_batch=vd_batch,
         v_descale_head=vd_head,
+        latent_token=latent_token,
+        latent_head=latent_head,
         tail_token=tail_token,
         tail_key=tail_key,
         tail_width=None if tail is None else tail.shape[1],
@@ -329,6 +346,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
     if formats.is_paired:
         k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
     has_left = is_bound(call.window_size_left)
+    ranks, rng = call.key_ranks, call.rng_state
+    run = call.key_interleave if ranks > 1 else 1
     # a tail mask hides none of the keys before it
     has_middle = block_m > 64 or bias is not None or call.tail_mask is not None
     has_middle = has_middle and layout is None
@@ -355,8 +374,11 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HAS_LEFT=has_left,
         HAS_RIGHT=is_bound(call.window_right),
         HAS_SOFTCAP=call.softcap > 0.0,
-        KEY_RANKS=call.key_ranks,
-        KEY_INTERLEAVE=call.key_interleave if call.key_ranks > 1 else 1,
+        KEY_RANKS=ranks,
+        KEY_INTERLEAVE=run,
+        KEY_POSITION=tl.int32 if run * ranks <= MOST_IN_ROUND else tl.int64,
+        IS_ALIGNED=layout is None or ranks == 1,
+        HAS_DROPOUT_BASE=rng is not None and call.dropout_p > 0.0 and rng.shape[0] == 5,
         BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
         RAW_SCORES=_has_raw_scores(call, formats),
         CHAIN=FLOAT32_CHAIN if formats.is_precise else config.chain,
@@ -369,7 +391,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,
-        K_FORMAT=formats.kv,
+        K_FORMAT=formats.k,
+        V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
         IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
         IS_PAIRED=formats.is_paired,

@@ -32,11 +32,12 @@ BackwardPointers: Any = _extended(
 
 BackwardStrides: Any = _extended("BackwardStrides", arguments.Strides, "dout_token", "dout_head")
 
-# LAST_PHASE: of the loop over queries. LAYOUT_HEADS: of a sequence's layout
+# LAST_PHASE: of the loop over queries. IS_SHARED: several may have a part of a tile of keys.
+# LAYOUT_HEADS: of a sequence's layout
 BackwardOptions: Any = _extended(
     "BackwardOptions",
     arguments.Options,
-    *("LAST_PHASE", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
+    *("LAST_PHASE", "IS_SHARED", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
 )
 
 
@@ -85,6 +86,13 @@ def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
     return gather
 
 
+def shares_keys(call: AttentionCall) -> bool:
+    """Whether tiles of keys that stay are of rows, which several sequences, or several blocks of a
+    layout, may have a part of.
+    """
+    return call.k_start is not None or (call.layout is not None and call.key_ranks > 1)
+
+
 def strides(call: BackwardCall) -> Any:
     """The forward's, and dout's."""
     forward, dout = call.forward, call.dout
@@ -107,7 +115,8 @@ def options(
     if keys_stay:
         before, after = after, before
     first, last = (0 if before else 1), (2 if after or not keys_stay else 1)
-    if keys_stay and call.k_start is not None:
+    is_shared = keys_stay and shares_keys(call)
+    if is_shared:
         # of a sequence's keys a tile may hold a few
         first = 0
     if layout is not None or bias is not None or call.tail_mask is not None:
@@ -118,6 +127,7 @@ def options(
     return BackwardOptions(
         **found._asdict(),
         LAST_PHASE=last,
+        IS_SHARED=is_shared,
         DBIAS_FORMAT="" if bias is None else stored_format(bias.dtype, target),
         LAYOUT_HEADS=0 if layout is None else layout.crow_indices.shape[-2],
         LAYOUT_PER_SEQUENCE=layout is not None and layout.crow_indices.dim() == 3,

@@ -30,7 +30,7 @@ from torch_paged_attn.backends.triton.portable.gradients import (
     probabilities,
     survivors,
 )
-from torch_paged_attn.backends.triton.portable.key_positions import key_position
+from torch_paged_attn.backends.triton.portable.key_positions import key_position, keys_before
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
 from torch_paged_attn.backends.triton.portable.mask import (
     full_range,
@@ -86,7 +86,7 @@ def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     )
     # keys past the end are seen by nobody
     stop = tl.where(span.low < span.high, stop, start)
-    if pointers.k_start is not None:
+    if OPTIONS.IS_SHARED:
         # a tile that the sequence has a part of is masked
         full_start = tl.where(span.high - span.low < OPTIONS.BLOCK_N, stop, full_start)
     return named("q_start query_len past start stop full_start full_stop")(
@@ -107,7 +107,6 @@ def _add_query_tile(
 ):  # fmt: skip
     """What the queries from `first_token` on add to dK (without the scale) and dV."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
@@ -140,7 +139,7 @@ def _add_query_tile(
             position, key_at, in_range[None, :], scalars.left, scalars.right,
             OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
         )  # fmt: skip
-        if pointers.k_start is not None:
+        if OPTIONS.IS_SHARED:
             seen = seen & ((keys.j >= keys.span.low) & (keys.j < keys.span.high))[:, None]
     if pointers.tail_mask is not None:
         tail_rows = memory.tail + near * strides.tail_token
@@ -151,7 +150,7 @@ def _add_query_tile(
     if OPTIONS.BIAS != "":
         bias_rows = memory.bias + near * strides.bias_token
         has_bias = exists[None, :]
-        if pointers.k_start is not None:
+        if OPTIONS.IS_SHARED:
             has_bias = has_bias & (keys_of_tile >= 0)
         bias, allowed = load_bias(
             bias_rows[None, :], has_bias, keys_of_tile, strides, OPTIONS, False
@@ -161,7 +160,7 @@ def _add_query_tile(
     s, capped = logits(s, bias, memory.slope, position, key_at, pointers, scalars, OPTIONS)
     p = probabilities(s, lse[None, :], seen, scalars.factor, OPTIONS, IS_MASKED)
     survives = survivors(
-        keys.span.b, memory.head, token, keys.span.first, pointers, scalars, BLOCK_N, True
+        keys.span.b, memory.head, token, keys.span.first, pointers, scalars, OPTIONS, True
     )
     dout = load_chunks(
         memory.dout, near * strides.dout_token, None, OPTIONS.V_LOW, OPTIONS.V_HIGH,
@@ -234,7 +233,7 @@ def _add_sequence(
         if OPTIONS.HAS_LAYOUT:
             PER_BLOCK: tl.constexpr = OPTIONS.Q_BLOCK // BLOCK_M
             rows_ptr, first_entry, stop_entry = listing_rows(
-                keys.span, queries, head, pointers, sizes, OPTIONS
+                keys.span, queries, head, pointers, sizes, scalars, OPTIONS
             )
             i_start = first_entry * PER_BLOCK
             i_stop = stop_entry * PER_BLOCK
@@ -336,8 +335,6 @@ def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr)
 def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr):
     """One program, a tile of rows of k, and every sequence that has some of them."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    # it may lie in two of a sequence's blocks
-    BLOCKS: tl.constexpr = 2 if OPTIONS.HAS_LAYOUT else 1
     kv_head = tl.program_id(1)
     head = kv_head.to(tl.int64)
     first_row = tl.program_id(0) * BLOCK_N
@@ -353,21 +350,24 @@ def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constex
         )  # fmt: skip
         first_key = first_row - k_start
         j = first_key + tl.arange(0, BLOCK_N)
-        for block in tl.static_range(BLOCKS):
-            low = tl.maximum(first_key, 0)
-            high = tl.minimum(first_key + BLOCK_N, key_len)
-            if OPTIONS.HAS_LAYOUT:
-                border = (low // OPTIONS.K_BLOCK + 1) * OPTIONS.K_BLOCK
-                if block == 0:
-                    high = tl.minimum(high, border)
-                else:
-                    low = border
-            if low < high:
+        low, high = tl.maximum(first_key, 0), tl.minimum(first_key + BLOCK_N, key_len)
+        first_block, blocks = 0, 1
+        if OPTIONS.HAS_LAYOUT:
+            first_block = key_position(low, scalars, OPTIONS) // OPTIONS.K_BLOCK
+            blocks = key_position(high - 1, scalars, OPTIONS) // OPTIONS.K_BLOCK + 1 - first_block
+        if low < high:
+            for block in tl.range(0, blocks):
+                low_of_block, high_of_block = low, high
+                if OPTIONS.HAS_LAYOUT:
+                    border = (first_block + block) * OPTIONS.K_BLOCK
+                    low_of_block = tl.maximum(low, keys_before(border, scalars, OPTIONS))
+                    border += OPTIONS.K_BLOCK
+                    high_of_block = tl.minimum(high, keys_before(border, scalars, OPTIONS))
                 span = named("b first low high key_len tail_start")(
                     b=b,
                     first=first_key,
-                    low=low,
-                    high=high,
+                    low=low_of_block,
+                    high=high_of_block,
                     key_len=key_len,
                     tail_start=_tail_start(b, key_len, pointers, sizes),
                 )
@@ -421,7 +421,7 @@ def _attention_dkdv_kernel(
         layout_rows=layout_rows,
         nnz=nnz,
     )
-    if pointers.k_start is None:
-        _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS)
-    else:
+    if OPTIONS.IS_SHARED:
         _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS)
+    else:
+        _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS)

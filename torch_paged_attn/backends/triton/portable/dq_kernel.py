@@ -24,7 +24,7 @@ from torch_paged_attn.backends.triton.portable.gradients import (
     probabilities,
     survivors,
 )
-from torch_paged_attn.backends.triton.portable.key_loop import first_key
+from torch_paged_attn.backends.triton.portable.key_loop import tile_of_keys
 from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
 from torch_paged_attn.backends.triton.portable.mask import load_tail, visible
@@ -64,17 +64,20 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
 
 @triton.jit
 def key_tile_gradients(
-    n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
+    span, rows, queries, statistics, keys, memory, pointers, strides, scalars,
     OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dS and dX, (queries, keys), of a tile of queries and the keys from n0 on; and those keys."""
+    """dS and dX, (queries, keys), of a tile of queries and the keys from one to before another; and
+    those keys.
+    """
+    n0, stop = span
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     j = n0 + tl.arange(0, BLOCK_N)
     position, keys_of_tile = rows.position[:, None], j[None, :]
     # keys outside the range stand for the nearest inside
-    _, slot = find_pages(None, n0, keys.start, keys.stop, 0, BLOCK_N, 0, not IS_MASKED)
+    _, slot = find_pages(None, n0, keys.start, stop, 0, BLOCK_N, 0, not IS_MASKED)
     k = load_chunks(
         memory.k, slot * strides.k_slot, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM,
         False, FORMAT, DTYPE,
@@ -83,7 +86,7 @@ def key_tile_gradients(
     key_at = key_position(keys_of_tile, scalars, OPTIONS)
     seen = rows.exists[:, None]
     if IS_MASKED:
-        in_range = (j >= keys.start) & (j < keys.stop)
+        in_range = (j >= keys.start) & (j < stop)
         seen = seen & visible(
             position, key_at, in_range[None, :], scalars.left, scalars.right,
             OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
@@ -101,7 +104,7 @@ def key_tile_gradients(
     s = scaled(s, queries.scale, 0.0, OPTIONS)
     s, capped = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
     p = probabilities(s, statistics.lse[:, None], seen, scalars.factor, OPTIONS, IS_MASKED)
-    survives = survivors(rows.b, rows.first_head, rows.token, n0, pointers, scalars, BLOCK_N, False)
+    survives = survivors(rows.b, rows.first_head, rows.token, n0, pointers, scalars, OPTIONS, False)
     v = load_chunks(
         memory.v, slot * strides.v_slot, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
         False, FORMAT, DTYPE,
@@ -189,9 +192,9 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
             i_first = i_tail
             i_last = i_stop
         for i in tl.range(i_first, i_last):
-            n0 = first_key(i, keys, memory, strides, OPTIONS)
+            n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
             ds, dx, k = key_tile_gradients(
-                n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
+                (n0, stop), rows, queries, statistics, keys, memory, pointers, strides, scalars,
                 OPTIONS, phase != 1,
             )  # fmt: skip
             if HAS_DBIAS:

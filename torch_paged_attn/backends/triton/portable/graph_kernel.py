@@ -45,6 +45,7 @@ def _graph_attention_fwd_kernel(
     v_descale_ptr,
     out_scale_ptr,
     rng_ptr,
+    q_latent_ptr,
     tail_mask_ptr,
     k_start_ptr,
     q_position_ptr,
@@ -62,8 +63,8 @@ def _graph_attention_fwd_kernel(
     numbers: tl.constexpr = named_constants(SCALARS)
     pointers = named(
         "q k v out lse parts counters cu_seqlens_q cu_seqlens_k seqused_k block_table crow col bias"
-        " alibi sinks q_descale k_descale v_descale out_scale rng tail_mask k_start q_position"
-        " tile_list"
+        " alibi sinks q_descale k_descale v_descale out_scale rng q_latent tail_mask k_start"
+        " q_position tile_list"
     )(
         q=q_ptr,
         k=k_ptr,
@@ -86,6 +87,7 @@ def _graph_attention_fwd_kernel(
         v_descale=v_descale_ptr,
         out_scale=out_scale_ptr,
         rng=rng_ptr,
+        q_latent=q_latent_ptr,
         tail_mask=tail_mask_ptr,
         k_start=k_start_ptr,
         q_position=q_position_ptr,

@@ -15,7 +15,9 @@ def key_position(j, scalars, OPTIONS: tl.constexpr):
     if OPTIONS.KEY_RANKS == 1:
         return j
     else:
-        return j // RUN * (RUN * OPTIONS.KEY_RANKS) + scalars.key_rank * RUN + j % RUN
+        j = tl.cast(j, OPTIONS.KEY_POSITION)
+        first = tl.cast(scalars.key_rank, OPTIONS.KEY_POSITION) * RUN
+        return j // RUN * (RUN * OPTIONS.KEY_RANKS) + first + j % RUN
 
 
 @triton.jit
@@ -26,6 +28,34 @@ def keys_before(position, scalars, OPTIONS: tl.constexpr):
         return position
     else:
         ROUND: tl.constexpr = RUN * OPTIONS.KEY_RANKS
-        position = tl.maximum(position, 0)
-        begun = position % ROUND - scalars.key_rank * RUN
-        return position // ROUND * RUN + tl.minimum(tl.maximum(begun, 0), RUN)
+        position = tl.maximum(tl.cast(position, OPTIONS.KEY_POSITION), 0)
+        first = tl.cast(scalars.key_rank, OPTIONS.KEY_POSITION) * RUN
+        begun = tl.minimum(tl.maximum(position % ROUND - first, 0), RUN)
+        return (position // ROUND * RUN + begun).to(tl.int32)
+
+
+@triton.constexpr_function
+def tiles_of_block(OPTIONS):
+    """Tiles of keys that cover a block of a layout: a rank has a share of a block's positions."""
+    most, ranks, run = OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE
+    if ranks > 1:
+        rounds, rest = divmod(most, ranks * run)
+        most = rounds * run + min(rest, run)
+    return -(-most // OPTIONS.BLOCK_N)
+
+
+@triton.jit
+def block_of_keys(column, keys, scalars, OPTIONS: tl.constexpr):
+    """The keys of a layout's column: the first, and the one after the last. Columns that lie past
+    the last key, and bad ones, have none.
+    """
+    K_BLOCK: tl.constexpr = OPTIONS.K_BLOCK
+    end = key_position(keys.key_len, scalars, OPTIONS)
+    past_end = tl.cdiv(end, K_BLOCK)
+    column = tl.where((column < 0) | (column > past_end), past_end, column)
+    if OPTIONS.KEY_RANKS == 1:
+        return column * K_BLOCK, keys.stop
+    else:
+        first = keys_before(column * K_BLOCK, scalars, OPTIONS)
+        stop = keys_before((column + 1) * K_BLOCK, scalars, OPTIONS)
+        return first, tl.minimum(stop, keys.stop)

@@ -10,9 +10,17 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import float16_range
 from torch_paged_attn.backends.triton.portable.combine import part_weights
-from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
+from torch_paged_attn.backends.triton.portable.gather_scatter import (
+    load_chunks,
+    load_rows,
+    store_rows,
+)
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
-from torch_paged_attn.backends.triton.portable.key_positions import key_position, keys_before
+from torch_paged_attn.backends.triton.portable.key_positions import (
+    key_position,
+    keys_before,
+    tiles_of_block,
+)
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
@@ -110,7 +118,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
         full_stop = tl.maximum(tl.minimum(full_stop, key_len - query_len), 0)
     col_start = 0
     if OPTIONS.HAS_LAYOUT:
-        PER_BLOCK: tl.constexpr = OPTIONS.K_BLOCK // BLOCK_N
+        PER_BLOCK: tl.constexpr = tiles_of_block(OPTIONS)
         first_col, last_col, col_start = _listed_blocks(
             rows, first_position, pointers, strides, sizes, OPTIONS
         )
@@ -144,7 +152,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
 @triton.jit
 def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """A tile of queries in two chunks, and as columns what the products of its rows are multiplied
-    by, what is taken off them, and their ALiBi slopes.
+    by, what is taken off them, and their ALiBi slopes; and latents, if there are, likewise.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
@@ -180,6 +188,14 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         if pointers.k_descale is not None:
             at = b * strides.k_descale_batch + rows.kv_head * strides.k_descale_head
             scale = scale * tl.load(pointers.k_descale + at, mask=b < sizes.batch, other=0.0)
+    latent_low, latent_high, latent_scale = 0.0, 0.0, 0.0
+    if pointers.q_latent is not None:
+        offsets = rows.row * strides.latent_token + rows.head.to(tl.int64) * strides.latent_head
+        latent_low, latent_high = load_chunks(
+            pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
+            True, FORMAT, DTYPE,
+        )  # fmt: skip
+        latent_scale = _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS)
     raised = 0.0
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
         # what 128 more in every element of a key adds to a score
@@ -192,9 +208,31 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         has_slope = exists & (b < sizes.batch)
         slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
         slope = slope[:, None]
-    return named("low high scale raised slope")(
-        low=low, high=high, scale=scale[:, None], raised=raised, slope=slope
+    return named("low high scale raised slope latent_low latent_high latent_scale")(
+        low=low,
+        high=high,
+        scale=scale[:, None],
+        raised=raised,
+        slope=slope,
+        latent_low=latent_low,
+        latent_high=latent_high,
+        latent_scale=latent_scale,
     )
+
+
+@triton.jit
+def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """What products of latents are multiplied by: theirs is the scale of values."""
+    b = rows.b
+    scale = tl.full([], 1.0, tl.float32) * scalars.scale
+    if not OPTIONS.RAW_SCORES:
+        if pointers.q_descale is not None:
+            at = b * strides.q_descale_batch + rows.kv_head * strides.q_descale_head
+            scale = scale * tl.load(pointers.q_descale + at, mask=b < sizes.batch, other=0.0)
+        if pointers.v_descale is not None:
+            at = b * strides.v_descale_batch + rows.kv_head * strides.v_descale_head
+            scale = scale * tl.load(pointers.v_descale + at, mask=b < sizes.batch, other=0.0)
+    return scale
 
 
 @triton.jit

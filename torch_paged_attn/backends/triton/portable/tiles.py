@@ -80,7 +80,7 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
     """The traits of a call on a chip."""
     q, k, layout = call.q, call.k, call.layout
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k)
-    may_pair = may_pair and holds_pairs(call.v)
+    may_pair = may_pair and holds_pairs(call.v) and call.q_latent is None
     has_scores = call.softcap > 0.0 or call.attn_bias is not None or call.alibi_slopes is not None
     return Traits(
         target=target,
