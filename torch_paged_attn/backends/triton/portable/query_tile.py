@@ -127,7 +127,16 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
     else:
         i_start = start // BLOCK_N
         i_stop = tl.where(start < stop, tl.cdiv(stop, BLOCK_N), i_start)
-    if OPTIONS.IS_SPLIT:
+    if OPTIONS.FIXED_UNITS > 0:
+        # wherever a tile's keys begin, pieces begin at multiples of their size
+        first = i_start
+        if not OPTIONS.HAS_LAYOUT:
+            first = i_start // OPTIONS.FIXED_UNITS * OPTIONS.FIXED_UNITS
+        first += share.unit
+        if share.unit + share.taken < share.units:
+            i_stop = tl.minimum(i_stop, first + share.taken)
+        i_start = tl.minimum(tl.maximum(i_start, first), i_stop)
+    elif OPTIONS.IS_SPLIT:
         # a layout's row or a window may hold fewer tiles than there are units: each has its share
         visits = i_stop - i_start
         unit, unit_stop = share.unit, share.unit + share.taken
@@ -236,6 +245,26 @@ def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 
 
 @triton.jit
+def _as_one_part(state, OPTIONS: tl.constexpr):
+    """What `merge_parts` makes of a tile that is one part, before it adds a sink."""
+    total = tl.where(state.l == 0.0, 1.0, state.l)
+    low = quotient(state.low * state.gain[:, None], total, OPTIONS.IS_PRECISE)
+    high = quotient(state.high * state.gain[:, None], total, OPTIONS.IS_PRECISE)
+    if OPTIONS.BIAS == "float":
+        m, weight = state.m, state.l
+    else:
+        m = tl.where(state.l == 0.0, float("-inf"), state.m + tl.log(total))
+        weight = tl.where(state.l == 0.0, 0.0, 1.0)
+    return named("m l low high gain")(
+        m=m,
+        l=weight,
+        low=low * weight[:, None],
+        high=high * weight[:, None],
+        gain=tl.full([OPTIONS.BLOCK_M], 1.0, tl.float32),
+    )
+
+
+@triton.jit
 def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
     """Write partial result number `part`."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
@@ -338,5 +367,9 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     state = named("m l low high gain")(m=m, l=l_i, low=acc_low, high=acc_high, gain=gain)
     if share.is_part:
         _write_part(state, rows, keys, share.part, pointers, OPTIONS)
+    elif OPTIONS.FIXED_UNITS > 0 and (pointers.sinks is not None or OPTIONS.BIAS == "float"):
+        # a longer context makes parts of the tile: that must not change its bits
+        one = _as_one_part(state, OPTIONS)
+        _write_rows(one, rows, pointers, sizes, scalars, OPTIONS)
     else:
         _write_rows(state, rows, pointers, sizes, scalars, OPTIONS)

@@ -59,7 +59,10 @@ def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
             reach = key_len - tl.minimum(tl.maximum(hidden, 0), key_len)
     units = tl.maximum(tl.cdiv(reach, BLOCK_N), 1)
     if FIXED_UNITS > 0:
-        units = tl.cdiv(units, FIXED_UNITS) * FIXED_UNITS
+        # pieces of a window begin before it does
+        units = tl.cdiv(units, FIXED_UNITS) + (1 if OPTIONS.HAS_LEFT else 0)
+        most = tl.maximum(tl.cdiv(key_len, BLOCK_N * FIXED_UNITS), 1)
+        units = tl.minimum(units, most) * FIXED_UNITS
     return named("b q_start query_len past k_start key_len tiles units")(
         b=b,
         q_start=sequence.q_start,
