@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_paged_attn import environment
+
 # how a schema writes the type of a field
 KINDS = {
     Tensor: "Tensor",
@@ -104,6 +106,12 @@ DESCALE: dict[str, Any] = {
 }
 WINDOW = "Keys seen before (left) and after (right) the position, inclusive; -1 is unbounded."
 
+KEY_RANKS = (
+    "A cache dealt out over ranks, in runs of `I = key_interleave` keys: key `j` stands at position"
+    " `(j // I) * I * key_ranks + key_rank * I + j % I`. Masks, windows, ALiBi and block columns"
+    " compare positions."
+)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AttentionCall:
@@ -178,9 +186,37 @@ class AttentionCall:
     )
     rng_state: Tensor | None = argument(
         None,
-        shape="`(2,)` int64",
-        meaning="The pair (seed, offset), required when `dropout_p > 0`. The mask is a pure"
-        " function of (seed, offset, sequence, head, row, column): `reference/philox.py`.",
+        shape="`(2,)` or `(5,)` int64",
+        meaning="seed, offset, and where the call's head 0, row 0 and column 0 stand in a larger"
+        " whole (0, 0, 0 when omitted). Required when `dropout_p > 0`. The mask is a pure function"
+        " of (seed, offset, sequence, head, row, column): `reference/philox.py`.",
+    )
+    q_latent: Tensor | None = argument(
+        None,
+        shape="`(total_q, num_heads, head_dim_v)`",
+        in_backward=False,
+        meaning="Of q's dtype, with q's descale; any strides whose last one is 1. Adds"
+        " `q_latent . v` to `q . k` (MLA: rope keys in k, latents in v). With it v may be of q's"
+        " dtype or of 8 bits whatever k is.",
+    )
+    tail_mask: Tensor | None = argument(
+        None,
+        shape="`(total_q, >= max Lq)` bool",
+        meaning="Any strides: whether query token `i` sees the newest Lq keys of its sequence,"
+        " column `c` being key `Lk - Lq + c` (tree verification). All other keys it sees.",
+    )
+    k_start: Tensor | None = argument(
+        None,
+        shape="`(batch,)` int32",
+        per_sequence=1,
+        meaning="Packed keys only: a sequence's keys are rows `k_start` to `k_start + Lk - 1`."
+        " Ranges may overlap and leave gaps.",
+    )
+    q_position: Tensor | None = argument(
+        None,
+        shape="`(batch,)` int32",
+        per_sequence=1,
+        meaning="Position of a sequence's first query, instead of `Lk - Lq`; may be negative.",
     )
     _: dataclasses.KW_ONLY
     softmax_scale: float | None = argument(
@@ -206,6 +242,16 @@ class AttentionCall:
         meaning="Of the backward: the same bits every time. False lets it add up in whatever order"
         " is fastest, unless `torch.use_deterministic_algorithms(True)` asks for the same bits.",
     )
+    batch_invariant: bool = argument(
+        False,
+        in_backward=False,
+        meaning="The bits of a query depend on its sequence alone: not on the batch, the chunking"
+        " of its prompt, nor on decode or prefill. `PAGED_ATTN_BATCH_INVARIANT=1` asks this of all"
+        " calls.",
+    )
+    key_ranks: int = argument(1, meaning=KEY_RANKS)
+    key_rank: int = argument(0, meaning=KEY_RANKS)
+    key_interleave: int = argument(1, meaning=KEY_RANKS)
     layout: BlockLayout | None = None
 
     @classmethod
@@ -283,6 +329,31 @@ class AttentionCall:
     def window_right(self) -> int:
         """Keys seen after a query's position, under `causal` too; -1 is unbounded."""
         return 0 if self.causal else self.window_size_right
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the call or the environment asks for bits that depend on a sequence alone."""
+        return self.batch_invariant or environment.BATCH_INVARIANT
+
+    def key_positions(self, keys: Tensor) -> Tensor:
+        """Where the keys of these numbers stand."""
+        if self.key_ranks == 1:
+            return keys
+        runs, run = keys // self.key_interleave, self.key_interleave
+        return runs * (run * self.key_ranks) + self.key_rank * run + keys % run
+
+    def first_positions(self) -> Tensor:
+        """The position of each sequence's first query, int64 `(batch,)`."""
+        if self.q_position is not None:
+            return self.q_position.long()
+        lengths = key_lengths(self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k)
+        return lengths.long() - self.cu_seqlens_q.diff()
+
+    def first_keys(self) -> Tensor:
+        """The row of k where each sequence's packed keys start, `(batch,)`."""
+        if self.k_start is not None:
+            return self.k_start
+        return (self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k)[:-1]
 
     @property
     def result_dtype(self) -> torch.dtype:

@@ -69,6 +69,8 @@ struct Dropout {
   uint32_t seed[2], offset;
   uint32_t threshold;  // a probability is kept when its random word reaches the threshold
   float keep_scale;    // of the output, for the probabilities that were dropped
+  // where the call's first ones stand in a larger whole
+  int64_t first_head = 0, first_row = 0, first_column = 0;
 };
 
 struct Attention {

@@ -28,22 +28,33 @@ PAGED_ATTN_INLINE void philox(U* words, uint32_t k0, uint32_t k1) {
   }
 }
 
+// A byte for each of the 4 * W columns from `column` on, a multiple of 4: 0 where it is dropped.
+PAGED_ATTN_INLINE void draw_kept(const paged_attn::Dropout& dropout, uint32_t place, int64_t row,
+                                 int64_t column, uint8_t* bytes) {
+  const U lane = __builtin_convertvector(lane_index(), U);
+  // a draw decides on four neighbours
+  U words[4] = {set1(uint32_t(column / 4)) + lane, set1(uint32_t(row)), set1(place),
+                set1(dropout.offset)};
+  philox(words, dropout.seed[0], dropout.seed[1]);
+  U kept = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    kept |= select((I)(words[i] >= set1(dropout.threshold)), set1(0xffu << 8 * i), U{});
+  memcpy(bytes, &kept, sizeof kept);
+}
+
 // Zeroes dropped probabilities. `key`, the index of p[0] in its sequence, is a multiple of 4, and
 // `count` is one of W.
 PAGED_ATTN_APART void apply_dropout(const paged_attn::Dropout& dropout, int64_t sequence,
                                     int64_t head, int64_t token, int64_t key, float* p, int count) {
-  const U lane = __builtin_convertvector(lane_index(), U);
-  const U place = set1(uint32_t(sequence) << 16 | uint32_t(head));
-  for (int c = 0; c < count; c += 4 * W) {  // a draw decides on four neighbours
-    U words[4] = {set1(uint32_t((key + c) / 4)) + lane, set1(uint32_t(token)), place,
-                  set1(dropout.offset)};
-    philox(words, dropout.seed[0], dropout.seed[1]);
-    U kept = {};  // a byte for each key, in their order
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-      kept |= select((I)(words[i] >= set1(dropout.threshold)), set1(0xffu << 8 * i), U{});
-    uint8_t bytes[4 * W];
-    memcpy(bytes, &kept, sizeof kept);
+  const uint32_t place = uint32_t(sequence) << 16 | uint32_t(head + dropout.first_head);
+  const int64_t row = token + dropout.first_row, column = key + dropout.first_column;
+  const int skipped = int(column % 4);
+  for (int c = 0; c < count; c += 4 * W) {
+    uint8_t drawn[8 * W];
+    const uint8_t* bytes = drawn + skipped;
+    draw_kept(dropout, place, row, column - skipped + c, drawn);
+    if (skipped) draw_kept(dropout, place, row, column - skipped + c + 4 * W, drawn + 4 * W);
     for (int i = 0; i < 4 * W && c + i < count; i += W)
       store(p + c + i, select((I)(widen(load_raw(bytes + i)) != U{}), load(p + c + i), F{}));
   }

@@ -42,9 +42,10 @@ struct MergeStates {
     const float* lse;
     int64_t lse_stride_head, lse_stride_token;
   };
-  DType dtype;
+  DType dtype, out_dtype;
   int64_t total_q, num_heads, head_dim_v;
-  Part a, b;
+  const Part* parts;
+  int64_t num_parts;
   void* out;   // contiguous
   float* lse;  // contiguous
 };

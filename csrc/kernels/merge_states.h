@@ -1,10 +1,13 @@
-// Attention over the union of two disjoint key sets, from the two results and their lse.
+// Attention over the union of disjoint key sets, from the results for each and their lse.
 #pragma once
 
 #include "../core/mask.h"
 #include "../core/tokens.h"
 
 namespace {
+
+constexpr int64_t MERGED = 128;  // numbers of a row that are added up at a time
+constexpr int64_t KEPT = 8;
 
 template <class T>
 PAGED_ATTN_INLINE F load_strided(const T* p, int64_t stride, int n) {
@@ -14,31 +17,55 @@ PAGED_ATTN_INLINE F load_strided(const T* p, int64_t stride, int n) {
   return load(gathered, W);
 }
 
+PAGED_ATTN_INLINE float part_lse(const paged_attn::MergeStates::Part& part, int64_t token,
+                                 int64_t head) {
+  return part.lse[head * part.lse_stride_head + token * part.lse_stride_token];
+}
+
 inline void merge_row(const paged_attn::MergeStates& s, int64_t token, int64_t head) {
-  const paged_attn::MergeStates::Part &a = s.a, &b = s.b;
-  const float lse_a = a.lse[head * a.lse_stride_head + token * a.lse_stride_token];
-  const float lse_b = b.lse[head * b.lse_stride_head + token * b.lse_stride_token];
-  const float top = lse_a > lse_b ? lse_a : lse_b;
+  float top = -INFINITY, sum = 0;
+  for (int64_t i = 0; i < s.num_parts; ++i) {
+    const float lse = part_lse(s.parts[i], token, head);
+    top = lse > top ? lse : top;
+  }
   const float shift = top == -INFINITY ? 0.f : top;
-  const float weight_a = expf(lse_a - shift), weight_b = expf(lse_b - shift);
-  const float sum = weight_a + weight_b;
+  float weights[KEPT];  // of the first parts; those of others are computed again
+  const auto weight_of = [&](int64_t i) {
+    return expf(part_lse(s.parts[i], token, head) - shift);
+  };
+  for (int64_t i = 0; i < s.num_parts; ++i) {
+    const float weight = weight_of(i);
+    if (i < KEPT) weights[i] = weight;
+    sum += weight;
+  }
   s.lse[head * s.total_q + token] = sum == 0 ? -INFINITY : shift + logf(sum);
-  const F part_a = set1(weight_a / sum), part_b = set1(weight_b / sum);
-  with_type(s.dtype, [&](auto tag) __attribute__((always_inline)) {
-    typedef typename decltype(tag)::type T;
-    const T* from_a = (const T*)a.out + token * a.stride_token + head * a.stride_head;
-    const T* from_b = (const T*)b.out + token * b.stride_token + head * b.stride_head;
-    T* out = (T*)s.out + (token * s.num_heads + head) * s.head_dim_v;
-    for (int64_t d = 0; d < s.head_dim_v; d += W) {
-      const int n = int(min64(W, s.head_dim_v - d));
-      // a side without keys has no weight, whatever it holds
-      F x = {};
-      if (weight_a != 0) x = load_strided(from_a + d * a.stride_dim, a.stride_dim, n) * part_a;
-      if (weight_b != 0)
-        x = fma(load_strided(from_b + d * b.stride_dim, b.stride_dim, n), part_b, x);
-      store(out + d, x, n);
+  const int64_t row = (token * s.num_heads + head) * s.head_dim_v;
+  for (int64_t begin = 0; begin < s.head_dim_v; begin += MERGED) {
+    const int64_t count = min64(MERGED, s.head_dim_v - begin);
+    F merged[MERGED / W] = {};
+    for (int64_t i = 0; i < s.num_parts; ++i) {
+      const paged_attn::MergeStates::Part& part = s.parts[i];
+      const float weight = i < KEPT ? weights[i] : weight_of(i);
+      if (weight == 0) continue;  // a part without keys has no weight, whatever it holds
+      const F share = set1(weight / sum);
+      with_type(s.dtype, [&](auto tag) __attribute__((always_inline)) {
+        typedef typename decltype(tag)::type T;
+        const T* from = (const T*)part.out + token * part.stride_token + head * part.stride_head +
+                        begin * part.stride_dim;
+        for (int64_t d = 0; d < count; d += W) {
+          const int n = int(min64(W, count - d));
+          merged[d / W] = fma(load_strided(from + d * part.stride_dim, part.stride_dim, n), share,
+                              merged[d / W]);
+        }
+      });
     }
-  });
+    with_type(s.out_dtype, [&](auto tag) __attribute__((always_inline)) {
+      typedef typename decltype(tag)::type T;
+      T* out = (T*)s.out + row + begin;
+      for (int64_t d = 0; d < count; d += W)
+        store(out + d, merged[d / W], int(min64(W, count - d)));
+    });
+  }
 }
 
 void merge_states(const paged_attn::MergeStates& s, int64_t token_begin, int64_t token_end) {

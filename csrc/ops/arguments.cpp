@@ -20,7 +20,8 @@ Arguments::Arguments(const char* op, StableIValue* stack, uint64_t count)
 Arguments::~Arguments() {
   for (int i = 0; i < num_tensors_; ++i) aoti_torch_delete_tensor_object(tensors_[i]);
   for (int i = 0; i < num_boxes_; ++i) delete boxes_[i];
-  if (list_) torch_delete_list(list_);
+  for (AtenTensorHandle handle : listed_) aoti_torch_delete_tensor_object(handle);
+  for (int i = 0; i < num_lists_; ++i) torch_delete_list(lists_[i]);
 }
 
 StableIValue Arguments::next() {
@@ -37,6 +38,10 @@ StableIValue* Arguments::next_box() {
 
 TensorView Arguments::own(AtenTensorHandle handle) {
   tensors_[num_tensors_++] = handle;
+  return view(handle);
+}
+
+TensorView Arguments::view(AtenTensorHandle handle) {
   const TensorView view(handle);
   on_cpu_ &= view.on_cpu;
   needs_gradient_ |= needs_gradient(handle, grad_mode_);
@@ -66,15 +71,33 @@ std::optional<DType> Arguments::optional_dtype() {
   return box ? std::optional(dtype_of(to<int32_t>(*box))) : std::nullopt;
 }
 
+StableListHandle Arguments::next_list(size_t* size) {
+  lists_[num_lists_] = to<StableListHandle>(next());
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(lists_[num_lists_], size));
+  return lists_[num_lists_++];
+}
+
+std::vector<TensorView> Arguments::tensor_list() {
+  size_t size;
+  const StableListHandle list = next_list(&size);
+  std::vector<TensorView> views;
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue item;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
+    listed_.push_back(to<AtenTensorHandle>(item));
+    views.push_back(view(listed_.back()));
+  }
+  return views;
+}
+
 std::array<bool, 5> Arguments::mask() {
-  list_ = to<StableListHandle>(next());
   std::array<bool, 5> mask = {};
   size_t size;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
+  const StableListHandle list = next_list(&size);
   is_malformed_ = size != mask.size();
   for (size_t i = 0; i < mask.size() && !is_malformed_; ++i) {
     StableIValue item;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &item));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
     mask[i] = to<bool>(item);
   }
   return mask;
@@ -101,8 +124,8 @@ void Arguments::require_all_taken() const {
 
 // Another operator owns what lies on the stack from here on.
 void Arguments::give_back_to_stack() {
-  num_tensors_ = num_boxes_ = 0;
-  list_ = nullptr;
+  num_tensors_ = num_boxes_ = num_lists_ = 0;
+  listed_.clear();
 }
 
 void Arguments::refuse() {

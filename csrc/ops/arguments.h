@@ -4,6 +4,7 @@
 
 #include <array>
 #include <optional>
+#include <vector>
 
 #include "tensor_view.h"
 
@@ -19,6 +20,7 @@ class Arguments {
   // Each of these takes the next argument.
   TensorView tensor();
   TensorView optional_tensor();
+  std::vector<TensorView> tensor_list();
   int64_t integer();
   bool boolean();
   double number();
@@ -38,11 +40,13 @@ class Arguments {
   bool recorded(bool accepted, int num_results);
 
  private:
-  static constexpr uint64_t MOST = 32;
+  static constexpr uint64_t MOST = 48;
 
   StableIValue next();
   StableIValue* next_box();
   TensorView own(AtenTensorHandle);
+  TensorView view(AtenTensorHandle);
+  StableListHandle next_list(size_t* size);
   void require_all_taken() const;
   void give_back_to_stack();
   [[noreturn]] void refuse();
@@ -51,11 +55,12 @@ class Arguments {
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
   bool grad_mode_, on_cpu_ = true, needs_gradient_ = false, is_malformed_ = false;
-  // what to give back: tensors, the boxes in which optional values come, a list
+  // what to give back: tensors, the boxes in which optional values come, lists and their tensors
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];
-  StableListHandle list_ = nullptr;
-  int num_tensors_ = 0, num_boxes_ = 0;
+  StableListHandle lists_[2];
+  std::vector<AtenTensorHandle> listed_;
+  int num_tensors_ = 0, num_boxes_ = 0, num_lists_ = 0;
 };
 
 }  // namespace paged_attn

@@ -38,6 +38,9 @@ struct BackwardArguments {
   TensorView alibi_slopes = next.optional_tensor();
   TensorView sinks = next.optional_tensor();
   TensorView rng_state = next.optional_tensor();
+  TensorView tail_mask = next.optional_tensor();
+  TensorView k_start = next.optional_tensor();
+  TensorView q_position = next.optional_tensor();
   int64_t q_block_size = has_layout ? next.integer() : 0;
   int64_t k_block_size = has_layout ? next.integer() : 0;
   std::optional<double> softmax_scale = next.optional_number();
@@ -47,6 +50,9 @@ struct BackwardArguments {
   double softcap = next.number();
   double dropout_p = next.number();
   bool deterministic = next.boolean();
+  int64_t key_ranks = next.integer();
+  int64_t key_rank = next.integer();
+  int64_t key_interleave = next.integer();
   std::array<bool, 5> output_mask = next.mask();
 
   // The call whose backward this is.
@@ -72,6 +78,10 @@ struct BackwardArguments {
             .v_descale = TensorView(),
             .out_scale = TensorView(),
             .rng_state = rng_state,
+            .q_latent = TensorView(),
+            .tail_mask = tail_mask,
+            .k_start = k_start,
+            .q_position = q_position,
             .q_block_size = q_block_size,
             .k_block_size = k_block_size,
             .softmax_scale = softmax_scale,
@@ -81,7 +91,11 @@ struct BackwardArguments {
             .softcap = softcap,
             .dropout_p = dropout_p,
             .out_dtype = std::nullopt,
-            .deterministic = deterministic};
+            .deterministic = deterministic,
+            .batch_invariant = false,
+            .key_ranks = key_ranks,
+            .key_rank = key_rank,
+            .key_interleave = key_interleave};
   }
 };
 

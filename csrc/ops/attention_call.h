@@ -30,6 +30,10 @@ struct AttentionArguments {
   TensorView v_descale = next.optional_tensor();
   TensorView out_scale = next.optional_tensor();
   TensorView rng_state = next.optional_tensor();
+  TensorView q_latent = next.optional_tensor();
+  TensorView tail_mask = next.optional_tensor();
+  TensorView k_start = next.optional_tensor();
+  TensorView q_position = next.optional_tensor();
   int64_t q_block_size = has_layout ? next.integer() : 0;
   int64_t k_block_size = has_layout ? next.integer() : 0;
   std::optional<double> softmax_scale = next.optional_number();
@@ -40,6 +44,10 @@ struct AttentionArguments {
   double dropout_p = next.number();
   std::optional<DType> out_dtype = next.optional_dtype();
   bool deterministic = next.boolean();  // the backward's alone
+  bool batch_invariant = next.boolean();
+  int64_t key_ranks = next.integer();
+  int64_t key_rank = next.integer();
+  int64_t key_interleave = next.integer();
 };
 
 // Fills in everything but the outputs. False when any rule of the contract is broken; then nothing

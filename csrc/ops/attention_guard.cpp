@@ -87,7 +87,12 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
   if (x.window_size_left < -1 || x.window_size_right < -1) return false;
   if (!(x.dropout_p >= 0 && x.dropout_p < 1)) return false;
   if (x.dropout_p > 0 && !x.rng_state) return false;
-  return !x.rng_state || (x.rng_state.is(DType::int64) && x.rng_state.has_shape({2}));
+  if (x.rng_state && !(x.rng_state.is(DType::int64) &&
+                       (x.rng_state.has_shape({2}) || x.rng_state.has_shape({5}))))
+    return false;
+  // NotImplementedError: backends/cpu/__init__.py names what there is no kernel for
+  return !x.q_latent && !x.tail_mask && !x.k_start && !x.q_position && !x.batch_invariant &&
+         x.key_ranks == 1 && x.key_rank == 0 && x.key_interleave == 1;
 }
 
 bool is_block_size(int64_t size) { return size >= 16 && size <= 256 && (size & (size - 1)) == 0; }
@@ -173,11 +178,15 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   if (x.dropout_p > 0) {
     const Strided<int64_t> rng = strided<int64_t>(x.rng_state);
     const uint64_t seed = uint64_t(rng(0));
+    const bool has_base = x.rng_state.size(0) == 5;
     a.dropout = {true,
                  {uint32_t(seed), uint32_t(seed >> 32)},
                  uint32_t(rng(1)),
                  uint32_t(std::floor(x.dropout_p * 4294967296.0)),
-                 float(1 / (1 - x.dropout_p))};
+                 float(1 / (1 - x.dropout_p)),
+                 has_base ? rng(2) : 0,
+                 has_base ? rng(3) : 0,
+                 has_base ? rng(4) : 0};
   }
   // query heads with layout rows of their own walk the keys alone
   const bool apart = a.layout.crow && a.layout.num_heads > a.num_kv_heads;
@@ -225,6 +234,10 @@ bool accept_layout_rows(const Attention& a, const Sequence& s) {
 
 bool accept_values(const AttentionArguments& x, const Attention& a) {
   const bool paged = a.page_size > 0;
+  const Dropout& drop = a.dropout;
+  if (drop.first_head < 0 || drop.first_head > 65535 - a.num_heads || drop.first_row < 0 ||
+      drop.first_row > INT32_MAX || drop.first_column < 0 || drop.first_column > INT32_MAX)
+    return false;
   if (!nondecreasing_from_zero(a.cu_seqlens_q, a.batch) || a.cu_seqlens_q(a.batch) > a.total_q)
     return false;
   if (a.cu_seqlens_k && !nondecreasing_from_zero(a.cu_seqlens_k, a.batch)) return false;

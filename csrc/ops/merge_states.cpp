@@ -41,20 +41,41 @@ void run_tokens(int64_t total_q, int64_t row, const Function& f) {
   });
 }
 
-void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
-  Arguments next("merge_states", stack, num_args);
-  const TensorView out_a = next.tensor(), lse_a = next.tensor();
-  const TensorView out_b = next.tensor(), lse_b = next.tensor();
-  if (next.recorded(next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
-  MergeStates call = {out_a.dtype,           out_a.size(0),         out_a.size(1), out_a.size(2),
-                      part_of(out_a, lse_a), part_of(out_b, lse_b), nullptr,       nullptr};
-  Tensor out = empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, call.dtype);
+void merge(StableIValue* stack, const TensorView& like, DType out_dtype,
+           const MergeStates::Part* parts, int64_t num_parts) {
+  MergeStates call = {like.dtype, out_dtype, like.size(0), like.size(1), like.size(2),
+                      parts,      num_parts, nullptr,      nullptr};
+  Tensor out = empty_tensor({call.total_q, call.num_heads, call.head_dim_v}, out_dtype);
   Tensor lse = empty_tensor({call.num_heads, call.total_q}, DType::float32);
   call.out = out.mutable_data_ptr();
   call.lse = static_cast<float*>(lse.mutable_data_ptr());
   run_tokens(call.total_q, call.num_heads * call.head_dim_v,
              [&](int64_t begin, int64_t end) { kernels().merge_states(call, begin, end); });
   return_tensors(stack, {out, lse});
+}
+
+void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("merge_states", stack, num_args);
+  const TensorView out_a = next.tensor(), lse_a = next.tensor();
+  const TensorView out_b = next.tensor(), lse_b = next.tensor();
+  if (next.recorded(next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
+  const MergeStates::Part parts[] = {part_of(out_a, lse_a), part_of(out_b, lse_b)};
+  merge(stack, out_a, out_a.dtype, parts, 2);
+}
+
+void merge_states_list(StableIValue* stack, uint64_t num_args, uint64_t) {
+  Arguments next("merge_states.list", stack, num_args);
+  const std::vector<TensorView> outs = next.tensor_list(), lses = next.tensor_list();
+  const std::optional<DType> out_dtype = next.optional_dtype();
+  bool accepted = next.on_cpu() && !outs.empty() && lses.size() == outs.size() &&
+                  (!out_dtype || *out_dtype <= DType::float16);
+  std::vector<MergeStates::Part> parts;
+  for (size_t i = 0; i < outs.size() && accepted; ++i) {
+    accepted = accept_parts(outs[0], lses[0], outs[i], lses[i]);
+    if (accepted) parts.push_back(part_of(outs[i], lses[i]));
+  }
+  if (next.recorded(accepted, 2)) return;
+  merge(stack, outs[0], out_dtype.value_or(outs[0].dtype), parts.data(), int64_t(parts.size()));
 }
 
 void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
@@ -92,5 +113,6 @@ void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
 
 STABLE_TORCH_LIBRARY_IMPL(paged_attn, CPU, m) {
   m.impl("merge_states", &merge_states);
+  m.impl("merge_states.list", &merge_states_list);
   m.impl("merge_states_backward", &merge_states_backward);
 }

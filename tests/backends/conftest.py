@@ -37,6 +37,11 @@ def selected(config):
     return running, absent
 
 
+def lacked(runner, case):
+    """The arguments of a problem that a runner refuses; other cases have none."""
+    return getattr(case, "optional", frozenset()) & set(runner.lacks())
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "gradients: runs where the runner's backend has those of the case"
@@ -70,6 +75,7 @@ def pytest_generate_tests(metafunc):
         return
     cases = over.args[0]
     pairs = [(r, c) for r in runners for c in chosen(r, test, tuple(cases))]
+    pairs = [(r, c) for r, c in pairs if not lacked(runners[r], cases[c])]
     if metafunc.definition.get_closest_marker("gradients") is not None:
         pairs = [(r, c) for r, c in pairs if no_gradients(runners[r], cases[c]) is None]
     metafunc.parametrize(
@@ -111,6 +117,11 @@ def pytest_terminal_summary(terminalreporter, config):
                 refused.setdefault((name, reason), []).append(problem.name)
     if not absent and not refused and (IS_THOROUGH or running.keys().isdisjoint(SAMPLES)):
         terminalreporter.write_line("everything ran")
+    for name, runner in running.items():
+        absent_problems = [p.name for p in PROBLEMS.values() if lacked(runner, p)]
+        if absent_problems:
+            why = f"{name}: refused, because it lacks {', '.join(runner.lacks())}"
+            terminalreporter.write_line(f"{why}: {'; '.join(absent_problems)}")
     for name, reason in absent.items():
         terminalreporter.write_line(f"{name}: nothing, because {reason}")
     for (name, reason), problems in refused.items():
@@ -127,7 +138,8 @@ def pytest_terminal_summary(terminalreporter, config):
         )
         for test, cases in sample.cases.items():
             if test == "agrees":
-                left_out = [p for p in PROBLEMS if p not in cases]
+                there = [n for n, p in PROBLEMS.items() if not lacked(running[name], p)]
+                left_out = [p for p in there if p not in cases]
                 like = [f"{p} ({sample.like[p]})" if p in sample.like else p for p in left_out]
                 terminalreporter.write_line(f"  agrees: left out {'; '.join(like)}")
             else:

@@ -60,10 +60,17 @@ class Runner:
         """Sequence `b` of a call by itself."""
         return self.attend(call.alone(b))
 
+    def backend(self):
+        backend, _ = serving_device(self.device)
+        return backend
+
+    def lacks(self):
+        """The arguments of attention that it refuses."""
+        return self.backend().lacks
+
     def unsupported_backward(self, call):
         """Why the backend has no gradients of a call, or None."""
-        backend, _ = serving_device(self.device)
-        return backend.unsupported_backward(attention_call(call))
+        return self.backend().why_no_gradients(attention_call(call))
 
     def gradients(self, call, *given, **changes):
         """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and softmax_lse."""
@@ -89,8 +96,8 @@ class Runner:
         torch_paged_attn.reshape_and_cache(key, value, caches, *others)
         return caches.cpu() if isinstance(caches, torch.Tensor) else to_cpu(caches)
 
-    def merge(self, *states):
-        return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device)))
+    def merge(self, *states, **options):
+        return to_cpu(torch_paged_attn.merge_states(*moved(states, self.device), **options))
 
 
 def attention_call(call):
@@ -157,16 +164,13 @@ class Functions(Runner):
         args, options = dispatched(call.op, call.args | changes)
         return self._function(call.op)(*args, **options)
 
-    def unsupported_backward(self, call):
-        return self._backend().unsupported_backward(attention_call(call))
-
     def gradients(self, call, *given, **changes):
         call = call.backward(*given, **changes)
         args, options = dispatched(call.op, call.args)
         return self._function(call.op)(*args, **options)
 
     def merge_gradients(self, *given):
-        return _library._function(self._backend(), "merge_states_backward")(*given)
+        return _library._function(self.backend(), "merge_states_backward")(*given)
 
     def write(self, key, value, caches, slots, *scales):
         is_one = isinstance(caches, torch.Tensor)
@@ -174,13 +178,14 @@ class Functions(Runner):
         self._function(op)(key, value, *([caches] if is_one else caches), slots, *scales)
         return caches
 
-    def merge(self, *states):
-        return self._function("merge_states")(*states)
+    def merge(self, *states, **options):
+        op = "merge_states" if len(states) == 4 else "merge_states.list"
+        return self._function(op)(*states, **options)
 
     def _function(self, op):
-        return self._backend().function(op)
+        return _library._function(self.backend(), op)
 
-    def _backend(self):
+    def backend(self):
         return importlib.import_module(f"torch_paged_attn.backends.{self.folder}").BACKEND
 
 
@@ -206,6 +211,9 @@ class Reference(Runner):
     def attend(self, call, **changes):
         return getattr(reference, call.op)(**call.args | changes, precision=reference.BASELINE)
 
+    def lacks(self):
+        return ()
+
     def unsupported_backward(self, call):
         return None
 
@@ -213,8 +221,8 @@ class Reference(Runner):
         call = call.backward(*given, **changes)
         return getattr(reference, call.op)(**call.args, precision=reference.BASELINE)
 
-    def merge(self, *states):
-        return reference.merge_states(*states)
+    def merge(self, *states, **options):
+        return reference.merge_states(*states, **options)
 
     def merge_gradients(self, *given):
         return reference.merge_states_backward(*given)
@@ -261,10 +269,10 @@ class Tpu(Runner):
     def alone(self, call, b):
         return self.attend(call.alone(b), max_seqlen_q=call.args["q"].shape[0])
 
-    def unsupported_backward(self, call):
+    def backend(self):
         from torch_paged_attn.backends.tpu import BACKEND
 
-        return BACKEND.unsupported_backward(attention_call(call))
+        return BACKEND
 
     def gradients(self, call, *given, **changes):
         # a hint, which makes tiles smaller: the same for sequences alone and in a batch
@@ -289,12 +297,18 @@ class Tpu(Runner):
         written = self._watch(op, *(to_jax(t) for t in (*tensors, slots, *scales)))
         return written[0] if is_one else written
 
-    def merge(self, *states):
+    def merge(self, *states, out_dtype=None):
         from jax_arrays import to_jax, to_torch
 
-        from torch_paged_attn.backends.tpu.merge_states import merge_states
+        from torch_paged_attn.backends.tpu.merge_states import merge_states, merge_states_list
 
-        return tuple(to_torch(x) for x in merge_states(*(to_jax(t) for t in states)))
+        if len(states) == 4:
+            found = merge_states(*(to_jax(t) for t in states))
+        else:
+            dtype = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
+            parts = ([to_jax(t) for t in part] for part in states)
+            found = merge_states_list(*parts, out_dtype=dtype)
+        return tuple(to_torch(x) for x in found)
 
     def _watch(self, op, *args, **options):
         from jax_arrays import to_torch

@@ -50,6 +50,13 @@ LIKE = {
     "tiny_head/bf16": "as odd_sizes, in 16 bits",
     "phi3_small/local_strided/bf16": "as blocksparse/shared_layout, a layout for each head",
     "blocksparse/wide_blocks/f16": "as blocksparse/shared_layout, larger blocks",
+    "ring/zigzag/f32": "as ring/window_alibi, ranges that overlap",
+    "dcp/speculative/bf16": "as dcp/window_alibi, without a window",
+    "dcp/blocksparse/f32": "as cp/blocksparse, a cache that is dealt out",
+    "deepseek_mla/latent/bf16": "as deepseek_mla/latent_e4m3, latents in 16 bits",
+    "latent/grouped/f32": "as deepseek_mla/latent_e4m3, several KV heads",
+    "rl/invariant/f16": "as llama3_8b/mixed, whose bits may depend on more",
+    "tp/dropout_base/f32": "as training/dropout, another part of the mask",
 }
 
 # Tests that a runner never runs, thorough or not.

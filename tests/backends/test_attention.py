@@ -5,6 +5,7 @@ Their inputs are hostile wherever nobody may look: `testing/inputs.py`.
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -112,6 +113,16 @@ def test_no_sequences(runner):
     out, lse = runner.attend(build(problem))
     assert out.shape == (0, problem.num_heads, problem.head_dim)
     assert lse.shape == (problem.num_heads, 0)
+
+
+def test_refuses_arguments_that_it_lacks(runner):
+    """By name, whichever of them come: none may go unheard."""
+    for case in PROBLEMS.values():
+        names = [name for name in runner.lacks() if name in case.optional]
+        if names:
+            text = rf"paged_attn::{case.op}: {re.escape(names[0])} came, which the \w+ backend"
+            with pytest.raises(NotImplementedError, match=text):
+                pytest.fail(f"{case.name}: {runner.attend(build(case))}")
 
 
 def test_refuses(runner):

@@ -33,6 +33,28 @@ def test_merge_agrees(case, runner):
     assert_accurate(*runner.merge(*args), Truth.of(reference.merge_states, *args))
 
 
+PARTS = {"one": 1, "three": 3, "nine": 9, "forty": 40}
+
+
+def many_states(number, dtype):
+    """Lists of parts, every third of which saw no key in a fifth of the rows."""
+    found = [states(dtype, seed) for seed in range(-(-number // 2))]
+    outs = [x for out_a, _, out_b, _ in found for x in (out_a, out_b)]
+    lses = [x for _, lse_a, _, lse_b in found for x in (lse_a, lse_b)]
+    return outs[:number], lses[:number]
+
+
+@pytest.mark.over(PARTS)
+def test_merge_of_many_agrees(case, runner):
+    """In the order given, and rounded once: parts in float32 lose nothing that the result has."""
+    for dtype, out_dtype in ((torch.float32, torch.bfloat16), (torch.float16, None)):
+        outs, lses = many_states(case, dtype)
+        out, lse = runner.merge(outs, lses, out_dtype=out_dtype)
+        assert out.dtype == (out_dtype or dtype) and out.is_contiguous() and lse.is_contiguous()
+        wanted = Truth.of(reference.merge_states, outs, lses, out_dtype=out_dtype)
+        assert_accurate(out, lse, wanted)
+
+
 @pytest.mark.over(DTYPES)
 def test_merge_gradients_agree(case, runner):
     """What a loss hands back for a row that no part sees may be NaN."""

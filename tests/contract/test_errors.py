@@ -132,6 +132,36 @@ def test_what_is_neither_a_cache_nor_a_pair(cache):
     raises("reshape_and_cache", args, ValueError, "kv_cache is", public)
 
 
+OUT, LSE = torch.randn(3, 2, 4), torch.randn(2, 3)
+
+
+@pytest.mark.parametrize(
+    "outs, lses, options, text",
+    [
+        ([OUT, OUT], [LSE], {}, "lses has 1 parts; allowed: as many as outs, 2"),
+        ([OUT[0]], [LSE], {}, "outs[0] has shape (2, 4); allowed: (total_q"),
+        ([OUT, OUT[:2]], [LSE] * 2, {}, "outs[1] has shape (2, 2, 4); allowed: the first part's"),
+        ([OUT, OUT.half()], [LSE] * 2, {}, "outs[1] has dtype float16; allowed: float32"),
+        ([OUT.double()], [LSE], {}, "outs[0] has dtype float64"),
+        ([OUT, OUT], [LSE, LSE.T], {}, "lses[1] has shape (3, 2)"),
+        ([OUT, OUT], [LSE, LSE.half()], {}, "lses[1] has dtype float16"),
+        ([OUT, OUT.to("meta")], [LSE] * 2, {}, "outs[1] is on meta"),
+        ([OUT], [LSE], {"out_dtype": torch.int8}, "out_dtype is int8"),
+    ],
+)
+def test_lists_of_parts(outs, lses, options, text):
+    eager = raises("merge_states.list", {"outs": outs, "lses": lses} | options, ValueError, text)
+    with FakeTensorMode() as mode:
+        fakes = {"outs": [mode.from_tensor(x) for x in outs]}
+        fakes |= {"lses": [mode.from_tensor(x) for x in lses]} | options
+        assert raises("merge_states.list", fakes, ValueError, text) == eager
+
+
+def test_no_parts():
+    with pytest.raises(ValueError, match="merge_states: outs is empty; allowed: at least one part"):
+        torch_paged_attn.merge_states([], [])
+
+
 def test_a_name_that_no_argument_has():
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'k_bias_scale'"):
         torch_paged_attn.flash_varlen(**BASES["packed"][1](), k_bias_scale=None)

@@ -41,3 +41,6 @@ def test_reshape_and_cache():
 def test_merge_states():
     out, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
     torch.library.opcheck(torch.ops.paged_attn.merge_states.default, (out, lse, out + 1, lse - 1))
+    parts = [out, out + 1, out - 1], [lse, lse - 1, lse + 1]
+    options = {"out_dtype": torch.bfloat16}
+    torch.library.opcheck(torch.ops.paged_attn.merge_states.list, parts, options)

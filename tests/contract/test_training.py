@@ -134,7 +134,8 @@ def test_opcheck(changes):
 def test_opcheck_of_the_backward(changes):
     op, args, _ = case(**changes)
     args = {n: x.detach() if is_float(x) else x for n, x in args.items()}
-    args.pop("out_dtype")
+    for name in ("out_dtype", "batch_invariant"):  # the forward's alone
+        args.pop(name)
     out, lse = getattr(torch_paged_attn, op)(**args)
     args |= {"dout": torch.randn(out.shape), "dlse": None, "out": out, "softmax_lse": lse}
     for mask in ([True] * 5, [False, True, False, False, True]):
@@ -146,6 +147,8 @@ def test_opcheck_of_merged_states():
     parts = out, lse, out.detach() + 1, lse.detach() - 1
     torch.library.opcheck(torch.ops.paged_attn.merge_states.default, parts)
     parts = tuple(x.detach() for x in parts)
+    lists = list(parts[::2]), list(parts[1::2])
+    torch.library.opcheck(torch.ops.paged_attn.merge_states.list, lists)
     merged = torch_paged_attn.merge_states(*parts)
     given = (torch.randn(3, 2, 4), torch.randn(2, 3), *parts, *merged)
     torch.library.opcheck(torch.ops.paged_attn.merge_states_backward.default, given)

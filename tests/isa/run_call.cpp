@@ -79,8 +79,13 @@ void set(ReshapeAndCache& call, const std::string& name, const char* text, char*
   throw std::runtime_error("no such member: " + name);
 }
 
-void set(MergeStates& call, const std::string& name, const char* text, char* blob) {
-  MEMBER(dtype) MEMBER(total_q) MEMBER(num_heads) MEMBER(head_dim_v) PART(a) PART(b)
+struct MergeCall : MergeStates {
+  Part both[2];
+};
+
+void set(MergeCall& call, const std::string& name, const char* text, char* blob) {
+  MEMBER(dtype) MEMBER(out_dtype) MEMBER(total_q) MEMBER(num_heads) MEMBER(head_dim_v)
+  PART(both[0]) PART(both[1])
   throw std::runtime_error("no such member: " + name);
 }
 
@@ -162,8 +167,10 @@ void attend(Attention a, FILE* file) {
   results.write(file);
 }
 
-void merge_states(MergeStates s, FILE* file) {
-  const Results<MergeStates> results(s, s.dtype);
+void merge_states(MergeCall s, FILE* file) {
+  s.parts = s.both;
+  s.num_parts = 2;
+  const Results<MergeStates> results(s, s.out_dtype);
   kernels().merge_states(s, 0, s.total_q);
   results.write(file);
 }
@@ -222,7 +229,7 @@ void run(const std::string& op, const char* fields, const char* blob, const char
   else if (op == "attend_backward")
     attend_backward(read_fields<BackwardCall>(fields, memory.data()), file);
   else if (op == "merge_states")
-    merge_states(read_fields<MergeStates>(fields, memory.data()), file);
+    merge_states(read_fields<MergeCall>(fields, memory.data()), file);
   else if (op == "reshape_and_cache")
     reshape_and_cache(read_fields<ReshapeAndCache>(fields, memory.data()), memory, file);
   else

@@ -255,8 +255,9 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """`merge_states`."""
     names = ("total_q", "num_heads", "head_dim_v")
-    members = {"dtype": out_a.dtype} | dict(zip(names, out_a.shape, strict=True))
-    members |= part("a", out_a, lse_a) | part("b", out_b, lse_b)
+    members = dict(zip(names, out_a.shape, strict=True))
+    members |= {"dtype": out_a.dtype, "out_dtype": out_a.dtype}
+    members |= part("both[0]", out_a, lse_a) | part("both[1]", out_b, lse_b)
     raw = run("merge_states", members, Memory(), command, folder)
     return out_and_lse(raw, out_a.shape, out_a.dtype)
 

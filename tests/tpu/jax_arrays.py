@@ -39,7 +39,7 @@ def to_torch(array: Any) -> Tensor:
 
 
 def rng_words(rng_state: Tensor) -> Any:
-    """Seed and offset as the three 32-bit words that JAX can hold."""
-    seed, offset = (int(x) for x in rng_state)
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, offset & 0xFFFFFFFF]
+    """Seed (two of them), offset and what follows as the 32-bit words that JAX can hold."""
+    seed, offset, *base = (int(x) for x in rng_state)
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, offset & 0xFFFFFFFF, *base]
     return jnp.asarray(np.array(words, np.uint32))

@@ -17,8 +17,8 @@ KEYS = "AutocastCPU", "AutocastCUDA", "AutocastXLA", "AutocastPrivateUse1"
 
 
 def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments with q, k and v in `dtype`, those of float32 or 16 bits. A cache, which a cast
-    would copy whole, stays as it is: q goes with it.
+    """The arguments with q, q_latent, k and v in `dtype`, those of float32 or 16 bits. A cache,
+    which a cast would copy whole, stays as it is: q goes with it.
     """
     names = [x.name for x in arguments(op) if not x.keyword_only]
     given = dict(zip(names, args, strict=False))
@@ -27,8 +27,8 @@ def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any
         inputs, dtype = ("q",), given["k"].dtype if given["k"].dtype in FLOAT else dtype
     if given["q"].dtype not in FLOAT:
         return args
-    for name in inputs:
-        if isinstance(x := given[name], Tensor) and x.dtype in FLOAT:
+    for name in (*inputs, "q_latent"):
+        if isinstance(x := given.get(name), Tensor) and x.dtype in FLOAT:
             given[name] = x.to(dtype)
     return tuple(given.values())
 

@@ -22,8 +22,9 @@ OPS = "flash_varlen", "blocksparse"
 
 
 def flops(call: AttentionCall) -> int:
-    """Of a forward: q times k, and the probabilities times v."""
-    return 2 * call.num_heads * _pairs(call) * (call.head_dim + call.head_dim_v)
+    """Of a forward: q times k, latents times v, and the probabilities times v."""
+    dims = call.head_dim + call.head_dim_v * (1 if call.q_latent is None else 2)
+    return 2 * call.num_heads * _pairs(call) * dims
 
 
 def backward_flops(call: BackwardCall) -> int:
@@ -36,10 +37,11 @@ def backward_flops(call: BackwardCall) -> int:
 def _pairs(call: AttentionCall) -> int:
     """Pairs of a query and a key that are looked at, of one head."""
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
-    if all(x is None or _is_on_host(x) for x in lengths):
+    if all(x is None or _is_on_host(x) for x in (*lengths, call.q_position)):
         key_lens = key_lengths(*lengths).tolist()
         query_lens = call.cu_seqlens_q.diff().tolist()
-        visible = sum(_visible(call, *n) for n in zip(query_lens, key_lens, strict=True))
+        firsts = call.first_positions().tolist()
+        visible = sum(_visible(call, *n) for n in zip(firsts, query_lens, key_lens, strict=True))
     else:
         visible = _visible_by_shapes(call)
     if (layout := call.layout) is None:
@@ -53,13 +55,14 @@ def _is_on_host(x: Tensor) -> bool:
     return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
-def _visible(call: AttentionCall, query_len: int, key_len: int) -> int:
-    """Pairs of one sequence."""
+def _visible(call: AttentionCall, first: int, query_len: int, key_len: int) -> int:
+    """Pairs of one sequence, whose first query stands at position `first`."""
     left, right = call.window_size_left, call.window_right
-    positions = torch.arange(key_len - query_len, key_len, device="cpu")
-    first = torch.zeros_like(positions) if left < 0 else (positions - left).clamp(min=0)
-    last = (positions + right).clamp(max=key_len - 1) if right >= 0 else key_len - 1
-    return int((last - first + 1).clamp(min=0).sum())
+    positions = first + torch.arange(query_len, device="cpu")
+    keys = call.key_positions(torch.arange(key_len, device="cpu"))
+    start = torch.searchsorted(keys, positions - left) if left >= 0 else 0
+    stop = torch.searchsorted(keys, positions + right + 1) if right >= 0 else key_len
+    return int((positions * 0 + stop - start).clamp(min=0).sum())
 
 
 def _visible_by_shapes(call: AttentionCall) -> int:

@@ -11,7 +11,8 @@ subclasses with `__torch_dispatch__`, FakeTensors. Two dispatch keys come before
 there are such wrappers or a dispatch mode is on, and nowhere else: they send the call to the twin.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,22 @@ class Recorded(torch.autograd.Function):
         return None, None, None, *ctx.derivative.backward(ctx, ctx.needs_input_grad[3:], gradients)
 
 
+class RecordedLists(Recorded):
+    """A call whose positional arguments are two lists of tensors, as long as each other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: "Gate", keys: Any, options: dict[str, Any], *args: Any
+    ) -> tuple[Tensor, ...]:
+        half = len(args) // 2
+        ctx.set_materialize_grads(False)
+        with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()):
+            results = gate.below_autograd(keys, (args[:half], args[half:]), options)
+        ctx.derivative = gate.derivative
+        ctx.derivative.save(ctx, args, options, results)
+        return results
+
+
 class Gate:
     """Looks whether a call of one operator needs a gradient."""
 
@@ -106,8 +123,10 @@ class Gate:
         packet, _, overload = name.partition(".")
         self.op = getattr(getattr(torch.ops.paged_attn, packet), overload or "default")
         self.check, self.derivative = check, derivative
-        self.function: Any = type(packet, (Recorded,), {})
         arguments = self.op._schema.arguments
+        self.takes_lists = any("List[Tensor]" in str(a.type) for a in arguments)
+        kind = RecordedLists if self.takes_lists else Recorded
+        self.function: Any = type(packet, (kind,), {})
         # the positional arguments' names, "" for those that are no tensors
         self.tensors = [a.name * ("Tensor" in str(a.type)) for a in arguments if not a.kwarg_only]
         self.written = [
@@ -172,10 +191,21 @@ class Gate:
         """The names of the tensors of which a gradient is asked for."""
         if not torch.is_grad_enabled():
             return []
-        pairs = zip(self.tensors, args, strict=False)
-        return [name for name, x in pairs if name and x is not None and x.requires_grad]
+        return [name for name, x in self.pairs(args) if x.requires_grad]
+
+    def pairs(self, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are given, each with the name of its argument."""
+        for name, x in zip(self.tensors, args, strict=False):
+            if not name or x is None:
+                continue
+            if isinstance(x, tuple | list):
+                yield from ((f"{name}[{i}]", y) for i, y in enumerate(x))
+            else:
+                yield name, x
 
     def record(self, *args: Any) -> Any:
+        if self.takes_lists:
+            args = (*args[:3], *itertools.chain(*args[3:]))
         if not torch._C._are_functorch_transforms_active():
             return self.function.apply(*args)
         # one level of several, as an operator's kernel is called for each: what `Function.apply`
@@ -207,8 +237,8 @@ class Gate:
         # there are tangents only inside a level of forward-mode AD
         if forward_ad._current_level < 0:
             return
-        for name, x in zip(self.tensors, args, strict=False):
-            if name and x is not None and forward_ad.unpack_dual(x).tangent is not None:
+        for name, x in self.pairs(args):
+            if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError(
                     f"{self.op._schema.name}: {name} carries a tangent of forward-mode AD, and no"
                     " operator has such a derivative; allowed: its primal"
@@ -228,10 +258,12 @@ class Gate:
 
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A backend's function in Python, behind the gate."""
-        tensors, twin = self.tensors, self.twin
+        tensors, twin, takes_lists = self.tensors, self.twin, self.takes_lists
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
+            if takes_lists and self.asking(args):
+                return twin(*args, **kwargs)
+            if not takes_lists and torch.is_grad_enabled():
                 for name, x in zip(tensors, args, strict=False):
                     if name and x is not None and x.requires_grad:
                         return twin(*args, **kwargs)

@@ -27,6 +27,12 @@ def _is_static(value: Any) -> bool:
     return not isinstance(value, torch.SymInt)
 
 
+def name_of(op: Any) -> str:
+    """As backends know it: with its overload, if it has one."""
+    name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
+    return f"{name}.{overload}" if overload else name
+
+
 def inline(name: str, library: torch.library.Library) -> None:
     """Have torch.compile look into the op `name`."""
 
@@ -41,7 +47,7 @@ def inline(name: str, library: torch.library.Library) -> None:
         is_static = all(map(_is_static, leaves))
         if key and is_static and not custom_triton_ops_decomposition_disabled():
             backend, _ = serving(key)
-            function = backend.traceable(name) if backend is not None else None
+            function = backend.traceable(name_of(op)) if backend is not None else None
             if function is not None:
                 with mode:
                     result = function(*args, **(kwargs or {}))

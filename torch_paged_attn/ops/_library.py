@@ -8,13 +8,18 @@ from typing import Any
 import torch
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
+from torch_paged_attn.ops.lacking import refuse_lacking
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
+
+ATTENTION = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
@@ -60,7 +65,7 @@ def define(
         schema[schema.index("(") : schema.rindex("->")].replace("(a!)", "").replace("(b!)", "")
     )
     LIBRARY.define(f"{error_name}{arguments}-> str")
-    explain = functools.partial(_explain, gate, (check, check_values))
+    explain = functools.partial(_explain, gate, name, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
 
     if not name.endswith("_backward"):
@@ -125,7 +130,8 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
         raise NotImplementedError(f"paged_attn::{name}: {reason}")
     function = _function(backend, name)
     check, check_values = OPS[name]
-    checks = [] if backend.checks_metadata else [check]
+    # what is composed of PyTorch's operators checks nothing itself
+    checks = [] if backend.checks_metadata and backend.has(name) else [check]
     if environment.CHECK:
         checks = [check, check_values]
     return GATES[name].guarded(_checked(function, checks) if checks else function)
@@ -150,10 +156,26 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
     )
 
 
-def _explain(gate: Gate, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any) -> str:
+def _refuse_lacking(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise for an argument that compiled kernels lack; of those, only the CPU's ask."""
+    backend = next(backend for backend in backends() if backend.is_compiled)
+    forward = name.removesuffix("_backward")
+    if forward == name:
+        call, lacks = getattr(AttentionCall, name)(*args, **options), backend.lacks
+    else:
+        call = getattr(BackwardCall, forward)(*args, **options).named_forward()
+        lacks = backend.lacks_in_backward
+    refuse_lacking(call, backend.name, lacks)
+
+
+def _explain(
+    gate: Gate, name: str, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any
+) -> str:
     try:
         for check in checks:
             check(*args, **kwargs)
+        if name in ATTENTION:
+            _refuse_lacking(name, args, kwargs)
         gate.refuse(args, kwargs)
     except (ValueError, IndexError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         return f"{type(error).__name__}: {error}"

@@ -27,6 +27,10 @@ from torch_paged_attn.ops.checks import (
     names,
 )
 
+INT32_MAX = 2**31 - 1
+# positions of keys are counted in 64 bits
+MOST_RANKS = 2**15
+
 
 def check_attention(call: AttentionCall) -> None:
     """Raise for shapes, dtypes, devices and options that no backend may accept."""
@@ -50,7 +54,10 @@ def _check_rows(call: AttentionCall) -> None:
     check_dtype(op, "q", q, QUERY)
     if k.dtype != q.dtype:
         check_dtype(op, "k", k, tuple(dict.fromkeys((q.dtype, *QUANTISED))))
-    check_dtype(op, "v", v, (k.dtype,))
+    if call.q_latent is None:
+        check_dtype(op, "v", v, (k.dtype,))
+    elif v.dtype != q.dtype:  # latents beside rope keys
+        check_dtype(op, "v", v, tuple(dict.fromkeys((q.dtype, *QUANTISED))))
     if v.shape[:-1] != k.shape[:-1]:
         fail(op, "v", f"has shape {tuple(v.shape)}", f"k's {tuple(k.shape)} in all but head_dim")
     for name, size in (
@@ -71,6 +78,12 @@ def _check_rows(call: AttentionCall) -> None:
         fail(op, "k", f"has head_dim {k.shape[-1]}", f"q's head_dim, {call.head_dim}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rows(op, name, tensor)
+    if (latent := call.q_latent) is not None:
+        shape = "(total_q, num_heads, head_dim_v)"
+        check_dim(op, "q_latent", latent, shape)
+        check_dtype(op, "q_latent", latent, (q.dtype,))
+        check_shape(op, "q_latent", latent, (*q.shape[:2], call.head_dim_v), shape)
+        check_rows(op, "q_latent", latent)
 
 
 def _check_lengths(call: AttentionCall) -> None:
@@ -92,6 +105,12 @@ def _check_lengths(call: AttentionCall) -> None:
         if call.seqused_k is None and call.cu_seqlens_k is None:
             allowed = "key lengths by seqused_k or cu_seqlens_k with block_table"
             fail(op, "seqused_k", "is None", allowed)
+    if call.k_start is not None:
+        check_lengths(op, "k_start", call.k_start, call.batch, "(batch)")
+        if table is not None:
+            fail(op, "k_start", "came with block_table", "packed keys, or k_start None")
+    if call.q_position is not None:
+        check_lengths(op, "q_position", call.q_position, call.batch, "(batch)")
     for name, size in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
         # a size that a graph does not know (a SymInt) is not asked for
         if isinstance(size, int) and size < 0:
@@ -108,6 +127,11 @@ def _check_scores(call: AttentionCall) -> None:
             fail(op, "attn_bias", f"has {bias.shape[0]} heads", allowed)
         if bias.shape[1] != call.total_q:
             fail(op, "attn_bias", f"has {bias.shape[1]} rows", f"total_q = {call.total_q}")
+    if (tail := call.tail_mask) is not None:
+        check_dim(op, "tail_mask", tail, "(total_q, max Lq)")
+        check_dtype(op, "tail_mask", tail, (torch.bool,))
+        if tail.shape[0] != call.total_q:
+            fail(op, "tail_mask", f"has {tail.shape[0]} rows", f"total_q = {call.total_q}")
     if call.alibi_slopes is not None:
         check_per_head(op, "alibi_slopes", call.alibi_slopes, "num_heads", num_heads, call.batch)
     if call.sinks is not None:
@@ -152,28 +176,55 @@ def _check_options(call: AttentionCall) -> None:
         fail(op, "rng_state", "is None", "a (2,) int64 tensor (seed, offset) when dropout_p > 0")
     if rng_state is not None:
         check_dtype(op, "rng_state", rng_state, (torch.int64,))
-        check_shape(op, "rng_state", rng_state, (2,), "(seed, offset)")
+        if rng_state.shape != (5,):
+            check_shape(op, "rng_state", rng_state, (2,), "(seed, offset)")
+    if call.key_ranks != 1 or call.key_rank != 0 or call.key_interleave != 1:
+        _check_key_ranks(call)
+
+
+def _check_key_ranks(call: AttentionCall) -> None:
+    op, ranks = call.op, call.key_ranks
+    for name, size, most in (
+        ("key_ranks", ranks, MOST_RANKS),
+        ("key_interleave", call.key_interleave, INT32_MAX),
+    ):
+        if not 1 <= size <= most:
+            fail(op, name, f"is {size}", f"1 to {most}")
+    if not 0 <= call.key_rank < ranks:
+        fail(op, "key_rank", f"is {call.key_rank}", f"0 to key_ranks - 1 = {ranks - 1}")
 
 
 def check_attention_values(call: AttentionCall) -> None:
     """Raise for lengths, bounds and page ids that point outside the tensors. Reads tensors."""
     op, cu_seqlens_q, cu_seqlens_k = call.op, call.cu_seqlens_q, call.cu_seqlens_k
     is_paged, total_k = call.block_table is not None, call.k.shape[0]
+    # else cu_seqlens_k says how long sequences are, but not where they start
+    has_bounds = not is_paged and call.k_start is None
     _check_bounds(op, "cu_seqlens_q", cu_seqlens_q, call.total_q, "total_q")
     if cu_seqlens_k is not None:
-        last = None if is_paged else total_k
+        last = total_k if has_bounds else None
         _check_bounds(op, "cu_seqlens_k", cu_seqlens_k, last, "total_k")
-    elif not is_paged:
+    elif has_bounds:
         _check_bounds(op, "cu_seqlens_k (None: cu_seqlens_q)", cu_seqlens_q, total_k, "total_k")
     query_lens = cu_seqlens_q.diff().tolist()
     key_lens = slots = key_lengths(cu_seqlens_q, cu_seqlens_k, call.seqused_k).tolist()
-    if call.seqused_k is not None and not is_paged:
+    if call.seqused_k is not None and not is_paged and call.k_start is None:
         slots = key_lengths(cu_seqlens_q, cu_seqlens_k, None).tolist()
+    if call.dropout_p > 0.0:
+        _check_dropout_base(call)
     for b, (query_len, key_len, slot) in enumerate(zip(query_lens, key_lens, slots, strict=True)):
         if key_len < 0:
             fail(op, f"seqused_k[{b}]", f"is {key_len}", "at least 0")
         if key_len > slot:
             fail(op, f"seqused_k[{b}]", f"is {key_len}", f"at most the {slot} keys of cu_seqlens_k")
+        if call.k_start is not None:
+            start = int(call.k_start[b])
+            if not 0 <= start <= total_k - key_len:
+                allowed = f"0 to total_k - Lk[{b}] = {total_k - key_len}"
+                fail(op, f"k_start[{b}]", f"is {start}", allowed)
+        if call.tail_mask is not None and key_len and query_len > call.tail_mask.shape[1]:
+            came = f"has {call.tail_mask.shape[1]} columns"
+            fail(op, "tail_mask", came, f"at least Lq[{b}] = {query_len}")
         if call.attn_bias is not None and query_len and key_len > call.attn_bias.shape[2]:
             came = f"has {call.attn_bias.shape[2]} columns"
             fail(op, "attn_bias", came, f"at least Lk[{b}] = {key_len}")
@@ -200,7 +251,7 @@ def _check_pages(call: AttentionCall, b: int, query_len: int, key_len: int) -> N
     if needed > pages.shape[0]:
         came = f"has {pages.shape[0]} pages of {page_size} for Lk[{b}] = {key_len}"
         fail(call.op, "block_table", came, f"at least {needed} columns", RuntimeError)
-    seen = _seen_keys(call, query_len, key_len)
+    seen = _seen_keys(call, b, query_len, key_len)
     first, stop = seen.start // page_size, -(-seen.stop // page_size)
     for i, page in enumerate(pages[first:stop].tolist(), start=first):
         if not 0 <= page < num_pages:
@@ -208,9 +259,28 @@ def _check_pages(call: AttentionCall, b: int, query_len: int, key_len: int) -> N
             fail(call.op, name, f"is {page}", allowed, IndexError)
 
 
-def _seen_keys(call: AttentionCall, query_len: int, key_len: int) -> range:
+def _seen_keys(call: AttentionCall, b: int, query_len: int, key_len: int) -> range:
     """The keys that some query of a sequence sees, masks by bias aside."""
-    past, left, right = key_len - query_len, call.window_size_left, call.window_right
-    start = 0 if left < 0 else max(0, past - left)
-    stop = key_len if right < 0 else min(key_len, past + query_len + right)
+    first, left, right = int(call.first_positions()[b]), call.window_size_left, call.window_right
+    if call.layout is not None and first + query_len <= 0:  # no row for a negative position
+        return range(0)
+    start = 0 if left < 0 else _keys_before(call, first - left, key_len)
+    stop = key_len if right < 0 else _keys_before(call, first + query_len + right, key_len)
     return range(start, stop) if query_len and start < stop else range(0)
+
+
+def _keys_before(call: AttentionCall, position: int, key_len: int) -> int:
+    """How many of a sequence's keys stand before a position."""
+    run, span = call.key_interleave, call.key_interleave * call.key_ranks
+    spans, rest = divmod(position, span)
+    keys = spans * run + min(max(rest - call.key_rank * run, 0), run)
+    return min(max(keys, 0), key_len)
+
+
+def _check_dropout_base(call: AttentionCall) -> None:
+    assert call.rng_state is not None
+    values = call.rng_state.tolist()[2:]
+    most = 65535 - call.num_heads, INT32_MAX, INT32_MAX
+    for name, value, largest in zip(("head", "row", "column"), values, most, strict=False):
+        if not 0 <= value <= largest:
+            fail(call.op, f"rng_state's first {name}", f"is {value}", f"0 to {largest}")

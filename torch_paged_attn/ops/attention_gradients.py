@@ -66,6 +66,9 @@ def refuse_gradients(call: AttentionCall, asking: Sequence[str]) -> None:
         if name != "alibi_slopes" and getattr(call, name) is not None:
             came = f"came {where}, and there is no backward for 8 bits"
             refuse(name, came, f"none, or {ALLOWED}")
+    if call.q_latent is not None:
+        came = f"came {where}, and there is no backward for it yet"
+        refuse("q_latent", came, f"q and k with the latents' columns, or {ALLOWED}")
     if call.block_table is not None:
         came = f"came {where}, and there is no backward for paged keys"
         refuse("block_table", came, f"packed k and v, or {ALLOWED}")
@@ -96,7 +99,7 @@ class AttentionDerivative:
         if call.q.is_meta:
             return
         backend, _ = serving_device(call.q.device)
-        reason = None if backend is None else backend.unsupported_backward(call)
+        reason = None if backend is None else backend.why_no_gradients(call)
         if reason is not None:
             came = f"requires grad, and {reason}"
             fail(self.op, asking[0], came, ALLOWED, NotImplementedError)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, lacking
 
 # The folders of all backends. Of those that share a dispatch key, the first that can run answers.
 FOLDERS = ("tpu", "neuron", "triton", "cpu")
@@ -34,6 +35,14 @@ class Backend:
 
     is_compiled: ClassVar[bool] = False
     """Whether `unsupported` loads a library that registers kernels: no call meets Python."""
+
+    lacks: ClassVar[tuple[str, ...]] = OPTIONAL
+    """Arguments of attention that it has no kernel for: its functions refuse them by
+    `refuse_lacking`, a compiled one's guard by a plain condition.
+    """
+
+    lacks_in_backward: ClassVar[tuple[str, ...]] = OF_BACKWARD
+    """The same of a backward."""
 
     checks_metadata: ClassVar[bool] = False
     """Whether its functions refuse what the op's `check` refuses, so that nobody else has to."""
@@ -60,6 +69,12 @@ class Backend:
         answer, or None. It is asked at the forward, and continues "q requires grad, and ".
         """
         return f"the {self.name} backend has no {call.op}_backward yet"
+
+    def why_no_gradients(self, call: AttentionCall) -> str | None:
+        """`unsupported_backward`, or which argument a backward lacks."""
+        if (name := lacking(call, self.lacks_in_backward)) is not None:
+            return f"the {self.name} backend has no {call.op}_backward with {name} yet"
+        return self.unsupported_backward(call)
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """The op as torch.compile traces it, kernel launches included, or None where a call stays

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_lengths
+from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
@@ -59,18 +59,24 @@ def check_layout_values(call: AttentionCall) -> None:
     assert call.layout is not None
     query_lens = call.cu_seqlens_q.diff().tolist()
     key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
+    firsts = call.first_positions().tolist()
     for b, (query_len, key_len) in enumerate(zip(query_lens, key_lens, strict=True)):
-        positions = range(max(0, key_len - query_len), key_len)
-        if query_len and positions:
-            _check_rows(call.op, call.layout, b, positions)
+        positions = range(max(0, firsts[b]), firsts[b] + query_len)
+        if key_len and positions:
+            _check_rows(call, b, positions)
 
 
-def _check_rows(op: str, layout: BlockLayout, b: int, positions: range) -> None:
+def _check_rows(call: AttentionCall, b: int, positions: range) -> None:
     """The layout's rows that queries at these positions belong to."""
+    op, layout = call.op, call.layout
+    assert layout is not None
     rows, nnz = layout.crow_indices.shape[-1] - 1, layout.col_indices.shape[-1]
     first, last = positions[0] // layout.q_block_size, positions[-1] // layout.q_block_size
     if last >= rows:
-        came = f"has {rows} rows of {layout.q_block_size} for Lk[{b}] = {positions.stop}"
+        where = f"Lk[{b}] = {positions.stop}"
+        if call.q_position is not None:
+            where = f"position {positions[-1]} of sequence {b}"
+        came = f"has {rows} rows of {layout.q_block_size} for {where}"
         fail(op, "crow_indices", came, f"at least {last + 1} rows")
     crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
     for h in range(crow.shape[0]):

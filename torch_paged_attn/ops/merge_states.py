@@ -1,4 +1,4 @@
-"""Contract of `paged_attn::merge_states`: attention over the union of two disjoint key sets."""
+"""Contract of `paged_attn::merge_states`: attention over the union of disjoint key sets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +13,8 @@ from torch_paged_attn.ops.checks import (
     check_dim,
     check_dtype,
     check_shape,
+    fail,
+    names,
 )
 
 OP = "merge_states"
@@ -76,26 +78,140 @@ _merge_states = define(
 )
 
 
-def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint key sets into attention over their union.
+def check_list(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> None:
+    """Raise for metadata the contract forbids."""
+    if not outs:
+        fail(OP, "outs", "is empty", "at least one part")
+    if len(lses) != len(outs):
+        fail(OP, "lses", f"has {len(lses)} parts", f"as many as outs, {len(outs)}")
+    first = outs[0]
+    check_dim(OP, "outs[0]", first, "(total_q, num_heads, head_dim_v)")
+    check_dtype(OP, "outs[0]", first, FLOAT)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_dtype(OP, f"outs[{i}]", out, (first.dtype,))
+        check_shape(OP, f"outs[{i}]", out, tuple(first.shape), "the first part's shape")
+        check_dtype(OP, f"lses[{i}]", lse, (torch.float32,))
+        sizes = (first.shape[1], first.shape[0])
+        check_shape(OP, f"lses[{i}]", lse, sizes, "(num_heads, total_q)")
+        check_devices(OP, first.device, {f"outs[{i}]": out, f"lses[{i}]": lse})
+    if out_dtype is not None and out_dtype not in FLOAT:
+        fail(OP, "out_dtype", f"is {names((out_dtype,))}", names(FLOAT))
 
-    `softmax_lse = logaddexp(lse_a, lse_b)` and `out` is the mean of `out_a` and `out_b` weighted by
-    `exp(lse - softmax_lse)`. Prefix plus new tokens, shared-prefix cascades and context parallelism
-    are compositions of `flash_varlen` and this. A part that saw no key (lse -inf) has no weight,
-    whatever its `out` holds; two of them merge to `(0, -inf)`. Give a sink to one part only.
+
+def check_values_list(*_args: Any, **_options: Any) -> None:
+    """Every value is allowed."""
+
+
+def fake_list(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the op returns, in shape and dtype."""
+    out, lse = outs[0], lses[0]
+    return out.new_empty(out.shape, dtype=out_dtype or out.dtype), lse.new_empty(lse.shape)
+
+
+def composed_list(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The formula, one part after the other, in PyTorch's operators."""
+    # the same bits whatever the strides
+    outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
+    lse = torch.stack(lses).logsumexp(0)
+    shift = lse.masked_fill(lse == float("-inf"), 0.0)
+    merged = torch.zeros_like(outs[0], dtype=torch.float32)
+    for out, part in zip(outs, lses, strict=True):
+        weight = (part - shift).exp().mT[..., None]
+        # a part without weight may hold anything
+        merged = merged + torch.where(weight > 0.0, weight * out.float(), 0.0)
+    return merged.to(out_dtype or outs[0].dtype), lse
+
+
+class ListDerivative:
+    """The derivative of the list form, whose arguments come here one after the other: each part's
+    is that of `merge_states`, which knows nothing of the other parts but the results.
+    """
+
+    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Every call has one."""
+
+    def save(
+        self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
+    ) -> None:
+        ctx.save_for_backward(*args, *results)
+
+    def backward(
+        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        *parts, out, softmax_lse = ctx.saved_tensors
+        dout, dlse = gradients
+        number, dtype = len(parts) // 2, parts[0].dtype
+        outs, lses = parts[:number], parts[number:]
+        dout = torch.zeros_like(out) if dout is None else dout
+        # a part is of one dtype with what it is a part of
+        whole = dout.to(dtype), dlse, out.to(dtype), softmax_lse
+        douts, dlses = [], []
+        for i in range(0, number, 2):
+            j = min(i + 1, number - 1)
+            found = torch.ops.paged_attn.merge_states_backward.default(
+                *whole[:2], outs[i], lses[i], outs[j], lses[j], *whole[2:]
+            )
+            douts += found[:1] if i == j else found[::2]
+            dlses += found[1:2] if i == j else found[1::2]
+        found = (*douts, *dlses)
+        return tuple(x if is_asked else None for x, is_asked in zip(found, asked, strict=True))
+
+
+_merge_states_list = define(
+    "merge_states.list(Tensor[] outs, Tensor[] lses, *, ScalarType? out_dtype=None)"
+    " -> (Tensor out, Tensor softmax_lse)",
+    check=check_list,
+    check_values=check_values_list,
+    fake=fake_list,
+    derivative=ListDerivative(),
+    composed=composed_list,
+)
+
+
+def merge_states(
+    out_a: Tensor | Sequence[Tensor],
+    lse_a: Tensor | Sequence[Tensor],
+    out_b: Tensor | None = None,
+    lse_b: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over disjoint key sets into attention over their union.
+
+    `softmax_lse = log(sum(exp(lse)))` over the parts, and `out` is the mean of the parts' weighted
+    by `exp(lse - softmax_lse)`, added up in their order in float32 and rounded once. Prefix plus
+    new tokens, shared-prefix cascades and context parallelism are compositions of `flash_varlen`
+    and this. A part that saw no key (lse -inf) has no weight, whatever its `out` holds; where no
+    part saw one the result is `(0, -inf)`. Give a sink to one part only.
 
     Args:
         out_a, out_b: `(total_q, num_heads, head_dim_v)` float32, bfloat16 or float16, any strides.
         lse_a, lse_b: `(num_heads, total_q)` float32, natural log, any strides.
+        out_dtype: of the result: float32, bfloat16 or float16; that of the parts when omitted.
+
+    Any number of parts: `out_a` and `lse_a` as lists of such tensors, one entry a part, without
+    `out_b` and `lse_b`. The parts are of one shape and dtype; those in float32 lose nothing that
+    the result, by `out_dtype`, does not.
 
     Returns:
-        `out`, like `out_a`, computed in float32, and `softmax_lse`, like `lse_a`; both contiguous.
+        `out`, of `out_a`'s shape, computed in float32, and `softmax_lse`, like `lse_a`; both
+        contiguous.
 
     Raises:
-        ValueError: a shape, dtype or device outside the above.
+        ValueError: a shape, dtype or device outside the above, or parts of which one is missing.
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.
     """
+    if isinstance(out_a, tuple | list) and out_b is None and lse_b is None:
+        if not out_a:  # which no dispatcher knows the device of
+            check_list([], [])
+        return _merge_states_list(out_a, lse_a, out_dtype=out_dtype)
+    if out_dtype is not None and out_b is not None and lse_b is not None:
+        return _merge_states_list([out_a, out_b], [lse_a, lse_b], out_dtype=out_dtype)
     return _merge_states(out_a, lse_a, out_b, lse_b)

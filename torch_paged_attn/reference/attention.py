@@ -128,6 +128,7 @@ class Scored:
     terms: list[Tensor]  # ALiBi and bias
     logits: Tensor
     keep: Tensor | None  # by dropout
+    latent: Tensor | None  # (heads, Lq, dim_v), of the queries
 
     def dropped(self, p: Tensor) -> Tensor:
         """Probabilities, or what is multiplied with them, after dropout."""
@@ -137,7 +138,10 @@ class Scored:
 
     def magnitudes(self) -> Tensor:
         """What each logit adds up, in size."""
-        products = (self.q.abs() @ self.k.abs().mT) * abs(self.call.scale)
+        products = self.q.abs() @ self.k.abs().mT
+        if self.latent is not None:
+            products = products + self.latent.abs() @ self.v.abs().mT
+        products = products * abs(self.call.scale)
         terms = (term.abs() for term in self.terms)
         return sum(terms, products).masked_fill(~self.visible, 0.0)
 
@@ -151,14 +155,16 @@ def scored_sequences(
     num_heads, device = call.num_heads, call.q.device
     q_bounds = call.cu_seqlens_q.tolist()
     key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
-    k_bounds = (call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k).tolist()
+    first_positions, first_keys = call.first_positions().tolist(), call.first_keys().tolist()
     for b, key_len in enumerate(key_lens):
         rows = slice(q_bounds[b], q_bounds[b + 1])
         query_len = rows.stop - rows.start
-        positions = key_len - query_len + torch.arange(query_len, device=device)
-        keys = torch.arange(key_len, device=device)
+        positions = first_positions[b] + torch.arange(query_len, device=device)
+        keys = call.key_positions(torch.arange(key_len, device=device))
         distance = keys[None, :] - positions[:, None]
         visible = _visible(call, distance).expand(num_heads, -1, -1)
+        if call.tail_mask is not None:
+            visible = visible & _seen_of_tail(call.tail_mask[rows, :query_len], key_len)
         if layout_mask is not None:
             visible = visible & layout_mask(b, positions, keys)
         bias = None
@@ -168,10 +174,14 @@ def scored_sequences(
         k = _real_rows(call, b, call.k, call.k_descale, visible, compute)
         v = _real_rows(call, b, call.v, call.v_descale, visible, compute)
         q_scale = _descale(call, call.q_descale, b, compute)
-        q = call.q[rows].transpose(0, 1).to(compute)
-        q = q * q_scale.repeat_interleave(call.group_size)[:, None, None]
+        q_scale = q_scale.repeat_interleave(call.group_size)[:, None, None]
+        q = call.q[rows].transpose(0, 1).to(compute) * q_scale
 
-        scores = (q @ k.mT) * call.scale
+        products, latent = q @ k.mT, None
+        if call.q_latent is not None:
+            latent = call.q_latent[rows].transpose(0, 1).to(compute) * q_scale
+            products = products + latent @ v.mT
+        scores = products * call.scale
         if call.softcap > 0.0:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         terms = []
@@ -185,7 +195,8 @@ def scored_sequences(
         if call.dropout_p > 0.0:
             assert call.rng_state is not None  # the contract's checks require it
             keep = dropout_keep(call.rng_state, call.dropout_p, b, num_heads, query_len, key_len)
-        yield Scored(call, rows, k_bounds[b], q, k, v, visible, scores, terms, logits, keep)
+        first = first_keys[b]
+        yield Scored(call, rows, first, q, k, v, visible, scores, terms, logits, keep, latent)
 
 
 def _visible(call: AttentionCall, distance: Tensor) -> Tensor:
@@ -196,6 +207,14 @@ def _visible(call: AttentionCall, distance: Tensor) -> Tensor:
     if call.window_size_left >= 0:
         visible &= distance >= -call.window_size_left
     return visible
+
+
+def _seen_of_tail(mask: Tensor, key_len: int) -> Tensor:
+    """`(Lq, Lk)`: what a mask `(Lq, Lq)` of the newest keys says of all keys."""
+    query_len = mask.shape[0]
+    past = key_len - query_len
+    older = torch.ones(query_len, max(past, 0), dtype=torch.bool, device=mask.device)
+    return torch.cat([older, mask[:, max(-past, 0) :]], 1)
 
 
 def _real_rows(
@@ -215,7 +234,7 @@ def _real_rows(
     start, stop = (int(some[0]), int(some[-1]) + 1) if some.numel() else (0, 0)
     real = torch.zeros(heads, seen.shape[1], stored.shape[-1], dtype=compute, device=seen.device)
     if call.block_table is None:
-        first = int((call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k)[b])
+        first = int(call.first_keys()[b])
         rows = stored[first + start : first + stop]
     else:
         keys = torch.arange(start, stop, device=seen.device)

@@ -85,9 +85,9 @@ def _add_sequence(
     if wants_q:
         dq[rows] = forward.scale * (dx @ x.k).transpose(0, 1)
     if wants_k:
-        dk[keys] = forward.scale * of_kv_heads(dx.mT @ x.q)
+        dk[keys] += forward.scale * of_kv_heads(dx.mT @ x.q)
     if wants_v:
-        dv[keys] = of_kv_heads(dropped.mT @ dout)
+        dv[keys] += of_kv_heads(dropped.mT @ dout)
     if wants_bias:
         per_head = ds if dbias.shape[0] > 1 else ds.sum(0, keepdim=True)
         dbias[:, rows, : x.k.shape[1]] = per_head

@@ -17,12 +17,16 @@ def blocksparse(*args: Any, precision: Precision = FLOAT32, **kwargs: Any) -> tu
 
 
 def layout_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -> Tensor:
-    """Bool `(num_heads, Lq, Lk)`: the pairs of sequence `b` whose blocks are listed."""
+    """Bool `(num_heads, Lq, Lk)`: the pairs of sequence `b` whose blocks are listed; `keys` are
+    positions.
+    """
+    if keys.numel() == 0:
+        return positions.new_ones(call.num_heads, positions.numel(), 0, dtype=torch.bool)
     layout = call.layout
     assert layout is not None
     crow, col = (t[b] if t.dim() == 3 else t for t in (layout.crow_indices, layout.col_indices))
     heads, num_rows = crow.shape[0], crow.shape[1] - 1
-    num_cols = keys.numel() // layout.k_block_size + 1
+    num_cols = int(keys[-1]) // layout.k_block_size + 1
     listed = torch.zeros(heads, num_rows, num_cols, dtype=torch.bool, device=crow.device)
     for h in range(heads):
         bounds = crow[h].tolist()

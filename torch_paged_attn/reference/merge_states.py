@@ -1,5 +1,8 @@
 """Plain PyTorch `merge_states`."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,14 +10,29 @@ from torch_paged_attn.reference.attention import FLOAT32, Precision, Sums
 
 
 def merge_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, precision: Precision = FLOAT32
+    out_a: Tensor | Sequence[Tensor],
+    lse_a: Tensor | Sequence[Tensor],
+    out_b: Tensor | None = None,
+    lse_b: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    precision: Precision = FLOAT32,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as in `ops.merge_states`, plus `precision`."""
-    lse = torch.logaddexp(lse_a.to(precision.compute), lse_b.to(precision.compute))
+    outs = (out_a, out_b) if isinstance(out_a, Tensor) else out_a
+    lses = (lse_a, lse_b) if isinstance(lse_a, Tensor) else lse_a
+    return _merge(outs, lses, out_dtype, precision)
+
+
+def _merge(
+    outs: Sequence[Any], lses: Sequence[Any], out_dtype: torch.dtype | None, precision: Precision
+) -> tuple[Tensor, Tensor]:
+    like = outs[0]
+    lse = torch.stack([x.to(precision.compute) for x in lses]).logsumexp(0)
     shift = lse.masked_fill(lse == float("-inf"), 0.0)
-    merged = torch.zeros(out_a.shape, dtype=precision.compute, device=out_a.device)
+    merged = torch.zeros(like.shape, dtype=precision.compute, device=like.device)
     weights, values = [], []
-    for out, part in ((out_a, lse_a), (out_b, lse_b)):
+    for out, part in zip(outs, lses, strict=True):
         weight = (part - shift).exp()
         seen = (weight > 0.0).mT[..., None]
         value = out.to(precision.compute).where(seen, 0.0)
@@ -23,9 +41,9 @@ def merge_states(
         values.append(value.transpose(0, 1))
     if precision.observe is not None:
         softmax, parts = torch.stack(weights, -1), torch.stack(values, -2)
-        logits = torch.stack([lse_a, lse_b], -1).abs().masked_fill(softmax == 0.0, 0.0)
-        rows = slice(0, out_a.shape[0])
+        logits = torch.stack(list(lses), -1).abs().masked_fill(softmax == 0.0, 0.0)
+        rows = slice(0, like.shape[0])
         precision.observe(Sums(rows, softmax, softmax, parts, logits, torch.float32))
-    return (merged.to(out_a.dtype) if precision.round_out else merged), lse.to(
-        torch.float32 if precision.round_out else precision.compute
-    )
+    if not precision.round_out:
+        return merged, lse
+    return merged.to(out_dtype or like.dtype), lse.float()

@@ -5,7 +5,8 @@ The dropout mask of every backend. One draw of four 32-bit words covers four nei
     key     = (seed mod 2**32, seed div 2**32)
     counter = (column // 4, row, sequence << 16 | head, offset)       each modulo 2**32
 
-`row` and `column` count from 0 within the sequence's queries and keys, `head` is the query head.
+`row` and `column` count from 0 within the sequence's queries and keys, `head` is the query head; of
+an `rng_state` with five entries the last three are added to `head`, `row` and `column`.
 Key `column` takes output word `column % 4` and is kept when that word is at least
 `floor(p * 2**32)`.
 """
@@ -44,13 +45,16 @@ def dropout_keep(
     rng_state: Tensor, dropout_p: float, sequence: int, num_heads: int, query_len: int, key_len: int
 ) -> Tensor:
     """Bool `(num_heads, query_len, key_len)`: True where a probability survives dropout."""
-    seed, offset = (int(x) for x in rng_state.tolist())
-    quads, device = -(-key_len // 4), rng_state.device
-    column = torch.arange(quads, device=device).view(1, 1, -1)
-    row = torch.arange(query_len, device=device).view(1, -1, 1)
-    head = (sequence << 16 & MASK) | torch.arange(num_heads, device=device).view(-1, 1, 1)
+    seed, offset, *base = rng_state.tolist()
+    first_head, first_row, first_column = base or (0, 0, 0)
+    device, first_quad, skipped = rng_state.device, first_column // 4, first_column % 4
+    quads = -(-(skipped + key_len) // 4)
+    column = first_quad + torch.arange(quads, device=device).view(1, 1, -1)
+    row = first_row + torch.arange(query_len, device=device).view(1, -1, 1)
+    head = first_head + torch.arange(num_heads, device=device).view(-1, 1, 1)
+    head = (sequence << 16 & MASK) | head
     offset_word = torch.tensor(offset & MASK, device=device).view(1, 1, 1)
     counter = torch.broadcast_tensors(column, row, head, offset_word)
     words = philox_4x32(counter, (seed & MASK, seed >> 32 & MASK))
-    draws = torch.stack(words, -1).flatten(-2)[..., :key_len]
+    draws = torch.stack(words, -1).flatten(-2)[..., skipped : skipped + key_len]
     return draws >= int(dropout_p * 2.0**32)

@@ -169,9 +169,13 @@ class GradientObserver:
 
         luck = 2.0 * EPS_FLOAT32 * magnitude + DEVIATION * self._eps * spread + deviation
         found = GradientScale(deviation + together, luck, shared, row_error, row_along)
+        scale = self.scales[name]
+        is_shared = scale.row_error[rows] > 0.0  # keys of another sequence, too
         for field in dataclasses.fields(GradientScale):
             part = getattr(found, field.name).transpose(0, 1)
-            getattr(self.scales[name], field.name)[rows] = part
+            getattr(scale, field.name)[rows] += part
+        # a sum's error along the sum is more than the parts' along themselves
+        scale.row_along[rows] = scale.row_along[rows].masked_fill(is_shared, float("inf"))
 
     def _lost(self) -> float:
         """How far a weight may be off that is too small for its dtype."""

@@ -69,8 +69,11 @@ class Call:
         args["cu_seqlens_q"] = cumulative([last - first])
         if args.get("attn_bias") is not None:
             args["attn_bias"] = args["attn_bias"][:, first:last]
+        for name in ("q_latent", "tail_mask"):
+            if args.get(name) is not None:
+                args[name] = args[name][first:last]
         k_bounds = args.get("cu_seqlens_k")
-        if "block_table" not in args:
+        if "block_table" not in args and args.get("k_start") is None:
             start, stop = (self.args["cu_seqlens_q"] if k_bounds is None else k_bounds)[
                 b : b + 2
             ].tolist()
@@ -153,6 +156,7 @@ def _build(problem: Problem) -> Call:
         args |= _layout(problem, g)
     args["cu_seqlens_q"] = cumulative(problem.query_lens)
     args |= _options(problem, g, total_q)
+    args |= _optional(problem, total_q, head_dim_v)
     return Call(problem.op, args)
 
 
@@ -164,22 +168,36 @@ def _cast_strided(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, Any]:
     # with seqused_k each sequence owns rows that hold no key
-    slack = 3 if problem.lengths == "seqused_k" else 0
+    slack = 3 if problem.lengths == "seqused_k" or problem.k_ranges else 0
     spans = [n + slack for n in problem.key_lens]
     bounds = cumulative(spans)
+    starts = bounds.tolist()[:-1]
+    if problem.k_ranges == "apart":  # the last sequence's keys come first
+        starts = [sum(spans) - start - n for start, n in zip(starts, spans, strict=True)]
+    elif problem.k_ranges == "shared":
+        starts = [start // 3 for start in starts]
     written = torch.zeros(sum(spans), dtype=torch.bool)
-    for start, n in zip(bounds.tolist(), problem.key_lens, strict=False):
+    for start, n in zip(starts, problem.key_lens, strict=True):
         written[start : start + n] = True
     args: dict[str, Any] = {}
     for name, dim in (("k", problem.head_dim), ("v", head_dim_v)):
         x = _randn(g, sum(spans), problem.num_kv_heads, dim)
         x = x.masked_fill(~written[:, None, None], NAN)
-        args[name] = _store(x, problem.kv_dtype or problem.dtype)
-    if problem.lengths != "none":
+        args[name] = _store(x, _stored_dtype(problem, name))
+    if problem.k_ranges:
+        args["k_start"] = torch.tensor(starts, dtype=torch.int32)
+        if problem.lengths == "cu_seqlens_k":
+            args["cu_seqlens_k"] = cumulative(problem.key_lens)
+    elif problem.lengths != "none":
         args["cu_seqlens_k"] = bounds
     if problem.lengths == "seqused_k":
         args["seqused_k"] = torch.tensor(problem.key_lens, dtype=torch.int32)
     return args
+
+
+def _stored_dtype(problem: Problem, name: str) -> torch.dtype:
+    stored = problem.kv_dtype or problem.dtype
+    return (problem.v_dtype or stored) if name == "v" else stored
 
 
 def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, Any]:
@@ -188,7 +206,6 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
     counts = [-(-n // page_size) for n in problem.key_lens]
     num_pages = max(1, sum(counts) + problem.spare_pages)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(problem.page_seed))
-    dtype = problem.kv_dtype or problem.dtype
 
     if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
         k = torch.full((num_pages, heads, page_size, dim), NAN)
@@ -219,7 +236,9 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
         if problem.cache_layout != "mla":
             v[page, :, offset] = _randn(g, n, heads, head_dim_v)
 
-    args: dict[str, Any] = {"k": _store_view(k, dtype), "v": _store_view(v, dtype)}
+    args: dict[str, Any] = {
+        name: _store_view(x, _stored_dtype(problem, name)) for name, x in (("k", k), ("v", v))
+    }
     if problem.cache_layout == "mla":
         args["v"] = args["k"][..., :head_dim_v]
     args["block_table"] = table
@@ -240,8 +259,8 @@ def _store_view(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
     layout = problem.layout
     assert layout is not None
-    longest = max([*problem.key_lens, 1])
-    rows, cols = -(-longest // layout.q_block_size), -(-longest // layout.k_block_size) + 1
+    queries, keys = _last_positions(problem)
+    rows, cols = queries // layout.q_block_size + 1, keys // layout.k_block_size + 2
     heads = {"one": 1, "kv": problem.num_kv_heads, "all": problem.num_heads}[layout.heads]
     outer = (len(problem.seqs), heads) if layout.batched else (heads,)
     listed = torch.rand(*outer, rows, cols, generator=g) < layout.density
@@ -260,6 +279,32 @@ def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
         "q_block_size": layout.q_block_size,
         "k_block_size": layout.k_block_size,
     }
+
+
+def _last_positions(problem: Problem) -> tuple[int, int]:
+    """Of all queries, and of all keys; at least 0."""
+    firsts = problem.q_positions or [context for _, context in problem.seqs]
+    queries = [p + n - 1 for p, n in zip(firsts, problem.query_lens, strict=True)]
+    last, run = max([*problem.key_lens, 1]) - 1, problem.key_interleave
+    runs = last // run * problem.key_ranks + problem.key_rank
+    return max([*queries, 0]), runs * run + last % run
+
+
+def _optional(problem: Problem, total_q: int, head_dim_v: int) -> dict[str, Any]:
+    """What a backend may lack. It has a generator of its own: other tensors stay as they are."""
+    g = torch.Generator().manual_seed(problem.seed + 1)
+    args: dict[str, Any] = {}
+    real = sum(problem.query_lens)
+    if problem.latent:
+        latent = _randn(g, total_q, problem.num_heads, head_dim_v)
+        latent[real:] = NAN
+        args["q_latent"] = latent.to(problem.dtype)
+    if problem.tail:
+        widest = max([*problem.query_lens, 0])
+        args["tail_mask"] = torch.rand(total_q, widest + 2, generator=g) < 0.6
+    if problem.q_positions is not None:
+        args["q_position"] = torch.tensor(problem.q_positions, dtype=torch.int32)
+    return args
 
 
 def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, Any]:
@@ -284,15 +329,16 @@ def _options(problem: Problem, g: torch.Generator, total_q: int) -> dict[str, An
         args["sinks"] = _randn(g, heads)
     if problem.descale:
         shape = {"scalar": (), "heads": (kv_heads,), "batch": (batch, kv_heads)}[problem.descale]
-        unit = 1 / 30 if problem.kv_dtype == torch.int8 else 1.0
         for name in ("k_descale", "v_descale"):
+            unit = 1 / 30 if _stored_dtype(problem, name[0]) == torch.int8 else 1.0
             args[name] = (0.5 + torch.rand(shape, generator=g)) * unit
         if problem.dtype.itemsize == 1:
             args["q_descale"] = 0.5 + torch.rand(shape, generator=g)
     if problem.out_scale:
         args["out_scale"] = torch.tensor(0.01)
     if problem.dropout_p > 0.0:
-        args["rng_state"] = torch.tensor([problem.seed - 2**40, 2**35 + 7])
+        base = problem.dropout_base or ()
+        args["rng_state"] = torch.tensor([problem.seed - 2**40, 2**35 + 7, *base])
     return args
 
 

@@ -48,8 +48,18 @@ class Problem:
     sinks: bool = False
     descale: str = ""  # "scalar", "heads" or "batch"
     dropout_p: float = 0.0
+    dropout_base: tuple[int, int, int] | None = None  # head, row, column
     deterministic: bool = True
     layout: Layout | None = None
+    latent: bool = False
+    v_dtype: torch.dtype | None = None  # beside q_latent: of v alone
+    tail: bool = False
+    k_ranges: str = ""  # packed: "apart" or "shared"
+    q_positions: tuple[int, ...] | None = None
+    batch_invariant: bool = False
+    key_ranks: int = 1
+    key_rank: int = 0
+    key_interleave: int = 1
     seed: int = 0
 
     @property
@@ -67,6 +77,22 @@ class Problem:
         """Lk of each sequence."""
         return [query_len + context_len for query_len, context_len in self.seqs]
 
+    @property
+    def optional(self) -> frozenset[str]:
+        """The arguments that it gives of those that a backend may lack."""
+        uses = {
+            "q_latent": self.latent,
+            "tail_mask": self.tail,
+            "k_start": bool(self.k_ranges),
+            "q_position": self.q_positions is not None,
+            "batch_invariant": self.batch_invariant,
+            "key_ranks": self.key_ranks > 1,
+            "key_rank": self.key_rank > 0,
+            "key_interleave": self.key_interleave > 1,
+            "rng_state[2:]": self.dropout_base is not None,
+        }
+        return frozenset(name for name, is_used in uses.items() if is_used)
+
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, e5m2, i8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -74,6 +100,13 @@ e4m3, e5m2, i8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 # (query_len, context_len): decode, prefill from empty, chunked prefill, empty sequence, speculation
 MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0))
 RAGGED = ((3, 0), (0, 0), (70, 0), (1, 0), (129, 0))
+
+# queries of a shard, the share of its keys, and where its first query stands
+RANGES = ((40, 60), (33, -10), (0, 12), (70, 0), (1, 130))
+SHARDS = (100, 7, 0, -9, 64)
+# as a rank of several sees it: Lk are its keys, queries the newest of all ranks'
+DEALT = ((5, 120), (1, 60), (40, -30), (3, 11), (2, -2))
+NEWEST = (490, 243, 9, 40, 4)
 
 PROBLEMS = {
     p.name: p
@@ -284,6 +317,122 @@ PROBLEMS = {
             layout=Layout(128, 256, "one", density=0.7),
             window_size_left=200,
         ),
+        Problem(
+            "eagle/tree_verify/bf16",
+            ((8, 300), (40, 21), (1, 5), (6, -2), (0, 9)),
+            8,
+            2,
+            64,
+            dtype=bf16,
+            page_size=16,
+            tail=True,
+            causal=False,
+        ),
+        Problem("ring/zigzag/f32", RANGES, 4, 2, 64, k_ranges="shared", q_positions=SHARDS),
+        Problem(
+            "ring/window_alibi/bf16",
+            RANGES,
+            4,
+            2,
+            128,
+            dtype=bf16,
+            k_ranges="apart",
+            q_positions=SHARDS,
+            window_size_left=30,
+            window_size_right=11,
+            causal=False,
+            alibi="heads",
+        ),
+        Problem(
+            "dcp/speculative/bf16",
+            DEALT,
+            8,
+            2,
+            128,
+            dtype=bf16,
+            page_size=16,
+            q_positions=NEWEST,
+            key_ranks=4,
+            key_rank=2,
+        ),
+        Problem(
+            "dcp/window_alibi/f32",
+            DEALT,
+            4,
+            2,
+            40,
+            page_size=8,
+            q_positions=NEWEST,
+            key_ranks=3,
+            key_rank=1,
+            key_interleave=16,
+            window_size_left=150,
+            alibi="batch",
+        ),
+        Problem(
+            "dcp/blocksparse/f32",
+            DEALT,
+            4,
+            2,
+            32,
+            page_size=16,
+            q_positions=NEWEST,
+            key_ranks=2,
+            key_rank=1,
+            key_interleave=8,
+            layout=Layout(32, 64, "kv", density=0.6),
+        ),
+        Problem(
+            "cp/blocksparse/bf16",
+            RANGES,
+            4,
+            2,
+            64,
+            dtype=bf16,
+            k_ranges="shared",
+            q_positions=SHARDS,
+            layout=Layout(16, 32, "all", density=0.6),
+        ),
+        Problem(
+            "deepseek_mla/latent/bf16",
+            ((1, 200), (2, 64), (70, 5), (1, 0)),
+            16,
+            1,
+            64,
+            512,
+            dtype=bf16,
+            page_size=64,
+            latent=True,
+            softmax_scale=0.0722,
+        ),
+        Problem(
+            "deepseek_mla/latent_e4m3/bf16",
+            ((1, 200), (2, 64), (33, 0)),
+            16,
+            1,
+            64,
+            256,
+            dtype=bf16,
+            v_dtype=e4m3,
+            page_size=16,
+            latent=True,
+            descale="heads",
+            softmax_scale=0.0722,
+        ),
+        Problem("latent/grouped/f32", MIXED, 4, 2, 24, 40, latent=True, softcap=9.0, sinks=True),
+        Problem(
+            "rl/invariant/f16", MIXED, 8, 2, 128, dtype=f16, page_size=16, batch_invariant=True
+        ),
+        Problem(
+            "tp/dropout_base/f32",
+            RAGGED,
+            4,
+            2,
+            64,
+            dropout_p=0.2,
+            lengths="none",
+            dropout_base=(12, 1001, 70),
+        ),
     )
 }
 
@@ -387,6 +536,30 @@ TRAINING = {
             softcap=3.0,
             window_size_left=90,
         ),
+        Problem(
+            "training/zigzag/bf16",
+            RANGES,
+            4,
+            2,
+            64,
+            dtype=bf16,
+            k_ranges="shared",
+            q_positions=SHARDS,
+            window_size_left=60,
+        ),
+        Problem(
+            "training/dealt/f32",
+            DEALT,
+            4,
+            2,
+            32,
+            q_positions=NEWEST,
+            key_ranks=3,
+            key_rank=1,
+            key_interleave=4,
+            alibi="heads",
+        ),
+        Problem("training/tail_mask/f16", SHORT, 4, 2, 64, dtype=f16, tail=True, causal=False),
     )
 }
 
@@ -394,7 +567,8 @@ TRAINING = {
 def trains(problem: Problem) -> bool:
     """Whether the contract has gradients of a problem."""
     floats = {problem.kv_dtype, problem.out_dtype} <= {None, problem.dtype}
-    return problem.page_size is None and problem.dtype.itemsize > 1 and floats
+    is_packed = problem.page_size is None and not problem.latent
+    return is_packed and problem.dtype.itemsize > 1 and floats
 
 
 # Every problem with gradients, but one whose formula takes a minute.

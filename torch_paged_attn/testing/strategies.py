@@ -1,5 +1,7 @@
 """Plans of calls, drawn as small plain numbers; tensors are built from a plan, never drawn."""
 
+import dataclasses
+
 import torch
 from hypothesis import strategies as st
 
@@ -43,9 +45,40 @@ layouts = st.builds(
 
 
 @st.composite
-def problems(draw, layout=NO_LAYOUT, trains=False):
+def extras(draw, problem, optional, trains):
+    """A problem with some of the `optional` arguments, by name, which few backends have all of."""
+    changes = {}
+
+    def wants(name):
+        return name in optional and draw(st.integers(0, 2)) == 0
+
+    if problem.page_size is None and wants("k_start"):
+        changes["k_ranges"] = draw(st.sampled_from(("apart", "shared")))
+        changes["lengths"] = draw(st.sampled_from(("seqused_k", "cu_seqlens_k")))
+    if wants("q_position"):
+        near = st.one_of(st.integers(-20, 150), st.integers(-20, 2200))
+        sizes = len(problem.seqs)
+        changes["q_positions"] = tuple(draw(st.lists(near, min_size=sizes, max_size=sizes)))
+    if wants("key_ranks"):
+        ranks = changes["key_ranks"] = draw(st.integers(2, 5))
+        changes["key_rank"] = draw(st.integers(0, ranks - 1))
+        changes["key_interleave"] = draw(st.sampled_from((1, 2, 3, 16, 64)))
+    if wants("tail_mask"):
+        changes["tail"] = True
+    if wants("batch_invariant"):
+        changes["batch_invariant"] = True
+    if problem.dropout_p and wants("rng_state[2:]"):
+        changes["dropout_base"] = tuple(draw(st.integers(0, 9)) for _ in range(3))
+    if not trains and problem.cache_layout != "mla" and wants("q_latent"):
+        changes["latent"] = True
+        changes["v_dtype"] = draw(sometimes(st.sampled_from((problem.dtype, *FLOAT8)), None))
+    return dataclasses.replace(problem, **changes)
+
+
+@st.composite
+def problems(draw, layout=NO_LAYOUT, trains=False, optional=()):
     """Any call the contract allows, small enough for the float64 formula; with gradients if it
-    `trains`.
+    `trains`. Of `ops.lacking.OPTIONAL` it has some of those that are named.
     """
     dtype = draw(st.sampled_from(FLOATS if trains else FLOATS + FLOATS + FLOAT8))
     kv_heads = draw(st.integers(1, 3))
@@ -65,7 +98,7 @@ def problems(draw, layout=NO_LAYOUT, trains=False):
         cache_layout = draw(st.sampled_from(("hnd", "nhd", "interleaved", "packed_last", "mla")))
         smaller = st.integers(1, head_dim) if cache_layout == "mla" else HEAD_DIMS
         head_dim_v = draw(sometimes(smaller, None))
-    return Problem(
+    problem = Problem(
         "fuzzed",
         seqs,
         num_heads=kv_heads * draw(st.sampled_from((1, 2, 3, 4, 8))),
@@ -96,3 +129,4 @@ def problems(draw, layout=NO_LAYOUT, trains=False):
         layout=draw(layout),
         seed=draw(st.integers(0, 2**16)),
     )
+    return draw(extras(problem, optional, trains)) if optional else problem

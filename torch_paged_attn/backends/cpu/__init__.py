@@ -7,6 +7,7 @@ import torch
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL
 
 
 class Cpu(Backend):
@@ -15,6 +16,8 @@ class Cpu(Backend):
     name = "cpu"
     dispatch_keys = ("CPU",)
     is_compiled = True
+    lacks = OPTIONAL[:-1]
+    lacks_in_backward = OF_BACKWARD[:-1]
 
     def unsupported(self) -> str | None:
         """None when the kernels are loaded, else the reason why not."""

@@ -24,6 +24,7 @@ from torch_paged_attn.backends.neuron.tile_sizes import TileSizes, choose_tile_s
 from torch_paged_attn.backends.neuron.toolchain import nl
 from torch_paged_attn.backends.neuron.work_info import WorkInfo
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
+from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 WIDEST_VALUE = 512  # float32 in one bank of PSUM
 WIDEST_KEY = 1024
@@ -49,6 +50,7 @@ def refuse(op: str, reason: str) -> NoReturn:
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Results of a checked call."""
+    refuse_lacking(call, "neuron", OPTIONAL)
     reason = unsupported(call.k, call.v)
     if reason is not None:
         refuse(call.op, reason)

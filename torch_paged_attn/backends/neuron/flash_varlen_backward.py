@@ -29,6 +29,7 @@ from torch_paged_attn.backends.neuron.row_scalars import per_token, sequences_of
 from torch_paged_attn.backends.neuron.runtime import launch
 from torch_paged_attn.backends.neuron.work_info import Heads
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 # a factor of scores that keeps what is masked far below every other score
 SMALLEST_FACTOR = 1e-6
@@ -40,6 +41,7 @@ def flash_varlen_backward(*args: Any, **kwargs: Any) -> Gradients:
     """Arguments as in `ops.flash_varlen_backward`."""
     call = BackwardCall.flash_varlen(*args, **kwargs)
     forward = call.forward
+    refuse_lacking(call.named_forward(), "neuron", OPTIONAL)
     reason = unsupported(forward.k, forward.v)
     if reason is not None:
         refuse(call.op, reason)

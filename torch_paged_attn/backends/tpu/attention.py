@@ -23,6 +23,7 @@ from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pa
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
+from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 FLOATS = ("float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -110,6 +111,7 @@ def unsupported(call: Call) -> str | None:
 @functools.partial(jax.jit, static_argnames=("config", "interpret"), inline=True)
 def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array, Array]:
     """`out` and `softmax_lse` of a call; NotImplementedError if there is no kernel for it."""
+    refuse_lacking(call, "tpu", OPTIONAL)
     if (reason := unsupported(call)) is not None:
         refuse(call.op, reason)
     total_q, num_heads, batch = call.total_q, call.num_heads, call.batch

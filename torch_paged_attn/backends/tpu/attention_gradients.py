@@ -28,6 +28,7 @@ from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tiles import Cut, KeyCut, cut_keys, cut_queries
 from torch_paged_attn.backward_call import GRADIENTS
+from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 # the tensors that have gradients, in the order of `Needs` and `Gradients`
 WITH_GRADIENT = tuple(GRADIENTS.values())
@@ -79,6 +80,7 @@ def attend_backward(
     `out` (total_q, num_heads, head_dim_v) and `softmax_lse` (num_heads, total_q) may be those of
     more keys than the call has.
     """
+    refuse_lacking(call, "tpu", OPTIONAL)
     if (reason := unsupported_backward(call)) is not None:
         refuse(f"{call.op}_backward", reason)
     needs_q, needs_k, needs_v, needs_bias, needs_sinks = needs

@@ -6,7 +6,7 @@ static arguments and of tensors that are given.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
 from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_results, pad_tokens
@@ -21,6 +22,7 @@ from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.front_ends import Run, current
 from torch_paged_attn.backends.tpu.merge_states import merge_states as merge_states_jax
+from torch_paged_attn.backends.tpu.merge_states import merge_states_list as merge_states_list_jax
 from torch_paged_attn.backends.tpu.merge_states_backward import (
     merge_states_backward as merge_states_backward_jax,
 )
@@ -31,6 +33,7 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache_split as reshape_and_cache_split_jax,
 )
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 INT32_MAX = 2**31 - 1
 
@@ -63,6 +66,7 @@ def _attend(
     run: Run | None, op: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """`args` and `options` are what the dispatcher calls `op` with."""
+    refuse_lacking(getattr(AttentionCall, op)(*args, **options), "tpu", OPTIONAL)
     call = _call(op, dict(zip(DEFAULTS[op], args, strict=False)) | options)
     out, lse = _run(run, attend, [pad_attention(call)], 2, **_sizes())
     return out[: call.total_q], lse[:, : call.total_q]
@@ -102,6 +106,7 @@ def blocksparse(*args: Any, run: Run | None = None, **options: Any) -> tuple[Ten
 def flash_varlen_backward(*args: Any, run: Run | None = None, **options: Any) -> tuple[Tensor, ...]:
     """As in the op."""
     backward = BackwardCall.flash_varlen(*args, **options)
+    refuse_lacking(backward.named_forward(), "tpu", OPTIONAL)
     call = _call("flash_varlen", backward.forward.given())
     padded = pad_attention(call)
     results = backward.dout, backward.dlse, backward.out, backward.softmax_lse
@@ -171,3 +176,15 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """As in the op."""
     return _run(run, merge_states_jax, [out_a, lse_a, out_b, lse_b], 2)
+
+
+def merge_states_list(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    out_dtype: torch.dtype | None = None,
+    run: Run | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As in the op."""
+    dtype = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
+    return _run(run, merge_states_list_jax, [list(outs), list(lses)], 2, out_dtype=dtype)

@@ -1,5 +1,9 @@
 """`merge_states` in JAX: elementwise, so that XLA makes one pass of it without a kernel."""
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -13,15 +17,30 @@ def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tupl
     return _merge_states(out_a, lse_a, out_b, lse_b)
 
 
-@jax.custom_vjp
-def _merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    lse = jnp.logaddexp(lse_a, lse_b)
+@functools.partial(jax.jit, static_argnames="out_dtype")
+def merge_states_list(
+    outs: Sequence[Array], lses: Sequence[Array], *, out_dtype: Any = None
+) -> tuple[Array, Array]:
+    """Arguments as in `merge_states.list`; `jax.grad` goes through the formula."""
+    merged, lse = _merge(outs, lses)
+    return merged.astype(out_dtype or outs[0].dtype), lse
+
+
+def _merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
+    """The float32 sum of the parts, and softmax_lse."""
+    lse = functools.reduce(jnp.logaddexp, lses)
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)
-    merged = jnp.zeros(out_a.shape, jnp.float32)
-    for out, part in ((out_a, lse_a), (out_b, lse_b)):
+    merged = jnp.zeros(outs[0].shape, jnp.float32)
+    for out, part in zip(outs, lses, strict=True):
         weight = jnp.exp(part - shift).T[..., None]
         # a part without weight may hold anything
         merged = merged + jnp.where(weight > 0.0, weight * out.astype(jnp.float32), 0.0)
+    return merged, lse
+
+
+@jax.custom_vjp
+def _merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    merged, lse = _merge((out_a, out_b), (lse_a, lse_b))
     return merged.astype(out_a.dtype), lse
 
 

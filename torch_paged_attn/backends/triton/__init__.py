@@ -6,6 +6,7 @@ from typing import Any
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.lacking import OPTIONAL
 
 
 class Triton(Backend):
@@ -13,6 +14,7 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
+    lacks = tuple(x for x in OPTIONAL if x != "batch_invariant")
     # a call that was made before is known by its description
     checks_metadata = True
 
@@ -21,6 +23,10 @@ class Triton(Backend):
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; a torch for CUDA or ROCm brings it"
         return None
+
+    def has(self, op: str) -> bool:
+        """All but the list form of `merge_states`."""
+        return op != "merge_states.list" and super().has(op)
 
     def notes(self) -> list[str]:
         """Which kernels there are on this machine."""
@@ -49,6 +55,8 @@ class Triton(Backend):
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
         if op.startswith("reshape_and_cache") or op.endswith("_backward"):
+            return None
+        if not self.has(op):
             return None
         function = self.function(op)
 

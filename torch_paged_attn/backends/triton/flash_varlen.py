@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton import BACKEND, mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
@@ -18,6 +17,7 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops.flash_varlen import check
+from torch_paged_attn.ops.lacking import refuse_lacking
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MOST_SAID = support.BLOCK_M
 def why_not_hopper(call: AttentionCall) -> str | None:
     """Why no sequence of a call may take Hopper's kernel; None if some may."""
     reason = support.unsupported(call)
-    if reason is None and environment.BATCH_INVARIANT:
+    if reason is None and call.is_batch_invariant:
         return "results must not depend on the batch"
     return reason
 
@@ -95,6 +95,7 @@ class AttentionOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
+        refuse_lacking(call, BACKEND.name, BACKEND.lacks)
         if is_traced():
             return plan_attention(call) if why_opaque(call) is None else NotImplemented
         reason = why_portable(call, longest)

@@ -9,6 +9,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.ops.lacking import OPTIONAL, lacking
 
 # rows of a consumer: the height of a warpgroup's product
 BLOCK_M = 64
@@ -31,6 +32,8 @@ MOST_MERGED = 128
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
+# whether results must not depend on the batch is the caller's question
+LACKS = tuple(x for x in OPTIONAL if x != "batch_invariant")
 
 
 def unsupported_device(device: torch.device | None = None) -> str | None:
@@ -59,6 +62,8 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
         return "it has no dropout_p"
+    if (lacked := lacking(call, LACKS)) is not None:
+        return f"it has no {lacked}"
     if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
         return f"softmax_scale is {call.softmax_scale}"
     if call.softcap and not LEAST_SCALE <= call.softcap <= MOST_SOFTCAP:

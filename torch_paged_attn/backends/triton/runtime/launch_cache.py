@@ -44,7 +44,12 @@ MOST_KERNELS = 512
 MOST_MAPS = 1024
 
 # tensors whose first dimension is a size of the call
-SIZED = frozenset(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+SIZED = frozenset(
+    (
+        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+        *("q_latent", "tail_mask", "k_start", "q_position"),
+    )
+)
 
 # makes a call's results, of the tensors that are given, those it was planned for or others like
 # them, and of their addresses, which a graph does not know (None)
