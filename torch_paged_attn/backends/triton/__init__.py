@@ -6,7 +6,6 @@ from typing import Any
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import OPTIONAL
 
 
 class Triton(Backend):
@@ -14,7 +13,7 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
-    lacks = tuple(x for x in OPTIONAL if x != "batch_invariant")
+    lacks = lacks_in_backward = ()
     # a call that was made before is known by its description
     checks_metadata = True
 
@@ -23,10 +22,6 @@ class Triton(Backend):
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; a torch for CUDA or ROCm brings it"
         return None
-
-    def has(self, op: str) -> bool:
-        """All but the list form of `merge_states`."""
-        return op != "merge_states.list" and super().has(op)
 
     def notes(self) -> list[str]:
         """Which kernels there are on this machine."""
@@ -55,8 +50,6 @@ class Triton(Backend):
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
         if op.startswith("reshape_and_cache") or op.endswith("_backward"):
-            return None
-        if not self.has(op):
             return None
         function = self.function(op)
 

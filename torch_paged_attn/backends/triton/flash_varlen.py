@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import BACKEND, mixed
+from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
@@ -17,7 +17,6 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops.flash_varlen import check
-from torch_paged_attn.ops.lacking import refuse_lacking
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,6 @@ class AttentionOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
-        refuse_lacking(call, BACKEND.name, BACKEND.lacks)
         if is_traced():
             return plan_attention(call) if why_opaque(call) is None else NotImplemented
         reason = why_portable(call, longest)

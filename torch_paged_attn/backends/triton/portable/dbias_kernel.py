@@ -24,7 +24,9 @@ from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 def _is_listed(keys, n0, memory, strides, OPTIONS: tl.constexpr):
     """Whether the blocks of a tile of queries, of one head, hold the key n0."""
     WIDTH: tl.constexpr = 64
-    PER_BLOCK: tl.constexpr = tiles_of_block(OPTIONS)
+    PER_BLOCK: tl.constexpr = tiles_of_block(
+        OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+    )
     column = n0 // OPTIONS.K_BLOCK
     found = tl.full([], 0, tl.int32)
     stop = keys.i_stop // PER_BLOCK

@@ -18,7 +18,7 @@ def dropout_keep(
     if HAS_BASE:
         head = head + tl.load(rng_ptr + 2).to(tl.int32)
         token = token + tl.load(rng_ptr + 3).to(tl.int32)
-        n0 = n0.to(tl.uint32) + tl.load(rng_ptr + 4).to(tl.uint32)
+        n0 = tl.cast(n0, tl.uint32) + tl.load(rng_ptr + 4).to(tl.uint32)
     stream = ((b.to(tl.uint32) << 16) | head.to(tl.uint32))[:, None]
     row = token.to(tl.uint32)[:, None]
     if BLOCK_N < 32 or HAS_BASE or not IS_ALIGNED:

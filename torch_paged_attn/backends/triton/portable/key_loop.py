@@ -37,7 +37,9 @@ def tile_of_keys(i, keys, memory, strides, scalars, OPTIONS: tl.constexpr):
     if not OPTIONS.HAS_LAYOUT:
         return i * BLOCK_N, keys.stop
     else:
-        PER_BLOCK: tl.constexpr = tiles_of_block(OPTIONS)
+        PER_BLOCK: tl.constexpr = tiles_of_block(
+            OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+        )
         column = tl.load(memory.col + (i // PER_BLOCK) * strides.col)
         first, stop = block_of_keys(column, keys, scalars, OPTIONS)
         return first + (i % PER_BLOCK) * BLOCK_N, stop

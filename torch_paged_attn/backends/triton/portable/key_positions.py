@@ -35,13 +35,12 @@ def keys_before(position, scalars, OPTIONS: tl.constexpr):
 
 
 @triton.constexpr_function
-def tiles_of_block(OPTIONS):
-    """Tiles of keys that cover a block of a layout: a rank has a share of a block's positions."""
-    most, ranks, run = OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE
+def tiles_of_block(block, ranks, run, tile):
+    """Tiles of so many keys that cover a block of a layout: a rank has a share of its positions."""
     if ranks > 1:
-        rounds, rest = divmod(most, ranks * run)
-        most = rounds * run + min(rest, run)
-    return -(-most // OPTIONS.BLOCK_N)
+        rounds, rest = divmod(block, ranks * run)
+        block = rounds * run + min(rest, run)
+    return -(-block // tile)
 
 
 @triton.jit

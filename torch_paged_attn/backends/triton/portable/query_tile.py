@@ -118,7 +118,9 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
         full_stop = tl.maximum(tl.minimum(full_stop, key_len - query_len), 0)
     col_start = 0
     if OPTIONS.HAS_LAYOUT:
-        PER_BLOCK: tl.constexpr = tiles_of_block(OPTIONS)
+        PER_BLOCK: tl.constexpr = tiles_of_block(
+            OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+        )
         first_col, last_col, col_start = _listed_blocks(
             rows, first_position, pointers, strides, sizes, OPTIONS
         )
