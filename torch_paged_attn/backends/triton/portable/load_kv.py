@@ -78,9 +78,10 @@ def fold_value_tile(
 @triton.jit
 def load_latents(v_ptr, offsets, OPTIONS: tl.constexpr):
     """A tile of values that are keys too, in both chunks."""
+    FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     return load_chunks(
         v_ptr, offsets, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, False,
-        OPTIONS.V_FORMAT, OPTIONS.DTYPE,
+        FORMAT, OPTIONS.DTYPE,
     )  # fmt: skip
 
 
