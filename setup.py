@@ -19,13 +19,16 @@ WANTED = os.environ.get("PAGED_ATTN_BUILD_CPP", "auto")
 TORCH_2_11 = "0x020b000000000000"
 
 SOURCES = [*map(str, sorted(Path("csrc/ops").glob("*.cpp"))), "csrc/core/schedule.cpp"]
-SOURCES += ["csrc/core/backward_plan.cpp", "csrc/dispatch.cpp"]
+SOURCES += ["csrc/core/backward_plan.cpp", "csrc/dispatch.cpp", "csrc/engines.cpp"]
+
+# the processor that it is for: Python's own variable says of which system a cross-compiler builds
+MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).rpartition("-")[2]
 
 # One object per ISA, csrc/isa/<name>.cpp, with flags of its own; dispatch.cpp picks at run time.
 ISA_FLAGS = {"generic": []}
-if platform.machine() in ("aarch64", "arm64"):
+if MACHINE in ("aarch64", "arm64"):
     ISA_FLAGS |= {"neon": [], "neon_bf16": ["-march=armv8.2-a+bf16"]}
-elif platform.machine() in ("x86_64", "AMD64"):
+elif MACHINE in ("x86_64", "AMD64"):
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ISA_FLAGS["avx2"] + [
         f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")
@@ -73,8 +76,22 @@ def extension_options() -> dict:
 
             # compilers are processes: a thread for each, those that take longest first
             with ThreadPoolExecutor(os.cpu_count()) as threads:
-                for objects in threads.map(compile_isa, reversed(ISA_FLAGS)):
-                    extension.extra_objects += objects
+                compiling = {isa: threads.submit(compile_isa, isa) for isa in reversed(ISA_FLAGS)}
+            without = {isa: error for isa, c in compiling.items() if (error := c.exception())}
+            if "avx512bf16" in without:  # whose table amx.cpp needs
+                without.setdefault("amx", without["avx512bf16"])
+            for error in without.values():
+                if WANTED == "1" or "generic" in without or not isinstance(error, failures):
+                    raise error
+            for isa, error in without.items():
+                extension.define_macros.append((f"PAGED_ATTN_WITHOUT_{isa}", "1"))
+                warnings.warn(
+                    f"torch-paged-attn: no kernels for {isa}, which this compiler does not build"
+                    f" ({error}); PAGED_ATTN_BUILD_CPP=1 makes this an error.",
+                    stacklevel=1,
+                )
+            for isa in compiling.keys() - without.keys():
+                extension.extra_objects += compiling[isa].result()
             super().build_extension(extension)
 
     flags = [

@@ -115,6 +115,26 @@ def of_ceiling(row: dict[str, Any], contender: str = "ours") -> float | None:
     return rate(row, contender) / rate(row, row["ceiling"]["name"]) if row["ceiling"] else None
 
 
+FORCED = " forced (ours)"  # ends the name of a contender: ours on another instruction set
+NEVER_SLOWER = 0.97  # the least share of the best instruction set's speed that the default may have
+
+
+def of_best_isa(row: dict[str, Any]) -> float | None:
+    """Our speed as a share of the fastest forced instruction set's; None if none was timed."""
+    times = [t["seconds"] for name, t in row.get("timings", {}).items() if name.endswith(FORCED)]
+    return min(times) / row["timings"]["ours"]["seconds"] if times else None
+
+
+def slower_by_default(document: dict[str, Any]) -> list[str]:
+    """A line for every row in which another instruction set would have been faster."""
+    shares = [(row, of_best_isa(row)) for row in document["results"]]
+    return [
+        f"{row['problem']}, {row['threads']} threads: {share:.2f} of the best instruction set"
+        for row, share in shares
+        if share is not None and share < NEVER_SLOWER and not row["timings"]["ours"]["busy"]
+    ]
+
+
 def of_one_thread(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
     """How many times as fast as one thread, both in wall time; None unless both were quiet."""
     for one in rows:
@@ -154,6 +174,8 @@ def columns(rows: list[dict[str, Any]]) -> list[str]:
     share = ["rate", f"of {SHARES[bound]}"] if bound in UNITS else []
     if any(of_one_thread(row, rows) for row in rows):
         share.append("of one thread")
+    if any(of_best_isa(row) for row in rows):
+        share.append("of best ISA")
     return ["problem", "threads", "time", *share, *names]
 
 
@@ -174,6 +196,8 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
                 texts[f"of {SHARES[row['bound']]}"] = f"{of_ceiling(row):.0%}"
         if scaling := of_one_thread(row, rows):
             texts["of one thread"] = f"{scaling:.2f}x"
+        if share := of_best_isa(row):
+            texts["of best ISA"] = f"{share:.2f}x"
         yield [texts.get(column, "") for column in header]
 
 
@@ -181,7 +205,8 @@ LEGEND = (
     "Peers: how many times as long they take. Time: with one thread the smallest CPU time of"
     " interleaved samples; with more the median wall time, ~ if others used the cores. read, matmul"
     " and copy are plain torch operations on as many bytes or of the same dtype, in the same run."
-    " Of one thread: how many times as fast, median wall times both."
+    " Of one thread: how many times as fast, median wall times both. Of best ISA: our speed by that"
+    " of the fastest instruction set that was forced; below 0.97 the report fails."
 )
 
 

@@ -3,11 +3,12 @@
     python benchmarks/run.py --backend cpu                       everything, one thread and all
     python benchmarks/run.py --problems '*/decode_*' --threads 1
     python benchmarks/run.py --base main~3                       this checkout beside another commit
-    python benchmarks/run.py --isa avx2                          and beside a slower instruction set
+    python benchmarks/run.py --isa avx2                          beside one instruction set, not all
     python benchmarks/run.py --backend cuda --help               another backend's own script
 
 A problem whose result is not accurate is not timed. With one thread the figures are the smallest
 CPU time of interleaved samples; with more, the median wall time, marked ~ if the machine was busy.
+Where another instruction set than the one that is chosen would be faster, the report fails.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def measure(name: str, options: argparse.Namespace, base: Path | None) -> list[d
                 samplers["base"] = stack.enter_context(remote)
             for isa in options.isa:
                 forced = remote_sampler(ROOT, name, threads, isa)
-                samplers[f"{isa} (ours)"] = stack.enter_context(forced)
+                samplers[isa + report.FORCED] = stack.enter_context(forced)
             timings = interleave(samplers, options.seconds, threads)
         rows.append(
             {
@@ -128,7 +129,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--problems", metavar="GLOB", default="*", help="names to run")
     parser.add_argument("--base", metavar="REF", help="time this commit too")
     parser.add_argument(
-        "--isa", metavar="NAME", nargs="+", default=[], help="time our kernels on these too: avx2"
+        "--isa", metavar="NAME", nargs="*", help="time our kernels on these too; by default on all"
     )
     parser.add_argument("--threads", metavar="N", type=int, nargs="+", default=all_threads)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each contender")
@@ -144,7 +145,11 @@ def arguments() -> argparse.Namespace:
         help="measure nothing: show these results",
     )
     parser.add_argument("--list", action="store_true", help="print the problems' names")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.isa is None:
+        chosen = torch.ops.paged_attn.cpu_isa()
+        options.isa = [isa for isa in torch.ops.paged_attn.cpu_isas().split() if isa != chosen]
+    return options
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -180,6 +185,8 @@ def main() -> None:
         from plot import draw
 
         draw(document, options.plot)
+    if slower := report.slower_by_default(document):
+        sys.exit("the default is slower than a forced instruction set:\n" + "\n".join(slower))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,21 @@
 #include "dispatch.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
-#include "kernels.h"
+#include "engines.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <errno.h>
+#include <time.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -19,20 +27,86 @@
 namespace paged_attn {
 namespace {
 
+// An instruction set of this processor's architecture: its engines, and why it cannot run here.
+struct InstructionSet {
+  Engines engines;
+  std::string missing;
+};
+
+// All work by one table.
+Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k}; }
+
+// setup.py defines PAGED_ATTN_WITHOUT_<name> for what the compiler refused.
+[[maybe_unused]] std::string not_built(const char* name) {
+  return std::string("not built: the compiler refused csrc/isa/") + name + ".cpp";
+}
+
 #if defined(__x86_64__)
-// A process gets tile registers from the system, which Linux wants to be asked for.
-bool has_amx() {
-#if defined(__linux__)
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl, since Linux 5.16
+
+bool is_vendor(const char* name) {
+  unsigned eax, words[3];
+  return __get_cpuid(0, &eax, &words[0], &words[2], &words[1]) && !memcmp(words, name, sizeof words);
+}
+
+// Family 6 models whose cores have AMX: Sapphire Rapids, Emerald Rapids, Granite Rapids.
+bool is_model_with_amx() {
   unsigned eax, ebx, ecx, edx;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & BF16) && (edx & TILE) &&
-         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  if (!is_vendor("GenuineIntel") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+  const unsigned family = eax >> 8 & 15, model = (eax >> 4 & 15) | (eax >> 12 & 0xf0);
+  return family == 6 && (model == 143 || model == 207 || model == 173 || model == 174);
+}
+
+// A process gets tile registers from the system, which Linux wants to be asked for.
+std::string missing_amx() {
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & BF16) || !(edx & TILE)) {
+    std::string text = "the processor does not report AMX-BF16";
+    if (is_model_with_amx()) text += ", though its model has it: a hypervisor may hide it";
+    return text;
+  }
+#if defined(__linux__)
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl, since Linux 5.16
+  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0) return "";
+  const int error = errno;
+  return std::string("the processor has it, but the system gives this process no tile registers:") +
+         " arch_prctl(ARCH_REQ_XCOMP_PERM) failed with errno " + std::to_string(error) + " (" +
+         strerror(error) + ")";
 #else
-  return false;
+  return "tile registers are asked for on Linux only";
 #endif
 }
-#elif defined(__aarch64__)
+
+#if !defined(PAGED_ATTN_WITHOUT_avx512) && !defined(PAGED_ATTN_WITHOUT_avx512bf16)
+
+// The smallest of a few times that a table takes for some products of bfloat16 numbers.
+double product_seconds(const Kernels& table) {
+  alignas(64) static float memory[3 * SAMPLE_FLOATS];
+  double best = 1;
+  for (int i = 0; i < 10; ++i) {
+    timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (int j = 0; j < 50; ++j)
+      table.multiply_sample(memory, memory + SAMPLE_FLOATS, memory + 2 * SAMPLE_FLOATS);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    const double seconds = double(end.tv_sec - begin.tv_sec) + 1e-9 * (end.tv_nsec - begin.tv_nsec);
+    best = seconds < best ? seconds : best;
+  }
+  return best;
+}
+
+// Whether VDPBF16PS multiplies faster than float32's multiply-adds. On AMD both start as often; on
+// Intel (Cooper Lake to Emerald Rapids) it starts every second cycle, multiply-adds twice a cycle.
+bool pairs_pay() {
+  if (is_vendor("AuthenticAMD")) return true;
+  if (is_vendor("GenuineIntel")) return false;
+  return product_seconds(kernels_avx512bf16) < product_seconds(kernels_avx512);
+}
+
+#endif
+#endif
+
+#if defined(__aarch64__)
 bool has_bf16() {
 #if defined(__linux__)
   constexpr unsigned long BF16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
@@ -47,36 +121,77 @@ bool has_bf16() {
 }
 #endif
 
-// From the slowest to the fastest.
-std::vector<const Kernels*> available() {
-  std::vector<const Kernels*> tables = {&kernels_generic};
+// From the slowest to the fastest. Which engine serves which calls is written here and nowhere else.
+std::vector<InstructionSet> find_instruction_sets() {
+  std::vector<InstructionSet> sets = {{only(kernels_generic), ""}};
 #if defined(__x86_64__)
+  const std::string absent = "the processor does not have it";
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-      !__builtin_cpu_supports("f16c"))
-    return tables;
-  tables.push_back(&kernels_avx2);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    tables.push_back(&kernels_avx512);
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
-      tables.push_back(&kernels_avx512bf16);
-      if (has_amx()) tables.push_back(&kernels_amx);
-    }
-  }
-#elif defined(__aarch64__)
-  tables.push_back(&kernels_neon);
-  if (has_bf16()) tables.push_back(&kernels_neon_bf16);
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool has_pairs = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
+                         __builtin_cpu_supports("avx512vbmi");
+#if defined(PAGED_ATTN_WITHOUT_avx2)
+  sets.push_back({{"avx2"}, not_built("avx2")});
+#else
+  sets.push_back({only(kernels_avx2), has_avx2 ? "" : absent});
 #endif
-  return tables;
+#if defined(PAGED_ATTN_WITHOUT_avx512)
+  sets.push_back({{"avx512"}, not_built("avx512")});
+#else
+  sets.push_back({only(kernels_avx512), has_avx512 ? "" : absent});
+#endif
+#if defined(PAGED_ATTN_WITHOUT_avx512bf16)
+  sets.push_back({{"avx512bf16"}, not_built("avx512bf16")});
+  sets.push_back({{"amx"}, "not built without avx512bf16"});
+#else
+  Engines amx = only(kernels_avx512bf16);
+  sets.push_back({only(kernels_avx512bf16), has_pairs ? "" : absent});
+#if !defined(PAGED_ATTN_WITHOUT_avx512)
+  if (has_pairs && !pairs_pay()) {
+    std::swap(sets[sets.size() - 1], sets[sets.size() - 2]);
+    amx = only(kernels_avx512);
+  }
+#endif
+  amx.name = "amx";
+#if defined(PAGED_ATTN_WITHOUT_amx)
+  sets.push_back({amx, not_built("amx")});
+#else
+  amx.few_rows = amx.tiles = amx.backward = &kernels_amx;
+  sets.push_back({amx, has_pairs ? missing_amx() : absent});
+#endif
+#endif
+#elif defined(__aarch64__)
+#if defined(PAGED_ATTN_WITHOUT_neon)
+  sets.push_back({{"neon"}, not_built("neon")});
+#else
+  sets.push_back({only(kernels_neon), ""});
+#endif
+#if defined(PAGED_ATTN_WITHOUT_neon_bf16)
+  sets.push_back({{"neon_bf16"}, not_built("neon_bf16")});
+#else
+  sets.push_back({only(kernels_neon_bf16), has_bf16() ? "" : "the processor does not have it"});
+#endif
+#endif
+  return sets;
+}
+
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> found = find_instruction_sets();
+  return found;
 }
 
 const Kernels& choose() {
-  const std::vector<const Kernels*> tables = available();
   const char* name = std::getenv("PAGED_ATTN_CPU_ISA");
-  if (name == nullptr || *name == '\0') return *tables.back();
-  for (const Kernels* table : tables)
-    if (std::string(name) == table->name) return *table;
+  const bool any = name == nullptr || *name == '\0';
+  const Engines* chosen = nullptr;
+  for (const InstructionSet& set : instruction_sets())
+    if (set.missing.empty() && (any || std::string(name) == set.engines.name))
+      chosen = &set.engines;
+  if (chosen) return combine(*chosen);
   throw std::runtime_error(
       "paged_attn: PAGED_ATTN_CPU_ISA=" + std::string(name) +
       " is not available here; this machine and build have: " + available_names());
@@ -91,9 +206,17 @@ const Kernels& kernels() {
 
 std::string available_names() {
   std::string names;
-  for (const Kernels* table : available())
-    names += (names.empty() ? "" : " ") + std::string(table->name);
+  for (const InstructionSet& set : instruction_sets())
+    if (set.missing.empty()) names += (names.empty() ? "" : " ") + std::string(set.engines.name);
   return names;
+}
+
+std::string missing_names() {
+  std::string lines;
+  for (const InstructionSet& set : instruction_sets())
+    if (!set.missing.empty())
+      lines += (lines.empty() ? "" : "\n") + std::string(set.engines.name) + ": " + set.missing;
+  return lines;
 }
 
 }  // namespace paged_attn

@@ -7,6 +7,9 @@
 
 namespace paged_attn {
 
+// Dims of the bfloat16 products in `multiply_sample`, and floats that each of its matrices takes.
+constexpr int SAMPLE_DIMS = 64, SAMPLE_FLOATS = 4096;
+
 struct Kernels {
   const char* name;
   // float32 scratch that `attend` needs for tasks of at most this many rows (a group's) and groups
@@ -22,6 +25,7 @@ struct Kernels {
   void (*merge_states)(const MergeStates&, int64_t token_begin, int64_t token_end);
   void (*merge_states_backward)(const MergeStatesBackward&, int64_t token_begin,
                                 int64_t token_end);
+  void (*multiply_sample)(const float* left, const float* right, float* result);
 };
 
 extern const Kernels kernels_generic;

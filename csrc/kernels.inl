@@ -18,4 +18,5 @@
       reshape_and_cache,                                                              \
       merge_states,                                                                   \
       merge_states_backward,                                                          \
+      multiply_sample,                                                                \
   }

@@ -24,6 +24,7 @@ from torch_paged_attn.ops import (
 
 if TYPE_CHECKING:
     from torch_paged_attn import layouts
+    from torch_paged_attn._explain import Explanation, explain
     from torch_paged_attn._warmup import warmup
     from torch_paged_attn.integrations.flash_attn import (
         flash_attn_func,
@@ -38,10 +39,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockSparseLayout",
     "CacheFull",
+    "Explanation",
     "PagedBatch",
     "PagedKVCache",
     "blocksparse",
     "blocksparse_backward",
+    "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
@@ -58,8 +61,10 @@ __all__ = [
 _LATER = {
     "BlockSparseLayout": "layouts",
     "CacheFull": "kv_cache",
+    "Explanation": "_explain",
     "PagedBatch": "kv_cache",
     "PagedKVCache": "kv_cache",
+    "explain": "_explain",
     "flash_attn_func": "integrations.flash_attn",
     "flash_attn_varlen_func": "integrations.flash_attn",
     "flash_attn_with_kvcache": "integrations.flash_attn",

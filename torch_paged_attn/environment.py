@@ -23,5 +23,7 @@ CHECK = _flag("PAGED_ATTN_CHECK")
 NEURON_EMULATE = _flag("PAGED_ATTN_NEURON_EMULATE")
 # the TPU kernels run in Pallas' interpreter, where torch_xla's device is a CPU
 TPU_INTERPRET = _flag("PAGED_ATTN_TPU_INTERPRET")
+# calls are ranges of torch.profiler that name their kernels
+PROFILE = _flag("PAGED_ATTN_PROFILE")
 # another library of CPU kernels than the one beside this file
 LIBRARY = Path(os.environ.get("PAGED_ATTN_LIBRARY") or Path(__file__).parent / "_C.abi3.so")

@@ -30,6 +30,13 @@ PAGED_ATTN_INLINE int64_t bytes_of(DType dtype) {
   }
 }
 
+// Whether products of queries and keys can be made of pairs of bfloat16. They are exact for what
+// bfloat16 holds, which 8-bit numbers are; probabilities are rounded to bfloat16, so queries must not
+// ask for more.
+PAGED_ATTN_INLINE bool multiply_as_pairs(DType q, DType kv) {
+  return (q == DType::bfloat16 || bytes_of(q) == 1) && (kv == DType::bfloat16 || bytes_of(kv) == 1);
+}
+
 // A value that another thread may be writing: one load, whatever the compiler would prefer.
 template <class T>
 PAGED_ATTN_INLINE T read_once(const T* p) {

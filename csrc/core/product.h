@@ -50,8 +50,7 @@ struct FloatProduct {
   }
 };
 
-// What products of bfloat16 pairs have in common. They are exact for what bfloat16 holds, which
-// 8-bit numbers are; probabilities are rounded to bfloat16, so queries must not ask for more.
+// What products of bfloat16 pairs have in common.
 struct Bfloat16Pairs {
   static constexpr int DEPTH = 2;
   static constexpr int GRAIN = 1;
@@ -60,12 +59,6 @@ struct Bfloat16Pairs {
 
   template <class T>
   static constexpr bool accepts = sizeof(T) == 1;
-  static PAGED_ATTN_INLINE bool suits(paged_attn::DType q, paged_attn::DType kv) {
-    const auto exact = [](paged_attn::DType x) __attribute__((always_inline)) {
-      return x == paged_attn::DType::bfloat16 || bytes_of(x) == 1;
-    };
-    return exact(q) && exact(kv);
-  }
 };
 template <>
 constexpr bool Bfloat16Pairs::accepts<bfloat16> = true;

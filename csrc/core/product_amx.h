@@ -75,6 +75,11 @@ struct AmxHalves : PairProduct {
   }
 };
 
+// The lanes of a, then those of b, in another order.
+PAGED_ATTN_INLINE F merge_lanes(F a, F b, I order) {
+  return (F)_mm512_permutex2var_ps((__m512)a, (__m512i)order, (__m512)b);
+}
+
 // N vectors, read as (N, W), become (W, N); N is a power of two. One perfect shuffle each time.
 template <int N>
 PAGED_ATTN_INLINE void interleave(F* x) {
@@ -84,8 +89,8 @@ PAGED_ATTN_INLINE void interleave(F* x) {
     F y[N];
 #pragma GCC unroll 8
     for (int i = 0; i < N / 2; ++i) {
-      y[2 * i] = __builtin_shuffle(x[i], x[i + N / 2], LOW);
-      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + N / 2], HIGH);
+      y[2 * i] = merge_lanes(x[i], x[i + N / 2], LOW);
+      y[2 * i + 1] = merge_lanes(x[i], x[i + N / 2], HIGH);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) x[i] = y[i];
@@ -101,8 +106,8 @@ PAGED_ATTN_INLINE void uninterleave(F* x) {
     F y[N];
 #pragma GCC unroll 8
     for (int i = 0; i < N / 2; ++i) {
-      y[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], EVEN);
-      y[i + N / 2] = __builtin_shuffle(x[2 * i], x[2 * i + 1], ODD);
+      y[i] = merge_lanes(x[2 * i], x[2 * i + 1], EVEN);
+      y[i + N / 2] = merge_lanes(x[2 * i], x[2 * i + 1], ODD);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) x[i] = y[i];
@@ -126,8 +131,17 @@ struct AmxRowsRegisters : AmxRegisters {
   }
 };
 
-// GCC's loads of tiles do not say that they read memory.
-PAGED_ATTN_INLINE void amx_fence() { asm volatile("" ::: "memory"); }
+// GCC's load of a tile does not say that it reads memory. What says so stands on either side of it:
+// neither does a store that comes before move behind the load, nor the reverse.
+PAGED_ATTN_INLINE void declare_read(const void* from) {
+  asm volatile("" : : "m"(*(const char(*)[1 << 16])from));
+}
+#define PAGED_ATTN_LOAD_TILE(tile, from, stride) \
+  do {                                           \
+    declare_read(from);                          \
+    _tile_loadd(tile, from, stride);             \
+    declare_read(from);                          \
+  } while (0)
 
 // C (16 x rows, 16 x panels) = A (16 x rows, 16 x steps) @ B, or C += that, by squares of 32 x 32.
 // It is taken a step at a time, so that vector instructions can stand between the steps, which run
@@ -152,10 +166,10 @@ struct AmxWork {
     float *top = c + row * W * stride_c, *low = top + W * stride_c;
     if (step == 0) {
       if (add) {
-        _tile_loadd(0, top, stride_c * BYTES);
-        if (wide) _tile_loadd(1, top + W, stride_c * BYTES);
-        if (tall) _tile_loadd(2, low, stride_c * BYTES);
-        if (tall && wide) _tile_loadd(3, low + W, stride_c * BYTES);
+        PAGED_ATTN_LOAD_TILE(0, top, stride_c * BYTES);
+        if (wide) PAGED_ATTN_LOAD_TILE(1, top + W, stride_c * BYTES);
+        if (tall) PAGED_ATTN_LOAD_TILE(2, low, stride_c * BYTES);
+        if (tall && wide) PAGED_ATTN_LOAD_TILE(3, low + W, stride_c * BYTES);
       } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -164,15 +178,15 @@ struct AmxWork {
       }
     }
     const float *left = a + row * W * stride_a + step * W, *columns = b + step * W * PANEL;
-    _tile_loadd(4, left, stride_a * BYTES);
-    _tile_loadd(6, columns, PANEL * BYTES);
+    PAGED_ATTN_LOAD_TILE(4, left, stride_a * BYTES);
+    PAGED_ATTN_LOAD_TILE(6, columns, PANEL * BYTES);
     _tile_dpbf16ps(0, 4, 6);
     if (tall) {
-      _tile_loadd(5, left + W * stride_a, stride_a * BYTES);
+      PAGED_ATTN_LOAD_TILE(5, left + W * stride_a, stride_a * BYTES);
       _tile_dpbf16ps(2, 5, 6);
     }
     if (wide) {
-      _tile_loadd(7, columns + W, PANEL * BYTES);
+      PAGED_ATTN_LOAD_TILE(7, columns + W, PANEL * BYTES);
       _tile_dpbf16ps(1, 4, 7);
       if (tall) _tile_dpbf16ps(3, 5, 7);
     }
@@ -211,13 +225,11 @@ struct Matrix<AmxProduct> {
                     add,
                     0,
                     0};
-    amx_fence();
     fetch.pace = (fetch.lines() + work.left() - 1) / work.left();
     while (work.panels > 0) {
       fetch.beat();
       work.take();
     }
-    amx_fence();
   }
 };
 

@@ -1,4 +1,4 @@
-// AMX-BF16 multiplies pairs of bfloat16 by tiles; all else is AVX-512-BF16's.
+// AMX-BF16 multiplies pairs of bfloat16 by tiles. What has no finite sum is AVX-512-BF16's.
 #include "../kernels.h"
 #include "../kernels/attention_amx.h"
 #include "../kernels/attention_backward.h"
@@ -21,16 +21,10 @@ class DenormalsAreZero {
 };
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
-  const int64_t floats = vectors.workspace_floats(a, few_rows, groups, tile_rows);
-  if (!AmxProduct::suits(a.q_dtype, a.kv_dtype)) return floats;
   const int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
   const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats : 0;
-  return max64(floats, max64(few, tile));
+  return max64(vectors.workspace_floats(a, few_rows, groups, 0), max64(few, tile));
 }
-
-// One or two rows want less of a key than its way into a tile costs; 8-bit keys go another way
-// anyhow.
-bool suits_tiles(const Attention& a, int64_t rows) { return rows > 2 || bytes_of(a.kv_dtype) == 1; }
 
 template <int ROWS>
 bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, float* workspace) {
@@ -43,7 +37,6 @@ bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, flo
 
 void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  if (!suits_tiles(a, rows)) return vectors.attend(a, task, workspace);
   const int64_t wanted = register_rows(rows);
   const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
                     : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)
@@ -61,7 +54,6 @@ void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* wo
 }
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
-  if (!AmxProduct::suits(a.q_dtype, a.kv_dtype)) return vectors.attend(a, task, workspace);
   const DenormalsAreZero mode;
   if (task.few_rows) return attend_few_rows(a, task, workspace);
   static const AmxRegisters registers;
@@ -70,22 +62,11 @@ void attend(const Attention& a, const paged_attn::Task& task, float* workspace) 
   _tile_release();
 }
 
-void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* acc) {
-  vectors.merge_splits(a, task, acc);
-}
-
-void backward_statistics(const Backward& b, int64_t sequence, int64_t begin, int64_t end) {
-  vectors.backward_statistics(b, sequence, begin, end);
-}
-
 int64_t floats_of_backward(const Backward& b) {
-  if (!AmxProduct::suits(b.forward.q_dtype, b.forward.kv_dtype)) return vectors.backward_floats(b);
   return backward_workspace<AmxProduct>(b, b.tile_rows, nullptr).floats;
 }
 
 void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float* memory) {
-  if (!AmxProduct::suits(b.forward.q_dtype, b.forward.kv_dtype))
-    return vectors.attend_backward(b, task, memory);
   const DenormalsAreZero mode;
   static const AmxRegisters registers;
   _tile_loadconfig(&registers);
@@ -94,30 +75,19 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
   _tile_release();
 }
 
-void reshape_and_cache(const paged_attn::ReshapeAndCache& call, int64_t worker) {
-  vectors.reshape_and_cache(call, worker);
-}
-
-void merge_states(const paged_attn::MergeStates& call, int64_t token_begin, int64_t token_end) {
-  vectors.merge_states(call, token_begin, token_end);
-}
-
-void merge_states_backward(const paged_attn::MergeStatesBackward& call, int64_t token_begin,
-                           int64_t token_end) {
-  vectors.merge_states_backward(call, token_begin, token_end);
-}
-
 }  // namespace
 
+// What multiplies pairs; engines.cpp sends all else to another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
     "amx",
     workspace_floats,
     attend,
-    merge_splits,
-    backward_statistics,
+    nullptr,  // merge_splits
+    nullptr,  // backward_statistics
     floats_of_backward,
     attend_backward_by_tiles,
-    reshape_and_cache,
-    merge_states,
-    merge_states_backward,
+    nullptr,  // reshape_and_cache
+    nullptr,  // merge_states
+    nullptr,  // merge_states_backward
+    nullptr,  // multiply_sample
 };

@@ -7,13 +7,17 @@
 
 namespace {
 
-// Calls f with the product that serves a call.
+// Calls f with the product that serves queries and keys of these dtypes.
 template <class Function>
-PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
+PAGED_ATTN_INLINE auto with_product(paged_attn::DType q, paged_attn::DType kv, Function f) {
 #if defined(PAGED_ATTN_PAIR_PRODUCT)
-  if (PairProduct::suits(a.q_dtype, a.kv_dtype)) return f(PairProduct());
+  if (paged_attn::multiply_as_pairs(q, kv)) return f(PairProduct());
 #endif
   return f(FloatProduct());
+}
+template <class Function>
+PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
+  return with_product(a.q_dtype, a.kv_dtype, f);
 }
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
@@ -76,6 +80,16 @@ void attend_backward(const Backward& b, const BackwardTask& task, float* memory)
   const Sequence s = sequence_at(b.forward, task.sequence);
   with_product(b.forward, [&](auto product) __attribute__((always_inline)) {
     BackwardOfTask<decltype(product)>(b, task, s, memory).run();
+  });
+}
+
+// Multiplies bfloat16 numbers that a first-level cache holds, as tiles do: what dispatch.cpp times.
+void multiply_sample(const float* left, const float* right, float* result) {
+  constexpr auto BFLOAT16 = paged_attn::DType::bfloat16;
+  with_product(BFLOAT16, BFLOAT16, [&](auto product) __attribute__((always_inline)) {
+    typedef decltype(product) Product;
+    constexpr int DEPTH = paged_attn::SAMPLE_DIMS / Product::DEPTH;
+    multiply<Product>(TILE_VECS, left, DEPTH, right, result, Product::PANEL, DEPTH, 1.f, nullptr);
   });
 }
 

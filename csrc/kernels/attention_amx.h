@@ -54,7 +54,6 @@ struct AmxQueue {
   }
   PAGED_ATTN_INLINE void finish() {
     while (next < 2) step();
-    amx_fence();
   }
 
  private:

@@ -72,7 +72,6 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
     return {(const char*)(x + offset[0]), spaced * int64_t(sizeof(T)), later};
   constexpr int LINE = CACHE_LINE / int(sizeof(T));
   const int64_t stride = round_up(head_dim, TILE_DIMS) / 2;
-  amx_fence();
   for (int i = 0; i < TILE_KEYS; ++i) {
     const T* row = x + offset[i];
     for (int64_t d = 0; d < head_dim; d += LINE) {
@@ -84,7 +83,6 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
         store(buffer + i * stride + (d + j) / 2, operands[j / TILE_DIMS]);
     }
   }
-  amx_fence();
   return {(const char*)buffer, stride * int64_t(sizeof(float)), nullptr};
 }
 
@@ -103,8 +101,8 @@ PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const ReadAhead<T>& ahead
   _tile_zero(2);
   for (int64_t i = 0; i < tiles; ++i) {
     ask_for_tile(k, i, ahead);
-    _tile_loadd(0, k.first + i * 64, k.stride);
-    _tile_loadd(1, q + i * ROWS * W, STRIDE);
+    PAGED_ATTN_LOAD_TILE(0, k.first + i * 64, k.stride);
+    PAGED_ATTN_LOAD_TILE(1, q + i * ROWS * W, STRIDE);
     _tile_dpbf16ps(2, 0, 1);
   }
   _tile_stored(2, scores, STRIDE);
@@ -116,18 +114,18 @@ PAGED_ATTN_INLINE void weigh_tiles(const TileRows<T>& v, const ReadAhead<T>& ahe
                                    int64_t tiles, float* acc, int64_t stride_acc) {
   constexpr int64_t STRIDE = ROW_COLUMNS * sizeof(float);
   const int64_t stride = stride_acc * int64_t(sizeof(float));
-  _tile_loadd(3, p, STRIDE);
-  if (ROWS == 16) _tile_loadd(2, p + 16 * ROW_COLUMNS, STRIDE);
+  PAGED_ATTN_LOAD_TILE(3, p, STRIDE);
+  if (ROWS == 16) PAGED_ATTN_LOAD_TILE(2, p + 16 * ROW_COLUMNS, STRIDE);
   for (int64_t i = 0; i < tiles; ++i) {
     ask_for_tile(v, i, ahead);
     float* sums = acc + i * W;
-    _tile_loadd(0, v.first + i * 64, v.stride);
-    _tile_loadd(4, sums, stride);
+    PAGED_ATTN_LOAD_TILE(0, v.first + i * 64, v.stride);
+    PAGED_ATTN_LOAD_TILE(4, sums, stride);
     _tile_dpbf16ps(4, 3, 0);
     _tile_stored(4, sums, stride);
     if (ROWS == 16) {
       sums += 16 * stride_acc;
-      _tile_loadd(5, sums, stride);
+      PAGED_ATTN_LOAD_TILE(5, sums, stride);
       _tile_dpbf16ps(5, 2, 0);
       _tile_stored(5, sums, stride);
     }
@@ -218,7 +216,6 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
       // not all at once: memory would be idle for as long
       if (c == 0) {
         softmax_tiles<ROWS>(a, s, task, group, block, finished, w);
-        amx_fence();
       }
       const int64_t g = group - task.group_begin;
       const TileRows<T> v =

@@ -12,7 +12,7 @@
 
 namespace {
 
-// A power of two divides exactly by a multiplication, which is several times faster.
+// A positive power of two divides exactly by a multiplication, which is several times faster.
 struct Divisor {
   float value, inverse;
   bool exact;
@@ -20,7 +20,7 @@ struct Divisor {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     const uint32_t exponent = bits >> 23 & 255;
-    exact = (bits & 0x7fffff) == 0 && exponent > 1 && exponent < 253;
+    exact = (bits & 0x807fffff) == 0 && exponent > 1 && exponent < 253;
   }
 };
 

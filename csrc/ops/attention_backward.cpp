@@ -9,6 +9,7 @@
 #include "../core/schedule.h"
 #include "../core/seqlen_info.h"
 #include "../kernels.h"
+#include "announce.h"
 #include "attention_call.h"
 #include "scratch.h"
 
@@ -156,6 +157,7 @@ void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
       isa.attend_backward(b, plan.tasks[i], memory + worker * floats);
     return true;
   });
+  scratch.trim();
 }
 
 Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32); }
@@ -166,6 +168,9 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   Backward b = {};
   if (arguments.recorded(arguments.on_cpu() && accept(x, b), 5)) return;
   const Attention& a = b.forward;
+  static Announced announced[2][2];
+  const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
+  announced[has_layout][has_pairs].once(op, has_pairs);
   const bool has_dbias = x.output_mask[3] && x.attn_bias && a.bias_dtype <= DType::float16;
   const bool has_dsinks = x.output_mask[4] && x.sinks;
   const int64_t total_k = x.k.size(0);
@@ -227,6 +232,13 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   if (sums_apart)
     torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
   return_tensors(stack, {dq, dk, dv, dbias, dsinks});
+  trim(plan.tasks);
+  trim(plan.sequences);
+  trim(plan.tiles);
+  trim(plan.row_tiles);
+  trim(plan.row_counts);
+  trim(plan.lists);
+  trim(plan.entries);
 }
 
 void flash_varlen_backward(StableIValue* stack, uint64_t num_args, uint64_t) {

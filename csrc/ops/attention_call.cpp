@@ -8,6 +8,7 @@
 #include "../core/schedule.h"
 #include "../core/seqlen_info.h"
 #include "../kernels.h"
+#include "announce.h"
 #include "scratch.h"
 
 namespace paged_attn {
@@ -42,12 +43,15 @@ void run(Attention& a) {
     if (memory == nullptr) return false;
     const Task& task = work.tasks[i];
     isa.attend(a, task, memory);
-    if (task.merge < 0) return true;
     // whoever finishes the last split adds them up, always in the same order
-    const MergeTask& merge = work.merges[task.merge];
-    if (++finished[task.merge] == merge.num_splits) isa.merge_splits(a, merge, memory);
+    if (task.merge >= 0 && ++finished[task.merge] == work.merges[task.merge].num_splits)
+      isa.merge_splits(a, work.merges[task.merge], memory);
+    workspace.trim();
     return true;
   });
+  partials.trim();
+  trim(plan.tasks);
+  trim(plan.merges);
 }
 
 }  // namespace
@@ -57,6 +61,9 @@ void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t nu
   const AttentionArguments x = {arguments, has_layout};
   Attention a = {};
   if (arguments.recorded(arguments.on_cpu() && accept_attention(x, a), 2)) return;
+  static Announced announced[2][2];
+  const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
+  announced[has_layout][has_pairs].once(op, has_pairs);
   Tensor out = empty_tensor({a.total_q, a.num_heads, a.head_dim_v}, a.out_dtype);
   Tensor lse = empty_tensor({a.num_heads, a.total_q}, DType::float32);
   a.out = out.mutable_data_ptr();

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../kernels.h"
+#include "announce.h"
 #include "arguments.h"
 #include "scratch.h"
 
@@ -59,6 +60,8 @@ void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
   const TensorView out_a = next.tensor(), lse_a = next.tensor();
   const TensorView out_b = next.tensor(), lse_b = next.tensor();
   if (next.recorded(next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
+  static Announced announced;
+  announced.once("merge_states", false);
   const MergeStates::Part parts[] = {part_of(out_a, lse_a), part_of(out_b, lse_b)};
   merge(stack, out_a, out_a.dtype, parts, 2);
 }
@@ -75,6 +78,8 @@ void merge_states_list(StableIValue* stack, uint64_t num_args, uint64_t) {
     if (accepted) parts.push_back(part_of(outs[i], lses[i]));
   }
   if (next.recorded(accepted, 2)) return;
+  static Announced announced;
+  announced.once("merge_states.list", false);
   merge(stack, outs[0], out_dtype.value_or(outs[0].dtype), parts.data(), int64_t(parts.size()));
 }
 
@@ -88,6 +93,8 @@ void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
                   accept_parts(out_a, softmax_lse, out, softmax_lse) &&
                   accept_parts(out_a, dlse ? dlse : softmax_lse, dout, softmax_lse);
   if (next.recorded(accepted, 4)) return;
+  static Announced announced;
+  announced.once("merge_states_backward", false);
   MergeStatesBackward call = {out_a.dtype,
                               out_a.size(0),
                               out_a.size(1),

@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../kernels.h"
+#include "announce.h"
 #include "arguments.h"
 #include "autograd.h"
 #include "scratch.h"
@@ -86,6 +87,8 @@ bool accept(const TensorView& key, const TensorView& value, const Cache& k_cache
 }
 
 void run(ReshapeAndCache& r) {
+  static Announced announced;
+  announced.once("reshape_and_cache", false);
   const int64_t elements = r.num_tokens * r.num_heads * (r.key.head_dim + r.value.head_dim);
   const int64_t threads = elements < 65536 ? 1 : int64_t(torch::stable::get_num_threads());
   r.residues = (threads + 1) / 2;

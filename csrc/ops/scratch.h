@@ -6,12 +6,15 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <vector>
 
 namespace paged_attn {
 
-// An aligned buffer that a thread keeps between calls and that only grows.
+// An aligned buffer that a thread keeps between calls, unless it has become large.
 class Scratch {
  public:
+  static constexpr int64_t KEPT_BYTES = 32 << 20;
+
   Scratch() = default;
   Scratch(const Scratch&) = delete;
   ~Scratch() { std::free(data_); }
@@ -27,10 +30,24 @@ class Scratch {
     return data_;
   }
 
+  // To be called when nobody uses it: the largest call there ever was does not stay in memory.
+  void trim() {
+    if (capacity_ * int64_t(sizeof(float)) <= KEPT_BYTES) return;
+    std::free(data_);
+    data_ = nullptr;
+    capacity_ = 0;
+  }
+
  private:
   float* data_ = nullptr;
   int64_t capacity_ = 0;
 };
+
+// The same of a vector.
+template <class T>
+void trim(std::vector<T>& items) {
+  if (int64_t(items.capacity() * sizeof(T)) > Scratch::KEPT_BYTES) std::vector<T>().swap(items);
+}
 
 // Runs task(0) ... task(count - 1), each thread taking the next one that is left. `task` returns
 // false when it found no memory.

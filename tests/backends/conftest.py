@@ -8,9 +8,7 @@ at the end of the output.
 import pytest
 import torch
 from runners import ALONE, RUNNERS
-from sampling import IS_THOROUGH, NEVER, SAMPLES, chosen, no_gradients
-
-from torch_paged_attn.testing import DIFFERENTIABLE, PROBLEMS
+from sampling import ALL, ALL_DIFFERENTIABLE, IS_THOROUGH, NEVER, SAMPLES, chosen, no_gradients
 
 
 def names_of(asked):
@@ -112,20 +110,20 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section("tests/backends: what did not run, and why")
     refused = {}
     for name, runner in running.items():
-        for problem in DIFFERENTIABLE.values():
+        for problem in ALL_DIFFERENTIABLE.values():
             if (reason := no_gradients(runner, problem)) is not None:
                 refused.setdefault((name, reason), []).append(problem.name)
     if not absent and not refused and (IS_THOROUGH or running.keys().isdisjoint(SAMPLES)):
         terminalreporter.write_line("everything ran")
     for name, runner in running.items():
-        absent_problems = [p.name for p in PROBLEMS.values() if lacked(runner, p)]
+        absent_problems = [p.name for p in ALL.values() if lacked(runner, p)]
         if absent_problems:
             why = f"{name}: refused, because it lacks {', '.join(runner.lacks())}"
             terminalreporter.write_line(f"{why}: {'; '.join(absent_problems)}")
     for name, reason in absent.items():
         terminalreporter.write_line(f"{name}: nothing, because {reason}")
     for (name, reason), problems in refused.items():
-        which = "all" if len(problems) == len(DIFFERENTIABLE) else "; ".join(problems)
+        which = "all" if len(problems) == len(ALL_DIFFERENTIABLE) else "; ".join(problems)
         terminalreporter.write_line(f"{name}: gradients refused, because {reason}: {which}")
     for name in running:
         for test, reason in NEVER.get(name, {}).items():
@@ -138,7 +136,7 @@ def pytest_terminal_summary(terminalreporter, config):
         )
         for test, cases in sample.cases.items():
             if test == "agrees":
-                there = [n for n, p in PROBLEMS.items() if not lacked(running[name], p)]
+                there = [n for n, p in ALL.items() if not lacked(running[name], p)]
                 left_out = [p for p in there if p not in cases]
                 like = [f"{p} ({sample.like[p]})" if p in sample.like else p for p in left_out]
                 terminalreporter.write_line(f"  agrees: left out {'; '.join(like)}")

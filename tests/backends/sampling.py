@@ -8,8 +8,15 @@ import dataclasses
 import functools
 import os
 
-from torch_paged_attn.testing import build
+from torch_paged_attn.testing import (
+    DIFFERENTIABLE,
+    EXTENDED,
+    EXTENDED_DIFFERENTIABLE,
+    PROBLEMS,
+    build,
+)
 
+ALL, ALL_DIFFERENTIABLE = PROBLEMS | EXTENDED, DIFFERENTIABLE | EXTENDED_DIFFERENTIABLE
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 

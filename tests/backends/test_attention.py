@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from same_bits import assert_same_bits
+from sampling import ALL
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
@@ -18,12 +19,12 @@ INF = float("inf")
 
 def over(keep):
     """Parametrise over the problems that `keep` picks."""
-    return pytest.mark.over({name: p for name, p in PROBLEMS.items() if keep(p)})
+    return pytest.mark.over({name: p for name, p in ALL.items() if keep(p)})
 
 
 @functools.cache
 def truth(name):
-    return build(PROBLEMS[name]).truth()
+    return build(ALL[name]).truth()
 
 
 @over(lambda p: True)
@@ -117,7 +118,7 @@ def test_no_sequences(runner):
 
 def test_refuses_arguments_that_it_lacks(runner):
     """By name, whichever of them come: none may go unheard."""
-    for case in PROBLEMS.values():
+    for case in ALL.values():
         names = [name for name in runner.lacks() if name in case.optional]
         if names:
             text = rf"paged_attn::{case.op}: {re.escape(names[0])} came, which the \w+ backend"

@@ -11,12 +11,11 @@ import re
 import pytest
 import torch
 from same_bits import assert_same_bits
-from sampling import no_gradients
+from sampling import ALL_DIFFERENTIABLE, no_gradients
 
 from torch_paged_attn import reference
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.testing import (
-    DIFFERENTIABLE,
     Call,
     assert_accurate_gradients,
     build,
@@ -29,7 +28,7 @@ INF = float("inf")
 
 def over(keep):
     """Parametrise over the problems that `keep` picks."""
-    return pytest.mark.over({name: p for name, p in DIFFERENTIABLE.items() if keep(p)})
+    return pytest.mark.over({name: p for name, p in ALL_DIFFERENTIABLE.items() if keep(p)})
 
 
 # of every kind one: a problem for each promise that does not depend on the problem
@@ -47,7 +46,7 @@ one = over(lambda p: p.name == "training/everything/f32")
 
 @functools.cache
 def truth(name):
-    call = build(DIFFERENTIABLE[name])
+    call = build(ALL_DIFFERENTIABLE[name])
     out, lse = getattr(reference, call.op)(**call.args)
     return call.gradients(*hostile_gradients(call, out, lse))
 
@@ -211,7 +210,7 @@ def test_gradients_by_autograd(case, runner):
 
 def test_gradients_refused(runner):
     """A forward whose gradients the backend does not have is refused, and says why."""
-    for case in DIFFERENTIABLE.values():
+    for case in ALL_DIFFERENTIABLE.values():
         if (reason := no_gradients(runner, case)) is not None:
             call = build(case).to(runner.device).needs()
             with pytest.raises(

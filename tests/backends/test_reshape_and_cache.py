@@ -104,10 +104,10 @@ def test_write_megabytes(case, runner):
 
 
 @pytest.mark.over(
-    {f"{SHORT[d]}-{scale}": (d, scale) for d in EIGHT_BITS for scale in (2.0, 2.0**-9, 0.3)}
+    {f"{SHORT[d]}-{scale}": (d, scale) for d in EIGHT_BITS for scale in (2.0, 2.0**-9, 0.3, -0.5)}
 )
 def test_write_every_bfloat16(case, runner):
-    """Ties, subnormals, infinities; scales that are a power of two and one that is none."""
+    """Ties, subnormals, infinities; scales that are powers of two, one of them negative, or not."""
     cache_dtype, scale = case
     every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).view(-1, 1, 128)
     every = every.where(~every.isnan(), 0.0)

@@ -68,6 +68,20 @@ def test_rates_ratios_and_shares():
     assert report.peers(row) == ["peer"]
 
 
+def test_the_report_fails_where_another_instruction_set_is_faster():
+    def row(problem, ours, **forced):
+        forced = {isa + report.FORCED: {"seconds": t, "busy": False} for isa, t in forced.items()}
+        timings = {"ours": {"seconds": ours, "busy": False}} | forced
+        return {"problem": problem, "threads": 1, "timings": timings}
+
+    best, worse = row("best", 1.0, avx2=3.0, avx512=0.98), row("worse", 1.0, avx2=2.0, avx512=0.5)
+    alone = row("alone", 1.0)
+    assert report.of_best_isa(worse) == 0.5 and report.of_best_isa(alone) is None
+    assert report.slower_by_default({"results": [best, alone]}) == []
+    (line,) = report.slower_by_default({"results": [best, worse, alone]})
+    assert line == "worse, 1 threads: 0.50 of the best instruction set"
+
+
 def test_threads_are_compared_in_quiet_wall_time():
     def row(threads, wall, undisturbed=MIN_ROUNDS):
         ours = {"seconds": 0.5, "wall": wall, "undisturbed": undisturbed, "busy": False}

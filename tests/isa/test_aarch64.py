@@ -68,7 +68,7 @@ def program(tmp_path_factory):
         command = [*compiler(), *KERNEL_FLAGS, *flags, "-c", source, "-o", objects[-1]]
         subprocess.run(command, check=True)
     sources = ["tests/isa/run_call.cpp", "csrc/dispatch.cpp", "csrc/core/schedule.cpp"]
-    sources += ["csrc/core/backward_plan.cpp"]
+    sources += ["csrc/core/backward_plan.cpp", "csrc/engines.cpp"]
     paths = [str(ROOT / source) for source in sources]
     command = [*compiler(), "-O2", "-std=c++17", "-static", f"-I{ROOT / 'csrc'}", *paths, *objects]
     subprocess.run([*command, "-o", str(folder / "run_call")], check=True)

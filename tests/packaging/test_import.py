@@ -106,7 +106,7 @@ MAY_IMPORT = {
     ),
     "backends/triton/hopper": (
         *("backends.triton." + m for m in ("hopper", "runtime", "tuning", *SHARED_BY_KERNELS)),
-        "lru",
+        *("lru", "ops.lacking"),
     ),
     "backends/triton/runtime": ("backends.triton.runtime", "lru", "ops"),
 }

@@ -6,8 +6,9 @@ import torch
 from torch_paged_attn import reference
 from torch_paged_attn.reference import GOLDEN
 from torch_paged_attn.testing import build
-from torch_paged_attn.testing.problems import DIFFERENTIABLE
+from torch_paged_attn.testing.problems import DIFFERENTIABLE, EXTENDED_DIFFERENTIABLE
 
+FORWARD_ALONE = ("out_dtype", "batch_invariant")
 INPUTS = ("q", "k", "v", "attn_bias", "sinks")
 
 
@@ -34,9 +35,9 @@ def loss_gradients(out, lse, seed=0):
     return dout, dlse
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", DIFFERENTIABLE | EXTENDED_DIFFERENTIABLE)
 def test_attention(name):
-    call = build(DIFFERENTIABLE[name])
+    call = build((DIFFERENTIABLE | EXTENDED_DIFFERENTIABLE)[name])
     args, leaves = in_float64(call.args)
     out, lse = getattr(reference, call.op)(**args, precision=GOLDEN)
     dout, dlse = loss_gradients(out, lse)
@@ -44,7 +45,7 @@ def test_attention(name):
     loss = (out * dout).sum() + torch.where(seen, lse, 0.0).mul(dlse).sum()
     wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     dout = dout.masked_fill(~seen.mT[..., None], float("nan"))
-    given = {n: x for n, x in call.args.items() if n != "out_dtype"}
+    given = {n: x for n, x in call.args.items() if n not in FORWARD_ALONE}
     results = dict(out=out.detach(), softmax_lse=lse.detach(), dout=dout, dlse=dlse)
     found = getattr(reference, f"{call.op}_backward")(**given, **results, precision=GOLDEN)
     for x, which in zip(found, INPUTS, strict=True):

@@ -12,6 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
+from torch_paged_attn.ops import paths
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -142,6 +143,16 @@ def test_log_names_the_kernel(name, run, device, caplog):
     with caplog.at_level(logging.DEBUG, "torch_paged_attn.backends.triton"):
         run(call)
     assert f"{call.op}: the portable kernel, because " in caplog.text
+
+
+def test_a_path_is_logged_once(run, device, caplog, monkeypatch):
+    monkeypatch.setattr(paths, "_announced", set())
+    for rows in (3, 5):  # other plans of one path
+        problem = dataclasses.replace(PROBLEMS["odd_sizes/f32"], num_heads=6, padding_rows=rows)
+        with caplog.at_level(logging.INFO, "torch_paged_attn"):
+            run(build(problem).to(device))
+    said = [x.getMessage() for x in caplog.records if x.name == "torch_paged_attn"]
+    assert len(said) == 1 and said[0].startswith("paged_attn::flash_varlen: triton, portable")
 
 
 def test_log_counts_the_launches_of_a_cache_write(kernels, device, caplog):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.integrations._versions import require
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
 NAME = "torch_paged_attn"
@@ -32,7 +33,12 @@ BATCH_NAME = "torch_paged_attn_flash"
 
 
 def register() -> None:
-    """Make NAME an `attn_implementation` for every model. A second call changes nothing."""
+    """Make NAME an `attn_implementation` for every model. A second call changes nothing.
+
+    Raises:
+        ImportError: Transformers is not installed, or too old.
+    """
+    require("transformers", "integrations.transformers", "integrations")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     # 5.17 puts "paged|" before the name of a model that enters continuous batching

@@ -9,8 +9,10 @@ import functools
 import logging
 from typing import Any
 
+from torch_paged_attn.integrations._versions import TESTED
+
 BACKEND = "torch_paged_attn.integrations._vllm_backend.PagedAttentionBackend"
-OLDEST = (0, 29)
+OLDEST = tuple(map(int, TESTED["vllm"].oldest.split(".")))
 
 logger = logging.getLogger("torch_paged_attn")
 

@@ -1,7 +1,7 @@
 """The contract of every operator. Importing this module registers them; it imports no backend code
 but the CPU's compiled library, where it was built."""
 
-from torch_paged_attn.ops import _flops, _library
+from torch_paged_attn.ops import _flops, _library, paths
 from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: registered,
 from torch_paged_attn.ops import append_slots as append_slots  # but not offered, like this one
 from torch_paged_attn.ops.blocksparse import blocksparse
@@ -13,6 +13,13 @@ from torch_paged_attn.ops.merge_states_backward import merge_states_backward
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
 
 _library.bind_backends()
+blocksparse = paths.profiled("blocksparse", blocksparse)
+blocksparse_backward = paths.profiled("blocksparse_backward", blocksparse_backward)
+flash_varlen = paths.profiled("flash_varlen", flash_varlen)
+flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_backward)
+merge_states = paths.profiled("merge_states", merge_states)
+merge_states_backward = paths.profiled("merge_states_backward", merge_states_backward)
+reshape_and_cache = paths.profiled("reshape_and_cache", reshape_and_cache)
 _flops.register_flops()
 
 __all__ = [

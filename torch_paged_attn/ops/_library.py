@@ -10,6 +10,7 @@ import torch
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
@@ -23,6 +24,8 @@ ATTENTION = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
+# those of which the compiled kernels say what they would do, as JSON, by `<op>_plan`
+PLANNED = ("flash_varlen", "blocksparse")
 # op name -> what looks whether its calls need a gradient
 GATES: dict[str, Gate] = {}
 # op name -> its form in PyTorch's own operators
@@ -67,6 +70,8 @@ def define(
     LIBRARY.define(f"{error_name}{arguments}-> str")
     explain = functools.partial(_explain, gate, name, (check, check_values))
     LIBRARY.impl(error_name, explain, "CompositeExplicitAutograd")
+    if name in PLANNED:
+        LIBRARY.define(f"{name}_plan{arguments}-> str")
 
     if not name.endswith("_backward"):
         inline(name, LIBRARY)
@@ -129,6 +134,8 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     if backend is None:
         raise NotImplementedError(f"paged_attn::{name}: {reason}")
     function = _function(backend, name)
+    if name not in backend.announces:
+        paths.announce(name, backend.name, f"its kernel for {key}")
     check, check_values = OPS[name]
     # what is composed of PyTorch's operators checks nothing itself
     checks = [] if backend.checks_metadata and backend.has(name) else [check]
@@ -185,5 +192,9 @@ def _explain(
 # the instruction set that the CPU kernels use, and all that they could use here, slowest first
 LIBRARY.define("cpu_isa() -> str")
 LIBRARY.define("cpu_isas() -> str")
+# what they call once for each way that calls take
+LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
+# the others of this architecture, a line for each: its name, and why it cannot run here
+LIBRARY.define("cpu_isas_missing() -> str")
 # whether they can tell that an input needs a gradient
 LIBRARY.define("cpu_sees_gradients() -> bool")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_paged_attn import backward_call
 from torch_paged_attn.attention_call import AttentionCall, arguments, listed
 from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._gradients import ALLOWED
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.backend import serving_device
@@ -123,5 +124,6 @@ class AttentionDerivative:
         given["output_mask"] = [is_asked.get(name, False) for name in GRADIENTS.values()]
         args = [given.pop(name) for name in self.positional]
         operator = getattr(torch.ops.paged_attn, f"{self.op}_backward").default
+        operator = paths.profiled(f"{self.op}_backward", operator)
         results = dict(zip(GRADIENTS.values(), operator(*args, **given), strict=True))
         return tuple(results[name] if is_asked[name] else None for name in is_asked)

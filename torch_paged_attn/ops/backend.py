@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, lacking
+from torch_paged_attn.ops.paths import Path
 
 # The folders of all backends. Of those that share a dispatch key, the first that can run answers.
 FOLDERS = ("tpu", "neuron", "triton", "cpu")
@@ -47,9 +49,23 @@ class Backend:
     checks_metadata: ClassVar[bool] = False
     """Whether its functions refuse what the op's `check` refuses, so that nobody else has to."""
 
+    announces: ClassVar[tuple[str, ...]] = ()
+    """The ops whose functions log which of several kernels a call takes (`paths.announce`)."""
+
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
         return None
+
+    def path(self, op: str, call: Any, target: str | None = None) -> Path:
+        """What it would do with a call that the contract allows: an AttentionCall, a BackwardCall,
+        or the other ops' arguments by name. Tensors may be fake, or lie on another device, and then
+        hold no values. `target` names a GPU that may be elsewhere.
+        """
+        if (reason := self.unsupported()) is not None:
+            return Path(self.name, None, reason)
+        if not self.has(op):
+            return Path(self.name, None, f"the {self.name} backend does not have it yet")
+        return Path(self.name, op, "it is the only one")
 
     def has(self, op: str) -> bool:
         """Whether there is a function for an op; every backend has one but for backwards."""
@@ -69,6 +85,16 @@ class Backend:
         answer, or None. It is asked at the forward, and continues "q requires grad, and ".
         """
         return f"the {self.name} backend has no {call.op}_backward yet"
+
+    def path_of(self, op: str, call: Any, target: str | None = None) -> Path:
+        """`path`, or which argument of attention it lacks."""
+        is_backward = isinstance(call, BackwardCall)
+        if is_backward or isinstance(call, AttentionCall):
+            names = self.lacks_in_backward if is_backward else self.lacks
+            forward = call.forward if isinstance(call, BackwardCall) else call
+            if (name := lacking(forward, names)) is not None:
+                return Path(self.name, None, f"it does not have {name} yet")
+        return self.path(op, call, target)
 
     def why_no_gradients(self, call: AttentionCall) -> str | None:
         """`unsupported_backward`, or which argument a backward lacks."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import (
     FLOAT,
@@ -64,7 +65,9 @@ class MergeDerivative:
         saved = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(saved[4])
-        found = torch.ops.paged_attn.merge_states_backward.default(dout, dlse, *saved)
+        operator = torch.ops.paged_attn.merge_states_backward.default
+        function = paths.profiled("merge_states_backward", operator)
+        found = function(dout, dlse, *saved)
         return tuple(x if is_asked else None for x, is_asked in zip(found, asked, strict=True))
 
 

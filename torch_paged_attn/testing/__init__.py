@@ -5,6 +5,8 @@ from torch_paged_attn.testing.gradients import Gradients, assert_accurate_gradie
 from torch_paged_attn.testing.inputs import Call, build
 from torch_paged_attn.testing.problems import (
     DIFFERENTIABLE,
+    EXTENDED,
+    EXTENDED_DIFFERENTIABLE,
     PROBLEMS,
     TRAINING,
     Layout,
@@ -13,6 +15,8 @@ from torch_paged_attn.testing.problems import (
 
 __all__ = [
     "DIFFERENTIABLE",
+    "EXTENDED",
+    "EXTENDED_DIFFERENTIABLE",
     "PROBLEMS",
     "TRAINING",
     "Call",

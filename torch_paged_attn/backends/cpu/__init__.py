@@ -1,11 +1,13 @@
 """The CPU backend: C++ kernels on the libtorch stable ABI, registered by loading their library."""
 
 import functools
+from typing import Any
 
 import torch
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
 from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL
 
@@ -23,8 +25,22 @@ class Cpu(Backend):
         """None when the kernels are loaded, else the reason why not."""
         return _load()
 
+    def path(self, op: str, call: Any, target: str | None = None) -> paths.Path:
+        """Instruction set, products, and which of two engines the tasks of attention go to."""
+        from torch_paged_attn.backends.cpu import path
+
+        if (reason := self.unsupported()) is not None:
+            return paths.Path(self.name, None, reason)
+        return path.path(op, call)
+
     def unsupported_backward(self, call: AttentionCall) -> None:
         """None: every call that has gradients has them here."""
+
+    def notes(self) -> list[str]:
+        """Why each faster instruction set is not used: not built, absent, refused by the system."""
+        if self.unsupported() is not None:
+            return []
+        return [f"without {line}" for line in torch.ops.paged_attn.cpu_isas_missing().splitlines()]
 
 
 @functools.cache
@@ -38,7 +54,15 @@ def _load() -> str | None:
         torch.ops.load_library(str(environment.LIBRARY))
     except OSError as error:
         return f"the CPU kernels do not load: {error.__cause__ or error}"
+    _library.LIBRARY.impl("cpu_announce", _announce, "CompositeExplicitAutograd")
     return None
+
+
+def _announce(op: str, has_pairs: bool) -> None:
+    """The kernels call it the first time that a call goes this way."""
+    from torch_paged_attn.backends.cpu.path import kernel_name
+
+    paths.announce(op, "cpu", kernel_name(op, has_pairs))
 
 
 BACKEND = Cpu()

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
+from torch_paged_attn.ops.paths import Path
 
 
 class Triton(Backend):
@@ -16,12 +17,21 @@ class Triton(Backend):
     lacks = lacks_in_backward = ()
     # a call that was made before is known by its description
     checks_metadata = True
+    announces = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
 
     def unsupported(self) -> str | None:
         """Why it cannot run here, or None."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; a torch for CUDA or ROCm brings it"
         return None
+
+    def path(self, op: str, call: Any, target: str | None = None) -> Path:
+        """Portable kernels, Hopper's, or both; tiles and splits."""
+        if (reason := self.unsupported()) is not None:
+            return Path(self.name, None, reason)
+        from torch_paged_attn.backends.triton import path
+
+        return path.path(op, call, target)
 
     def notes(self) -> list[str]:
         """Which kernels there are on this machine."""

@@ -16,9 +16,22 @@ from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.flash_varlen import check
 
 logger = logging.getLogger(__name__)
+
+# by the kernels of a call: what the log says, and what plans it
+SAID = {
+    "hopper": "the Hopper kernel",
+    "hopper and portable": "the Hopper kernel and the portable one",
+    "portable": "the portable kernel",
+}
+PLANS = {
+    "hopper": flash_varlen_sm90.plan_attention,
+    "hopper and portable": mixed.plan_attention,
+    "portable": plan_attention,
+}
 
 # more queries than these fill a tile of Hopper's, whatever the heads are
 MOST_SAID = support.BLOCK_M
@@ -42,12 +55,21 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     return support.unprofitable(call)
 
 
-def why_opaque(call: AttentionCall) -> str | None:
+def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
+    """`"hopper"`, `"portable"` or `"hopper and portable"`, and why not the first."""
+    reason = why_portable(call, longest)
+    if reason is not None:
+        return "portable", reason
+    if mixed.is_mixed(call, longest):
+        return "hopper and portable", "the batch may hold long and short sequences"
+    return "hopper", None
+
+
+def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    # of two kernels for a mixed batch, a graph holds that for its mean length
-    if why_not_hopper(call) is None and support.unprofitable(call) is None:
+    if why_portable(call, longest) is None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
@@ -95,16 +117,12 @@ class AttentionOp:
         self._check(*args, **options)
         call = self._call_of(*args, **options)
         if is_traced():
-            return plan_attention(call) if why_opaque(call) is None else NotImplemented
-        reason = why_portable(call, longest)
-        if reason is None and mixed.is_mixed(call, longest):
-            logger.debug("%s: the Hopper kernel and the portable one", self._name)
-            return mixed.plan_attention(call)
-        if reason is None:
-            logger.debug("%s: the Hopper kernel", self._name)
-            return flash_varlen_sm90.plan_attention(call)
-        logger.debug("%s: the portable kernel, because %s", self._name, reason)
-        return plan_attention(call)
+            return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
+        kernels, reason = kernels_of(call, longest)
+        paths.announce(self._name, "triton", kernels, reason or "")
+        because = f", because {reason}" if kernels == "portable" else ""
+        logger.debug("%s: %s%s", self._name, SAID[kernels], because)
+        return PLANS[kernels](call)
 
 
 flash_varlen = AttentionOp("flash_varlen", check)

@@ -12,6 +12,7 @@ from torch_paged_attn.backends.triton.portable.backward import plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
+from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.flash_varlen_backward import check
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class BackwardOp:
         self._check(*args, **options)
         call = self._call_of(*args, **options)
         reason = backward_sm90.unsupported(call)
+        paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
         if reason is None:
             logger.debug("%s: the Hopper kernels", self._name)
             return backward_sm90.plan_backward(call)

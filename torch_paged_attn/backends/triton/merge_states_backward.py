@@ -21,70 +21,104 @@ from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.ops.merge_states_backward import check
 
 
+class PartPointers(NamedTuple):
+    """A part, and where its gradients go."""
+
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+
+
 class MergePointers(NamedTuple):
-    """What the kernel reads, and its results."""
+    """What the kernel reads of the merged state, and the parts."""
 
     dout: Any
     dlse: Any
-    out_a: Any
-    lse_a: Any
-    out_b: Any
-    lse_b: Any
     out: Any
     lse: Any
-    dout_a: Any
-    dlse_a: Any
-    dout_b: Any
-    dlse_b: Any
-
-
-class LseStrides(NamedTuple):
-    """Strides in elements of the four tensors (heads, tokens)."""
-
-    a_head: Any
-    a_token: Any
-    b_head: Any
-    b_token: Any
-    head: Any
-    token: Any
-    d_head: Any
-    d_token: Any
+    a: PartPointers
+    b: PartPointers
 
 
 class RowStrides(NamedTuple):
-    """Strides in elements of rows of (tokens, heads, head_dim_v)."""
+    """Strides in elements: of rows (tokens, heads, head_dim_v), and of lse (heads, tokens)."""
 
     token: Any
     head: Any
     dim: Any
+    lse_head: Any
+    lse_token: Any
+
+    @classmethod
+    def of(cls, rows: Tensor, lse: Tensor | None) -> "RowStrides":
+        return cls(*rows.stride(), *((None, None) if lse is None else lse.stride()))
+
+
+class MergeStrides(NamedTuple):
+    dout: RowStrides
+    out: RowStrides
+    a: RowStrides
+    b: RowStrides
+
+
+class Rows(NamedTuple):
+    """The rows of a program: a token and a head each; rows past the last do not exist."""
+
+    index: Any
+    token: Any
+    head: Any
+    exists: Any
+    total_q: Any
+
+
+class Merged(NamedTuple):
+    """The merged state and its gradients, in those rows."""
+
+    dout: Any
+    dlse: Any
+    out: Any
+    lse: Any
+
+
+class MergeOptions(NamedTuple):
+    HEAD_DIM_V: int
+    WIDTH: int
+    BLOCK_R: int
 
 
 @triton.jit
-def _load_row(ptr, token, head, strides, counts, HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr,
-              FORMAT: tl.constexpr):  # fmt: skip
-    dims = tl.arange(0, WIDTH)
-    at = (token * strides.token + head * strides.head)[:, None] + (dims * strides.dim)[None, :]
-    inside = counts[:, None] & (dims < HEAD_DIM_V)[None, :]
+def _load_lse(ptr, rows, strides, counts):
+    at = rows.head * strides.lse_head + rows.token * strides.lse_token
+    return tl.load(ptr + at, mask=counts, other=float("-inf"))
+
+
+@triton.jit
+def _load_rows(ptr, rows, strides, counts, FORMAT: tl.constexpr, OPTIONS: tl.constexpr):
+    dims = tl.arange(0, OPTIONS.WIDTH)
+    at = rows.token * strides.token + rows.head * strides.head
+    at = at[:, None] + (dims * strides.dim)[None, :]
+    inside = counts[:, None] & (dims < OPTIONS.HEAD_DIM_V)[None, :]
     return decode(tl.load(ptr + at, mask=inside, other=0), FORMAT, tl.float32)
 
 
 @triton.jit
-def _write_part(
-    part_ptr, part_lse, strides, dout_ptr, dlse_ptr, dout, dlse, out, lse, r, token, head, total_q,
-    num_heads, HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
+def _write_part(part, strides, rows, merged, FORMAT: tl.constexpr, OPTIONS: tl.constexpr):
     """The gradients of one part."""
-    exists = token < total_q
-    counts = exists & (part_lse != float("-inf")) & (lse != float("-inf"))
-    weight = tl.where(counts, tl.exp2((part_lse - lse) * LOG2E), 0.0)
-    part = _load_row(part_ptr, token, head, strides, counts, HEAD_DIM_V, WIDTH, FORMAT)
-    share = tl.where(counts, weight * (tl.sum(dout * (part - out), 1) + dlse), 0.0)
-    tl.store(dlse_ptr + head * total_q + token, share, mask=exists)
-    share = tl.where(counts[:, None], weight[:, None] * dout, 0.0)
-    dims = tl.arange(0, WIDTH)
-    stored = encode(share, dout_ptr.dtype.element_ty, FORMAT)
-    inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
-    tl.store(dout_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
+    lowest = float("-inf")
+    part_lse = _load_lse(part.lse, rows, strides, rows.exists)
+    counts = rows.exists & (part_lse != lowest) & (merged.lse != lowest)
+    weight = tl.where(counts, tl.exp2((part_lse - merged.lse) * LOG2E), 0.0)
+    out = _load_rows(part.out, rows, strides, counts, FORMAT, OPTIONS)
+    share = weight * (tl.sum(merged.dout * (out - merged.out), 1) + merged.dlse)
+    at = rows.head * rows.total_q + rows.token
+    tl.store(part.dlse + at, tl.where(counts, share, 0.0), mask=rows.exists)
+    share = tl.where(counts[:, None], weight[:, None] * merged.dout, 0.0)
+    stored = encode(share, part.dout.dtype.element_ty, FORMAT)
+    dims = tl.arange(0, OPTIONS.WIDTH)
+    at = (rows.index * OPTIONS.HEAD_DIM_V)[:, None] + dims[None, :]
+    inside = rows.exists[:, None] & (dims < OPTIONS.HEAD_DIM_V)[None, :]
+    tl.store(part.dout + at, stored, mask=inside)
 
 
 @triton.jit(do_not_specialize=("total_q",))
@@ -92,42 +126,24 @@ def _merge_backward_kernel(
     pointers,
     total_q,
     num_heads,
-    dout_strides,
-    a_strides,
-    b_strides,
-    out_strides,
-    lse_strides,
-    HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
+    strides,
     FORMAT: tl.constexpr,
     PART_FORMAT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    token, head = r // num_heads, r % num_heads
-    exists = token < total_q
-    lowest = float("-inf")
-    at = head * lse_strides.a_head + token * lse_strides.a_token
-    lse_a = tl.load(pointers.lse_a + at, mask=exists, other=lowest)
-    at = head * lse_strides.b_head + token * lse_strides.b_token
-    lse_b = tl.load(pointers.lse_b + at, mask=exists, other=lowest)
-    at = head * lse_strides.head + token * lse_strides.token
-    lse = tl.load(pointers.lse + at, mask=exists, other=lowest)
-    counts = exists & (lse != lowest)
+    index = tl.program_id(0).to(tl.int64) * OPTIONS.BLOCK_R + tl.arange(0, OPTIONS.BLOCK_R)
+    token, head = index // num_heads, index % num_heads
+    rows = Rows(index, token, head, token < total_q, total_q)
+    lse = _load_lse(pointers.lse, rows, strides.out, rows.exists)
+    counts = rows.exists & (lse != float("-inf"))
     dlse = 0.0
     if pointers.dlse is not None:
-        at = head * lse_strides.d_head + token * lse_strides.d_token
-        dlse = tl.load(pointers.dlse + at, mask=counts, other=0.0)
-    dout = _load_row(pointers.dout, token, head, dout_strides, counts, HEAD_DIM_V, WIDTH, FORMAT)
-    out = _load_row(pointers.out, token, head, out_strides, counts, HEAD_DIM_V, WIDTH, FORMAT)
-    _write_part(
-        pointers.out_a, lse_a, a_strides, pointers.dout_a, pointers.dlse_a, dout, dlse, out, lse,
-        r, token, head, total_q, num_heads, HEAD_DIM_V, WIDTH, PART_FORMAT,
-    )  # fmt: skip
-    _write_part(
-        pointers.out_b, lse_b, b_strides, pointers.dout_b, pointers.dlse_b, dout, dlse, out, lse,
-        r, token, head, total_q, num_heads, HEAD_DIM_V, WIDTH, PART_FORMAT,
-    )  # fmt: skip
+        dlse = tl.where(counts, _load_lse(pointers.dlse, rows, strides.dout, counts), 0.0)
+    dout = _load_rows(pointers.dout, rows, strides.dout, counts, FORMAT, OPTIONS)
+    out = _load_rows(pointers.out, rows, strides.out, counts, FORMAT, OPTIONS)
+    merged = Merged(dout, dlse, out, lse)
+    _write_part(pointers.a, strides.a, rows, merged, PART_FORMAT, OPTIONS)
+    _write_part(pointers.b, strides.b, rows, merged, PART_FORMAT, OPTIONS)
 
 
 def merge_states_backward(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -152,23 +168,20 @@ def _plan(
     new_results = [Allocation.like(x) for x in (out_a, lse_a, out_b, lse_b)]
     width = next_power_of_2(max(head_dim_v, 1))
     block_r = max(1, 2048 // width)
-    a, b, whole = lse_a.stride(), lse_b.stride(), softmax_lse.stride()
-    of_dlse = (None, None) if dlse is None else dlse.stride()
     launch = Launch(
         _merge_backward_kernel,
         (triton.cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
-        dout_strides=RowStrides(*dout.stride()),
-        a_strides=RowStrides(*out_a.stride()),
-        b_strides=RowStrides(*out_b.stride()),
-        out_strides=RowStrides(*out.stride()),
-        lse_strides=LseStrides(*a, *b, *whole, *of_dlse),
-        HEAD_DIM_V=head_dim_v,
-        WIDTH=width,
+        strides=MergeStrides(
+            RowStrides.of(dout, dlse),
+            RowStrides.of(out, softmax_lse),
+            RowStrides.of(out_a, lse_a),
+            RowStrides.of(out_b, lse_b),
+        ),
         FORMAT=stored_format(out.dtype, target),
         PART_FORMAT=stored_format(out_a.dtype, target),
-        BLOCK_R=block_r,
+        OPTIONS=MergeOptions(head_dim_v, width, block_r),
     )
 
     has_dlse = dlse is not None
@@ -178,8 +191,14 @@ def _plan(
         if not is_empty:
             if not has_dlse:
                 tensors = tensors[0], None, *tensors[1:]
-            pointers = (x if x is None else as_stored(x, target)[0] for x in (*tensors, *made))
-            launch(MergePointers(*pointers))
+            dout, dlse, out_a, lse_a, out_b, lse_b, out, lse, *results = (
+                x if x is None else as_stored(x, target)[0] for x in (*tensors, *made)
+            )
+            a, b = (
+                PartPointers(out_a, lse_a, *results[:2]),
+                PartPointers(out_b, lse_b, *results[2:]),
+            )
+            launch(MergePointers(dout, dlse, out, lse, a, b))
         return made
 
     return run

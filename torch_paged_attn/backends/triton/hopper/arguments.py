@@ -63,6 +63,7 @@ class Options(NamedTuple):
     BLOCK_N: int  # keys of a tile
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
+    COLUMNS: int  # of WIDTH, those that products over it take
     PACKED_HEADS: int  # query heads that share a tile
     TOKENS: int  # tokens of a consumer: BLOCK_M // PACKED_HEADS
     GROUP_SIZE: int

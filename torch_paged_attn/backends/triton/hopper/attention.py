@@ -34,6 +34,7 @@ from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     UNBOUNDED,
+    columns_of,
     heads_per_layout,
     is_bound,
     key_bound,
@@ -45,6 +46,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
     TileOptions,
+    list_shape,
     most_tiles,
     plan_tile_list,
 )
@@ -118,6 +120,7 @@ def options_of(
         BLOCK_N=config.BLOCK_N,
         WIDTH=width_of(call.head_dim),
         WIDTH_V=width_of(call.head_dim_v),
+        COLUMNS=width_of(call.head_dim) if _pages_in_atoms(call) else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
@@ -259,6 +262,21 @@ def plan_attention(call: AttentionCall, config: HopperConfig | None = None) -> P
     return run
 
 
+def part_elements(options: Options) -> int:
+    """Elements that pieces of tiles leave: rows of values, then their references and sums."""
+    rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
+    return rows * (options.WIDTH_V + 2)
+
+
+def _sizes_of_list(call: AttentionCall) -> tuple[int, int, int]:
+    return call.batch, call.total_q, min(key_bound(call), 2**31 - 1)
+
+
+def shape_of_tiles(call: AttentionCall, tile_options: TileOptions) -> tuple[int, int]:
+    """The shape of the list of a call's tiles, int32."""
+    return list_shape(*_sizes_of_list(call), tile_options)
+
+
 def plan_launches(
     call: AttentionCall, out: Tensor, config: HopperConfig | None = None, short: int = 0
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -275,20 +293,15 @@ def plan_launches(
     is_beside = short > 0
     chosen, packed_heads = choose_tiles(call, is_beside)
     options = options_of(call, config or chosen, packed_heads, is_beside)
-    max_keys = min(key_bound(call), 2**31 - 1)
     list_tiles = plan_tile_list(
-        call.batch,
-        call.total_q,
-        max_keys,
+        *_sizes_of_list(call),
         tile_options_of(options, short),
         call.q.device,
         _chip_of(call, packed_heads) if options.MOST_PARTS or short else None,
     )
     new_parts = None
     if options.MOST_PARTS:
-        rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
-        # rows of values, then their references and sums
-        new_parts = Allocation((rows * (options.WIDTH_V + 2),), torch.float32, call.q.device)
+        new_parts = Allocation((part_elements(options),), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY

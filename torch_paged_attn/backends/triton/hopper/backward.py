@@ -21,7 +21,12 @@ from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardPointers,
     BackwardScalars,
 )
-from torch_paged_attn.backends.triton.hopper.support import is_bound, is_misaligned, width_of
+from torch_paged_attn.backends.triton.hopper.support import (
+    columns_of,
+    is_bound,
+    is_misaligned,
+    width_of,
+)
 from torch_paged_attn.backends.triton.hopper.support import unsupported as forward_unsupported
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     Lengths,
@@ -112,6 +117,7 @@ def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOpt
         STAY=STAY,
         WIDTH=width_of(call.head_dim),
         WIDTH_V=width_of(call.head_dim_v),
+        COLUMNS=columns_of(call.head_dim),
         GROUP_SIZE=call.group_size,
         HAS_LEFT=is_bound(call.window_size_left),
         HAS_RIGHT=is_bound(call.window_right),

@@ -50,6 +50,7 @@ class BackwardOptions(NamedTuple):
     IS_SPLIT: bool  # whether they do
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
+    COLUMNS: int  # of WIDTH, those that products over it take
     GROUP_SIZE: int
     HAS_LEFT: bool
     HAS_RIGHT: bool  # also where a call is causal

@@ -36,7 +36,11 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     slope_of,
 )
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
-from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+from torch_paged_attn.backends.triton.hopper.scores import (
+    ask_for_scores,
+    finish_gradient,
+    probabilities,
+)
 from torch_paged_attn.backends.triton.hopper.sums import (
     BY_BOX,
     BY_LANE,
@@ -173,7 +177,7 @@ def _two_results(
         m = 0
         slope = slope_of(b, head, params)
         q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
-        s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         ds, dv = _gradients_of(s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS)
@@ -186,7 +190,7 @@ def _two_results(
             row = first + m * PASS
             q_was = queries.tile(n).reshape([PASS, WIDTH])
             q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
-            s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
             dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
             dp_pending = _ask_for_dp(v, zeros, n + 1, pipelines, OPTIONS)
             s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
@@ -225,7 +229,7 @@ def _three_results(
             row = first + m * PASS
             q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             dout = douts.tile(n).reshape([PASS, WIDTH_V])
-            s_pending = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
             douts.consumer_wait(n)
             dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_pending])

@@ -28,7 +28,11 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     slope_of,
 )
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
-from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+from torch_paged_attn.backends.triton.hopper.scores import (
+    ask_for_scores,
+    finish_gradient,
+    probabilities,
+)
 
 
 @gluon.jit
@@ -52,7 +56,7 @@ def _ask_for_scores(
         douts.consumer_wait(n)
         clear_before(dout, first_live - row)
     own = q.slice(INDEX * HALF, HALF, dim=0).permute((1, 0))
-    s = warpgroup_mma(k, own, zeros, use_acc=False, is_async=True)
+    s = ask_for_scores(k, own, zeros, OPTIONS)
     douts.consumer_wait(n)
     own = dout.slice(INDEX * HALF, HALF, dim=0).permute((1, 0))
     dp = warpgroup_mma(v, own, zeros, use_acc=False, is_async=True)

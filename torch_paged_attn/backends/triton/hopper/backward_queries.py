@@ -39,7 +39,11 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     publish,
     slope_of,
 )
-from torch_paged_attn.backends.triton.hopper.scores import finish_gradient, probabilities
+from torch_paged_attn.backends.triton.hopper.scores import (
+    ask_for_scores,
+    finish_gradient,
+    probabilities,
+)
 from torch_paged_attn.backends.triton.hopper.tma import load_rows, store_rows
 
 
@@ -221,9 +225,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         if steps > 0:
             keys.consumer_wait(n)
             k = keys.tile(n).reshape([PASS, WIDTH])
-            s_pending = warpgroup_mma(
-                q_operand, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
+            s_pending = ask_for_scores(q_operand, k.permute((1, 0)), zeros, OPTIONS)
             values.consumer_wait(n)
             v = values.tile(n).reshape([PASS, WIDTH_V])
             dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
@@ -239,9 +241,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 first_key += PASS
                 keys.consumer_wait(n + 1)
                 k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
-                s_pending = warpgroup_mma(
-                    q_operand, k_next.permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
+                s_pending = ask_for_scores(q_operand, k_next.permute((1, 0)), zeros, OPTIONS)
                 values.consumer_wait(n + 1)
                 v = values.tile(n + 1).reshape([PASS, WIDTH_V])
                 dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
-from torch_paged_attn.backends.triton.hopper.scores import finish_scores
+from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
     partial_sum,
@@ -249,7 +249,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
         keys.consumer_wait(n)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
-        s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        s = ask_for_scores(q, k, zeros, OPTIONS)
         s = warpgroup_mma_wait(0, deps=[s])
         keys.consumer_release(n)
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
@@ -270,7 +270,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             if PINGPONG:
                 _pingpong_wait(INDEX)
             k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
-            s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+            s = ask_for_scores(q, k, zeros, OPTIONS)
             values.consumer_wait(n)
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile

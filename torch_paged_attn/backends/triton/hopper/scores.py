@@ -6,9 +6,27 @@ column is a constant of the instruction, and no registers hold columns throughou
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_paged_attn.backends.triton.hopper.block_lists import ROW_BITS
 from torch_paged_attn.backends.triton.hopper.block_runs import first_keys, is_seen_whole
+
+
+@gluon.jit
+def ask_for_scores(rows, columns, zeros, OPTIONS: gl.constexpr):
+    """Ask for the product of rows, (rows, WIDTH), and columns, (WIDTH, columns): of WIDTH, numbers
+    from COLUMNS on are zeros."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
+    if COLUMNS == WIDTH:
+        return warpgroup_mma(rows, columns, zeros, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        REST: gl.constexpr = COLUMNS - HALF
+        low, high = rows.slice(0, HALF, dim=1), rows.slice(HALF, REST, dim=1)
+        of_low, of_high = columns.slice(0, HALF, dim=0), columns.slice(HALF, REST, dim=0)
+        s = warpgroup_mma(low, of_low, zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(high, of_high, s, is_async=True)
 
 
 @gluon.constexpr_function

@@ -114,6 +114,14 @@ def width_of(dim: int) -> int:
     return max(64, next_power_of_2(dim))
 
 
+def columns_of(dim: int) -> int:
+    """How many columns of such a head a product over them takes: half of its width, and a power of
+    two that holds the rest."""
+    width = width_of(dim)
+    rest = max(16, next_power_of_2(dim - width // 2))
+    return width if width == 64 else width // 2 + rest
+
+
 def is_bound(window: int) -> bool:
     """Whether a window hides keys."""
     return 0 <= window < UNBOUNDED

@@ -295,6 +295,13 @@ def most_tiles(total_q: int, batch: int, tokens: int, is_aligned: bool) -> int:
     return num_tiles(total_q, batch, tokens, 2 if is_aligned else 1)
 
 
+def list_shape(batch: int, total_q: int, max_keys: int, options: TileOptions) -> tuple[int, int]:
+    """The shape of a list of tiles, int32."""
+    of_rows = max_keys if options.OF_KEYS else total_q
+    tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
+    return 1 + tiles + options.MOST_PARTS + options.COUNTERS // ENTRY.value, ENTRY.value
+
+
 def plan_tile_list(
     batch: int,
     total_q: int,
@@ -314,8 +321,8 @@ def plan_tile_list(
     """
     of_rows = max_keys if options.OF_KEYS else total_q
     tiles = most_tiles(of_rows, batch, options.TOKENS, options.IS_ALIGNED)
-    rows = 1 + tiles + options.MOST_PARTS + options.COUNTERS // ENTRY.value
-    new_list = Allocation((rows, ENTRY.value), torch.int32, device)
+    shape = list_shape(batch, total_q, max_keys, options)
+    new_list = Allocation(shape, torch.int32, device)
     grid = (-(-tiles // PLACED.value),)
     sizes = dict(batch=batch, total_q=total_q, max_keys=max_keys)
     if options.OF_KEYS:

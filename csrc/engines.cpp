@@ -1,0 +1,62 @@
+#include "engines.h"
+
+namespace paged_attn {
+namespace {
+
+Engines engines;
+
+const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
+  if (!multiply_as_pairs(a.q_dtype, a.kv_dtype)) return *engines.rest;
+  return rows <= 2 && bytes_of(a.kv_dtype) == 2 ? *engines.one_row : *engines.few_rows;
+}
+
+const Kernels& engine_of_tiles(const Attention& a) {
+  return multiply_as_pairs(a.q_dtype, a.kv_dtype) ? *engines.tiles : *engines.rest;
+}
+
+const Kernels& engine_of_backward(const Backward& b) {
+  const Attention& a = b.forward;
+  return multiply_as_pairs(a.q_dtype, a.kv_dtype) ? *engines.backward : *engines.rest;
+}
+
+int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
+  int64_t floats = 0;
+  const auto need = [&](const Kernels& engine, int64_t few, int64_t tile) {
+    const int64_t wanted = engine.workspace_floats(a, few, groups, tile);
+    floats = wanted > floats ? wanted : floats;
+  };
+  if (few_rows) {
+    need(engine_of_rows(a, 1), few_rows < 2 ? few_rows : 2, 0);
+    need(engine_of_rows(a, few_rows), few_rows, 0);
+  }
+  if (tile_rows) need(engine_of_tiles(a), 0, tile_rows);
+  return floats;
+}
+
+void attend(const Attention& a, const Task& task, float* workspace) {
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const Kernels& engine = task.few_rows ? engine_of_rows(a, rows) : engine_of_tiles(a);
+  engine.attend(a, task, workspace);
+}
+
+int64_t backward_floats(const Backward& b) { return engine_of_backward(b).backward_floats(b); }
+
+void attend_backward(const Backward& b, const BackwardTask& task, float* workspace) {
+  engine_of_backward(b).attend_backward(b, task, workspace);
+}
+
+}  // namespace
+
+const Kernels& combine(const Engines& set) {
+  static Kernels table;
+  engines = set;
+  table = *set.rest;
+  table.name = set.name;
+  table.workspace_floats = workspace_floats;
+  table.attend = attend;
+  table.backward_floats = backward_floats;
+  table.attend_backward = attend_backward;
+  return table;
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,22 @@
+// Which kernels serve which calls: the one place that says so.
+#pragma once
+
+#include "kernels.h"
+
+namespace paged_attn {
+
+// The engines of an instruction set. What multiplies as pairs of bfloat16 has one for each kind of
+// work; everything else is done by `rest`.
+struct Engines {
+  const char* name;
+  const Kernels* one_row;   // one or two query rows of 16-bit keys: decode without groups
+  const Kernels* few_rows;  // the rest of decode
+  const Kernels* tiles;     // prefill
+  const Kernels* backward;
+  const Kernels* rest;
+};
+
+// Makes one table of a set's engines, which is what the operators call. One set at a time.
+const Kernels& combine(const Engines&);
+
+}  // namespace paged_attn

@@ -1,0 +1,192 @@
+"""What `explain` says of a call is what the call does; the log and profiles name the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torch_paged_attn
+from torch_paged_attn import explain
+from torch_paged_attn.testing import PROBLEMS, build
+
+ROOT = Path(torch_paged_attn.__file__).parents[1]
+
+
+SAMPLE = {(x.op, x.page_size is None): x for x in PROBLEMS.values()}.values()
+
+
+def empty(mode, *shape, dtype=torch.bfloat16, device="cpu"):
+    with mode:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def without_memory(x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def paged(total_q, batch=8, pages=100_000, max_pages=640, device="cpu"):
+    """A paged batch as an engine plans it, of fake tensors."""
+    mode = FakeTensorMode()
+    cache = empty(mode, pages, 8, 16, 128, device=device)
+    starts, lengths = (empty(mode, n, dtype=torch.int32, device=device) for n in (batch + 1, batch))
+    table = empty(mode, batch, max_pages, dtype=torch.int32, device=device)
+    tensors = empty(mode, total_q, 32, 128, device=device), cache, cache, starts
+    return tensors, {"seqused_k": lengths, "block_table": table, "causal": True}
+
+
+@pytest.mark.parametrize("problem", SAMPLE, ids=lambda x: x.name)
+def test_what_a_call_allocates(problem):
+    call = build(problem)
+    found = explain(problem.op, **call.args)
+    assert found.backend == "cpu" and found.path is found.paths["cpu"]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        results = call.run()
+    (event,) = (x for x in profile.key_averages() if x.key == f"paged_attn::{problem.op}")
+    # nothing but results comes from torch's allocator
+    assert found.result_bytes == sum(x.nbytes for x in results) == event.cpu_memory_usage
+
+
+def test_memory_is_planned_under_fake_tensors():
+    args, options = paged(4096, pages=10**9)  # 32 TiB of keys
+    with args[0].fake_mode:
+        found = explain("flash_varlen", *args, **options)
+        results = torch_paged_attn.flash_varlen(*args, **options)
+    assert found.result_bytes == sum(x.nbytes for x in results)
+    assert 0 < found.paths["cpu"].workspace < 2**24
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=lambda x: x.name)
+def test_every_problem_has_a_path(problem):
+    call = build(problem)
+    found = explain(problem.op, **call.args, target="sm90:132").paths
+    assert found["cpu"].kernel.startswith(torch.ops.paged_attn.cpu_isa())
+    kernel, details = found["triton"].kernel, found["triton"].details
+    assert all((name in kernel) == (name in details) for name in ("hopper", "portable"))
+    on_meta = {n: without_memory(x) if torch.is_tensor(x) else x for n, x in call.args.items()}
+    imagined = explain(problem.op, **on_meta, target="sm90:132").paths
+    assert imagined["triton"] == found["triton"]
+    assert imagined["cpu"].details["products"] == found["cpu"].details["products"]
+
+
+@pytest.mark.parametrize(("queries", "engine"), [(1, "rows"), (4, "rows"), (5, "tiles")])
+def test_the_engine_of_the_cpu(queries, engine):
+    args, options = paged(8 * queries)
+    path = explain("flash_varlen", *args, **options).paths["cpu"]
+    assert path.kernel == f"{torch.ops.paged_attn.cpu_isa()} {engine}"
+    assert (path.details["row_tasks"] > 0) == (engine == "rows")
+    assert path.details["merges"] > 0  # 10240 keys are cut
+
+
+@pytest.mark.parametrize(
+    ("total_q", "said", "kernel"),
+    [
+        (8, None, "portable"),
+        (8192, None, "hopper"),
+        (600, None, "hopper and portable"),
+        (64, 8, "portable"),
+    ],
+)
+def test_the_kernels_of_hopper(total_q, said, kernel):
+    args, options = paged(total_q, device="cuda")
+    path = explain("flash_varlen", *args, max_seqlen_q=said, **options, target="sm90:132").paths[
+        "triton"
+    ]
+    assert path.kernel == kernel and path.workspace > 0
+
+
+def test_another_chip_has_the_portable_kernel():
+    args, options = paged(8192, device="cuda")
+    path = explain("flash_varlen", *args, **options, target="gfx942:304").paths["triton"]
+    assert (path.kernel, path.reason) == ("portable", "this is no Hopper chip")
+
+
+def test_backwards_have_paths():
+    q = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(8, 4096, device="meta")
+    starts = torch.empty(2, dtype=torch.int32, device="meta")
+    found = explain("flash_varlen_backward", q, None, q, q, q, q, lse, starts, target="sm90:132")
+    assert found.result_bytes == 3 * q.nbytes
+    assert found.paths["triton"].kernel == "hopper"
+    assert found.paths["cpu"].kernel == torch.ops.paged_attn.cpu_isa()
+
+
+def test_other_ops_have_paths():
+    new = torch.empty(4, 2, 16)
+    cache = torch.empty(5, 2, 16, 16)
+    slots = torch.arange(4)
+    for caches in ((cache, cache), torch.stack([cache, cache])):
+        found = explain(torch_paged_attn.reshape_and_cache, new, new, caches, slots)
+        assert (found.op, found.result_bytes, found.backend) == ("reshape_and_cache", 0, "cpu")
+    lse = torch.empty(2, 4)
+    found = explain("merge_states", new, lse, new, lse)
+    assert found.result_bytes == new.nbytes + lse.nbytes
+
+
+def test_a_device_without_a_backend_says_so():
+    args, options = paged(8, device="cuda")
+    found = explain("flash_varlen", *args, **options)
+    assert found.backend is None and found.path is None and "no GPU here" in found.reason
+    assert found.paths["triton"].kernel is None and "target='sm90:132'" in str(found)
+
+
+def test_wrong_arguments_raise_what_the_op_raises():
+    q = torch.empty(4, 3, 16)
+    with pytest.raises(ValueError, match="flash_varlen: q's num_heads is 3; allowed"):
+        explain("flash_varlen", q, q[:, :2], q[:, :2], torch.tensor([0, 4], dtype=torch.int32))
+    with pytest.raises(ValueError, match="op is 'attend'; allowed: flash_varlen"):
+        explain("attend", q)
+    with pytest.raises(ValueError, match="target is 'h100'; allowed: "):
+        explain("flash_varlen", q, q, q, torch.tensor([0, 4], dtype=torch.int32), target="h100")
+
+
+PROGRAM = """
+import json, logging, sys
+{setup}
+import torch, torch_paged_attn
+q = torch.randn(4, 2, 16, requires_grad=True)
+half = q.detach().bfloat16()
+starts = torch.tensor([0, 4], dtype=torch.int32)
+with torch.autograd.profiler.profile(use_kineto=False) as profile:
+    for _ in range(2):
+        out, _ = torch_paged_attn.flash_varlen(q, q, q, starts)
+        out.sum().backward()
+        parts = torch_paged_attn.flash_varlen(half, half, half, starts) * 2
+    torch_paged_attn.merge_states(*parts)
+print(json.dumps([x.key for x in profile.key_averages()]))
+"""
+
+
+def run(setup="", **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", PROGRAM.format(setup=setup)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr.splitlines()
+
+
+def test_the_log_and_ranges_name_kernels():
+    setup = "logging.basicConfig(level=logging.INFO, format='%(name)s %(message)s')"
+    ranges, log = run(setup, PAGED_ATTN_CPU_ISA="generic", PAGED_ATTN_PROFILE="1")
+    kernels = "cpu, generic, products of float32"
+    assert [x for x in log if x.startswith("torch_paged_attn ")] == [
+        f"torch_paged_attn paged_attn::flash_varlen: {kernels}",
+        f"torch_paged_attn paged_attn::flash_varlen_backward: {kernels}",
+        "torch_paged_attn paged_attn::merge_states: cpu, generic",
+    ]
+    q, half, lse = "4x2x16 float32", "4x2x16 bfloat16", "2x4 float32"
+    assert sorted(x for x in ranges if x.startswith("paged_attn::") and "[" in x) == [
+        f"paged_attn::flash_varlen [cpu generic rows] {half}, {half}, {half}",
+        f"paged_attn::flash_varlen [cpu generic rows] {q}, {q}, {q}",
+        f"paged_attn::flash_varlen_backward [cpu generic] {q}, {q}, {q}",
+        f"paged_attn::merge_states [cpu generic] {half}, {lse}, {half}",
+    ]
+
+
+def test_nothing_is_said_or_recorded_unasked():
+    ranges, log = run()
+    assert not any("[" in x for x in ranges) and not any("paged_attn" in x for x in log)

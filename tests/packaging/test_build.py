@@ -1,0 +1,101 @@
+"""The build: what a compiler refuses is left out and said, by whatever compilers are here."""
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import setuptools
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["g++", *(f"g++-{n}" for n in range(12, 16)), *(f"clang++-{n}" for n in range(16, 22))]
+COMPILERS = [name for name in (*NAMES, "clang++") if shutil.which(name)]
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    """setup.py's own names, and what it hands to setuptools, under "options"."""
+    options = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: options.update(given))
+    monkeypatch.setenv("PAGED_ATTN_BUILD_CPP", "auto")
+    return runpy.run_path(str(ROOT / "setup.py")) | {"options": options}
+
+
+@pytest.fixture
+def build(setup, monkeypatch):
+    """Builds with a compiler that refuses some ISAs; what it builds, and what it defines."""
+    monkeypatch.setattr(build_ext, "build_extension", lambda *_: None)
+    (extension,) = setup["options"]["ext_modules"]
+    command = setup["options"]["cmdclass"]["build_ext"](setuptools.Distribution())
+    command.build_temp = ""
+
+    def run(*refused):
+        def compile_plain(sources, **_):
+            if Path(sources[0]).stem in refused:
+                raise CompileError("no such instruction")
+            return [Path(sources[0]).stem]
+
+        command.compile_plain = compile_plain
+        command.build_extension(extension)
+        return extension.extra_objects, [name for name, _ in extension.define_macros]
+
+    run.all = [*setup["ISA_FLAGS"]]
+    return run
+
+
+def test_every_isa_is_built(build):
+    objects, macros = build()
+    assert sorted(objects) == sorted(build.all) and not macros
+
+
+def test_an_isa_that_is_refused_is_left_out(build):
+    refused = build.all[-1]
+    with pytest.warns(UserWarning, match=f"no kernels for {refused}.*no such instruction"):
+        objects, macros = build(refused)
+    assert sorted(objects) == sorted(build.all[:-1])
+    assert macros == [f"PAGED_ATTN_WITHOUT_{refused}"]
+
+
+def test_nothing_is_built_without_the_plain_kernels(build):
+    with pytest.raises(CompileError):
+        build("generic")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="amx is of x86-64")
+def test_amx_needs_the_vectors_that_it_falls_back_on(build):
+    with pytest.warns(UserWarning, match="no kernels for amx"):
+        objects, macros = build("avx512bf16")
+    assert not {"amx", "avx512bf16"} & {*objects}
+    assert {*macros} == {"PAGED_ATTN_WITHOUT_avx512bf16", "PAGED_ATTN_WITHOUT_amx"}
+
+
+@pytest.mark.skipif(not COMPILERS, reason="needs a compiler")
+def test_the_dispatch_names_no_table_that_is_left_out(setup, tmp_path):
+    """Whatever is left out, alone or all of it."""
+    isas = [isa for isa in setup["ISA_FLAGS"] if isa != "generic"]
+    for left_out in [*([isa] for isa in isas), isas]:
+        target = str(tmp_path / "dispatch.o")
+        flags = [f"-DPAGED_ATTN_WITHOUT_{isa}" for isa in left_out]
+        source = ["-std=c++20", "-c", "csrc/dispatch.cpp", "-o", target]
+        command = [COMPILERS[0], *source, *flags]
+        subprocess.run(command, cwd=ROOT, check=True)
+        undefined = subprocess.run(["nm", target], check=True, capture_output=True, text=True)
+        names = {line.split()[-1] for line in undefined.stdout.splitlines() if " U " in line}
+        for isa in left_out:
+            table = f"kernels_{isa}"
+            assert f"_ZN10paged_attn{len(table)}{table}E" not in names
+
+
+@pytest.mark.parametrize("compiler", COMPILERS if THOROUGH else COMPILERS[:1])
+def test_compiles(compiler, setup):
+    """Every compiler that is here, and whole objects, in `make thorough`."""
+    for isa, flags in setup["ISA_FLAGS"].items():
+        command = [compiler, *setup["KERNEL_FLAGS"], *flags, f"csrc/isa/{isa}.cpp"]
+        command += ["-c", "-o", os.devnull] if THOROUGH else ["-O0", "-fsyntax-only"]
+        subprocess.run([*command, "-Wno-unknown-warning-option"], cwd=ROOT, check=True)

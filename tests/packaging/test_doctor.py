@@ -1,0 +1,139 @@
+"""`python -m torch_paged_attn` finds what is wrong, and --check says so by its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_paged_attn
+from torch_paged_attn import _doctor
+from torch_paged_attn.integrations import _versions
+
+ROOT = Path(torch_paged_attn.__file__).parents[1]
+AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"}
+AMX = AVX512 | {"amx_tile", "amx_bf16"}
+
+# a vLLM of which another package has taken CUSTOM, or nobody
+VLLM = """
+class Custom:
+    owner = {owner!r}
+    def is_overridden(self): return self.owner is not None
+    def get_path(self): return self.owner
+class AttentionBackendEnum:
+    CUSTOM = Custom()
+print("vLLM logs to stdout")
+"""
+
+
+@pytest.fixture(scope="module")
+def sound():
+    return _doctor.report()
+
+
+def run(*options, **environment):
+    command = [sys.executable, "-m", "torch_paged_attn", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def test_a_sound_machine_has_no_problem(sound):
+    assert sound["problems"] == []
+    cpu = sound["devices"]["cpu"]
+    assert cpu["self_test"]["error"] is None and cpu["instruction_set"] in cpu["instruction_sets"]
+    assert sound["flash_attention_impl"] is None and "PAGED_ATTN" in sound["flash_attention_impls"]
+    text = _doctor.printed(sound)
+    assert "self-test: right" in text and "problem" not in text
+
+
+def test_check_fails_without_kernels(tmp_path):
+    done = run("--check", "--json", PAGED_ATTN_LIBRARY=str(tmp_path / "none.so"))
+    known = json.loads(done.stdout)
+    assert done.returncode == 1 and "PAGED_ATTN_BUILD_CPP=1" in known["problems"][0]
+    assert "problem: the CPU kernels are not built" in _doctor.printed(known)
+
+
+def test_the_self_test_finds_a_wrong_kernel(monkeypatch):
+    op = torch_paged_attn.flash_varlen
+
+    def wrong(*args, **options):
+        out, lse = op(*args, **options)
+        return out * 1.02, lse
+
+    monkeypatch.setattr(torch_paged_attn, "flash_varlen", wrong)
+    known = _doctor.report()
+    assert "the self-test of cpu failed: AssertionError" in known["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "isa", "isas", "said"),
+    [
+        (AMX, "amx", ["avx512bf16", "amx"], None),
+        (AVX512, "avx512bf16", ["avx512bf16"], None),
+        (AMX, "avx512", ["avx512", "amx"], "PAGED_ATTN_CPU_ISA=avx512 asks for avx512"),
+        (AMX, "avx512bf16", ["avx512bf16"], "no tile registers: Linux does from 5.16 on"),
+        (AMX - {"avx512vbmi"}, "avx512", ["avx512"], "not avx512vbmi"),
+    ],
+)
+def test_amx_that_is_not_used(flags, isa, isas, said):
+    reason = _doctor.why_no_amx(flags, isa, isas, "avx512")
+    assert reason is None if said is None else said in reason
+
+
+def test_versions_are_compared(monkeypatch):
+    assert _versions.compared("torch", "2.13.0+cpu") == "tested"
+    assert _versions.compared("torch", "2.15.3") == "tested"
+    older, newer = _versions.compared("torch", "2.9.1"), _versions.compared("torch", "2.16.0")
+    assert "torch 2.9.1 is older than the 2.11 " in older and "newer than the 2.15 " in newer
+    found = {"transformers": "5.3.0", "diffusers": "0.50.0"}
+    monkeypatch.setattr(_versions, "installed", found.get)
+    known = _doctor.report()
+    assert [x.partition(" is ")[0] for x in known["problems"]] == ["transformers 5.3.0"]
+    assert any(x.startswith("diffusers 0.50.0 is newer") for x in known["notes"])
+
+
+def test_an_error_names_both_sides(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(_versions, "installed", lambda project: None)
+        with pytest.raises(ImportError, match=r"0\.42 to 0\.42, and there is none"):
+            _versions.require("diffusers", "integrations.diffusers", "diffusers")
+    monkeypatch.setattr(_versions, "installed", lambda project: "0.20.1")
+    with pytest.raises(ImportError, match="and this is diffusers 0"):
+        _versions.require("diffusers", "integrations.diffusers", "diffusers")
+
+
+@pytest.mark.parametrize(
+    ("owner", "said"),
+    [
+        ("torch_paged_attn.integrations._vllm_backend.PagedAttentionBackend", None),
+        ("somebody.Else", "vLLM's CUSTOM belongs to somebody.Else"),
+        (None, "nobody has registered vLLM's CUSTOM"),
+    ],
+)
+def test_who_owns_vllms_slot(owner, said, tmp_path, monkeypatch, capsys):
+    registry = tmp_path / "vllm" / "v1" / "attention" / "backends"
+    registry.mkdir(parents=True)
+    (registry / "registry.py").write_text(VLLM.format(owner=owner))
+    (tmp_path / "vllm" / "plugins.py").write_text("def load_general_plugins(): pass")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    try:
+        found = _doctor.vllm_custom()
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "vllm":
+                del sys.modules[name]
+    assert found["owner"] == owner and (said is None) == (found["error"] is None)
+    assert said is None or said in found["error"]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_flash_impl_is_the_current_one():
+    torch.nn.attention.activate_flash_attention_impl("PAGED_ATTN")
+    try:
+        assert _doctor.report()["flash_attention_impl"] == "PAGED_ATTN"
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()

@@ -1,0 +1,188 @@
+"""What is installed, which backend answers which op, and what is wrong, for `__main__.py`."""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls
+
+from torch_paged_attn import __version__
+from torch_paged_attn.integrations import _versions
+from torch_paged_attn.ops import _library
+from torch_paged_attn.ops.backend import serving
+
+# device -> the dispatch key its tensors carry
+DEVICES = {
+    "cpu": "CPU",
+    "cuda / rocm": "CUDA",
+    "tpu / neuron (torch_xla)": "XLA",
+    "tpu / neuron (native)": "PrivateUse1",
+}
+PACKAGES = (*_versions.TESTED, "nki", "sentence-transformers", "flash-attn", "rich", "matplotlib")
+
+
+def missing(key: str) -> str | None:
+    """Why no device of a dispatch key is here; None if one is, or if its backend has to say."""
+    if key != "CUDA" or torch.cuda.is_available():
+        return None
+    build = torch.version.cuda or torch.version.hip
+    return f"torch {torch.__version__} finds no GPU here" + (
+        "" if build else ": it is built without CUDA and ROCm"
+    )
+
+
+def answer(key: str) -> dict[str, Any]:
+    """Which backend answers on one dispatch key, or why none does."""
+    backend, reason = serving(key)
+    if (no_device := missing(key)) is not None:
+        backend, reason = None, "; ".join(text for text in (no_device, reason) if text)
+    if backend is None:
+        return {"backend": None, "ops": [], "reason": reason}
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    ops = [name for name in _library.OPS if has(f"paged_attn::{name}", key)]
+    return {"backend": backend.name, "ops": ops, "reason": None, "notes": backend.notes()}
+
+
+def self_test(device: str) -> dict[str, Any]:
+    """A small call on a device, decode beside a chunk of a prompt, against the reference: how many
+    milliseconds all of it took, and what was wrong. On a GPU most of that is Triton's compiler.
+    """
+    from torch_paged_attn.testing import Problem, assert_accurate, build
+
+    start = time.perf_counter()
+    problem = Problem("self_test", ((1, 40), (20, 3)), 4, 2, 32, dtype=torch.bfloat16, page_size=16)
+    call = build(problem)
+    try:
+        out, lse = call.to(torch.device(device)).run()
+        assert_accurate(out.cpu(), lse.cpu(), call.truth())
+    except Exception as error:  # whatever it is, the report names it and goes on
+        return {"milliseconds": None, "error": f"{type(error).__name__}: {error}"}
+    return {"milliseconds": round(1e3 * (time.perf_counter() - start), 1), "error": None}
+
+
+def processor_flags() -> set[str]:
+    """What Linux says that an x86 processor has; nothing elsewhere."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.split())
+    return set()
+
+
+def why_no_amx(flags: set[str], isa: str, isas: list[str], forced: str | None) -> str | None:
+    """Why the kernels do not use the AMX that a processor has; None if they do, or it has none."""
+    if isa == "amx" or not {"amx_tile", "amx_bf16"} <= flags:
+        return None
+    if "amx" in isas:
+        return f"the processor has AMX, and PAGED_ATTN_CPU_ISA={forced} asks for {isa}"
+    wanted = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"}
+    if lacking := sorted(wanted - flags):
+        return f"the processor has AMX, and not {', '.join(lacking)}, which its kernels use, too"
+    return (
+        "the processor has AMX, and the system gives this process no tile registers: Linux does"
+        " from 5.16 on, unless a hypervisor or a container's filter of system calls keeps them back"
+    )
+
+
+def vllm_custom() -> dict[str, Any] | None:
+    """Who owns vLLM's attention backend CUSTOM once its plugins are loaded; None without vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from torch_paged_attn.integrations.vllm import BACKEND
+
+    try:
+        # it logs to stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            from vllm.plugins import load_general_plugins
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+            load_general_plugins()
+            custom = AttentionBackendEnum.CUSTOM
+            owner = custom.get_path() if custom.is_overridden() else None
+    except Exception as error:  # an environment that is broken is what a doctor is asked about
+        return {"owner": None, "error": f"vllm does not import: {type(error).__name__}: {error}"}
+    problem = None
+    if owner is None:
+        problem = (
+            "nobody has registered vLLM's CUSTOM: torch-paged-attn is not installed where vLLM"
+            " looks for plugins, or VLLM_PLUGINS leaves torch_paged_attn out"
+        )
+    elif owner != BACKEND:
+        problem = f"vLLM's CUSTOM belongs to {owner}, so torch_paged_attn leaves it alone"
+    return {"owner": owner, "error": problem}
+
+
+def report() -> dict[str, Any]:
+    """The contents of the report."""
+    devices = {device: answer(key) for device, key in DEVICES.items()}
+    cpu = devices["cpu"]
+    problems, notes = [], []
+    if cpu["backend"] == "cpu":
+        cpu["instruction_set"] = isa = torch.ops.paged_attn.cpu_isa()
+        cpu["instruction_sets"] = isas = torch.ops.paged_attn.cpu_isas().split()
+        cpu["threads"] = torch.get_num_threads()
+        forced = os.environ.get("PAGED_ATTN_CPU_ISA")
+        if (reason := why_no_amx(processor_flags(), isa, isas, forced)) is not None:
+            notes.append(reason)
+    else:
+        problems.append(cpu["reason"])
+    for device, name in (("cpu", "cpu"), ("cuda / rocm", "cuda")):
+        if devices[device]["backend"] is not None:
+            devices[device]["self_test"] = tested = self_test(name)
+            if tested["error"]:
+                problems.append(f"the self-test of {device} failed: {tested['error']}")
+    packages = {package: _versions.installed(package) for package in PACKAGES}
+    for package in _versions.TESTED:
+        version = packages[package]
+        if version and (said := _versions.compared(package, version)) != "tested":
+            (problems if _versions.is_too_old(package, version) else notes).append(said)
+    custom = vllm_custom()
+    if custom and custom["error"]:
+        problems.append(custom["error"])
+    return {
+        "torch_paged_attn": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": packages,
+        "tested": {name: f"{x.oldest} to {x.newest}" for name, x in _versions.TESTED.items()},
+        "devices": devices,
+        "flash_attention_impl": current_flash_attention_impl(),
+        "flash_attention_impls": list_flash_attention_impls(),
+        "vllm_custom": custom,
+        "notes": notes,
+        "problems": problems,
+    }
+
+
+def printed(known: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [
+        f"torch_paged_attn {known['torch_paged_attn']},"
+        f" Python {known['python']}, {known['machine']}",
+        "packages  " + "  ".join(f"{p} {v or '-'}" for p, v in known["packages"].items()),
+        "tested with  " + ", ".join(f"{p} {v}" for p, v in known["tested"].items()),
+        f"torch.nn.attention's flash attention: {known['flash_attention_impl'] or 'its own'}"
+        f" (to choose from: {', '.join(known['flash_attention_impls'])})",
+    ]
+    if known["vllm_custom"]:
+        lines.append(f"vLLM's CUSTOM: {known['vllm_custom']['owner'] or 'nobody'}")
+    for device, found in known["devices"].items():
+        isa = ""
+        if "instruction_set" in found:
+            has = ", ".join(found["instruction_sets"])
+            isa = f" ({found['instruction_set']}; has {has}; {found['threads']} threads)"
+        lines += ["", f"{device}: {found['backend'] or 'none'}{isa}"]
+        lines += [f"  {found['reason']}"] * bool(found["reason"])
+        lines += [f"  paged_attn::{op}" for op in found["ops"]]
+        lines += [f"  {note}" for note in found.get("notes", ())]
+        if (tested := found.get("self_test")) and tested["error"] is None:
+            lines.append(f"  self-test: right, in {tested['milliseconds']} ms")
+    lines += ["", *(f"note: {note}" for note in known["notes"])] * bool(known["notes"])
+    lines += ["", *(f"problem: {x}" for x in known["problems"])] * bool(known["problems"])
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""Which kernel a call would take, what it allocates, and why: nothing is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from torch_paged_attn.ops import _library, paths
+from torch_paged_attn.ops.backend import backends, serving_device
+from torch_paged_attn.ops.paths import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found."""
+
+    op: str
+    device: torch.device
+    """Where the tensors are."""
+
+    backend: str | None
+    """The backend that answers there, or None."""
+
+    reason: str
+    """Why none answers; empty where one does."""
+
+    paths: dict[str, Path]
+    """By backend: what each would do with the call, were the tensors on its device."""
+
+    result_bytes: int
+    """Bytes of the results, which every call allocates."""
+
+    @property
+    def path(self) -> Path | None:
+        """That of the backend that answers."""
+        return None if self.backend is None else self.paths[self.backend]
+
+    def __str__(self) -> str:
+        answers = self.backend or f"no backend, because {self.reason}"
+        lines = [f"paged_attn::{self.op} on {self.device}: {answers};"]
+        lines[0] += f" results of {self.result_bytes:,} bytes"
+        for path in self.paths.values():
+            lines.append(f"  {path.backend}: {path.kernel or 'none'}, because {path.reason}")
+            lines += [f"    {name}: {value}" for name, value in path.details.items()]
+            if path.workspace is not None:
+                lines.append(f"    workspace: {path.workspace:,} bytes")
+        return "\n".join(lines)
+
+
+def explain(
+    op: str | Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
+) -> Explanation:
+    """Which kernel each backend would take for a call, and why.
+
+    >>> print(torch_paged_attn.explain("flash_varlen", q, k, v, cu_seqlens_q, causal=True))
+
+    Nothing is computed and no result is allocated. Tensors may be fake or on the meta device: what
+    depends on lengths then follows from shapes, as if all sequences were equally long.
+
+    Args:
+        op: `"flash_varlen"` or another public op, or its function.
+        args, kwargs: its arguments.
+        target: the GPU to explain for, architecture and number of multiprocessors such as
+            `"sm90:132"`; None is the one that is here.
+
+    Raises:
+        ValueError and others: what the op itself raises for wrong arguments.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    given = paths.bound(name, args, kwargs)
+    device = paths.tensors_of(given)[0].device
+    with torch.no_grad(), unset_fake_temporarily():
+        _check(name, given)
+        results = paths.public(name)(**_on_meta(given)) or ()
+        call = paths.call_of(name, given)
+        found = {x.name: x.path_of(name, call, target) for x in reversed(backends())}
+    backend, reason = serving_device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        backend, reason = None, f"torch {torch.__version__} finds no GPU here"
+    if device.type == "meta":
+        backend, reason = None, "tensors on the meta device have none"
+    nbytes = sum(x.numel() * x.itemsize for x in results)
+    answers = None if backend is None else backend.name
+    return Explanation(name, device, answers, reason, found, nbytes)
+
+
+def _check(op: str, given: dict[str, Any]) -> None:
+    """Raise for metadata that the contract forbids."""
+    if op == "reshape_and_cache" and isinstance(given["kv_cache"], tuple | list):
+        return  # the public function looks at pairs
+    if op == "merge_states" and isinstance(given["out_a"], tuple | list):
+        op, given = "merge_states.list", {"outs": given["out_a"], "lses": given["lse_a"]}
+    check, _ = _library.OPS[op]
+    names = inspect.signature(check).parameters
+    has_all = any(x.kind == x.VAR_KEYWORD for x in names.values())
+    check(**{name: x for name, x in given.items() if has_all or name in names})
+
+
+def _on_meta(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without their memory."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(map(moved, x))
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    return {name: moved(x) for name, x in given.items()}

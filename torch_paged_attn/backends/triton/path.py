@@ -1,0 +1,129 @@
+"""What the GPU's kernels would do with a call: which of them, with which tiles and splits.
+
+Nothing here is a rule of its own: the answers are those of the functions that plan launches.
+"""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton.flash_varlen import MOST_SAID, kernels_of
+from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
+from torch_paged_attn.backends.triton.portable import tiles as portable
+from torch_paged_attn.backends.triton.runtime.launch import traced
+from torch_paged_attn.backends.triton.runtime.target import (
+    INTERPRETED,
+    Target,
+    assume,
+    assumed,
+    target_of,
+)
+from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.paths import Path
+
+# float32 and int32
+WORD = 4
+
+
+def path(op: str, call: Any, target: str | None = None) -> Path:
+    """The path of a call; `target` as in `explain`."""
+    if target is None and assumed() is None and not INTERPRETED and not torch.cuda.is_available():
+        reason = f"torch {torch.__version__} finds no GPU here; target='sm90:132' would name one"
+        return Path("triton", None, reason)
+    # fake tensors have no addresses, as what is traced
+    with (
+        contextlib.nullcontext() if target is None else assume(parse(target)),
+        contextlib.nullcontext() if _has_addresses(call) else traced(),
+    ):
+        if isinstance(call, AttentionCall):
+            return _attention(call)
+        if isinstance(call, BackwardCall):
+            return _backward(call)
+    return Path("triton", op, "there is one kernel for all GPUs")
+
+
+def _has_addresses(call: Any) -> bool:
+    given = call if isinstance(call, dict) else call.tensors()
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    return not any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in tensors)
+
+
+def parse(target: str) -> Target:
+    """The chip of `"sm90:132"`: architecture and number of multiprocessors."""
+    arch, _, count = target.partition(":")
+    known = arch.startswith("gfx") or (arch.startswith("sm") and arch[2:].isdigit())
+    if not known or not count.isdigit() or int(count) == 0:
+        raise ValueError(
+            f"torch_paged_attn.explain: target is {target!r}; allowed: architecture and number of"
+            " multiprocessors, such as 'sm90:132' or 'gfx942:304'"
+        )
+    return Target.of_arch(arch, int(count))
+
+
+def _attention(call: AttentionCall) -> Path:
+    longest = call.max_seqlen_q
+    kernels, reason = kernels_of(call, longest if longest <= MOST_SAID else 0)
+    details: dict[str, Any] = {"target": target_of(call.q.device).arch}
+    workspace: int | None = 0
+    is_beside = kernels == "hopper and portable"
+    if kernels != "portable":
+        found, more = _hopper(call, is_beside)
+        # lists of blocks are not counted
+        details["hopper"], workspace = found, more if call.layout is None else None
+    if kernels != "hopper":
+        details["portable"], more = _portable(call, is_beside)
+        workspace = more if workspace is None else workspace + more
+    return Path("triton", kernels, reason or "its tiles are full", details, workspace)
+
+
+def _portable(call: AttentionCall, is_beside: bool) -> tuple[dict[str, Any], int]:
+    """Tiles of the portable kernel, and the bytes of its partial results and counters."""
+    traits = portable.traits_of(call, target_of(call.q.device))
+    sizes = call.total_q, call.batch, portable.key_bound(call)
+    tiles = portable.choose_tiles(traits, *sizes, is_beside=is_beside)
+    found = {
+        "queries_per_tile": tiles.tokens,
+        "heads_per_tile": tiles.pack,
+        "keys_per_tile": tiles.block_n,
+        "grid": tiles.grid,
+        "programs_share_keys": tiles.is_split,
+        "config": dataclasses.asdict(tiles.config),
+    }
+    if not tiles.is_split:
+        return found, 0
+    return found, WORD * (tiles.part_elements(call.head_dim_v) + tiles.num_programs)
+
+
+def _hopper(call: AttentionCall, is_beside: bool) -> tuple[dict[str, Any], int]:
+    """Tiles of Hopper's kernel, and the bytes of its list of tiles and of what pieces leave."""
+    config, packed_heads = hopper.choose_tiles(call, is_beside)
+    options = hopper.options_of(call, config, packed_heads, is_beside)
+    short = mixed.most_queries(call) if is_beside else 0
+    listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, short))
+    found = {
+        "queries_per_tile": options.CONSUMERS * options.TOKENS,
+        "heads_per_tile": packed_heads,
+        "keys_per_tile": options.BLOCK_N,
+        "grid": (hopper.grid_of(call, options),),
+        "most_pieces_of_tiles": options.MOST_PARTS,
+        "config": dataclasses.asdict(config),
+    }
+    return found, WORD * (math.prod(listed) + hopper.part_elements(options))
+
+
+def _backward(call: BackwardCall) -> Path:
+    reason = hopper_backward.unsupported(call)
+    details: dict[str, Any] = {"target": target_of(call.forward.q.device).arch}
+    if reason is not None:
+        return Path("triton", "portable", reason, details)
+    configs = hopper_backward.choose_configs(call)
+    details["hopper"] = {"one_pass": configs.queries is None, **dataclasses.asdict(configs)}
+    return Path("triton", "hopper", "it has a backward for these heads", details)

@@ -1,0 +1,140 @@
+"""Which kernel a call takes: as data, once in the log, and as a range in profiles.
+
+A backend says it (`Backend.path`); nothing here is on the way of a call, but for the ranges that
+`PAGED_ATTN_PROFILE=1` asks for.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from torch_paged_attn import environment
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backward_call import BackwardCall
+
+logger = logging.getLogger("torch_paged_attn")
+
+# by op: what makes a call of its arguments by name, for those that have a list of them
+CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {
+    "flash_varlen": AttentionCall.flash_varlen,
+    "blocksparse": AttentionCall.blocksparse,
+    "flash_varlen_backward": BackwardCall.flash_varlen,
+    "blocksparse_backward": BackwardCall.blocksparse,
+}
+OTHERS = ("merge_states", "merge_states_backward", "reshape_and_cache")
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """What one backend would do with a call."""
+
+    backend: str
+    kernel: str | None
+    """The kernel, or the two that share a call; None where the backend has none."""
+
+    reason: str
+    """Why this kernel and no other, or why none."""
+
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What else follows from the arguments, under the backend's names: instruction set, tiles,
+    splits."""
+
+    workspace: int | None = None
+    """Bytes besides arguments and results, of all threads; None where nothing here knows."""
+
+
+_announced: set[tuple[str, str, str]] = set()
+
+
+def announce(op: str, backend: str, kernel: str, reason: str = "") -> None:
+    """Log that calls of an op take a kernel: one INFO line, the first time."""
+    key = op, backend, kernel
+    if key in _announced:
+        return
+    _announced.add(key)
+    why = f", because {reason}" if reason else ""
+    logger.info("paged_attn::%s: %s, %s%s", op, backend, kernel, why)
+
+
+def is_real(x: Tensor) -> bool:
+    """Whether a tensor holds values that the host can read."""
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
+
+
+def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an op's public function by name, those that have a default, too, and hints
+    as that function fills them in.
+    """
+    from torch_paged_attn.ops.flash_varlen import fill_hints
+
+    given = inspect.signature(public(op)).bind(*args, **options)
+    given.apply_defaults()
+    found = given.arguments
+    if op in CALLS:
+        table, hints = found.get("block_table"), ("max_seqlen_q", "max_seqlen_k")
+        filled = fill_hints(found["q"], found["k"], table, *(found[name] for name in hints))
+        found |= zip(hints, filled, strict=True)
+    return found
+
+
+def public(op: str) -> Callable[..., Any]:
+    """The public function of an op."""
+    if op not in CALLS and op not in OTHERS:
+        raise ValueError(f"torch_paged_attn: op is {op!r}; allowed: {', '.join((*CALLS, *OTHERS))}")
+    return getattr(importlib.import_module(f"torch_paged_attn.ops.{op}"), op)
+
+
+def call_of(op: str, given: dict[str, Any]) -> AttentionCall | BackwardCall | dict[str, Any]:
+    """The call, for the ops that have a class of them; else what came."""
+    return CALLS[op](**given) if op in CALLS else given
+
+
+def tensors_of(given: dict[str, Any]) -> list[Tensor]:
+    """All tensors among the arguments, those of a pair of caches too."""
+    several = [y for x in given.values() for y in (x if isinstance(x, tuple | list) else (x,))]
+    return [x for x in several if isinstance(x, Tensor)]
+
+
+def taken(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Path | None:
+    """The path of a call on the device of its tensors; None where no backend is."""
+    from torch_paged_attn.ops.backend import serving_device
+
+    given = bound(op, args, options)
+    backend, _ = serving_device(tensors_of(given)[0].device)
+    return None if backend is None else backend.path_of(op, call_of(op, given))
+
+
+def profiled(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose arguments are those of an op, under PAGED_ATTN_PROFILE=1 in a range of
+    `torch.profiler` that names op, backend, kernel and shapes."""
+    if not environment.PROFILE:
+        return function
+
+    @functools.wraps(function)
+    def in_range(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **options)
+        with torch.profiler.record_function(_range_name(op, args, options)):
+            return function(*args, **options)
+
+    return in_range
+
+
+def _range_name(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    try:
+        with torch.no_grad():
+            path = taken(op, args, options)
+            tensors = tensors_of(bound(op, args, options))[:3]
+    except Exception:  # whatever is wrong with the call, the op itself says
+        return f"paged_attn::{op}"
+    kernel = "no kernel" if path is None else f"{path.backend} {path.kernel}"
+    shapes = (f"{'x'.join(map(str, x.shape))} {str(x.dtype)[6:]}" for x in tensors)
+    return f"paged_attn::{op} [{kernel}] {', '.join(shapes)}"
