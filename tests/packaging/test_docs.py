@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DEVICES = ("gpu", "tpu", "neuron")
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.stem}-{i}")

@@ -5,6 +5,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations._kvcache import end_to_end
+
 Window: TypeAlias = tuple[int | None, int | None]
 
 
@@ -25,6 +28,29 @@ def check_tensors(name: str, **arguments: Any) -> None:
 def asks_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call is one that trains."""
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def of_equal_lengths(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """The tensors of `flash_varlen` for a batch of sequences of one length: packed, or with a page
+    for each sequence where its keys do not follow the last one's. Then heads-first keys, as model
+    caches keep them, are not copied.
+
+    q: (batch, seqlen_q, num_heads, head_dim)
+    k, v: (batch, seqlen_k, num_kv_heads, head_dim), (..., head_dim_v)
+    """
+    batch, seqlen_q = q.shape[:2]
+    seqlen_k = k.shape[1]
+    found: dict[str, Any] = {
+        "q": q.flatten(0, 1),
+        "cu_seqlens_q": _constants.multiples(seqlen_q, batch, q),
+        "cu_seqlens_k": _constants.multiples(seqlen_k, batch, q),
+        "max_seqlen_q": seqlen_q,
+        "max_seqlen_k": seqlen_k,
+    }
+    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v):
+        return found | {"k": k.flatten(0, 1), "v": v.flatten(0, 1)}
+    table = _constants.row_numbers(batch, q)
+    return found | {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "block_table": table}
 
 
 def flash_varlen_arguments(

@@ -24,6 +24,8 @@ ATTENTION = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse
 
 # op name -> its two checks, in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
+# op name -> its schema, as text
+SCHEMAS: dict[str, str] = {}
 # those of which the compiled kernels say what they would do, as JSON, by `<op>_plan`
 PLANNED = ("flash_varlen", "blocksparse")
 # op name -> what looks whether its calls need a gradient
@@ -80,6 +82,7 @@ def define(
     if composed is not None:
         COMPOSED[name] = composed
     OPS[name] = check, check_values
+    SCHEMAS[name] = schema
     return gate.op
 
 

@@ -8,14 +8,13 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._arguments import (
     Window,
-    asks_gradient,
     check_tensors,
     flash_varlen_arguments,
+    of_equal_lengths,
     refuse,
 )
 from torch_paged_attn.integrations._kvcache import (
     behind_leftpad,
-    end_to_end,
     in_one_call,
     lengths_of,
     new_tokens,
@@ -68,33 +67,16 @@ def flash_attn_func(
                 f"got shape {tuple(tensor.shape)}"
             )
     batch, seqlen_q = q.shape[:2]
-    seqlen_k = k.shape[1]
     _check_out("flash_attn_func", out, q, v)
-    cu_seqlens_q = _constants.multiples(seqlen_q, batch, q)
-    cu_seqlens_k = _constants.multiples(seqlen_k, batch, q)
-    block_table = None
-    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v):
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-    else:
-        # each sequence is a page: heads-first keys, as model caches keep them, are not copied
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        block_table = _constants.row_numbers(batch, q)
     arguments = flash_varlen_arguments(
         "flash_attn_func",
-        q.flatten(0, 1),
-        k,
-        v,
+        **of_equal_lengths(q, k, v),
         out=out,
         dropout_p=dropout_p,
         deterministic=deterministic,
         window_size=window_size,
         s_aux=s_aux,
         return_attn_probs=return_attn_probs,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-        block_table=block_table,
         alibi_slopes=alibi_slopes,
         q_descale=q_descale,
         k_descale=k_descale,

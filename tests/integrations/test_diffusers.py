@@ -1,0 +1,84 @@
+"""Attention as diffusers' models call it; the models themselves are in tests/diffusers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torch_paged_attn.integrations import diffusers as paged
+from torch_paged_attn.testing import assert_close_as_baseline
+
+
+def tensors(queries=9, keys=9, heads=4, kv_heads=4, batch=2):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(length, heads):
+        return torch.randn(batch, length, heads, 16, generator=generator)
+
+    return random(queries, heads), random(keys, kv_heads), random(keys, kv_heads)
+
+
+def native(*tensors, **options):
+    return F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in tensors), enable_gqa=True, **options
+    ).transpose(1, 2)
+
+
+def masks():
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.rand(2, 1, 1, 9, generator=generator) > 0.4
+    return {
+        "keys": keys,
+        "pairs": torch.rand(9, 9, generator=generator) > 0.3,
+        "heads": torch.randn(2, 4, 9, 9, generator=generator),
+        "one sequence": torch.randn(1, 1, 9, 9, generator=generator),
+    }
+
+
+CALLS = {
+    "plain": (tensors(), {}),
+    "scale": (tensors(), {"scale": 0.4}),
+    "causal": (tensors(), {"is_causal": True}),
+    "grouped": (tensors(kv_heads=2), {}),
+    "cross": (tensors(keys=5), {}),
+    "causal from the first key": (tensors(keys=14), {"is_causal": True}),
+    "causal with few keys": (tensors(keys=5), {"is_causal": True}),
+    **{f"mask of {name}": (tensors(), {"attn_mask": mask}) for name, mask in masks().items()},
+}
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_sdpa_with_tokens_first(name, heads_first):
+    inputs, options = CALLS[name]
+    if heads_first:  # in memory
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    out, lse = paged.attention(*inputs, return_lse=True, **options)
+    mask = options.get("attn_mask")
+    exact = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    golden = native(*(x.double() for x in inputs), **options | {"attn_mask": exact})
+    error = (native(*inputs, **options) - golden).abs()
+    assert_close_as_baseline(out, golden, error, torch.zeros_like(golden), slack=1)
+    assert lse.shape == out.shape[:3] and lse.dtype == torch.float32
+    assert torch.equal(paged.attention(*inputs, **options), out)
+
+
+def test_dropout_draws_from_torchs_generator():
+    inputs = tensors()
+    torch.manual_seed(3)
+    first = paged.attention(*inputs, dropout_p=0.5)
+    assert not torch.equal(paged.attention(*inputs, dropout_p=0.5), first)
+    torch.manual_seed(3)
+    assert torch.equal(paged.attention(*inputs, dropout_p=0.5), first)
+
+
+def test_refusals():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="attn_mask came with is_causal"):
+        paged.attention(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool), is_causal=True)
+    with pytest.raises(NotImplementedError, match="_parallel_config came"):
+        paged.attention(q, k, v, _parallel_config=object())
+
+
+def test_it_says_that_diffusers_is_not_here():
+    with pytest.raises(ImportError, match="there is none here: pip install"):
+        paged.register()

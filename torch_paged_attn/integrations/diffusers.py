@@ -1,0 +1,121 @@
+"""diffusers on `flash_varlen`: a name among its attention backends, on CPUs and GPUs.
+
+    from torch_paged_attn.integrations import diffusers as paged
+
+    paged.register()
+    pipe.transformer.set_attention_backend(paged.NAME)
+
+or `with attention_backend(paged.NAME): ...` of `diffusers.models.attention_dispatch`. Masks (bool
+or added to the scores, of any shape that SDPA takes), causal calls, grouped heads, dropout and
+gradients are served. Context parallelism stays with diffusers' own backends: it refuses this name.
+
+diffusers has a registry of functions, and a closed list of their names, to which this one is added.
+Both are private: `register` looks whether they are as it knows them. DIFFUSERS_ATTN_BACKEND is read
+when diffusers is imported, before there is this name; `reset_attention_backend` leaves the active
+backend as it was, as with diffusers' own names. Works with diffusers 0.42.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.integrations._arguments import of_equal_lengths
+from torch_paged_attn.integrations._versions import require
+from torch_paged_attn.ops import flash_varlen
+
+NAME = "paged_attn"
+MEMBER = "PAGED_ATTN"
+
+
+def register() -> None:
+    """Make NAME an attention backend of diffusers. A second call changes nothing.
+
+    Raises:
+        ImportError: diffusers is not installed, or too old.
+        RuntimeError: another package has taken the name, or diffusers keeps its names otherwise.
+    """
+    version = require("diffusers", "integrations.diffusers", "diffusers")
+    from diffusers.models import attention_dispatch as dispatch
+
+    names = dispatch.AttentionBackendName
+    registry = dispatch._AttentionBackendRegistry
+    if NAME in names._value2member_map_:
+        taken = registry._backends.get(names(NAME))
+        if taken is attention:
+            return
+        raise RuntimeError(
+            f"torch_paged_attn.integrations.diffusers: diffusers {version} has a backend {NAME!r}"
+            f" of {getattr(taken, '__module__', 'another package')}; allowed: nobody's"
+        )
+    if not all(hasattr(registry, x) for x in ("_backends", "_supported_arg_names", "register")):
+        raise RuntimeError(
+            "torch_paged_attn.integrations.diffusers serves diffusers 0.42, and diffusers"
+            f" {version} keeps its attention backends elsewhere"
+        )
+    registry.register(_new_member(names))(attention)
+
+
+def _new_member(names: Any) -> Any:
+    """NAME as a member of the enumeration of backends."""
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = MEMBER, NAME
+    names._member_map_[MEMBER] = member
+    names._value2member_map_[NAME] = member
+    names._member_names_.append(MEMBER)
+    return member
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`scaled_dot_product_attention` with tokens before heads, as diffusers' models call it.
+
+    query: (batch, L, num_heads, head_dim)
+    key, value: (batch, S, num_kv_heads, head_dim), (..., head_dim_v)
+    attn_mask: broadcastable to (batch, num_heads, L, S), bool or added to the scores
+
+    Returns (batch, L, num_heads, head_dim_v); with return_lse also (batch, L, num_heads) float32.
+    """
+    if _parallel_config is not None:
+        raise NotImplementedError(
+            f"torch_paged_attn: _parallel_config came; {NAME!r} in diffusers allows: None"
+        )
+    if attn_mask is not None and is_causal:
+        raise ValueError(
+            "torch_paged_attn: attn_mask came with is_causal; allowed in diffusers: one of them"
+        )
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    batch, queries, heads = query.shape[:3]
+    options: dict[str, Any] = {}
+    if is_causal and queries != key.shape[1]:
+        # aligned at the first key, where the op's own mask is aligned at the last one
+        attn_mask = torch.ones(queries, key.shape[1], dtype=torch.bool, device=query.device).tril()
+    elif is_causal:
+        options["causal"] = True
+    if attn_mask is not None:
+        options["attn_bias"] = _bias(attn_mask, batch, heads, queries, key.shape[1])
+    if dropout_p > 0.0:
+        options["dropout_p"] = dropout_p
+        options["rng_state"] = torch.randint(2**62, (2,), device=query.device)
+    tensors = of_equal_lengths(query, key, value)
+    out, lse = flash_varlen(**tensors, softmax_scale=scale, **options)
+    out = out.unflatten(0, (batch, queries))
+    return (out, lse.view(heads, batch, queries).permute(1, 2, 0)) if return_lse else out
+
+
+def _bias(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """The mask as (1 or num_heads, batch * L, S)."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    shared = mask.shape[1] == 1
+    mask = mask.expand(batch, 1 if shared else heads, queries, keys)
+    return mask.transpose(0, 1).flatten(1, 2)
