@@ -49,8 +49,15 @@ class Triton(Backend):
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
-        """None: the portable kernels have a gradient of everything that the contract has one of."""
-        return None
+        """The portable kernels have a gradient of all that the contract has one of, but of a bias
+        whose tiles lie in several of a layout's blocks.
+        """
+        bias = call.attn_bias
+        if call.layout is None or call.key_ranks == 1 or bias is None:
+            return None
+        if not bias.is_floating_point():
+            return None
+        return "the triton backend has no gradient of attn_bias beside key_ranks and a layout"
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Cache writes stay one opaque node: a graph copies what a kernel writes through two views
