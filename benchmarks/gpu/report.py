@@ -38,7 +38,7 @@ def speedup(row: Row, peer: str, ours: str = "ours") -> float | None:
     if peer not in figures:
         return None
     ratio = figures[ours] / figures[peer]
-    return ratio if row["unit"] == "TFLOP/s" else 1 / ratio
+    return ratio if row["unit"] in ("TFLOP/s", "tokens/s") else 1 / ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,17 @@ def tables(read_ceiling: float) -> list[Table]:
                 peers=("cuDNN", "FA2", "flex"),
             )
             for kind in ("backward", "forward+backward")
+        ),
+        Table(
+            "a training step of a Llama of a billion parameters, tokens/s",
+            "train_step",
+            "",
+            {
+                "ours": figure("ours"),
+                "not deterministic": figure("ours, any order"),
+                "cuDNN": figure("cuDNN"),
+                "FA2": figure("FA2"),
+            },
         ),
         Table(
             "block-sparse, causal local + strided, heads of 128",

@@ -31,10 +31,12 @@ import cache_write
 import host
 import portable
 import torch
+import train_step
 import triton
 
 PARTS = {
-    part.__name__: part for part in (attention, backward, portable, blocksparse, cache_write, host)
+    part.__name__: part
+    for part in (attention, backward, train_step, portable, blocksparse, cache_write, host)
 }
 
 

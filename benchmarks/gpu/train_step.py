@@ -1,31 +1,31 @@
 """Tokens a second of a whole training step: a Llama of a billion parameters, 16,384 tokens packed.
 
-    python benchmarks/gpu/train_step.py --json OUT
+    python benchmarks/gpu/run.py --only train_step
 
 Random weights of Llama-3.2-1B's shape with a vocabulary of 32,000, bfloat16 weights, fused AdamW:
 forward, loss, backward and update. The same model trains with its attention by
 
     ours               `flash_varlen`, deterministic
     ours, any order    the same with deterministic=False
-    FA2                `torch.nn.attention.varlen.varlen_attn`
+    FA2                `torch.nn.attention.varlen.varlen_attn`, with keys' heads repeated: torch
+                       2.11's has no groups of heads
     cuDNN              `scaled_dot_product_attention`, where all documents are of one length
 
 which take turns; each figure is the median of a way's steps. Every way's first loss must be that of
 float32 math to three digits.
 """
 
-import argparse
-import json
+import functools
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from run import describe_machine, git_commit
+from attention import DEVICE
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from torch_paged_attn import flash_varlen
 
@@ -36,7 +36,7 @@ PACKS = {
     # lengths of web documents: most are short
     "24 ragged": [max(32, round(4096 * 0.72**i)) for i in range(23)],
 }
-CONFIG = LlamaConfig(
+CONFIG = dict(
     vocab_size=32000,
     hidden_size=2048,
     intermediate_size=8192,
@@ -55,12 +55,12 @@ class Pack:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = [*lengths, TOKENS - sum(lengths)] if sum(lengths) < TOKENS else lengths
         ends = torch.tensor([0, *self.lengths]).cumsum(0)
-        self.cu_seqlens = ends.int().cuda()
+        self.cu_seqlens = ends.int().to(DEVICE)
         self.longest = max(self.lengths)
-        self.tokens = torch.randint(CONFIG.vocab_size, (1, TOKENS), device="cuda")
-        self.positions = torch.cat([torch.arange(n) for n in self.lengths])[None].cuda()
+        self.tokens = torch.randint(CONFIG["vocab_size"], (1, TOKENS), device=DEVICE)
+        self.positions = torch.cat([torch.arange(n) for n in self.lengths])[None].to(DEVICE)
         self.targets = self.tokens[0].roll(-1)
-        self.targets[(ends[1:] - 1).cuda()] = -100
+        self.targets[(ends[1:] - 1).to(DEVICE)] = -100
 
     @property
     def is_even(self) -> bool:
@@ -159,50 +159,47 @@ def expected_loss(model: nn.Module) -> float:
             outs.append(out[0].transpose(0, 1).to(query.dtype))
         return torch.cat(outs)[None], None
 
+    from transformers import AttentionInterface
+
     AttentionInterface.register("bench_formula", attend)
     with torch.no_grad():
         return loss_of(model, "formula").item()
 
 
-def main() -> None:
-    global pack
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--commit", default=git_commit())
-    options = parser.parse_args()
-    torch.manual_seed(0)
+@functools.cache
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model that all ways train, and its optimizer."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
     for name, attend in WAYS.items():
         AttentionInterface.register(f"bench_{name}", attend)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = LlamaForCausalLM._from_config(
-            CONFIG, dtype=torch.bfloat16, attn_implementation="bench_ours"
+            LlamaConfig(**CONFIG), dtype=torch.bfloat16, attn_implementation="bench_ours"
         ).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    document = {"machine": describe_machine(options.commit), "rows": []}
-    for name, lengths in PACKS.items():
-        pack = Pack(lengths)
-        expected = expected_loss(model)
-        ways, row = [], {"problem": name, "unit": "tokens/s", "figures": {}}
-        for way in WAYS:
-            if way == "cuDNN" and not pack.is_even:
-                continue
-            with torch.no_grad():
-                loss = loss_of(model, way).item()
-            assert abs(loss - expected) < 1e-3 * expected, (way, loss, expected)
-            ways.append(way)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Tokens a second of every way that can."""
+    global pack
+    model, optimizer = made()
+    pack = Pack(PACKS[name])
+    ways = [way for way in WAYS if way != "cuDNN" or pack.is_even]
+    expected = expected_loss(model)
+    for way in ways:
+        with torch.no_grad():
+            loss = loss_of(model, way).item()
+        assert abs(loss - expected) < 1e-3 * expected, (way, loss, expected)
+    for way in ways:
+        step(model, optimizer, way)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(ROUNDS):
         for way in ways:
-            step(model, optimizer, way)
-        seconds = {way: [] for way in ways}
-        for _ in range(ROUNDS):
-            for way in ways:
-                seconds[way].append(step(model, optimizer, way))
-        row["figures"] = {way: TOKENS / statistics.median(times) for way, times in seconds.items()}
-        document["rows"].append(row)
-        print(name, {k: round(v) for k, v in row["figures"].items()}, flush=True)
-        print({k: v for k, v in row.items() if k.startswith("refused")}, flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+            seconds[way].append(step(model, optimizer, way))
+    rates = {way: TOKENS / statistics.median(times) for way, times in seconds.items()}
+    return {"unit": "tokens/s", "figures": rates}
 
 
-if __name__ == "__main__":
-    main()
+def problems(peers: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    return {name: functools.partial(measure, name) for name in PACKS}
