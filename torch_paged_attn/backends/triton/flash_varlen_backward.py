@@ -13,6 +13,7 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
 from torch_paged_attn.ops import paths
+from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.flash_varlen_backward import check
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,10 @@ class BackwardOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
+        ranks = call.forward.key_ranks
+        if call.wanted[3] and call.forward.layout is not None and ranks > 1:
+            allowed = "1 beside a layout where the gradient of attn_bias is asked for"
+            fail(call.op, "key_ranks", f"is {ranks}", allowed, NotImplementedError)
         reason = backward_sm90.unsupported(call)
         paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
         if reason is None:

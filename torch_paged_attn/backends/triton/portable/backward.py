@@ -37,7 +37,6 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_backward_config,
 )
 from torch_paged_attn.backward_call import BackwardCall, tensor_names
-from torch_paged_attn.ops.checks import fail
 
 
 def _gap(has_layout: bool) -> int:
@@ -168,9 +167,6 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     bias, layout = forward.attn_bias, forward.layout
     results = call.new_results()
     wants_dq, wants_dk, wants_dv, wants_dbias, _ = (x.numel() > 0 for x in results)
-    if wants_dbias and layout is not None and forward.key_ranks > 1:
-        allowed = "1 beside a layout where the gradient of attn_bias is asked for"
-        fail(call.op, "key_ranks", f"is {forward.key_ranks}", allowed, NotImplementedError)
     is_shared = wants_dbias and bias is not None and bias.shape[0] < forward.num_heads
     kernels = _Kernels(call, config)
     is_natural = kernels.formats.is_precise or (bias is not None and bias.dtype != torch.bool)
