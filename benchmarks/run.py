@@ -101,6 +101,7 @@ def measure(name: str, options: argparse.Namespace, base: Path | None) -> list[d
                 "problem": name,
                 "threads": threads,
                 "bound": workload.bound,
+                "isa": torch.ops.paged_attn.cpu_isa(),
                 "work": workload.work,
                 "checked": checked,
                 "ceiling": None
@@ -147,8 +148,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the problems' names")
     options = parser.parse_args()
     if options.isa is None:
-        chosen = torch.ops.paged_attn.cpu_isa()
-        options.isa = [isa for isa in torch.ops.paged_attn.cpu_isas().split() if isa != chosen]
+        options.isa = torch.ops.paged_attn.cpu_isas().split()
+    if options.isa:  # beside the one that is chosen
+        options.isa = list(dict.fromkeys([*options.isa, torch.ops.paged_attn.cpu_isa()]))
     return options
 
 

@@ -11,7 +11,8 @@ const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
 }
 
 const Kernels& engine_of_tiles(const Attention& a) {
-  return multiply_as_pairs(a.q_dtype, a.kv_dtype) ? *engines.tiles : *engines.rest;
+  const bool pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype) && !a.latent;
+  return pairs ? *engines.tiles : *engines.rest;
 }
 
 const Kernels& engine_of_backward(const Backward& b) {

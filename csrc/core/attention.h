@@ -82,27 +82,36 @@ struct Dropout {
 
 struct Attention {
   DType q_dtype, kv_dtype, out_dtype, bias_dtype;
+  DType v_dtype;  // kv_dtype, but beside latent queries
   int64_t batch, total_q, num_heads, num_kv_heads, head_dim, head_dim_v;
 
   const void* q;
   int64_t q_stride_token, q_stride_head;
+  const void* latent;  // queries that are multiplied with values, or null; q's dtype
+  int64_t latent_stride_token, latent_stride_head;
   KeyValue k, v;
   int64_t page_size;  // 0: packed
   int64_t num_pages;
 
   Strided<int32_t> cu_seqlens_q, cu_seqlens_k, seqused_k, block_table;
+  Strided<int32_t> k_start, q_position;
+  // key j stands at (j / key_run) * key_span + key_offset + j % key_run
+  int64_t key_run = 1, key_span = 1, key_offset = 0;
   Strided<float> alibi_slopes, q_descale, k_descale, v_descale;  // (batch, head)
   Strided<float> sinks;                                          // (head)
   const float* out_scale;
 
   const void* bias;
   int64_t bias_stride_head, bias_stride_query, bias_stride_key;
+  const bool* tail;  // of the newest keys, as many as there are queries
+  int64_t tail_stride_query, tail_stride_key;
 
   double softmax_scale;
   float softcap;
   int64_t window_left, window_right;  // -1: unbounded; causal is a right side of 0
   Dropout dropout;
   BlockLayout layout;
+  bool batch_invariant;
 
   // Heads that walk the keys together: a kv head's whole group, or one query head when a block
   // layout gives every query head a row of its own.

@@ -43,6 +43,8 @@ struct Backward {
   // results that are asked for, contiguous; a bias of one head has a dbias_stride_head of 0
   void *dq, *dk, *dv, *dbias;
   int64_t dbias_stride_head, dbias_stride_query;
+  // Where sequences share keys: the row of dk and dv, in float32, where each one's part begins.
+  const int64_t* part_rows;
 
   // Of each (head, token): lse in base 2, +inf where nothing passes a gradient to keys; the row sum
   // of dout * out less dlse; the gradient of the sink.

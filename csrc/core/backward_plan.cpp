@@ -51,8 +51,9 @@ void transpose_layout(const Attention& a, const Sequence& s, BackwardSequence& x
                       BackwardPlan& plan) {
   const BlockLayout& l = a.layout;
   const int64_t first = max64(s.past, 0) / l.q_block_size;
-  const bool sees = s.q_len > 0 && s.k_len > 0;
-  x.num_rows = sees ? (s.k_len - 1) / l.q_block_size + 1 - first : 0;
+  const int64_t last = s.past + s.q_len - 1;
+  const bool sees = s.q_len > 0 && s.k_len > 0 && last >= 0;
+  x.num_rows = sees ? last / l.q_block_size + 1 - first : 0;
   x.row_tiles = int64_t(plan.row_tiles.size());
   for (int64_t i = 0; i < x.num_tiles; ++i) {
     QueryTile& tile = plan.tiles[x.tiles + i];
@@ -167,6 +168,8 @@ void zero_unused(const Backward& b, int64_t total_k) {
     zero(b.dv, begin, end, a.num_kv_heads * a.head_dim_v);
   };
   zero(b.dq, a.cu_seqlens_q(a.batch), a.total_q, a.num_heads * a.head_dim);
+  if (b.part_rows) return;  // they are sums
+  if (a.k_start) return zero_keys(0, total_k);
   int64_t used = 0;
   for (int64_t i = 0; i < a.batch; ++i) {
     const Sequence s = sequence_at(a, i);

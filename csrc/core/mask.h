@@ -37,13 +37,21 @@ struct ScoreRow {
   KeyRange visible;
   float alibi_slope;  // times log2 e
   const char* bias;   // of key 0, or null
+  const bool* tail;   // of key `first_tail`, from which on it masks, or null
+  int64_t first_tail;
 };
 
-PAGED_ATTN_INLINE float logit_scale(const Attention& a, const Sequence& s, int64_t kv_head) {
+// Of products with keys, or with values, whose descale it is.
+PAGED_ATTN_INLINE float product_scale(const Attention& a, const Sequence& s, int64_t kv_head,
+                                      const paged_attn::Strided<float>& descale) {
   double scale = a.softmax_scale;
   if (a.q_descale) scale *= a.q_descale(s.index, kv_head);
-  if (a.k_descale) scale *= a.k_descale(s.index, kv_head);
+  if (descale) scale *= descale(s.index, kv_head);
   return float(a.softcap > 0 ? scale / a.softcap : scale * 1.4426950408889634);
+}
+
+PAGED_ATTN_INLINE float logit_scale(const Attention& a, const Sequence& s, int64_t kv_head) {
+  return product_scale(a, s, kv_head, a.k_descale);
 }
 
 PAGED_ATTN_INLINE const char* bias_row(const Attention& a, const Sequence& s, int64_t token,
@@ -61,6 +69,8 @@ PAGED_ATTN_INLINE ScoreRow score_row(const Attention& a, const Sequence& s, int6
   row.visible = visible_keys(a, s, token);
   row.alibi_slope = a.alibi_slopes ? a.alibi_slopes(s.index, head) * LOG2_E : 0.f;
   row.bias = a.bias ? bias_row(a, s, token, head) : nullptr;
+  row.tail = a.tail ? a.tail + (s.q_start + token) * a.tail_stride_query : nullptr;
+  row.first_tail = s.k_len - s.q_len;
   return row;
 }
 
@@ -95,12 +105,31 @@ PAGED_ATTN_INLINE I lanes_in(KeyRange range, int64_t key) {
   return (I)(lane >= set1(begin)) & (I)(lane < set1(end));
 }
 
+// Lanes of keys [key, key + W) that the mask of the newest keys lets a row see.
+PAGED_ATTN_APART I lanes_of_tail(const Attention& a, const ScoreRow& row, int64_t key) {
+  I keep = ~I{};
+  const int64_t end = min64(key + W, row.visible.end);
+  for (int64_t j = max64(key, max64(row.first_tail, row.visible.begin)); j < end; ++j)
+    if (!row.tail[(j - row.first_tail) * a.tail_stride_key]) keep[j - key] = 0;
+  return keep;
+}
+
+// The positions of keys [key, key + W), counted from that of `key`.
+PAGED_ATTN_APART F positions_from(const Attention& a, int64_t key) {
+  F positions = {};
+  for (int i = 0; i < W; ++i)
+    positions[i] = float(key_position(a, key + i) - key_position(a, key));
+  return positions;
+}
+
 PAGED_ATTN_APART F finish_logits(const Attention& a, const ScoreRow& row, int64_t key, F x) {
   I keep = lanes_in(row.visible, key);
   if (a.softcap > 0) x = tanh(x) * set1(a.softcap * LOG2_E);
   if (row.alibi_slope != 0) {
     // positions and keys are exact in float32 only as a difference
-    const F distance = abs(set1(float(row.position - key)) - lane_index());
+    const bool is_dealt = a.key_span != a.key_run;
+    const F from_first = is_dealt ? positions_from(a, key) : lane_index();
+    const F distance = abs(set1(float(row.position - key_position(a, key))) - from_first);
     x = fma(set1(-row.alibi_slope), distance, x);
   }
   if (row.bias) {
@@ -120,6 +149,7 @@ PAGED_ATTN_APART F finish_logits(const Attention& a, const ScoreRow& row, int64_
       keep &= (I)(bias != set1(-INFINITY));
     }
   }
+  if (row.tail && key + W > row.first_tail) keep &= lanes_of_tail(a, row, key);
   return select(keep, x, set1(-INFINITY));
 }
 
@@ -128,11 +158,29 @@ PAGED_ATTN_INLINE bool is_plain(const Attention& a) {
   return !(a.softcap > 0) && !a.alibi_slopes && !a.bias;
 }
 
+// Whether blocks of a layout may begin and end within ALIGN keys.
+PAGED_ATTN_INLINE bool has_ragged_blocks(const Attention& a) {
+  return a.layout.crow && a.key_span != a.key_run;
+}
+
+// The row as the keys of a segment are seen by it.
+PAGED_ATTN_INLINE ScoreRow in_segment(const Attention& a, const ScoreRow& row,
+                                      const Segment& segment) {
+  ScoreRow found = row;
+  if (has_ragged_blocks(a)) {
+    found.visible.begin = max64(row.visible.begin, segment.listed.begin);
+    found.visible.end = max64(min64(row.visible.end, segment.listed.end), found.visible.begin);
+  }
+  return found;
+}
+
 // Whether query tokens [first, last] all see every key in columns [begin, end) of a block.
 PAGED_ATTN_INLINE bool all_visible(const Attention& a, const Sequence& s, int64_t first,
                                    int64_t last, const KeyBlock& block, int begin, int end) {
-  const KeyRange of_first = visible_keys(a, s, first), of_last = visible_keys(a, s, last);
-  bool all = true;
+  const KeyRange of_last = visible_keys(a, s, last);
+  KeyRange of_first = visible_keys(a, s, first);
+  if (a.tail) of_first.end = min64(of_first.end, s.k_len - s.q_len);
+  bool all = !has_ragged_blocks(a);
   for (int i = 0; i < block.num_segments; ++i) {
     const Segment& segment = block.segments[i];
     const int64_t shift = segment.key - segment.begin;
@@ -142,14 +190,27 @@ PAGED_ATTN_INLINE bool all_visible(const Attention& a, const Sequence& s, int64_
   return all;
 }
 
+// Turns dot products into masked logits where each segment has an end of its own.
+PAGED_ATTN_APART void finish_ragged(const Attention& a, const ScoreRow& row, const KeyBlock& block,
+                                    int begin, int end, float* scores) {
+  for (int i = 0; i < block.num_segments; ++i) {
+    const Segment& segment = block.segments[i];
+    const int first = int(max64(segment.begin, begin)), last = int(min64(segment.end, end));
+    const ScoreRow own = in_segment(a, row, segment);
+    for (int c = first; c < last; c += W)
+      store(scores + c, finish_logits(a, own, c + segment.key - segment.begin, load(scores + c)));
+  }
+}
+
 // Turns the dot products of columns [begin, end) of a row into masked logits, in place.
 PAGED_ATTN_INLINE void finish_row(const Attention& a, const ScoreRow& row, const KeyBlock& block,
                                   int begin, int end, float* scores) {
-  const bool plain = is_plain(a);
+  if (has_ragged_blocks(a)) return finish_ragged(a, row, block, begin, end, scores);
   for (int i = 0; i < block.num_segments; ++i) {
     const Segment& segment = block.segments[i];
     const int first = int(max64(segment.begin, begin)), last = int(min64(segment.end, end));
     const int64_t shift = segment.key - segment.begin;
+    const bool plain = is_plain(a) && !(row.tail && last + shift > row.first_tail);
     if (plain && row.visible.begin <= first + shift && row.visible.end >= last + shift) continue;
     for (int c = first; c < last; c += W) {
       const F x = load(scores + c);
@@ -171,12 +232,15 @@ inline void mark_seen(const Attention& a, const Sequence& s, const paged_attn::T
       for (int i = 0; i < block.num_segments; ++i) {
         const Segment& segment = block.segments[i];
         for (int c = segment.begin; c < segment.end; c += W) {
-          const F logits = finish_logits(a, row, segment.key + c - segment.begin, F{});
+          const F logits = finish_logits(a, in_segment(a, row, segment), segment.key + c - segment.begin, F{});
           seen[c / W] |= (I)(logits != set1(-INFINITY));
         }
       }
     }
 }
+
+// Whether some keys are hidden by more than positions.
+PAGED_ATTN_INLINE bool has_holes(const Attention& a) { return a.bias || a.tail; }
 
 // A bias can hide a key from every row of a task; such a column borrows the value row of one that
 // is seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.

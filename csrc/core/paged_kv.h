@@ -18,6 +18,7 @@ constexpr int CACHE_LINE = 64;
 struct Segment {
   int64_t key;  // of the first column
   int begin, end;
+  KeyRange listed;  // of a block layout over keys that are dealt out: those of its block
 };
 
 struct KeyBlock {
@@ -88,6 +89,7 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
   segment.key = key;
   segment.begin = block.num_columns;
   segment.end = block.num_columns + columns;
+  segment.listed = seen;
   int64_t* k_offset = block.k_offset + segment.begin;
   int64_t* v_offset = block.v_offset + segment.begin;
   const int head = int(seen.begin - key), tail = int(seen.end - key);
@@ -123,8 +125,10 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
 PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64_t key,
                                      int64_t end) {
   const int64_t first = key / ALIGN * ALIGN;
-  const int columns =
-      int(min64(round_up(end - first, ALIGN), walk.max_columns - block.num_columns));
+  int64_t room = walk.max_columns - block.num_columns;
+  // blocks end at the same keys wherever they begin
+  if (walk.attention->batch_invariant) room = min64(room, MAX_COLUMNS - first % MAX_COLUMNS);
+  const int columns = int(min64(round_up(end - first, ALIGN), room));
   const int64_t stop = min64(end, first + columns);
   place_segment(walk, block, first, columns, {key, stop});
   return stop;
@@ -141,11 +145,19 @@ inline bool next_block(KeyWalk& walk, KeyBlock& block) {
   }
   const int64_t size = a.layout.k_block_size;
   while (walk.part < walk.part_end && block.num_columns < walk.max_columns) {
-    const int64_t first = read_once(walk.columns + walk.part * a.layout.col_entry) * size;
-    const int64_t end = min64(first + size, walk.visible.end);
+    const Sequence& s = *walk.sequence;
+    int64_t first = read_once(walk.columns + walk.part * a.layout.col_entry) * size;
+    int64_t stop = first + size;
+    if (a.key_span != a.key_run) {
+      stop = keys_before(a, s, stop);
+      first = keys_before(a, s, first);
+    }
+    const int64_t end = min64(stop, walk.visible.end);
     const int64_t key = walk.next_key >= 0 ? walk.next_key : max64(first, walk.visible.begin);
     if (key < end) walk.next_key = place_keys(walk, block, key, end);
     if (key >= end || walk.next_key >= end) ++walk.part, walk.next_key = -1;
+    // a block of its own for each entry, so that no sum depends on what others see of theirs
+    if (a.batch_invariant && block.num_columns > 0) break;
   }
   return block.num_columns > 0;
 }

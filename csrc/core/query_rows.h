@@ -9,8 +9,13 @@ namespace {
 
 // Operands along head_dim.
 template <class Product>
+PAGED_ATTN_INLINE int64_t depth_of(int64_t head_dim) {
+  return round_up(head_dim, Product::DEPTH * Product::GRAIN) / Product::DEPTH;
+}
+
+template <class Product>
 PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
-  return round_up(a.head_dim, Product::DEPTH * Product::GRAIN) / Product::DEPTH;
+  return depth_of<Product>(a.head_dim);
 }
 
 // A row's numbers as operands.
@@ -25,10 +30,15 @@ PAGED_ATTN_INLINE void load_row(const T* from, int64_t head_dim, float* to) {
   }
 }
 
-// Rows of one group as operands; `to` has a row stride of whole vectors.
+// Rows of one group as operands, of q or of the latent queries; `to` has a row stride of whole
+// vectors.
 template <class Product>
 inline void load_queries(const Attention& a, const Sequence& s, const paged_attn::Task& task,
-                         int64_t group, float* to, int64_t stride) {
+                         int64_t group, float* to, int64_t stride, bool is_latent = false) {
+  const void* data = is_latent ? a.latent : a.q;
+  const int64_t stride_token = is_latent ? a.latent_stride_token : a.q_stride_token;
+  const int64_t stride_head = is_latent ? a.latent_stride_head : a.q_stride_head;
+  const int64_t head_dim = is_latent ? a.head_dim_v : a.head_dim;
   constexpr int STEP = W * Product::DEPTH;
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
@@ -36,11 +46,11 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t token = s.q_start + task.token_begin + r / a.group_size;
       const int64_t head = group * a.group_size + r % a.group_size;
-      const T* from = (const T*)a.q + token * a.q_stride_token + head * a.q_stride_head;
+      const T* from = (const T*)data + token * stride_token + head * stride_head;
       if constexpr (Product::template accepts<T>)
-        for (int64_t d = 0; d < a.head_dim; d += STEP) {
-          const int64_t n = a.head_dim - d;
-          __builtin_prefetch(from + TOKENS_AHEAD * a.q_stride_token + d);
+        for (int64_t d = 0; d < head_dim; d += STEP) {
+          const int64_t n = head_dim - d;
+          __builtin_prefetch(from + TOKENS_AHEAD * stride_token + d);
           const F operands = n >= STEP ? Product::load_operands(from + d)
                                        : Product::load_operands(from + d, int(n));
           store(to + r * stride + d / Product::DEPTH, operands);

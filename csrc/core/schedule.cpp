@@ -66,7 +66,7 @@ Splits split_keys(const Attention& a, const Sequence& s, const Task& task) {
   }
   const int64_t length = (splits.end - splits.begin) * unit;
   const int64_t smallest = task.few_rows ? 1024 : 2048;
-  const bool worth = s.q_len * a.num_heads <= SPLIT_ROWS;
+  const bool worth = s.q_len * a.num_heads <= SPLIT_ROWS && !a.batch_invariant;
   const int64_t size = round_up(std::max(smallest, length / MAX_SPLITS), smallest);
   splits.size = worth ? std::max<int64_t>(size / unit, 1) : std::max<int64_t>(splits.end, 1);
   return splits;
@@ -105,7 +105,8 @@ void add_sequence(const Attention& a, const Sequence& s, Plan& plan) {
   for (int64_t token = 0, end; token < s.q_len; token = end) {
     end = tile_end(a, s, token, tokens);
     const int64_t rows = (end - token) * a.group_size;
-    const bool few = rows <= FEW_ROWS;
+    // latents have one engine
+    const bool few = rows <= FEW_ROWS && !a.batch_invariant && !a.latent;
     const int64_t step = few && shared ? a.num_groups : 1;
     if (few)
       plan.few_rows = std::max(plan.few_rows, rows),

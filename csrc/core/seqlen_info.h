@@ -11,7 +11,7 @@ struct Sequence {
   int64_t index;
   int64_t q_start, q_len;
   int64_t k_start, k_len;  // k_start counts tokens of packed keys
-  int64_t past;  // position of query token 0; negative when there are fewer keys than queries
+  int64_t past;  // position of query token 0, Lk - Lq unless it is given; may be negative
 };
 
 struct KeyRange {
@@ -35,8 +35,25 @@ PAGED_ATTN_INLINE Sequence sequence_at(const Attention& a, int64_t b) {
     s.k_len = s.q_len;
   }
   if (a.seqused_k) s.k_len = a.seqused_k(b);
-  s.past = s.k_len - s.q_len;
+  if (a.k_start) s.k_start = a.k_start(b);
+  s.past = a.q_position ? a.q_position(b) : s.k_len - s.q_len;
   return s;
+}
+
+// The position of a key: its own number, unless keys are dealt out over ranks.
+PAGED_ATTN_INLINE int64_t key_position(const Attention& a, int64_t key) {
+  if (a.key_span == a.key_run) return key;
+  return key / a.key_run * a.key_span + a.key_offset + key % a.key_run;
+}
+
+// How many of a sequence's keys stand before a position.
+PAGED_ATTN_INLINE int64_t keys_before(const Attention& a, const Sequence& s, int64_t position) {
+  if (position <= 0) return 0;
+  if (a.key_span != a.key_run) {
+    const int64_t rest = position % a.key_span - a.key_offset;
+    position = position / a.key_span * a.key_run + max64(0, min64(rest, a.key_run));
+  }
+  return min64(position, s.k_len);
 }
 
 // Keys that query tokens [first, last] of a sequence may see, whatever a bias or a layout hides.
@@ -49,8 +66,8 @@ PAGED_ATTN_INLINE KeyRange visible_keys(const Attention& a, const Sequence& s, i
     first_position = max64(first_position, 0);
   }
   KeyRange keys = {0, s.k_len};
-  if (a.window_left >= 0) keys.begin = max64(0, first_position - a.window_left);
-  if (a.window_right >= 0) keys.end = min64(s.k_len, last_position + a.window_right + 1);
+  if (a.window_left >= 0) keys.begin = keys_before(a, s, first_position - a.window_left);
+  if (a.window_right >= 0) keys.end = keys_before(a, s, last_position + a.window_right + 1);
   if (keys.end <= keys.begin) return {0, 0};
   return keys;
 }

@@ -269,7 +269,7 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
   for (int i = 0; more; i ^= 1) {
     KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
     more = next_block(walk, next);
-    if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
+    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
     pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
     // half a tile of keys that are not there
     for (int64_t d = 0; d < w.stride_acc && block.num_columns % (2 * W); d += 2 * W)

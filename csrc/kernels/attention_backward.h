@@ -168,7 +168,7 @@ inline bool find_keys(const Backward& b, const Sequence& s, const BackwardTask& 
                     __attribute__((always_inline)) {
     const QueryTile& tile = b.tiles[b.sequences[task.sequence].tiles + i];
     if (!see_columns<Product>(a, s, tile, granules, keys)) return;
-    if (a.bias) {
+    if (has_holes(a)) {
       paged_attn::Task rows = {};
       rows.token_begin = tile.token_begin;
       rows.token_end = tile.token_end;
@@ -500,17 +500,22 @@ class BackwardOfTask {
 
   inline void write_keys() {
     const float factor_v = a.dropout.enabled ? a.dropout.keep_scale : 1.f;
-    with_dtype([&](auto type) __attribute__((always_inline)) {
+    const int64_t first = b.part_rows ? b.part_rows[s.index] : s.k_start;
+    const auto write = [&](auto type) __attribute__((always_inline)) {
       typedef decltype(type) T;
       for (int64_t key = keys.begin; key < keys.end; ++key) {
-        const int64_t row = (s.k_start + key) * a.num_kv_heads + task.kv_head, c = key - keys.begin;
+        const int64_t row = (first + key) * a.num_kv_heads + task.kv_head, c = key - keys.begin;
         if (b.dk)
           write_row(w.dk + c * w.stride_dk, float(a.softmax_scale), a.head_dim,
                     (T*)b.dk + row * a.head_dim);
         if (b.dv)
           write_row(w.dv + c * w.stride_dv, factor_v, a.head_dim_v, (T*)b.dv + row * a.head_dim_v);
       }
-    });
+    };
+    if (b.part_rows)
+      write(float());
+    else
+      with_dtype(write);
   }
 };
 

@@ -263,7 +263,7 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
   for (int i = 0; more; i ^= 1) {
     KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
     more = next_block(walk, next);
-    if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
+    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       const KeyBlock& upcoming = more ? next : block;

@@ -254,7 +254,7 @@ inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
   for (int i = 0; more; i ^= 1) {
     KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
     more = next_block(walk, next);
-    if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
+    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       if constexpr (AmxProduct::accepts<T>)

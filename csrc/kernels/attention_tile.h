@@ -21,15 +21,32 @@ PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const Key
     if constexpr (Product::template accepts<T>) {
       pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block.k_offset,
                          block.num_columns, a.head_dim, key_depth<Product>(a), keys);
-      pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block.v_offset,
-                           block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
+      if (a.latent == nullptr)
+        pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block.v_offset,
+                             block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
+    }
+  });
+}
+
+// Values that are keys as well, of a dtype of their own.
+template <class Product>
+inline void pack_latents(const Attention& a, int64_t kv_head, const KeyBlock& block, float* latents,
+                         float* values) {
+  with_type(a.v_dtype, [&](auto tag) __attribute__((always_inline)) {
+    typedef typename decltype(tag)::type T;
+    if constexpr (Product::template accepts<T>) {
+      const T* v = (const T*)a.v.data + kv_head * a.v.stride_head;
+      pack_keys<Product>(v, block.v_offset, block.num_columns, a.head_dim_v,
+                         depth_of<Product>(a.head_dim_v), latents);
+      pack_values<Product>(v, block.v_offset, block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
     }
   });
 }
 
 struct TileWorkspace {
   int64_t rows, stride_q, stride_acc;
-  float *q, *acc, *m, *l, *keys, *values, *scores;
+  int64_t depth_latent;  // 0 without latent queries, which stand behind those of keys
+  float *q, *acc, *m, *l, *keys, *latents, *values, *scores;
   int64_t floats;
 };
 
@@ -38,13 +55,15 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   TileWorkspace w;
   Workspace space(memory);
   w.rows = round_up(rows, Product::ROWS);
-  w.stride_q = round_up(key_depth<Product>(a), W);
+  w.depth_latent = a.latent ? depth_of<Product>(a.head_dim_v) : 0;
+  w.stride_q = round_up(key_depth<Product>(a), W) + round_up(w.depth_latent, W);
   w.stride_acc = round_up(a.head_dim_v, W);
   w.q = space.take(w.rows * w.stride_q);
   w.acc = space.take(w.rows * w.stride_acc);
   w.m = space.take(w.rows);
   w.l = space.take(w.rows);
   w.keys = space.take(key_depth<Product>(a) * MAX_COLUMNS);
+  w.latents = space.take(w.depth_latent * MAX_COLUMNS);
   w.values = space.take(round_up(a.head_dim_v, Product::PANEL) * (MAX_COLUMNS / Product::DEPTH));
   w.scores = space.take(Product::ROWS * MAX_COLUMNS);
   w.floats = space.floats();
@@ -74,14 +93,14 @@ PAGED_ATTN_INLINE VisibleColumns visible_columns(const KeyBlock& block, KeyRange
 // Asks for the rows of a block's columns [begin, end), which will be packed next.
 PAGED_ATTN_INLINE void fetch_columns(const Attention& a, int64_t kv_head, const KeyBlock& block,
                                      int64_t begin, int64_t end) {
-  const int64_t bytes = bytes_of(a.kv_dtype);
+  const int64_t bytes = bytes_of(a.kv_dtype), bytes_v = bytes_of(a.v_dtype);
   const char* k = (const char*)a.k.data + kv_head * a.k.stride_head * bytes;
-  const char* v = (const char*)a.v.data + kv_head * a.v.stride_head * bytes;
+  const char* v = (const char*)a.v.data + kv_head * a.v.stride_head * bytes_v;
   for (int64_t c = begin; c < min64(end, block.num_columns); ++c) {
     for (int64_t b = 0; b < a.head_dim * bytes; b += CACHE_LINE)
       __builtin_prefetch(k + block.k_offset[c] * bytes + b, 0, 2);
-    for (int64_t b = 0; b < a.head_dim_v * bytes; b += CACHE_LINE)
-      __builtin_prefetch(v + block.v_offset[c] * bytes + b, 0, 2);
+    for (int64_t b = 0; b < a.head_dim_v * bytes_v; b += CACHE_LINE)
+      __builtin_prefetch(v + block.v_offset[c] * bytes_v + b, 0, 2);
   }
 }
 
@@ -92,6 +111,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
                                     const KeyBlock& next, const TileWorkspace& w) {
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
   const float scale = logit_scale(a, s, kv_head);
+  const float scale_latent = product_scale(a, s, kv_head, a.v_descale);
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   constexpr int DEPTH = Product::DEPTH, ROWS = Product::ROWS, PANEL = Product::PANEL;
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // rows whose softmax fits the registers
@@ -115,6 +135,12 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
       for (int64_t d = 0; d < depth; d += MAX_CHAIN, keep = all)
         multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
                           min64(MAX_CHAIN, depth - d), scale, keep);
+      if (w.depth_latent == 0) continue;
+      q += round_up(depth, W);
+      panel = w.latents + c / PANEL * w.depth_latent * PANEL + c % PANEL;
+      for (int64_t d = 0; d < w.depth_latent; d += MAX_CHAIN)
+        multiply<Product>(n / W, q + d, w.stride_q, panel + d * PANEL, w.scores + c, MAX_COLUMNS,
+                          min64(MAX_CHAIN, w.depth_latent - d), scale_latent, all);
     }
     const bool finished =
         is_plain(a) && all_visible(a, s, first_token, last_token, block, begin, end);
@@ -147,6 +173,9 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
   const TileWorkspace w = tile_workspace<Product>(a, rows, memory);
   load_queries<Product>(a, s, task, task.group_begin, w.q, w.stride_q);
+  if (a.latent)
+    load_queries<Product>(a, s, task, task.group_begin,
+                          w.q + w.stride_q - round_up(w.depth_latent, W), w.stride_q, true);
   // rows that only fill the last register tile see zeros
   memset(w.q + rows * w.stride_q, 0, (w.rows - rows) * w.stride_q * sizeof(float));
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
@@ -158,8 +187,9 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
   for (int i = 0; more; i ^= 1) {
     KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
     more = next_block(walk, next);
-    if (a.bias && !borrow_hidden_values(a, s, task, block)) continue;
+    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
     pack_block<Product>(a, kv_head, block, w.keys, w.values);
+    if (a.latent) pack_latents<Product>(a, kv_head, block, w.latents, w.values);
     attend_block<Product>(a, s, task, block, next, w);
   }
   for (int64_t r = 0; r < rows; ++r)

@@ -113,7 +113,7 @@ bool Arguments::recorded(bool accepted, int num_results) {
   if (!accepted || is_malformed_) refuse();
   if (!needs_gradient_) return false;
   give_back_to_stack();
-  record(op_, num_results, stack_);
+  record(op_, count_, num_results, stack_);
   return true;
 }
 

@@ -104,6 +104,8 @@ bool accept(const BackwardArguments& x, Backward& b) {
   Attention& a = b.forward;
   if (!accept_attention(x.forward(), a)) return false;
   if (a.q_dtype > DType::float16 || a.kv_dtype != a.q_dtype) return false;
+  // no kernel: backends/cpu/__init__.py says so
+  if (a.layout.crow && x.key_ranks > 1) return false;
   for (const TensorView* t : {&x.dout, &x.out})
     if (t->dtype != a.q_dtype || !t->has_shape({a.total_q, a.num_heads, a.head_dim_v}))
       return false;
@@ -162,6 +164,56 @@ void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
 
 Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32); }
 
+// Keys that several sequences see, by k_start. Each sequence's gradients have rows of their own, in
+// float32; they are added up in the order of the sequences, and rounded once.
+class SharedKeys {
+ public:
+  SharedKeys(const Attention& a, int64_t total_k) : a_(a), total_k_(total_k) {
+    if (!a.k_start) return;
+    std::vector<std::pair<int64_t, int64_t>> ranges;
+    for (int64_t i = 0; i < a.batch; ++i) {
+      const Sequence s = sequence_at(a, i);
+      first_rows_.push_back(rows_);
+      rows_ += s.k_len;
+      if (s.k_len > 0) ranges.push_back({s.k_start, s.k_start + s.k_len});
+    }
+    std::sort(ranges.begin(), ranges.end());
+    for (size_t i = 1; i < ranges.size(); ++i) overlap_ |= ranges[i].first < ranges[i - 1].second;
+  }
+
+  const int64_t* first_rows() const { return overlap_ ? first_rows_.data() : nullptr; }
+
+  // Memory for what is written in place of `result`, if it is asked for and has parts.
+  Tensor parts(void*& result, int64_t head_dim) const {
+    const bool needed = overlap_ && result;
+    Tensor memory = empty_floats(needed ? rows_ * a_.num_kv_heads * head_dim : 0);
+    if (needed) result = memory.mutable_data_ptr();
+    return memory;
+  }
+
+  void add_up(const Tensor& parts, Tensor& result) const {
+    if (!overlap_) return;
+    const int64_t heads = a_.num_kv_heads, dim = result.size(2), row = heads * dim;
+    Tensor sums = empty_tensor({total_k_, heads, dim}, DType::float32);
+    float* to = static_cast<float*>(sums.mutable_data_ptr());
+    const float* from = static_cast<const float*>(parts.const_data_ptr());
+    std::memset(to, 0, total_k_ * row * sizeof(float));
+    for (int64_t i = 0; i < a_.batch; ++i) {
+      const Sequence s = sequence_at(a_, i);
+      float* sum = to + s.k_start * row;
+      const float* part = from + first_rows_[i] * row;
+      for (int64_t j = 0; j < s.k_len * row; ++j) sum[j] += part[j];
+    }
+    torch::stable::copy_(result, sums);
+  }
+
+ private:
+  const Attention& a_;
+  int64_t total_k_, rows_ = 0;
+  std::vector<int64_t> first_rows_;
+  bool overlap_ = false;
+};
+
 void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num_args) {
   Arguments arguments(op, stack, num_args);
   const BackwardArguments x = {arguments, has_layout};
@@ -178,6 +230,8 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
     return wanted ? empty_tensor(shape, dtype) : empty_tensor({0}, a.q_dtype);
   };
   Tensor dq = result(x.output_mask[0], {a.total_q, a.num_heads, a.head_dim}, a.q_dtype);
+  // gradients of keys that sequences share are sums of parts
+  SharedKeys shared(a, total_k);
   Tensor dk = result(x.output_mask[1], {total_k, a.num_kv_heads, a.head_dim}, a.q_dtype);
   Tensor dv = result(x.output_mask[2], {total_k, a.num_kv_heads, a.head_dim_v}, a.q_dtype);
   const int64_t bias_heads = has_dbias ? x.attn_bias.size(0) : 0;
@@ -187,6 +241,8 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   b.dq = x.output_mask[0] ? dq.mutable_data_ptr() : nullptr;
   b.dk = x.output_mask[1] ? dk.mutable_data_ptr() : nullptr;
   b.dv = x.output_mask[2] ? dv.mutable_data_ptr() : nullptr;
+  Tensor dk_parts = shared.parts(b.dk, a.head_dim), dv_parts = shared.parts(b.dv, a.head_dim_v);
+  b.part_rows = shared.first_rows();
   b.dbias = has_dbias ? dbias.mutable_data_ptr() : nullptr;
 
   const Tensor dout = with_contiguous_rows(x.dout), out = with_contiguous_rows(x.out);
@@ -229,6 +285,8 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   run_statistics(b, workers);
   if (b.dq || b.dk || b.dv || b.dbias) run_backward(b, plan, workers);
   if (has_dsinks) sum_sinks(b, static_cast<float*>(dsinks.mutable_data_ptr()));
+  if (x.output_mask[1]) shared.add_up(dk_parts, dk);
+  if (x.output_mask[2]) shared.add_up(dv_parts, dv);
   if (sums_apart)
     torch::stable::copy_(dbias, torch::stable::view(bias_sums, {1, a.total_q, bias_keys}));
   return_tensors(stack, {dq, dk, dv, dbias, dsinks});

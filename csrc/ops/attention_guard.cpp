@@ -1,6 +1,8 @@
 // The rules of the contract as conditions, without words: ops/checks.py has those.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "../core/paged_kv.h"
@@ -10,6 +12,7 @@ namespace paged_attn {
 namespace {
 
 constexpr double LARGEST_SCALE = 0x1p126;  // kernels hold it times 2 log2(e) in float32
+constexpr int64_t MOST_RANKS = int64_t(1) << 15;
 constexpr int64_t FAR = int64_t(1) << 40;  // wider than any window that can matter
 
 bool is_query_type(DType d) { return d <= DType::float8_e5m2; }
@@ -25,7 +28,11 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   const bool paged = bool(x.block_table);
   const int64_t kv_dim = paged ? 4 : 3;
   if (x.q.dim != 3 || x.k.dim != kv_dim || x.v.dim != kv_dim) return false;
-  if (!is_query_type(x.q.dtype) || x.v.dtype != x.k.dtype) return false;
+  if (!is_query_type(x.q.dtype)) return false;
+  const auto is_stored = [&](DType d) {
+    return d == x.q.dtype || is_float8(d) || d == DType::int8;
+  };
+  if (x.q_latent ? !is_stored(x.v.dtype) : x.v.dtype != x.k.dtype) return false;
   if (x.k.dtype != x.q.dtype && !is_float8(x.k.dtype) && !x.k.is(DType::int8)) return false;
   for (int64_t i = 0; i + 1 < kv_dim; ++i)
     if (x.v.size(i) != x.k.size(i)) return false;
@@ -48,6 +55,14 @@ bool accept_shapes(const AttentionArguments& x, Attention& a) {
   if (x.cu_seqlens_k &&
       !(x.cu_seqlens_k.is(DType::int32) && x.cu_seqlens_k.has_shape({a.batch + 1})))
     return false;
+  if (x.q_latent &&
+      !(x.q_latent.dtype == x.q.dtype &&
+        x.q_latent.has_shape({a.total_q, a.num_heads, a.head_dim_v}) &&
+        x.q_latent.rows_contiguous()))
+    return false;
+  for (const TensorView* t : {&x.k_start, &x.q_position})
+    if (*t && !(t->is(DType::int32) && t->has_shape({a.batch}))) return false;
+  if (x.k_start && paged) return false;
   if (x.seqused_k && !(x.seqused_k.is(DType::int32) && x.seqused_k.has_shape({a.batch})))
     return false;
   if (paged && (x.block_table.dim != 2 || !x.block_table.is(DType::int32) ||
@@ -63,6 +78,9 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
     if (bias.size(0) != 1 && bias.size(0) != a.num_heads) return false;
     if (bias.size(1) != a.total_q) return false;
   }
+  if (x.tail_mask && (x.tail_mask.dim != 2 || !x.tail_mask.is(DType::boolean) ||
+                      x.tail_mask.size(0) != a.total_q))
+    return false;
   if (x.alibi_slopes &&
       !(x.alibi_slopes.is(DType::float32) && (x.alibi_slopes.has_shape({a.num_heads}) ||
                                               x.alibi_slopes.has_shape({a.batch, a.num_heads}))))
@@ -74,6 +92,7 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
     return false;
   a.q_dtype = x.q.dtype;
   a.kv_dtype = x.k.dtype;
+  a.v_dtype = x.v.dtype;
   a.out_dtype = x.out_dtype.value_or(x.q.dtype);
   if (!is_query_type(a.out_dtype)) return false;
   if (x.out_scale && !(x.out_scale.is(DType::float32) && is_float8(a.out_dtype) &&
@@ -91,8 +110,8 @@ bool accept_options(const AttentionArguments& x, Attention& a) {
                        (x.rng_state.has_shape({2}) || x.rng_state.has_shape({5}))))
     return false;
   // NotImplementedError: backends/cpu/__init__.py names what there is no kernel for
-  return !x.q_latent && !x.tail_mask && !x.k_start && !x.q_position && !x.batch_invariant &&
-         x.key_ranks == 1 && x.key_rank == 0 && x.key_interleave == 1;
+  return x.key_ranks >= 1 && x.key_ranks <= MOST_RANKS && x.key_rank >= 0 &&
+         x.key_rank < x.key_ranks && x.key_interleave >= 1 && x.key_interleave <= INT32_MAX;
 }
 
 bool is_block_size(int64_t size) { return size >= 16 && size <= 256 && (size & (size - 1)) == 0; }
@@ -124,11 +143,20 @@ bool accept_layout(const AttentionArguments& x, Attention& a) {
   return true;
 }
 
+// The environment is read once.
+bool invariant_by_default() {
+  static const bool is_set = [] {
+    const char* value = std::getenv("PAGED_ATTN_BATCH_INVARIANT");
+    return value && std::strcmp(value, "1") == 0;
+  }();
+  return is_set;
+}
+
 // Lengths decide which memory is read. What is checked and what is used is this copy of them, so
 // that another thread that writes the tensors meanwhile changes nothing.
 void copy_lengths(const AttentionArguments& x, Attention& a) {
   static thread_local std::vector<int32_t> lengths;
-  lengths.resize(3 * (a.batch + 1));
+  lengths.resize(5 * (a.batch + 1));
   int32_t* to = lengths.data();
   const auto copy = [&](const TensorView& t) {
     Strided<int32_t> copied;
@@ -143,6 +171,8 @@ void copy_lengths(const AttentionArguments& x, Attention& a) {
   a.cu_seqlens_q = copy(x.cu_seqlens_q);
   a.cu_seqlens_k = copy(x.cu_seqlens_k);
   a.seqused_k = copy(x.seqused_k);
+  a.k_start = copy(x.k_start);
+  a.q_position = copy(x.q_position);
 }
 
 void fill_in(const AttentionArguments& x, Attention& a) {
@@ -153,6 +183,11 @@ void fill_in(const AttentionArguments& x, Attention& a) {
   a.q = x.q.data();
   a.q_stride_token = x.q.stride(0);
   a.q_stride_head = x.q.stride(1);
+  if (x.q_latent) {
+    a.latent = x.q_latent.data();
+    a.latent_stride_token = x.q_latent.stride(0);
+    a.latent_stride_head = x.q_latent.stride(1);
+  }
   a.k = key_value(x.k);
   a.v = key_value(x.v);
   copy_lengths(x, a);
@@ -170,6 +205,17 @@ void fill_in(const AttentionArguments& x, Attention& a) {
     a.bias_stride_query = x.attn_bias.stride(1);
     a.bias_stride_key = x.attn_bias.stride(2);
   }
+  a.tail = static_cast<const bool*>(x.tail_mask.data());
+  if (x.tail_mask) {
+    a.tail_stride_query = x.tail_mask.stride(0);
+    a.tail_stride_key = x.tail_mask.stride(1);
+  }
+  if (x.key_ranks > 1) {
+    a.key_run = x.key_interleave;
+    a.key_span = x.key_interleave * x.key_ranks;
+    a.key_offset = x.key_interleave * x.key_rank;
+  }
+  a.batch_invariant = x.batch_invariant || invariant_by_default();
   a.softmax_scale = x.softmax_scale.value_or(1 / std::sqrt(double(a.head_dim)));
   a.softcap = float(x.softcap);
   a.window_left = x.window_size_left < FAR ? x.window_size_left : -1;
@@ -217,8 +263,8 @@ bool are_columns(const int32_t* columns, int64_t stride, int64_t count) {
 
 bool accept_layout_rows(const Attention& a, const Sequence& s) {
   const BlockLayout& l = a.layout;
-  const int64_t first = max64(s.past, 0), last = s.k_len - 1;
-  if (s.q_len == 0 || last < first) return true;
+  const int64_t first = max64(s.past, 0), last = s.past + s.q_len - 1;
+  if (s.q_len == 0 || s.k_len == 0 || last < first) return true;
   if (last / l.q_block_size >= l.rows) return false;
   for (int64_t head = 0; head < l.num_heads; ++head)
     for (int64_t row = first / l.q_block_size; row <= last / l.q_block_size; ++row) {
@@ -241,12 +287,16 @@ bool accept_values(const AttentionArguments& x, const Attention& a) {
   if (!nondecreasing_from_zero(a.cu_seqlens_q, a.batch) || a.cu_seqlens_q(a.batch) > a.total_q)
     return false;
   if (a.cu_seqlens_k && !nondecreasing_from_zero(a.cu_seqlens_k, a.batch)) return false;
-  if (!paged && (a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q)(a.batch) > x.k.size(0))
+  // else the bounds of keys say how many there are, but not where
+  const bool has_bounds = !paged && !x.k_start;
+  if (has_bounds && (a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q)(a.batch) > x.k.size(0))
     return false;
   for (int64_t b = 0; b < a.batch; ++b) {
     const Sequence s = sequence_at(a, b);
     if (s.k_len < 0) return false;
-    if (!paged && a.seqused_k) {
+    if (x.k_start && (s.k_start < 0 || s.k_start > x.k.size(0) - s.k_len)) return false;
+    if (x.tail_mask && s.k_len > 0 && s.q_len > x.tail_mask.size(1)) return false;
+    if (has_bounds && a.seqused_k) {
       const Strided<int32_t>& bounds = a.cu_seqlens_k ? a.cu_seqlens_k : a.cu_seqlens_q;
       if (s.k_len > int64_t(bounds(b + 1)) - bounds(b)) return false;
     }

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 // The base of libtorch_python's own exceptions (torch/csrc/Exceptions.h, which no stable header
 // offers): what it catches by this name becomes the Python exception that python_type() names.
@@ -86,11 +87,14 @@ void refuse(const char* op, StableIValue* stack) {
   raise(answer.substr(0, colon), answer.substr(colon + 2));
 }
 
-void record(const char* op, int num_results, StableIValue* stack) {
-  call_python(op, "_recorded", stack);
+void record(const char* op, uint64_t num_args, int num_results, StableIValue* stack) {
+  // more results than the operator's own, for which there is room
+  std::vector<StableIValue> given(std::max<uint64_t>(num_args, num_results + 2));
+  std::copy(stack, stack + num_args, given.begin());
+  call_python(op, "_recorded", given.data());
   // the address of the type of what was raised, or nothing; the results; its text
-  const std::string python_type = take_string(stack[0]), text = take_string(stack[num_results + 1]);
-  std::copy(stack + 1, stack + 1 + num_results, stack);
+  const std::string python_type = take_string(given[0]), text = take_string(given[num_results + 1]);
+  std::copy(given.begin() + 1, given.begin() + 1 + num_results, stack);
   if (python_type.empty()) return;
   for (int i = 0; i < num_results; ++i)
     aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(stack[i]));

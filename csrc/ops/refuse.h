@@ -11,7 +11,7 @@ namespace paged_attn {
 [[noreturn]] void refuse(const char* op, StableIValue* stack);
 
 // Puts the results of a call of `op`, all tensors, on the stack, recorded by autograd. Takes over the
-// arguments there, which must be two more than the results; throws what Python raised.
-void record(const char* op, int num_results, StableIValue* stack);
+// arguments there; throws what Python raised.
+void record(const char* op, uint64_t num_args, int num_results, StableIValue* stack);
 
 }  // namespace paged_attn

@@ -186,6 +186,30 @@ def test_opcheck_of_merged_states():
     torch.library.opcheck(torch.ops.paged_attn.merge_states_backward.default, given)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_lists_of_parts_have_the_gradients_of_each_part(number):
+    """Bit for bit: what is known of the other parts are the results."""
+    outs = [torch.randn(3, 2, 4).requires_grad_() for _ in range(number)]
+    lses = [torch.randn(2, 3).requires_grad_() for _ in range(number)]
+    out, lse = torch_paged_attn.merge_states(outs, lses)
+    dout, dlse = torch.randn(3, 2, 4), torch.randn(2, 3)
+    found = torch.autograd.grad((out, lse), (*outs, *lses), (dout, dlse))
+    for i in range(number):
+        part = outs[i].detach(), lses[i].detach()
+        whole = out.detach(), lse.detach()
+        wanted = torch_paged_attn.merge_states_backward(dout, dlse, *part, *part, *whole)
+        assert torch.equal(found[i], wanted[0]) and torch.equal(found[number + i], wanted[1])
+
+
+def test_lists_of_parts_where_one_alone_needs_a_gradient():
+    outs, lses = [torch.randn(3, 2, 4) for _ in range(3)], [torch.randn(2, 3) for _ in range(3)]
+    lses[1].requires_grad_()
+    out, _ = torch_paged_attn.merge_states(outs, lses, out_dtype=torch.bfloat16)
+    assert out.requires_grad and out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert lses[1].grad.shape == (2, 3) and lses[1].grad.any()
+
+
 class Graphs:
     """A compiler that runs graphs as they are and keeps the names of their operators."""
 

@@ -53,7 +53,7 @@ void set(T*& field, const char* text, char* blob) {
   MEMBER(member.lse) MEMBER(member.lse_stride_head) MEMBER(member.lse_stride_token)
 
 void set(Attention& call, const std::string& name, const char* text, char* blob) {
-  MEMBER(q_dtype) MEMBER(kv_dtype) MEMBER(out_dtype) MEMBER(bias_dtype)
+  MEMBER(q_dtype) MEMBER(kv_dtype) MEMBER(v_dtype) MEMBER(out_dtype) MEMBER(bias_dtype)
   MEMBER(batch) MEMBER(total_q) MEMBER(num_heads) MEMBER(num_kv_heads)
   MEMBER(head_dim) MEMBER(head_dim_v) MEMBER(num_groups) MEMBER(group_size)
   MEMBER(q) MEMBER(q_stride_token) MEMBER(q_stride_head)

@@ -51,6 +51,7 @@ def attention(call: Call) -> dict[str, Any]:
     members: dict[str, Any] = {
         "q_dtype": q.dtype,
         "kv_dtype": k.dtype,
+        "v_dtype": v.dtype,
         "out_dtype": args.get("out_dtype") or q.dtype,
         "batch": len(args["cu_seqlens_q"]) - 1,
         "total_q": total_q,

@@ -7,12 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_paged_attn import reference
+from torch_paged_attn.backends.cpu import BACKEND
+from torch_paged_attn.ops.lacking import OF_BACKWARD
 from torch_paged_attn.reference import BASELINE
 from torch_paged_attn.testing import assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import layouts, problems
 
-trained = problems(st.one_of(st.none(), layouts), trains=True)
+# what the CPU's backward has of the arguments that a backend may lack
+HAS = frozenset(OF_BACKWARD) - frozenset(BACKEND.lacks_in_backward)
+trained = st.one_of(
+    problems(trains=True, optional=HAS),
+    problems(layouts, trains=True, optional=HAS - {"key_ranks"}),
+)
 masks = st.one_of(st.just((True,) * 5), st.tuples(*[st.booleans()] * 5))
 
 
@@ -54,8 +61,9 @@ def test_bits_depend_on_the_sequence_alone(problem, mask, hint):
     some = call.backward(dout, dlse, out, lse, **hints).run()
     for asked, one, other in zip(mask, some, every, strict=True):
         assert same_bits(one, other) if asked else one.shape == (0,)
-    if problem.dropout_p:
-        return  # a dropout mask depends on the place in the batch
+    if problem.dropout_p or problem.k_ranges:
+        # a dropout mask depends on the place in the batch, and keys may be of several sequences
+        return
     q_bounds = call.args["cu_seqlens_q"].tolist()
     k_bounds = call.args.get("cu_seqlens_k", call.args["cu_seqlens_q"]).tolist()
     for b in range(len(problem.seqs)):

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_paged_attn
+from torch_paged_attn.ops.lacking import OPTIONAL
 from torch_paged_attn.testing import build
 from torch_paged_attn.testing.strategies import layouts, problems
 
@@ -15,6 +16,8 @@ METADATA = (
     "cu_seqlens_k",
     "seqused_k",
     "block_table",
+    "k_start",
+    "q_position",
     "crow_indices",
     "col_indices",
 )
@@ -28,7 +31,7 @@ def outcome(call):
     return ""
 
 
-@given(problems(st.one_of(st.none(), layouts)), st.data())
+@given(problems(st.one_of(st.none(), layouts), optional=OPTIONAL), st.data())
 def test_attention(problem, data):
     call = build(problem)
     names = [n for n in METADATA if call.args.get(n) is not None and call.args[n].numel()]

@@ -56,6 +56,50 @@ def test_windows_are_inclusive():
     assert seen(2, 4, causal=True, window_size_right=3) == seen(2, 4, causal=True)
 
 
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_queries_stand_where_they_are_told():
+    assert seen(2, 4, causal=True, q_position=ints(1)) == ["xx..", "xxx."]
+    assert seen(2, 3, causal=True, q_position=ints(-1)) == ["...", "x.."]
+    assert seen(1, 3, window_size_left=1, q_position=ints(9)) == ["..."]
+
+
+def test_keys_dealt_out_over_ranks():
+    """Of 2 ranks in runs of 2, rank 1 has the keys at positions 2, 3, 6, 7, 10."""
+    dealt = {"key_ranks": 2, "key_rank": 1, "key_interleave": 2}
+    assert seen(2, 5, causal=True, q_position=ints(6), **dealt) == ["xxx..", "xxxx."]
+    assert seen(1, 5, window_size_left=4, q_position=ints(7), **dealt) == [".xxxx"]
+    slopes = torch.tensor([1.0])
+    _, lse = attend([[0.0] * 2], [[1.0]] * 2, q_position=ints(2), alibi_slopes=slopes, **dealt)
+    assert lse.item() == pytest.approx(math.log(1 + math.exp(-1)))
+
+
+def test_tail_mask_is_of_the_newest_keys():
+    tree = torch.tensor([[True, False], [False, True]])
+    assert seen(2, 4, tail_mask=tree) == ["xxx.", "xx.x"]
+    assert seen(2, 1, tail_mask=tree) == [".", "x"]  # column 1 is key 0
+    assert seen(2, 4, tail_mask=tree, causal=True) == ["xxx.", "xx.x"]
+
+
+def test_key_ranges_overlap():
+    q = torch.ones(2, 1, 1, dtype=torch.float64)
+    v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).view(3, 1, 1)
+    out, _ = flash_varlen(
+        q, v * 0.0, v, cumulative([1, 1]), k_start=ints(1, 0), seqused_k=ints(2, 2)
+    )
+    assert out.flatten().tolist() == [3.0, 1.5]
+
+
+def test_latents_are_keys_too():
+    v = torch.tensor([[math.log(1)], [math.log(3)]], dtype=torch.float64)[:, None]
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    bounds = {"cu_seqlens_q": cumulative([1]), "cu_seqlens_k": cumulative([2])}
+    _, lse = flash_varlen(one, v * 0.0 + 2.0, v, **bounds, q_latent=one, softmax_scale=1.0)
+    assert lse.item() == pytest.approx(2.0 + math.log(4))
+
+
 def test_row_without_key():
     out, lse = attend([[1.0, 1.0]] * 3, [[1.0], [2.0]], causal=True)
     assert out[0].item() == 0.0 and lse[0].item() == -INF

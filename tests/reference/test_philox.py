@@ -41,3 +41,12 @@ def test_a_draw_depends_on_nothing_but_its_coordinates():
     assert torch.equal(small, large[:2, :5, :7])
     assert not torch.equal(large, dropout_keep(state, 0.5, 2, 4, 9, 16))
     assert abs(dropout_keep(state, 0.1, 0, 8, 64, 64).float().mean() - 0.9) < 0.01
+
+
+def test_a_part_of_a_larger_call_drops_what_the_whole_drops():
+    state = torch.tensor([1, 2])
+    whole = dropout_keep(state, 0.5, 3, 6, 20, 40)
+    for head, row, column in ((0, 0, 0), (2, 7, 13), (1, 3, 16)):
+        base = torch.tensor([1, 2, head, row, column])
+        part = dropout_keep(base, 0.5, 3, 3, 5, 11)
+        assert torch.equal(part, whole[head : head + 3, row : row + 5, column : column + 11])

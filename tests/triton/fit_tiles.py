@@ -75,9 +75,11 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
 def faults(arch: str, entry: str, tile: dict[str, int], name: str) -> list[str]:
     """What is wrong with the kernels of a call if an entry holds this tile."""
     from torch_paged_attn.backends.triton.portable import tiles
+    from torch_paged_attn.backends.triton.runtime import launch_cache
     from torch_paged_attn.backends.triton.tuning import backward as backward_tuning
     from torch_paged_attn.backends.triton.tuning import portable as tuning
 
+    launch_cache.clear()
     with mock.patch.dict(tuning.table(arch), {entry: tile}):
         tuning.choose_config.cache_clear()
         backward_tuning.choose_backward_config.cache_clear()

@@ -43,7 +43,7 @@ def is_fitted(arch, name):
         return arch == "sm90"
     _, width, kind, dtype = name.split("/") if name.count("/") == 3 else ("", "", "", "")
     if arch == "sm90":
-        return dtype == "bf16" and width != "d576"
+        return dtype == "bf16"
     return arch != "gfx1100" and (width, dtype) == ("d128", "bf16") and kind != "one_bias"
 
 

@@ -23,9 +23,12 @@ _DEFAULTS = defaults("flash_varlen")
 
 def lacking(call: Any, names: Sequence[str]) -> str | None:
     """The first argument of these names that a call gives; None if it gives none. `call` is
-    anything that has the arguments under their names.
+    anything that has the arguments under their names. "key_ranks of blocksparse" is of one op.
     """
-    for name in names:
+    for entry in names:
+        name, _, op = entry.partition(" of ")
+        if op and not call.op.startswith(op):
+            continue
         value = getattr(call, name.removesuffix("[2:]"))
         if value is None:
             continue

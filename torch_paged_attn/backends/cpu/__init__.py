@@ -9,7 +9,6 @@ from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops import _library, paths
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL
 
 
 class Cpu(Backend):
@@ -18,8 +17,8 @@ class Cpu(Backend):
     name = "cpu"
     dispatch_keys = ("CPU",)
     is_compiled = True
-    lacks = OPTIONAL[:-1]
-    lacks_in_backward = OF_BACKWARD[:-1]
+    lacks = ()
+    lacks_in_backward = ("key_ranks of blocksparse",)
 
     def unsupported(self) -> str | None:
         """None when the kernels are loaded, else the reason why not."""

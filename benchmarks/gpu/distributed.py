@@ -1,0 +1,466 @@
+"""Attention over several GPUs beside one, all in one run: what is right first, then what it takes.
+
+    torchrun --nproc-per-node 2 benchmarks/gpu/distributed.py [--json OUT] [--only PART ...]
+
+One process a GPU. Each scheme is held to the accuracy rule, with gradients, before anything is
+timed. Each figure is the slowest rank's, beside one GPU's at the whole work in the same run, taking
+turns; efficiency is one GPU's time over the ranks' time and their number. `links` times collectives
+themselves. With `--dry-run` everything is tiny and runs on CPUs (gloo), to see that it runs.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_paged_attn as tpa
+from torch_paged_attn import reference
+from torch_paged_attn.distributed import combine, decode
+from torch_paged_attn.distributed.context_parallel import (
+    Shards,
+    all_gather_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from torch_paged_attn.distributed.ranks import Ranks
+from torch_paged_attn.testing import (
+    Gradients,
+    Truth,
+    assert_accurate,
+    assert_accurate_gradients,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+SCHEMES = (all_gather_attention, ring_attention, ulysses_attention)
+COMBINES = ("all_to_all", "all_gather", "reduce_scatter")
+ROUNDS = 5
+
+
+class Machine:
+    """This rank, and how things are timed on it."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cpu") if dry else torch.device("cuda", local)
+        if not dry:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("gloo" if dry else "nccl")
+        self.ranks = Ranks.of("benchmark")
+        self.dtype = torch.float32 if dry else torch.bfloat16
+
+    def say(self, *words: Any) -> None:
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def slowest(self, seconds: float) -> float:
+        found = torch.tensor(seconds, device=self.device, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    def randn(self, *shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+        g = torch.Generator(self.device).manual_seed(seed)
+        x = torch.randn(shape, device=self.device, generator=g, dtype=dtype or self.dtype)
+        return x
+
+    def seconds(self, call: Callable[[], Any], calls: int) -> float:
+        """Of one call, on this rank."""
+        if self.dry:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / calls
+
+    def times(self, calls: dict[str, Callable[[], Any]], number: int) -> dict[str, float]:
+        """The slowest rank's seconds of each, taking turns."""
+        for call in calls.values():
+            call()
+            call()
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(1 if self.dry else ROUNDS):
+            for name, call in calls.items():
+                dist.barrier()
+                call()  # ranks come here one after the other
+                found[name].append(self.slowest(self.seconds(call, number)))
+        return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+    def captured(self, call: Callable[[], Any], number: int = 1) -> Callable[[], Any]:
+        """Calls in a CUDA graph."""
+        if self.dry:
+            return call
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(number):
+                call()
+        self.graphs = [*getattr(self, "graphs", []), graph]
+        return graph.replay
+
+
+def bounds_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def check_schemes(m: Machine) -> dict[str, Any]:
+    """Every scheme and cut by the accuracy rule, with gradients; in 16 bits without."""
+    found = {}
+    cu = bounds_of([5, 0, 40, 1, 17, 64, 3, 200])
+    tokens = int(cu[-1])
+    for dtype in dict.fromkeys((torch.float32, m.dtype)):
+        trains = dtype == torch.float32
+        inputs = [
+            m.randn(tokens, heads, 16, seed=i, dtype=torch.float32).to(dtype)
+            for i, heads in enumerate((8, 4, 4))
+        ]
+        dout, dlse = m.randn(tokens, 8, 16, seed=3, dtype=torch.float32), m.randn(8, tokens, seed=4)
+        args = dict(zip("qkv", (x.cpu() for x in inputs), strict=True))
+        args |= {"cu_seqlens_q": cu, "max_seqlen_q": 0, "max_seqlen_k": 0, "causal": True}
+        truth = Truth.of(reference.flash_varlen, **args)
+        dlse = dlse.float()
+        gradients = Gradients.by_reference("flash_varlen", args, dout.to(dtype).cpu(), dlse.cpu())
+        for cut in ("contiguous", "head_tail", "documents"):
+            shards = Shards(cu, load_balance=cut, device=m.device)
+            for scheme in SCHEMES:
+                own = [shards.shard(x).detach().requires_grad_(trains) for x in inputs]
+                out, lse = scheme(*own, shards, causal=True)
+                key = f"{scheme.__name__} {cut} {str(dtype).removeprefix('torch.')}"
+                whole = shards.unshard(out.detach()), shards.unshard(lse.detach().mT).mT
+                found[key] = verdict(assert_accurate, *whole, truth)
+                if trains:
+                    given = [shards.shard(dout), shards.shard(dlse.mT).mT]
+                    torch.autograd.backward([out, lse], given)
+                    grads = [shards.unshard(x.grad).cpu() for x in own]
+                    grads += [grads[0].new_empty(0)] * 2
+                    found[f"{key} gradients"] = verdict(assert_accurate_gradients, grads, gradients)
+    return summary(found)
+
+
+def summary(found: dict[str, str]) -> dict[str, str]:
+    """What is right, counted; what is not, in full."""
+    wrong = {name: text for name, text in found.items() if text != "right"}
+    return {"right": f"{len(found) - len(wrong)} of {len(found)}"} | wrong
+
+
+def verdict(check: Callable[..., None], *args: Any) -> str:
+    try:
+        check(*args)
+    except AssertionError as error:
+        return f"WRONG: {error}"
+    return "right"
+
+
+def example(m: Machine) -> dict[str, Any]:
+    import long_context
+
+    arguments = argparse.Namespace(tokens=512 if m.dry else 8192, steps=3)
+    return {
+        "examples/long_context.py": "right"
+        if not long_context.run(arguments, m.device)
+        else "WRONG"
+    }
+
+
+class DealtCache:
+    """A batch for decode: the whole cache on every rank, and what each rank has of it."""
+
+    def __init__(self, m: Machine, batch: int, context: int, heads: int, kv_heads: int) -> None:
+        page = 16
+        pages = context // page
+        share = math.ceil(pages / m.size)
+        self.lengths = torch.full((batch,), context, dtype=torch.int32, device=m.device)
+        self.lengths -= torch.arange(batch, dtype=torch.int32, device=m.device) % 7
+        g = torch.Generator(m.device).manual_seed(7)
+        shape = (2, batch * pages, kv_heads, page, 128)
+        self.cache = torch.randn(shape, generator=g, device=m.device, dtype=m.dtype)
+        order = torch.randperm(batch * pages, generator=g, device=m.device)
+        self.table = order.view(batch, pages).int()
+        # runs of a page go round
+        mine = self.table[:, m.rank :: m.size].contiguous()
+        self.own_table = torch.arange(mine.numel(), device=m.device, dtype=torch.int32)
+        self.own_table = self.own_table.view(mine.shape)
+        self.own = self.cache[:, mine.flatten().long()]
+        assert share >= mine.shape[1]
+        self.q = m.randn(batch, heads, 128, seed=8)
+        self.bounds = torch.arange(batch + 1, dtype=torch.int32, device=m.device)
+        self.m, self.page = m, page
+
+    def one(self) -> tuple[Tensor, Tensor]:
+        return tpa.flash_varlen(
+            *(self.q, *self.cache, self.bounds, None, 1, None, self.lengths, self.table)
+        )
+
+    def all(self, by: Any) -> tuple[Tensor, Tensor]:
+        return decode.decode_attention(
+            *(self.q, *self.own, None, self.lengths, self.own_table),
+            combine=by,
+            interleave=self.page,
+        )
+
+
+def check_decode(m: Machine) -> dict[str, Any]:
+    """Each combine by the accuracy rule, and in a graph with the same bits."""
+    found = {}
+    cache = DealtCache(m, 4, 512, 8, 2)
+    args = {
+        **{"q": cache.q, "k": cache.cache[0], "v": cache.cache[1], "cu_seqlens_q": cache.bounds},
+        **{"max_seqlen_q": 0, "max_seqlen_k": 0},
+        **{"seqused_k": cache.lengths, "block_table": cache.table},
+    }
+    args = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in args.items()}
+    truth = Truth.of(reference.flash_varlen, **args)
+    for name, by, begin in contenders(m, cache):
+        kept: list[Tensor] = []
+
+        def step(by: Any = by, begin: Any = begin, kept: list[Tensor] = kept) -> None:
+            begin()
+            kept[:] = cache.all(by)
+
+        step()
+        out, lse = kept
+        whole, lses = decode.gather_heads(out), decode.gather_heads(lse.mT[..., None])
+        found[name] = verdict(assert_accurate, whole, lses[..., 0].mT, truth)
+        if not m.dry:
+            m.captured(step)()
+            torch.cuda.synchronize()
+            same = torch.equal(kept[0], out) and torch.equal(kept[1], lse)
+            found[f"{name} in a graph"] = "same bits" if same else "WRONG: other bits"
+    return found
+
+
+def contenders(m: Machine, cache: DealtCache) -> list[tuple[str, Any, Callable[[], None]]]:
+    """Ways to combine: name, argument, what begins a step."""
+    found: list[tuple[str, Any, Callable[[], None]]] = [(n, n, lambda: None) for n in COMBINES]
+    try:
+        tokens, heads, dim = cache.q.shape
+        by = decode.SymmetricCombine(None, tokens, heads, dim, m.device)
+        found.append(("symmetric", by, by.begin))
+    except Exception as error:
+        m.say("symmetric memory:", type(error).__name__, str(error)[:300])
+    return found
+
+
+def links(m: Machine) -> dict[str, Any]:
+    """Microseconds of a collective, ten in a graph, for so many bytes a rank."""
+    found = {}
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    for size in (512 << 10, 32 << 20, 64 << 20):
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=m.device)
+        one, many = torch.empty_like(x), x.new_empty(m.size * len(x))
+        calls = {
+            "all_to_all": functools.partial(dist.all_to_all_single, one, x),
+            "all_gather": functools.partial(all_gather, many, x),
+        }
+        seconds = m.times({name: m.captured(call, 10) for name, call in calls.items()}, 2)
+        for name, s in seconds.items():
+            found[f"{name} {size >> 10} KB"] = f"{s / 10 * 1e6:.1f} us"
+    return found
+
+
+def prefill(m: Machine) -> dict[str, Any]:
+    """One causal document of 8k tokens a GPU, 64/8 heads of 128."""
+    return _prefill(m, [(64 if m.dry else 8192) * m.size], ("head_tail",), SCHEMES)
+
+
+def ragged(m: Machine) -> dict[str, Any]:
+    """A pack of 8k tokens a GPU, of documents up to a quarter of it."""
+    total = (64 if m.dry else 8192) * m.size
+    g = torch.Generator().manual_seed(1)
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        longest = min(total // 4, total - sum(lengths))
+        lengths.append(int(torch.randint(min(256, longest), longest + 1, (), generator=g)))
+    m.say("  documents", lengths)
+    return _prefill(m, lengths, ("documents", "head_tail"), SCHEMES[:1])
+
+
+def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any) -> dict[str, Any]:
+    heads, kv_heads, dim = (8, 8, 16) if m.dry else (64, 8, 128)
+    cu = bounds_of(lengths)
+    tokens, device_cu = int(cu[-1]), cu.to(m.device)
+    whole = [m.randn(tokens, h, dim, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads))]
+    hints = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    calls: dict[str, Callable[[], Any]] = {
+        "one GPU": lambda: tpa.flash_varlen(*whole, device_cu, None, **hints, causal=True)
+    }
+    wanted, _ = calls["one GPU"]()
+    off = {}
+    for cut in cuts:
+        shards = Shards(cu, load_balance=cut, device=m.device)
+        own = [shards.shard(x) for x in whole]
+        for scheme in schemes:
+            name = f"{scheme.__name__} {cut}"
+            calls[name] = functools.partial(scheme, *own, shards, causal=True)
+            found = shards.unshard(calls[name]()[0])
+            off[name] = float((found.float() - wanted.float()).abs().max())
+            if scheme is all_gather_attention and not m.dry:
+                exchange = next(x for x in shards.kept.values() if hasattr(x, "fetch"))
+                calls[f"  its exchange {cut}"] = functools.partial(exchange.fetch, *own[1:])
+    seconds = m.times(calls, 5)
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    work = 4 * pairs * heads * dim
+    one = seconds["one GPU"]
+    found = {"one GPU": f"{one * 1e3:.3f} ms, {work / one / 1e12:.0f} TFLOP/s"}
+    for name, s in list(seconds.items())[1:]:
+        found[name] = f"{s * 1e3:.3f} ms"
+        if name in off:
+            rate = work / s / m.size / 1e12
+            found[name] += (
+                f", {rate:.0f} TFLOP/s a GPU, {one / s / m.size:.1%} of one GPU's, off by"
+                f" {off[name]:.1e}"
+            )
+    return found
+
+
+def decoding(m: Machine) -> dict[str, Any]:
+    """32 sequences of 131072 keys, 32/8 heads of 128, pages of 16."""
+    batch, context, heads, kv_heads = (4, 128, 8, 2) if m.dry else (32, 131072, 32, 8)
+    cache = DealtCache(m, batch, context, heads, kv_heads)
+    calls = {"one GPU": m.captured(cache.one)}
+    alone = {}
+    out, lse = tpa.flash_varlen(
+        *(cache.q, *cache.own, cache.bounds, None, 1, None),
+        decode.local_lengths(cache.lengths, interleave=cache.page),
+        cache.own_table,
+        out_dtype=torch.float32,
+    )
+    for name, by, begin in contenders(m, cache):
+
+        def step(by: Any = by, begin: Callable[[], None] = begin) -> None:
+            begin()
+            cache.all(by)
+
+        calls[name] = m.captured(step)
+        merge = combine.COMBINES.get(by, by) if isinstance(by, str) else by
+
+        def merges(merge: Any = merge, begin: Callable[[], None] = begin) -> None:
+            begin()
+            for _ in range(10):
+                merge(out, lse, m.ranks, m.dtype)
+
+        alone[name] = m.captured(merges)
+    seconds = m.times(calls, 3)
+    each = m.times(alone, 3)
+    one = seconds["one GPU"]
+    found = {"one GPU": f"{one * 1e3:.3f} ms, {2 * cache.cache[0].nbytes / one / 1e9:.0f} GB/s"}
+    for name in each:
+        found[name] = (
+            f"{seconds[name] * 1e3:.3f} ms, {one / seconds[name]:.2f}x; the combine alone"
+            f" {each[name] / 10 * 1e6:.1f} us"
+        )
+    return found
+
+
+def dispatch(m: Machine) -> dict[str, Any]:
+    """Microseconds of the host for a call on DTensors, and for SDPA on them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from torch_paged_attn.distributed import sharding
+
+    mesh = init_device_mesh(m.device.type, (m.size,))
+    x = m.randn(64, 8, 64)
+    bounds = torch.tensor([0, 64], dtype=torch.int32, device=m.device)
+    own = distribute_tensor(x, mesh, [Shard(1)])
+    lengths = distribute_tensor(bounds, mesh, [Replicate()])
+    dense = x.transpose(0, 1)[None].contiguous()
+    sharded = distribute_tensor(dense, mesh, [Shard(1)])
+    local, dense_local = own.to_local(), sharded.to_local()
+    hints = {"max_seqlen_q": 64, "max_seqlen_k": 64}
+    sdpa = scaled_dot_product_attention
+    calls: dict[str, Callable[[], Any]] = {
+        "local": lambda: tpa.flash_varlen(local, local, local, bounds, None, **hints),
+        "DTensor": lambda: tpa.flash_varlen(own, own, own, lengths, None, **hints),
+        "DTensor, sharding.flash_varlen": lambda: sharding.flash_varlen(
+            own, own, own, bounds, None, **hints
+        ),
+        "SDPA local": lambda: sdpa(dense_local, dense_local, dense_local),
+        "SDPA DTensor": lambda: sdpa(sharded, sharded, sharded),
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for call in calls.values():
+            for _ in range(5):
+                call()
+        for _ in range(9):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                for _ in range(20):
+                    call()
+                found[name].append((time.perf_counter() - start) / 20)
+                if not m.dry:
+                    torch.cuda.synchronize()
+    return {name: f"{statistics.median(s) * 1e6:.1f} us" for name, s in found.items()}
+
+
+PARTS: dict[str, Callable[[Machine], dict[str, Any]]] = {
+    "example": example,
+    "schemes": check_schemes,
+    "decode": check_decode,
+    "prefill": prefill,
+    "ragged": ragged,
+    "decoding": decoding,
+    "links": links,
+    "dispatch": dispatch,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--dry-run", action="store_true")
+    arguments = parser.parse_args()
+    m = Machine(arguments.dry_run)
+    name = "CPU" if m.dry else torch.cuda.get_device_name()
+    results: dict[str, Any] = {"machine": f"{m.size} x {name}", "torch": torch.__version__}
+    m.say(results)
+    failed = False
+    for part in arguments.only:
+        start = time.perf_counter()
+        try:
+            found = PARTS[part](m)
+        except Exception:
+            found = {"FAILED": traceback.format_exc()[-1500:]}
+            failed = True
+            print(f"rank {m.rank}, {part}:", found["FAILED"], flush=True)
+        failed |= any(str(x).startswith("WRONG") for x in found.values())
+        results[part] = found
+        m.say(f"{part} ({time.perf_counter() - start:.0f} s)")
+        for key, x in found.items():
+            m.say(f"  {key}: {x}")
+        if not m.dry:
+            m.graphs = []
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        if arguments.json and m.rank == 0:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    dist.destroy_process_group()
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Tokens cut over ranks: the bits, or by the accuracy rule, of one process; errors on all ranks."""
+
+from functools import partial
+
+import packs
+import torch
+import torch.distributed as dist
+from packs import Pack
+from torch.distributed.device_mesh import init_device_mesh
+from worlds import World, only_of
+
+import torch_paged_attn as tpa
+from torch_paged_attn import reference
+from torch_paged_attn.distributed.context_parallel import (
+    Shards,
+    all_gather_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from torch_paged_attn.testing import (
+    Gradients,
+    Truth,
+    assert_accurate,
+    assert_accurate_gradients,
+)
+
+SCHEMES = (all_gather_attention, ring_attention, ulysses_attention)
+CUTS = ("contiguous", "head_tail", "documents")
+NAN = float("nan")
+
+# an empty document, one that is on all ranks, and cuts everywhere; but none leaves alone eight
+# queries of a document or fewer, which would take the decode kernel, whose bits are others
+BITS = Pack((60, 0, 36, 192, 60, 36), head_dim=32)
+WINDOW = (("causal", True), ("window_size_left", 9))
+
+
+def shared(shards, x):
+    """A rank's rows; what nobody may see is NaN."""
+    own = shards.shard(x).clone()
+    own[len(shards.indices) :] = NAN
+    return own.detach().requires_grad_(x.requires_grad)
+
+
+def run(scheme, pack, shards):
+    """`out`, `softmax_lse` and the gradients of the whole batch, on every rank."""
+    inputs = [shared(shards, x.requires_grad_()) for x in pack.inputs()]
+    options = pack.call()
+    if pack.sinks:
+        options["sinks"].requires_grad_()
+    out, lse = scheme(*inputs, shards, **options)
+    assert out.shape == (shards.rows, pack.num_heads, pack.head_dim)
+    assert (out[len(shards.indices) :] == 0).all()
+    dout, dlse = pack.gradients_in()
+    given = [shared(shards, dout), shared(shards, dlse.mT).mT]
+    torch.autograd.backward([out, lse], given)
+    grads = [shards.unshard(x.grad) for x in inputs]
+    dsinks = options["sinks"].grad if pack.sinks else dout.new_empty(0)
+    if pack.sinks:
+        dist.all_reduce(dsinks, group=shards.ranks.group)
+    found = shards.unshard(out.detach()), shards.unshard(lse.detach().mT).mT
+    return *found, (*grads, dout.new_empty(0), dsinks)
+
+
+def case_bits_of_one_process(world: World) -> None:
+    for options, alibi in (((), ""), ((("causal", True),), ""), (WINDOW, "batch")):
+        for dtype in (torch.float32, torch.bfloat16):
+            pack = Pack(**{**vars(BITS), "options": options, "alibi": alibi, "dtype": dtype})
+            pack = Pack(**{**vars(pack), "sinks": bool(alibi)})
+            out, lse = tpa.flash_varlen(*pack.inputs(), pack.cu_seqlens, **pack.call())
+            for scheme in (all_gather_attention, ulysses_attention):
+                for cut in CUTS:
+                    shards = Shards(pack.cu_seqlens, load_balance=cut)
+                    found = run(scheme, pack, shards)
+                    assert torch.equal(found[0], out), (scheme.__name__, cut, pack)
+                    assert torch.equal(found[1], lse), (scheme.__name__, cut, pack)
+
+
+def judge(scheme, cut, pack, truth, gradients):
+    shards = Shards(pack.cu_seqlens, load_balance=cut)
+    out, lse, grads = run(scheme, pack, shards)
+    try:
+        assert_accurate(out, lse.contiguous(), truth)
+        # each rank's share of a key's gradient is rounded to 16 bits before they are added up
+        if pack.dtype == torch.float32 or scheme is ulysses_attention:
+            assert_accurate_gradients(grads, gradients)
+    except AssertionError as error:
+        raise AssertionError(f"{scheme.__name__}, {cut}, {pack}: {error}") from None
+
+
+def case_drawn_packs(world: World) -> None:
+    for i, pack in enumerate(packs.PACKS):
+        if not sum(pack.lengths):
+            continue
+        truth, gradients = pack.truth(), pack.gradients()
+        options = dict(pack.options)
+        schemes = list(SCHEMES)
+        if "window_size_left" in options or pack.alibi:
+            schemes.remove(ring_attention)
+        for j, scheme in enumerate(schemes):
+            cuts = CUTS if packs.IS_THOROUGH else (CUTS[(i + j) % 3],)
+            for cut in cuts:
+                judge(scheme, cut, pack, truth, gradients)
+
+
+def case_nothing_at_all(world: World) -> None:
+    for pack in (Pack(()), Pack((0, 0)), Pack((1,))):
+        for scheme in SCHEMES:
+            for cut in CUTS:
+                run(scheme, pack, Shards(pack.cu_seqlens, load_balance=cut))
+
+
+def case_bias(world: World) -> None:
+    pack = Pack((30, 7, 0, 50), options=(("causal", True),))
+    bias = world.randn(pack.num_heads, sum(pack.lengths), 50, seed=5)
+    given = dict(zip("qkv", pack.inputs(), strict=True), attn_bias=bias, causal=True)
+    given |= {"cu_seqlens_q": pack.cu_seqlens, "max_seqlen_q": 0, "max_seqlen_k": 0}
+    truth = Truth.of(reference.flash_varlen, **given)
+    gradients = Gradients.by_reference("flash_varlen", given, *pack.gradients_in())
+    for cut in CUTS:
+        shards = Shards(pack.cu_seqlens, load_balance=cut)
+        own = [shared(shards, x.requires_grad_()) for x in pack.inputs()]
+        rows = shared(shards, bias.transpose(0, 1)).transpose(0, 1).requires_grad_()
+        out, lse = all_gather_attention(*own, shards, attn_bias=rows, causal=True)
+        dout, dlse = (
+            shared(shards, x) for x in (pack.gradients_in()[0], pack.gradients_in()[1].mT)
+        )
+        torch.autograd.backward([out, lse], [dout, dlse.mT])
+        lse = shards.unshard(lse.detach().mT).mT
+        assert_accurate(shards.unshard(out.detach()), lse.contiguous(), truth)
+        dbias = shards.unshard(rows.grad.transpose(0, 1).contiguous()).transpose(0, 1)
+        grads = *(shards.unshard(x.grad) for x in own), dbias, out.new_empty(0)
+        assert_accurate_gradients(grads, gradients)
+
+
+def case_repeated_heads(world: World) -> None:
+    pack = Pack((30, 7, 0, 50), num_kv_heads=1, options=(("causal", True),))
+    judge(ulysses_attention, "contiguous", pack, pack.truth(), pack.gradients())
+
+
+def case_dropout_of_one_process(world: World) -> None:
+    """Ulysses: whole sequences, and heads that know which they are."""
+    pack = Pack((30, 7, 0, 50), options=(("causal", True), ("dropout_p", 0.3)))
+    rng = torch.tensor([5, 7])
+    out, lse = tpa.flash_varlen(*pack.inputs(), pack.cu_seqlens, rng_state=rng, **pack.call())
+    shards = Shards(pack.cu_seqlens)
+    own = [shards.shard(x) for x in pack.inputs()]
+    found, found_lse = ulysses_attention(*own, shards, rng_state=rng, **pack.call())
+    assert torch.equal(shards.unshard(found), out)
+    assert torch.equal(shards.unshard(found_lse.mT).mT, lse)
+
+
+def case_rows_may_be_padded(world: World) -> None:
+    shards = Shards(BITS.cu_seqlens, rows=300)
+    out, lse, _ = run(all_gather_attention, BITS, shards)
+    assert shards.rows == 300
+    assert_accurate(out, lse.contiguous(), BITS.truth())
+
+
+def case_everyone_has_every_token_once(world: World) -> None:
+    for pack in packs.PACKS:
+        for cut in CUTS:
+            shards = Shards(pack.cu_seqlens, load_balance=cut)
+            rows = torch.arange(sum(pack.lengths))
+            assert torch.equal(shards.unshard(shards.shard(rows)), rows)
+            positions = torch.cat([torch.arange(n) for n in (0, *pack.lengths)])
+            assert torch.equal(shards.positions[: len(shards.indices)], positions[shards.indices])
+
+
+@only_of(4)
+def case_one_dimension_of_a_mesh(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    pack = Pack((33, 4 + 40 * mesh["dp"].get_local_rank(), 70), options=(("causal", True),))
+    shards = Shards(pack.cu_seqlens, mesh["cp"])
+    for scheme in SCHEMES:
+        out, lse, grads = run(scheme, pack, shards)
+        assert_accurate(out, lse.contiguous(), pack.truth())
+        assert_accurate_gradients(grads, pack.gradients())
+    world.refuses(partial(Shards, pack.cu_seqlens, mesh), ValueError, "group", 'mesh["cp"]')
+
+
+def case_errors_are_everyones(world: World) -> None:
+    pack = Pack((33, 70))
+    shards = Shards(pack.cu_seqlens)
+    q, k, v = (shards.shard(x) for x in pack.inputs())
+    rng = torch.zeros(2, dtype=torch.int64)
+    for scheme in SCHEMES[:2]:
+        name = scheme.__name__
+        refused = partial(scheme, q, k, v, shards, dropout_p=0.5, rng_state=rng)
+        world.refuses(refused, NotImplementedError, name, "dropout_p")
+    for scheme in SCHEMES:  # on one rank only
+        name = scheme.__name__
+        wrong = q.double() if world.rank == 1 else q
+        world.refuses(partial(scheme, wrong, k, v, shards), ValueError, name, "q has dtype float64")
+        other = partial(scheme, q, k, v, shards, causal=world.rank == 0)
+        world.refuses(other, ValueError, name, "the same on every rank")
+    window = partial(ring_attention, q, k, v, shards, causal=True, window_size_left=3)
+    world.refuses(window, NotImplementedError, "window_size_left")
+    odd = partial(ulysses_attention, q[:, :3], k[:, :1], v[:, :1], shards)
+    world.refuses(odd, ValueError, "num_heads", "is 3")
+    bounds = pack.cu_seqlens + (world.rank == 0) * torch.tensor([0, 0, 1], dtype=torch.int32)
+    world.refuses(partial(Shards, bounds), ValueError, "the same on every rank")
+    bounds = pack.cu_seqlens
+    world.refuses(partial(Shards, bounds.flip(0)), ValueError, "falls")
+    world.refuses(partial(Shards, bounds, load_balance="x"), ValueError, "head_tail")
+    world.refuses(partial(Shards, bounds, rows=1), ValueError, "rows")

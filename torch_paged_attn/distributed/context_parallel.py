@@ -1,0 +1,89 @@
+"""Attention over a packed batch whose tokens are cut over ranks: context parallelism.
+
+Three schemes with one meaning: each rank calls with its own rows of q, k and v and gets its own
+rows of `out` and `softmax_lse`, as `flash_varlen` of the whole batch has them. `Shards` says who
+has what. All are differentiable where `flash_varlen` is.
+
+    all_gather_attention   each rank fetches the keys and values that its queries see; every option,
+                           and the bits of one process. The first choice with grouped queries
+    ring_attention         keys and values go round; a rank never holds more than two shards
+    ulysses_attention      tokens of some heads instead of heads of some tokens; the bits of one
+                           process. `num_heads` has to be divisible by the ranks
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.distributed.exchange import Exchange, Fetch, Mask
+from torch_paged_attn.distributed.local_call import KNOWN, check_call, is_default, refuse_lacking
+from torch_paged_attn.distributed.ring import ring_attention
+from torch_paged_attn.distributed.shards import Shards
+from torch_paged_attn.distributed.ulysses import ulysses_attention
+from torch_paged_attn.ops import flash_varlen
+
+__all__ = ["Shards", "all_gather_attention", "ring_attention", "ulysses_attention"]
+
+OP = "all_gather_attention"
+ALLOWED = (
+    *("attn_bias", "alibi_slopes", "sinks", "softmax_scale", "causal", "window_size_left"),
+    *("window_size_right", "softcap", "deterministic", "batch_invariant"),
+)
+
+
+def all_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, shards: Shards, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention over the whole batch, where each rank fetches the keys that its queries see.
+
+    Under a causal mask or a window, and for documents that lie on one rank, that is less than all
+    keys. On the CPU the result has the bits of one process.
+
+    Args:
+        q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
+        k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
+        shards: who has which tokens; any cut.
+        options: as `flash_varlen` takes them: attn_bias `(1 or num_heads, shards.rows, >= longest
+            document)` of this rank's rows, alibi_slopes, sinks, softmax_scale, causal,
+            window_size_left, window_size_right, softcap, deterministic, batch_invariant.
+
+    Returns:
+        `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
+        float32 of this rank's rows, as `flash_varlen` of the whole batch has them.
+
+    Raises:
+        ValueError: on all ranks, what `flash_varlen` refuses, or calls that differ from rank to
+            rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        NotImplementedError: on all ranks, another option.
+    """
+    check_call(OP, q, k, v, shards, options, ALLOWED, _check)
+    exchange = exchange_of(shards, options)
+    k, v = Fetch.apply(k, v, exchange)
+    slopes = options.get("alibi_slopes")
+    if slopes is not None and slopes.dim() == 2:  # of documents
+        options["alibi_slopes"] = slopes.index_select(0, exchange.documents)
+    if exchange.q_position is not None:
+        options["q_position"] = exchange.q_position
+    return flash_varlen(q, k, v, **exchange.lengths, **options)
+
+
+def _check(call: AttentionCall) -> None:
+    if call.window_right == 0:  # the last query stands at the last key that it sees
+        return
+    for name in ("alibi_slopes", "window_size_left", "window_size_right"):
+        if not is_default(getattr(call, name), KNOWN[name]):
+            refuse_lacking(OP, call.q.device, ("q_position",), name)
+
+
+def exchange_of(shards: Shards, options: dict[str, Any]) -> Exchange:
+    """Which rows a call needs; made once for a batch and a mask."""
+    causal = options.get("causal", False)
+    left, right = (options.get(f"window_size_{side}", -1) for side in ("left", "right"))
+    has_bias = options.get("attn_bias") is not None
+    has_slopes = options.get("alibi_slopes") is not None
+    by_position = causal or left >= 0 or right >= 0 or has_slopes
+    mask = Mask(causal, left, right, has_bias, by_position)
+    found = shards.keep(mask, lambda: Exchange(shards, mask))
+    assert isinstance(found, Exchange)
+    return found

@@ -1,0 +1,224 @@
+"""Keys and values on their way to the ranks whose queries see them: all-gather of what is needed.
+
+Each rank sends every other one the rows that its queries see, a token's keys and values in one, in
+one all-to-all; then it lays what it has and what came in the order of its sequences. Under a causal
+mask or a window, and for documents that are whole, that is far less than everything. A gradient
+takes the same ways back, in float32, added up in the order of ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_paged_attn.distributed.shards import Shards, cumulative
+
+# more pieces of keys than these are brought together row by row
+MOST_RUNS = 64
+
+
+class Mask(NamedTuple):
+    """What decides which keys a query may see."""
+
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    # whether columns of a bias count the keys of a document from its first
+    from_first: bool
+    # whether anything is compared with positions
+    by_position: bool
+
+
+class Sequences(NamedTuple):
+    """Runs of queries of one document on one rank, and the keys of that document that they see."""
+
+    document: Tensor
+    first: Tensor  # position of the first query
+    queries: Tensor
+    low: Tensor  # positions of the first key, and behind the last one
+    high: Tensor
+
+
+def sequences_of(shards: Shards, rank: int, mask: Mask) -> Sequences:
+    """The sequences of a rank's call, in the order of its rows."""
+    counts, first = shards.counts[rank], shards.first[rank]
+    if not mask.by_position:  # all pieces of a document see the same
+        counts, first = counts.sum(1, keepdim=True), first[:, :1]
+    elif counts.shape[1] == 2:  # pieces that follow each other are one
+        joined = (first[:, 0] + counts[:, 0] == first[:, 1]) & (counts > 0).all(1)
+        both = torch.stack([counts.sum(1), torch.zeros_like(counts[:, 0])], 1)
+        counts = torch.where(joined[:, None], both, counts)
+    exists = counts > 0
+    document = exists.nonzero()[:, 0]
+    first, queries = first[exists], counts[exists]
+    length = shards.lengths[document]
+    low, high = torch.zeros_like(first), length
+    if mask.by_position:
+        last = first + queries
+        if mask.causal or mask.window_size_right == 0:
+            high = last
+        elif mask.window_size_right > 0:
+            high = length.minimum(last + mask.window_size_right)
+        if mask.window_size_left >= 0 and not mask.from_first:
+            low = (first - mask.window_size_left).clamp(min=0)
+    return Sequences(document, first, queries, low, high)
+
+
+class Exchange:
+    """Which rows of keys travel, and where they lie on this rank in the end.
+
+    Attributes (of this rank's call):
+        documents: `(sequences,)` int64, the document of each sequence.
+        lengths: cu_seqlens_q and cu_seqlens_k, `(sequences + 1,)` int32, and hints.
+        q_position: `(sequences,)` int32 where the last query does not stand at the last key; else
+            None.
+    """
+
+    def __init__(self, shards: Shards, mask: Mask) -> None:
+        self.ranks = ranks = shards.ranks
+        rank, size = ranks.rank, ranks.size
+        own = sequences_of(shards, rank, mask)
+        self.documents = shards.to_device(own.document)
+        keys_each = own.high - own.low
+        self.lengths: dict[str, Any] = {
+            "cu_seqlens_q": shards.to_device(cumulative(own.queries)),
+            "cu_seqlens_k": shards.to_device(cumulative(keys_each)),
+            "max_seqlen_q": int(own.queries.max()) if len(own.queries) else 0,
+            "max_seqlen_k": int(keys_each.max()) if len(own.queries) else 0,
+        }
+        self.q_position = None
+        if mask.by_position and (own.high != own.first + own.queries).any():
+            self.q_position = shards.to_device((own.first - own.low).int())
+
+        needed = [_needed(shards, sequences_of(shards, other, mask)) for other in range(size)]
+        self.own_rows = len(shards.indices)
+        owner = shards.owner_of_row
+        sent = [(needed[other] & (owner == rank)).nonzero().flatten() for other in range(size)]
+        came = [(needed[rank] & (owner == other)).nonzero().flatten() for other in range(size)]
+        sent[rank] = came[rank] = torch.empty(0, dtype=torch.int64)
+        self.sent_rows = [len(x) for x in sent]
+        self.came_rows = [len(x) for x in came]
+        # the same on every rank
+        self.travels = any(bool((needed[r] & (owner != r)).any()) for r in range(size))
+        self.sent = shards.to_device(shards.row_of[torch.cat(sent)])
+
+        # the packing's rows where they lie here: own ones, then those that came
+        lies_at = torch.full((shards.tokens,), -1)
+        lies_at[shards.owned[rank]] = torch.arange(self.own_rows)
+        lies_at[torch.cat(came)] = self.own_rows + torch.arange(sum(self.came_rows))
+        keys = lies_at[_ranges(shards.starts[own.document] + own.low, own.high - own.low)]
+        total = self.own_rows + sum(self.came_rows)
+        self.in_order = len(keys) == total and bool((keys == torch.arange(total)).all())
+        self.keys = shards.to_device(keys)
+        self.runs = _runs(keys, self.own_rows)
+        # the way back: each row's use, and for rows that two sequences see the other one
+        first, second = _uses(keys, total)
+        self.used = shards.to_device((first >= 0).nonzero().flatten())
+        self.first_use = shards.to_device(first[first >= 0])
+        self.used_twice = shards.to_device((second >= 0).nonzero().flatten())
+        self.second_use = shards.to_device(second[second >= 0])
+
+    def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's sequences, end to end."""
+        if not self.travels and self.in_order:
+            return k[: self.own_rows], v[: self.own_rows]
+        theirs = k.new_empty(sum(self.came_rows), k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2])
+        if self.travels:
+            sent = torch.cat([x.flatten(1).index_select(0, self.sent) for x in (k, v)], 1)
+            group = self.ranks.group
+            dist.all_to_all_single(theirs, sent, self.came_rows, self.sent_rows, group=group)
+        parts = theirs.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], 1)
+        return self._laid_out(k, parts[0]), self._laid_out(v, parts[1])
+
+    def _laid_out(self, own: Tensor, theirs: Tensor) -> Tensor:
+        """Own rows, and those that came, in the order of this rank's sequences."""
+        theirs = theirs.unflatten(1, own.shape[1:])
+        if self.runs is None:
+            return torch.cat([own[: self.own_rows], theirs]).index_select(0, self.keys)
+        n = self.own_rows
+        return torch.cat([own[a:b] if b <= n else theirs[a - n : b - n] for a, b in self.runs])
+
+    def hand_back(self, gradient: Tensor) -> Tensor:
+        """`(own_rows, width)` float32, of the gradients of the keys of all ranks' sequences: what
+        this rank's own rows get.
+        """
+        total = self.own_rows + sum(self.came_rows)
+        if self.in_order:
+            rows = gradient.float()
+        else:
+            rows = gradient.new_zeros(total, *gradient.shape[1:], dtype=torch.float32)
+            rows.index_copy_(0, self.used, gradient.index_select(0, self.first_use).float())
+            other = gradient.index_select(0, self.second_use).float()
+            rows.index_add_(0, self.used_twice, other)  # no row twice: any order is the same
+        own, theirs = rows.split([self.own_rows, sum(self.came_rows)])
+        if not self.travels:
+            return own
+        back = rows.new_empty(sum(self.sent_rows), rows.shape[1])
+        group = self.ranks.group
+        dist.all_to_all_single(back, theirs, self.sent_rows, self.came_rows, group=group)
+        own = own.clone()
+        parts = zip(back.split(self.sent_rows), self.sent.split(self.sent_rows), strict=True)
+        for part, at in parts:  # rank by rank, so that the order is always the same
+            own.index_add_(0, at, part)
+        return own
+
+
+def _needed(shards: Shards, sequences: Sequences) -> Tensor:
+    """`(tokens,)` bool: the packing's rows whose keys any of the sequences sees."""
+    edges = torch.zeros(shards.tokens + 1, dtype=torch.int32)
+    starts = shards.starts[sequences.document]
+    one = torch.ones_like(starts, dtype=torch.int32)
+    edges.index_add_(0, starts + sequences.low, one)
+    edges.index_add_(0, starts + sequences.high, -one)
+    return edges.cumsum(0)[:-1] > 0
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """`starts[i], starts[i] + 1, ...`, `lengths[i]` of them, one after the other."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+
+def _runs(keys: Tensor, own_rows: int) -> list[tuple[int, int]] | None:
+    """Rows that follow each other, each run either own or not; None if they are too many to be
+    copied one by one.
+    """
+    if not len(keys):
+        return None
+    follows = (keys[1:] == keys[:-1] + 1) & ((keys[1:] < own_rows) == (keys[:-1] < own_rows))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (~follows).nonzero().flatten() + 1])
+    if len(starts) > MOST_RUNS:
+        return None
+    stops = torch.cat([starts[1:], torch.tensor([len(keys)])]) - 1
+    return [(int(keys[a]), int(keys[b]) + 1) for a, b in zip(starts, stops, strict=True)]
+
+
+def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Where each of `total` rows stands among `keys`, -1 if it does not, and where again."""
+    at = torch.arange(len(keys))
+    first = torch.full((total,), len(keys)).scatter_reduce(0, keys, at, "amin")
+    last = torch.full((total,), -1).scatter_reduce(0, keys, at, "amax")
+    first[last < 0] = -1
+    return first, torch.where(last > first, last, -1)
+
+
+class Fetch(torch.autograd.Function):
+    """`Exchange.fetch` and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        ctx.dtype = k.dtype
+        ctx.rows = len(k)
+        return exchange.fetch(k, v)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        dk, dv = gradients
+        both = ctx.exchange.hand_back(torch.cat([dk.flatten(1), dv.flatten(1)], 1))
+        padding = ctx.rows - len(both)
+        both = torch.cat([both, both.new_zeros(padding, both.shape[1])]) if padding else both
+        width = dk.shape[1] * dk.shape[2]
+        found_k = both[:, :width].to(ctx.dtype).unflatten(1, dk.shape[1:])
+        return found_k, both[:, width:].to(ctx.dtype).unflatten(1, dv.shape[1:]), None

@@ -1,0 +1,75 @@
+"""What every scheme asks of a call before anything travels: one rule, raised on all ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall, defaults
+from torch_paged_attn.distributed.ranks import agree
+from torch_paged_attn.distributed.shards import Shards
+from torch_paged_attn.ops.attention_checks import check_attention
+from torch_paged_attn.ops.backend import serving_device
+from torch_paged_attn.ops.checks import fail
+
+KNOWN = defaults("flash_varlen")
+
+
+def check_call(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    options: dict[str, Any],
+    allowed: tuple[str, ...],
+    check: Callable[[AttentionCall], None],
+) -> None:
+    """Raise on all ranks for what any of them must not call: arguments that a scheme has not, that
+    no `flash_varlen` takes, that are not the same everywhere, or that `check` refuses.
+    """
+
+    def check_all() -> None:
+        for name, value in options.items():
+            if name not in KNOWN:
+                fail(op, name, "came", ", ".join(allowed), TypeError)
+            if name not in allowed and not is_default(value, KNOWN[name]):
+                fail(op, name, "came", ", ".join(allowed), NotImplementedError)
+        if torch.compiler.is_compiling():  # the operator's own checks see what is traced
+            return
+        given = {name: x for name, x in options.items() if name in allowed}
+        slopes = given.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:  # its rows are documents, on every rank
+            given["alibi_slopes"] = slopes[: len(shards.lengths)]
+        call = AttentionCall(op, q, k, v, shards.cu_seqlens_q, **given)
+        check_attention(call)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if len(x) != shards.rows:
+                fail(op, name, f"has {len(x)} rows", f"shards.rows = {shards.rows}")
+        check(call)
+
+    said = {name: _described(x) for name, x in sorted(options.items())}
+    same = _described(q), _described(k), _described(v), said
+    agree(op, shards.ranks, q.device, same, check_all)
+
+
+def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: str) -> None:
+    """Raise NotImplementedError where the device's backend has not what `what` becomes here: found
+    out in the midst of a scheme, it would leave other ranks waiting.
+    """
+    backend, _ = serving_device(device)
+    for name in names:
+        if backend is not None and name in (*backend.lacks, *backend.lacks_in_backward):
+            came = f"came, which becomes {name}, which the {backend.name} backend does not have yet"
+            fail(op, what, came, "none", NotImplementedError)
+
+
+def is_default(value: Any, default: Any) -> bool:
+    """Whether an option is not given, or as good as not."""
+    return value is default or (not isinstance(value, Tensor) and value == default)
+
+
+def _described(x: Any) -> Any:
+    """What has to be the same on all ranks: of a tensor its form, not its numbers."""
+    return (str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x

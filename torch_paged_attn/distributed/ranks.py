@@ -1,0 +1,98 @@
+"""The ranks that share a call, and how they fail: all of them, or none."""
+
+import builtins
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_paged_attn import environment
+from torch_paged_attn.ops.checks import fail
+
+# a process group, a mesh of one dimension, or None for all processes
+Group = ProcessGroup | DeviceMesh | None
+
+
+class Ranks(NamedTuple):
+    """A process group and this process' place in it."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, op: str, group: Group = None) -> "Ranks":
+        """Raise ValueError unless `group` is a process group, or a mesh of one dimension."""
+        if not dist.is_initialized():
+            fail(op, "group", "came before init_process_group", "a process group of this program")
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                came = f"is a mesh of dimensions {group.mesh_dim_names or tuple(group.shape)}"
+                fail(op, "group", came, 'one of them, as mesh["cp"]')
+            group = group.get_group()
+        if group is None:
+            group = dist.group.WORLD
+        if not isinstance(group, ProcessGroup):
+            fail(op, "group", f"is {type(group).__name__}", "a ProcessGroup, a DeviceMesh or None")
+        rank = dist.get_rank(group)
+        if rank < 0:
+            fail(op, "group", "does not hold this process", "a group that does")
+        return cls(group, rank, dist.get_world_size(group))
+
+    def global_rank(self, rank: int) -> int:
+        """The number of a rank of the group among all processes."""
+        return dist.get_global_rank(self.group, rank)
+
+
+def agree(
+    op: str, ranks: Ranks, device: torch.device, call: tuple[Any, ...], check: Callable[[], None]
+) -> None:
+    """Run `check` on every rank, and raise on all of them what it raises on one.
+
+    Raises ValueError, too, where ranks came with different calls: `call` is what has to be equal
+    everywhere. Both cost a collective of 16 bytes; on accelerators, which would wait for it, ranks
+    speak to each other with PAGED_ATTN_CHECK=1 only.
+    """
+    problem: Exception | None = None
+    try:
+        check()
+    except Exception as error:
+        problem = error
+    if torch.compiler.is_compiling() or (device.type != "cpu" and not environment.CHECK):
+        if problem is not None:
+            raise problem
+        return
+    text = repr(call)
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    mine = torch.tensor([int.from_bytes(digest, "big"), int(problem is not None)], device=device)
+    found = mine.new_empty(ranks.size, 2)
+    _all_gather(found, mine, ranks)
+    found = found.cpu()
+    if (found == found[0]).all() and not found[0, 1]:
+        return
+    said: list[Any] = [None] * ranks.size
+    what = None if problem is None else (type(problem).__name__, str(problem))
+    dist.all_gather_object(said, (what, text), ranks.group)
+    _raise(op, ranks, problem, said)
+
+
+def _all_gather(found: torch.Tensor, mine: torch.Tensor, ranks: Ranks) -> None:
+    # gloo takes the result flat only
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    all_gather(found.flatten(), mine, group=ranks.group)
+
+
+def _raise(op: str, ranks: Ranks, own: Exception | None, said: list[Any]) -> NoReturn:
+    if own is not None:
+        raise own
+    for rank, (what, _) in enumerate(said):
+        if what is not None:
+            kind = getattr(builtins, what[0], RuntimeError)
+            raise kind(f"{what[1]} (on rank {rank} of {ranks.size})")
+    other = next(i for i, (_, text) in enumerate(said) if text != said[ranks.rank][1])
+    came = f"is {said[other][1]} on rank {other} and {said[ranks.rank][1]} on rank {ranks.rank}"
+    fail(op, "the call", came, "the same on every rank of the group")

@@ -1,0 +1,301 @@
+"""DTensor's rules for the operators, registered when this is imported.
+
+    from torch_paged_attn.distributed import sharding
+
+The operators, and the package's functions, then take DTensors that are sharded by heads or
+replicated, on meshes of any dimension. Heads sharded over a dimension of a mesh: `Shard(1)` of q,
+k, v, of a paged cache's k and v and of `out`, `Shard(0)` of `softmax_lse`, sinks and slopes. One KV
+head for all (MQA, MLA) stays replicated while q is sharded.
+
+The functions here do what the rules cannot: they round scheduling hints, which are part of the key
+under which DTensor finds a rule again (14 ms for each new number), and take plain tensors beside
+DTensors for replicated ones.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map, register_sharding
+
+from torch_paged_attn import ops
+from torch_paged_attn.attention_call import arguments
+from torch_paged_attn.backward_call import GRADIENTS
+from torch_paged_attn.backward_call import arguments as backward_arguments
+from torch_paged_attn.ops.checks import fail
+from torch_paged_attn.ops.flash_varlen import fill_hints
+
+__all__ = ["blocksparse", "flash_varlen", "local_flash_varlen", "reshape_and_cache"]
+
+# of a rule: placements of results, then of arguments, of one dimension of a mesh
+Strategy = tuple[list[Any], list[Any]]
+PAGED_ATTN = torch.ops.paged_attn
+# torch 2.11 finds a rule by its options only if none is a list, as `output_mask` is: no gradients
+HAS_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether what a rule was given stands for a tensor."""
+    return hasattr(x, "tensor_meta")
+
+
+def by_heads(name: str, x: Any, num_heads: int, shares_keys: bool) -> Any:
+    """Where an argument of attention lies when heads are sharded; `shares_keys` if the one KV head
+    is not.
+    """
+    shape = x.tensor_meta.shape
+    per_head = {"q": 1, "dout": 1, "out": 1, "q_latent": 1}
+    if name in per_head:
+        return Shard(per_head[name])
+    if name in ("softmax_lse", "dlse", "sinks"):
+        return Shard(0)
+    if name in ("k", "v"):
+        return Replicate() if shares_keys else Shard(1)
+    if name == "attn_bias":
+        return Shard(0) if shape[0] == num_heads and num_heads > 1 else Replicate()
+    if name == "alibi_slopes":
+        return Shard(len(shape) - 1)
+    if name.endswith("_descale"):
+        # q's is of heads of keys as well
+        return Replicate() if shares_keys or not shape else Shard(len(shape) - 1)
+    if name in ("crow_indices", "col_indices"):
+        heads = shape[-2]
+        return Shard(len(shape) - 2) if heads > 1 else Replicate()
+    return Replicate()  # lengths, tables, random state
+
+
+def attention_rule(op: str, is_backward: bool, *args: Any, **options: Any) -> list[Strategy]:
+    """Ways to place a call of attention, or of its backward, on one dimension of a mesh."""
+    listed = backward_arguments(op) if is_backward else arguments(op)
+    names = [x.name for x in listed if not x.keyword_only][: len(args)]
+    given = dict(zip(names, args, strict=True))
+    q, k = given["q"], given["k"]
+    num_heads, num_kv_heads = q.tensor_meta.shape[1], k.tensor_meta.shape[1]
+    _refuse_uneven(op, q, num_kv_heads)
+    found = [_placed(given, op, is_backward, options, lambda name, x: Replicate())]
+    for shares_keys in (False, True) if num_kv_heads == 1 else (False,):
+        if shares_keys and _layout_follows_keys(given, num_heads):
+            continue
+        place = functools.partial(by_heads, num_heads=num_heads, shares_keys=shares_keys)
+        found.append(_placed(given, op, is_backward, options, place, shares_keys))
+    return found
+
+
+def _layout_follows_keys(given: dict[str, Any], num_heads: int) -> bool:
+    """Whether a block layout has neither one head nor all."""
+    crow = given.get("crow_indices")
+    return crow is not None and crow.tensor_meta.shape[-2] not in (1, num_heads)
+
+
+def _placed(
+    given: dict[str, Any],
+    op: str,
+    is_backward: bool,
+    options: dict[str, Any],
+    place: Callable[[str, Any], Any],
+    shares_keys: bool = False,
+) -> Strategy:
+    """A strategy that places each argument by `place`, and results to fit."""
+    inputs = [place(name, x) if is_tensor(x) else None for name, x in given.items()]
+    placed = dict(zip(given, inputs, strict=True))
+    if not is_backward:
+        is_sharded = placed["q"] == Shard(1)
+        return [Shard(1), Shard(0)] if is_sharded else [Replicate(), Replicate()], inputs
+    wanted = options.get("output_mask") or (True,) * len(GRADIENTS)
+    results: list[Any] = []
+    for name, is_wanted in zip(GRADIENTS.values(), wanted, strict=True):
+        own = placed.get(name)
+        is_whole = own is None or own == Replicate()
+        if not is_wanted or own is None:
+            results.append(Replicate())  # an empty tensor
+        elif is_whole and placed["q"] == Shard(1):
+            results.append(Partial())  # each rank's heads have their share in it
+        else:
+            results.append(own)
+    return results, inputs
+
+
+def _refuse_uneven(op: str, q: Any, num_kv_heads: int) -> None:
+    """A split that one rank cannot compute would leave the others waiting."""
+    for dim, placement in enumerate(q.placements):
+        size = q.mesh.size(dim)
+        if placement == Shard(1) and num_kv_heads > 1 and num_kv_heads % size:
+            came = f"is {num_kv_heads} where q's heads are sharded over {size} ranks"
+            allowed = f"1, or a multiple of {size}: repeat heads of k and v, or replicate q"
+            fail(op, "k's num_kv_heads", came, allowed)
+        if placement == Shard(1) and q.tensor_meta.shape[1] % size:
+            came = f"is {q.tensor_meta.shape[1]} and is sharded over {size} ranks"
+            fail(op, "q's num_heads", came, f"a multiple of {size}")
+
+
+def merge_rule(*args: Any, **_options: Any) -> list[Strategy]:
+    """Parts are merged row by row: by heads or by tokens, all alike."""
+    flat = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
+
+    def placed(out: Any, lse: Any, number: int) -> Strategy:
+        # `out` has three dimensions, softmax_lse two
+        inputs = [None if x is None else out if _dims(x) == 3 else lse for x in flat]
+        return [out, lse] * (number // 2), inputs
+
+    number = 4 if _dims(args[0]) == 3 and len(args) == 8 else 2
+    return [
+        placed(out, lse, number)
+        for out, lse in ((Replicate(), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(1)))
+    ]
+
+
+def _dims(x: Any) -> int:
+    return len(x.tensor_meta.shape) if is_tensor(x) else 0
+
+
+def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
+    """Of a write into `number` caches whose dimension `heads` is heads: only as everything lies.
+
+    DTensor brings arguments to where a rule wants them; a cache it would copy, and what is written
+    into the copy is lost.
+    """
+    caches, scales = args[2 : 2 + number], args[3 + number :]
+    lies = tuple(caches[0].placements)
+    allowed = f"Shard({heads}), its heads, or Replicate(): a write would go into a copy and be lost"
+    for dim, placement in enumerate(lies):
+        if placement not in (Replicate(), Shard(heads)):
+            came = f"is placed {placement} on dimension {dim} of its mesh"
+            allowed += "; deal pages or positions out by hand (torch_paged_attn.distributed.decode)"
+            fail(op, "the cache", came, allowed)
+    if any(tuple(x.placements) != lies for x in caches):
+        fail(op, "v_cache", f"is placed {caches[1].placements}", f"as k_cache, {lies}")
+    wanted = tuple(Shard(1) if p == Shard(heads) else p for p in lies)
+    for name, x in zip(("key", "value"), args, strict=False):
+        if tuple(x.placements) != wanted:
+            fail(
+                *(op, name, f"is placed {tuple(x.placements)} and the cache {lies}"),
+                f"{wanted}, as the cache's heads: a write would go into a copy and be lost; call"
+                f" {name}.redistribute(placements={list(wanted)}) first, or"
+                " torch_paged_attn.distributed.sharding.reshape_and_cache, which does",
+            )
+    found: list[Strategy] = []
+    for sharded in (False, True):
+        placed: list[Any] = [Shard(1) if sharded else Replicate()] * 2
+        placed += [Shard(heads) if sharded else Replicate()] * number + [Replicate()]
+        for x in scales:
+            by_head = sharded and is_tensor(x) and len(x.tensor_meta.shape) > 0
+            placed.append(None if not is_tensor(x) else Shard(0) if by_head else Replicate())
+        found.append(([], placed))
+    return found
+
+
+def _register() -> None:
+    rules: dict[Any, Callable[..., list[Strategy]]] = {
+        PAGED_ATTN.merge_states.default: merge_rule,
+        PAGED_ATTN.merge_states_backward.default: merge_rule,
+    }
+    for op in ("flash_varlen", "blocksparse"):
+        for name in (op, f"{op}_backward")[: 1 + HAS_LISTS]:
+            is_backward = name != op
+            operator = getattr(PAGED_ATTN, name).default
+            rules[operator] = functools.partial(attention_rule, name, is_backward)
+    write = PAGED_ATTN.reshape_and_cache
+    rules[write.default] = functools.partial(write_rule, "reshape_and_cache", 2, 1)
+    rules[write.split] = functools.partial(write_rule, "reshape_and_cache", 1, 2)
+    for op, rule in rules.items():
+        register_sharding(op)(rule)
+        # results' dtypes and which of them there are depend on options
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        options = [x.name for x in op._schema.arguments if x.kwarg_only]
+        propagator.op_to_schema_info[op].static_kwargkey = options or None
+
+
+_register()
+
+
+def _lift(mesh: DeviceMesh, x: Any) -> Any:
+    """A plain tensor among DTensors is the same on all ranks."""
+    if isinstance(x, Tensor) and not isinstance(x, DTensor):
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return x
+
+
+def _rounded(hint: int) -> int:
+    """The next power of two: few enough hints for DTensor's cache of rules."""
+    return 1 << (hint - 1).bit_length() if hint > 0 else hint
+
+
+def _attend(op: str, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    listed = [x.name for x in arguments(op) if not x.keyword_only]
+    given = dict(zip(listed, args, strict=False)) | options
+    q, k = given["q"], given["k"]
+    mesh = next((x.device_mesh for x in given.values() if isinstance(x, DTensor)), None)
+    if mesh is None:
+        return getattr(ops, op)(**given)
+    names = ("block_table", "max_seqlen_q", "max_seqlen_k")
+    hints = fill_hints(q, k, *(given.get(name) for name in names))
+    given |= zip(names[1:], map(_rounded, hints), strict=True)
+    return getattr(ops, op)(**{name: _lift(mesh, x) for name, x in given.items()})
+
+
+@functools.wraps(ops.flash_varlen)
+def flash_varlen(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _attend("flash_varlen", *args, **options)
+
+
+@functools.wraps(ops.blocksparse)
+def blocksparse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _attend("blocksparse", *args, **options)
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: DTensor | Sequence[DTensor],
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write keys and values into a cache of DTensors, wherever they lie: they are brought to where
+    the heads of the cache are.
+
+    Args:
+        key, value, slot_mapping, k_scale, v_scale: as the package's function takes them, DTensors
+            or plain tensors that are the same on all ranks.
+        kv_cache: a DTensor, or two: each dimension of the mesh has its heads, or copies of it.
+
+    Raises:
+        ValueError: on all ranks, a cache that is placed otherwise.
+    """
+    caches = [kv_cache] if isinstance(kv_cache, DTensor) else list(kv_cache)
+    mesh, heads = caches[0].device_mesh, 2 if len(caches) == 1 else 1
+    at = [Shard(1) if p == Shard(heads) else Replicate() for p in caches[0].placements]
+    pair = [_lift(mesh, x).redistribute(placements=at) for x in (key, value)]
+    rest = [_lift(mesh, x) for x in (slot_mapping, k_scale, v_scale)]
+    both = PAGED_ATTN.reshape_and_cache
+    write = both.default if len(caches) == 1 else both.split
+    write(*pair, *caches, *rest)
+
+
+def local_flash_varlen(
+    q: DTensor, k: DTensor, v: DTensor, cu_seqlens: Tensor, **options: Any
+) -> tuple[DTensor, DTensor]:
+    """Attention over packed batches of one's own: tokens are sharded, and each rank's documents are
+    whole. A rank's `cu_seqlens` is no slice of a larger one, so that no rule can say this.
+
+    Args:
+        q, k, v: `(tokens, heads, head_dim)` on a mesh of one dimension, `Shard(0)`.
+        cu_seqlens: `(documents + 1,)` int32, a plain tensor: this rank's own.
+        options: as `flash_varlen` takes them, plain tensors.
+
+    Returns:
+        `out`, `Shard(0)`, and `softmax_lse`, `Shard(1)`. Where ranks have different numbers of
+        tokens they may only be used locally (`to_local`): DTensor takes all shards but the last for
+        equal. Pad to equal numbers; rows past `cu_seqlens[-1]` are 0.
+    """
+    run = local_map(
+        functools.partial(ops.flash_varlen, **options),
+        out_placements=([Shard(0)], [Shard(1)]),
+        in_placements=([Shard(0)],) * 3 + (None,),
+        device_mesh=q.device_mesh,
+    )
+    return run(q, k, v, cu_seqlens)

@@ -1,0 +1,125 @@
+"""Ulysses: all tokens of some heads instead of some tokens of all heads (arXiv 2309.14509).
+
+One all-to-all brings q, k and v from rows to heads, one brings `out` back. Attention itself is one
+call of `flash_varlen` for the whole batch, with the bits of one process.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.distributed.local_call import check_call, refuse_lacking
+from torch_paged_attn.distributed.ranks import Ranks
+from torch_paged_attn.distributed.shards import Shards, cumulative
+from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops.checks import fail
+
+OP = "ulysses_attention"
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+ALLOWED = (
+    *("alibi_slopes", "sinks", "softmax_scale", "causal", "window_size_left", "window_size_right"),
+    *("softcap", "deterministic", "batch_invariant", "dropout_p", "rng_state"),
+)
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, shards: Shards, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention over the whole batch, by all-to-all of heads.
+
+    The ranks have to divide `num_heads`, and `num_kv_heads` too, unless it divides them: then heads
+    of keys are sent to several ranks.
+
+    Args:
+        q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
+        k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
+        shards: who has which tokens; any cut.
+        options: alibi_slopes, sinks, softmax_scale, causal, window_size_left, window_size_right,
+            softcap, deterministic, batch_invariant, dropout_p and rng_state, as `flash_varlen`
+            takes them, for all heads on every rank. Dropout drops what one process drops.
+
+    Returns:
+        `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
+        float32 of this rank's rows, as `flash_varlen` of the whole batch has them.
+
+    Raises:
+        ValueError: on all ranks, what `flash_varlen` refuses, heads that ranks do not divide, or
+            calls that differ from rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        NotImplementedError: on all ranks, another option.
+    """
+    ranks = shards.ranks
+    if torch.compiler.is_compiling() and TORCH < (2, 12):
+        came = f"is {torch.__version__} and compiles two collectives into one"
+        fail(OP, "torch", came, "2.12 or later, or no torch.compile", NotImplementedError)
+    check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check_heads(call, ranks))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads < ranks.size:
+        k, v = (x.repeat_interleave(ranks.size // kv_heads, 1) for x in (k, v))
+    q, k, v = to_heads((q, k, v), shards)
+    own = heads // ranks.size
+    for name in ("alibi_slopes", "sinks"):
+        if (x := options.get(name)) is not None:
+            options[name] = x[..., ranks.rank * own : (ranks.rank + 1) * own].contiguous()
+    if (rng := options.get("rng_state")) is not None:  # this rank's head 0 is another one's there
+        base = torch.cat([rng, rng.new_zeros(5 - len(rng))])
+        options["rng_state"] = base + base.new_tensor([0, 0, ranks.rank * own, 0, 0])
+    cu_seqlens = shards.keep("cu_seqlens", lambda: shards.to_device(cumulative(shards.lengths)))
+    out, lse = flash_varlen(q, k, v, cu_seqlens, **options)
+    return to_rows(out, shards), to_rows(lse.mT, shards).mT.contiguous()
+
+
+def _check_heads(call: AttentionCall, ranks: Ranks) -> None:
+    if call.rng_state is not None:
+        refuse_lacking(OP, call.q.device, ("rng_state[2:]",), "rng_state")
+    if call.num_heads % ranks.size:
+        allowed = f"a multiple of the {ranks.size} ranks"
+        fail(OP, "q's num_heads", f"is {call.num_heads}", allowed)
+    if call.num_kv_heads % ranks.size and ranks.size % call.num_kv_heads:
+        allowed = f"a multiple or a divisor of the {ranks.size} ranks"
+        fail(OP, "k's num_kv_heads", f"is {call.num_kv_heads}", allowed)
+
+
+def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
+    """`(tokens, heads / W, dim)` of the whole batch, of every rank's `(rows, heads, dim)`: all
+    tensors in one message.
+    """
+    size = shards.ranks.size
+    shapes = [(x.shape[1] // size, x.shape[2]) for x in tensors]
+    pieces = [
+        x.reshape(len(x), size, heads * dim).transpose(0, 1)
+        for x, (heads, dim) in zip(tensors, shapes, strict=True)
+    ]
+    rows = _Swap.apply(torch.cat(pieces, 2), shards.ranks).flatten(0, 1)
+    parts = shards.in_order(rows).split([heads * dim for heads, dim in shapes], 1)
+    return [x.unflatten(1, shape) for x, shape in zip(parts, shapes, strict=True)]
+
+
+def to_rows(x: Tensor, shards: Shards) -> Tensor:
+    """`(rows, heads, ...)` of this rank, of every rank's `(tokens, heads / W, ...)`."""
+    size = shards.ranks.size
+    x = shards.by_rank(x).unflatten(0, (size, shards.rows))
+    return _Swap.apply(x, shards.ranks).transpose(0, 1).flatten(1, 2)
+
+
+class _Swap(torch.autograd.Function):
+    """All-to-all of equal parts along the first dimension, which is its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return _swap(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return _swap(gradients[0], ctx.ranks), None
+
+
+def _swap(x: Tensor, ranks: Ranks) -> Tensor:
+    x = x.contiguous()
+    found = torch.empty_like(x)
+    dist.all_to_all_single(found, x, group=ranks.group)
+    return found
