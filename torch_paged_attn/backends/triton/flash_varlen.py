@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import BACKEND, mixed
+from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
@@ -18,7 +18,6 @@ from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.flash_varlen import check
-from torch_paged_attn.ops.lacking import refuse_lacking
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +92,10 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
-    if any(x.itemsize == 1 for x in (call.q, call.k)) or call.result_dtype.itemsize == 1:
+    if any(x.itemsize == 1 for x in (call.q, call.k, call.v)) or call.result_dtype.itemsize == 1:
         return "a graph would copy a tensor that a kernel reads as another type"
-    if call.attn_bias is not None and call.attn_bias.dtype == torch.bool:
+    masks = call.attn_bias, call.tail_mask
+    if any(x is not None and x.dtype == torch.bool for x in masks):
         return "a graph would copy a mask that a kernel reads as another type"
     return None
 
@@ -135,7 +135,6 @@ class AttentionOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
-        refuse_lacking(call, BACKEND.name, BACKEND.lacks)
         if is_traced():
             return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
         kernels, reason = kernels_of(call, longest)
