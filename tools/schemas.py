@@ -3,8 +3,9 @@
     PYTHONPATH=. python tools/schemas.py            # write it; refuses what would break callers
     PYTHONPATH=. python tools/schemas.py --break    # write it all the same, for a new major version
 
-An operator may get arguments, behind the last positional or the last keyword-only one, with a
-default that keeps old results. Nothing else may change: no name, type, default, order or result.
+An operator may get arguments, behind the last positional one or by name, with a default that keeps
+old results. Nothing else may change: no name, type, default or result, and no order of positional
+arguments.
 """
 
 import argparse
@@ -54,13 +55,21 @@ def _split(text: str) -> list[str]:
     return [x.strip() for x in parts if x.strip()]
 
 
+def _name(argument: str) -> str:
+    return argument.split()[1].partition("=")[0]
+
+
 def breaks(old: str, new: str) -> list[str]:
     """What a caller of `old` would not find in `new`."""
-    before, after, found = Schema.of(old), Schema.of(new), []
-    for was, now in zip(before[:2], after[:2], strict=True):
-        found += [f"{x} is now {y}" for x, y in zip(was, now, strict=False) if x != y]
-        found += [f"{x} is gone" for x in was[len(now) :]]
-        found += [f"{x} is new and has no default" for x in now[len(was) :] if "=" not in x]
+    before, after = Schema.of(old), Schema.of(new)
+    was, now = before.positional, after.positional
+    found = [f"{x} is now {y}" for x, y in zip(was, now, strict=False) if x != y]
+    found += [f"{x} is gone" for x in was[len(now) :]]
+    # whoever passes by name does not mind the order
+    found += [f"{x} is gone" for x in before.keyword_only if x not in after.keyword_only]
+    names = {_name(x) for x in (*was, *before.keyword_only)}
+    added = [x for x in (*now[len(was) :], *after.keyword_only) if _name(x) not in names]
+    found += [f"{x} is new and has no default" for x in added if "=" not in x]
     if before.results != after.results:
         found.append(f"it returned {before.results}, and returns {after.results}")
     return found

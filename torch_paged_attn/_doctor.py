@@ -65,19 +65,17 @@ def self_test(device: str) -> dict[str, Any]:
     return {"milliseconds": round(1e3 * (time.perf_counter() - start), 1), "error": None}
 
 
-def why_no_amx(flags: set[str], isa: str, isas: list[str], forced: str | None) -> str | None:
-    """Why the kernels do not use the AMX that a processor has; None if they do, or it has none."""
+def why_no_amx(
+    flags: set[str], isa: str, missing: dict[str, str], forced: str | None
+) -> str | None:
+    """Why the kernels do not use the AMX that a processor has; None if they do, or it has none.
+    `missing` is what the kernels say of instruction sets that they cannot use.
+    """
     if isa == "amx" or not {"amx_tile", "amx_bf16"} <= flags:
         return None
-    if "amx" in isas:
-        return f"the processor has AMX, and PAGED_ATTN_CPU_ISA={forced} asks for {isa}"
-    wanted = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"}
-    if lacking := sorted(wanted - flags):
-        return f"the processor has AMX, and not {', '.join(lacking)}, which its kernels use, too"
-    return (
-        "the processor has AMX, and the system gives this process no tile registers: Linux does"
-        " from 5.16 on, unless a hypervisor or a container's filter of system calls keeps them back"
-    )
+    if "amx" in missing:
+        return f"the processor has AMX, which is not used: {missing['amx']}"
+    return f"the processor has AMX, and PAGED_ATTN_CPU_ISA={forced} asks for {isa}"
 
 
 def vllm_custom() -> dict[str, Any] | None:
@@ -115,10 +113,12 @@ def report() -> dict[str, Any]:
     problems, notes = [], []
     if cpu["backend"] == "cpu":
         cpu["instruction_set"] = isa = torch.ops.paged_attn.cpu_isa()
-        cpu["instruction_sets"] = isas = torch.ops.paged_attn.cpu_isas().split()
+        cpu["instruction_sets"] = torch.ops.paged_attn.cpu_isas().split()
+        lines = torch.ops.paged_attn.cpu_isas_missing().splitlines()
+        missing = dict(line.split(": ", 1) for line in lines)
         cpu["threads"] = torch.get_num_threads()
         forced = os.environ.get("PAGED_ATTN_CPU_ISA")
-        if (reason := why_no_amx(_processor.flags(), isa, isas, forced)) is not None:
+        if (reason := why_no_amx(_processor.flags(), isa, missing, forced)) is not None:
             notes.append(reason)
     else:
         problems.append(cpu["reason"])

@@ -104,6 +104,20 @@ def tables(read_ceiling: float) -> list[Table]:
             peers=("FA3",),
         ),
         Table(
+            "decode of latent attention (MLA, 576/512), µs",
+            "latent",
+            "latent ",
+            {
+                "ours": figure("ours", us),
+                "FA3's q_v": figure("FA3", us),
+                "ours is": over("FA3", "{:.2f}x as fast"),
+                "portable": figure("portable", us),
+                "TFLOP/s": ("{:.0f}", lambda row: row["TFLOP/s"]),
+                "TB/s": ("{:.2f}", lambda row: row["TB/s"]),
+            },
+            peers=("FA3", "portable"),
+        ),
+        Table(
             "prefill by the portable kernel, TFLOP/s",
             "portable",
             "prefill ",

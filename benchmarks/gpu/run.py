@@ -29,15 +29,17 @@ import backward
 import blocksparse
 import cache_write
 import host
+import latent
 import portable
 import torch
 import train_step
 import triton
 
-PARTS = {
-    part.__name__: part
-    for part in (attention, backward, train_step, portable, blocksparse, cache_write, host)
-}
+MODULES = (
+    *(attention, latent, backward, train_step),
+    *(portable, blocksparse, cache_write, host),
+)
+PARTS = {part.__name__: part for part in MODULES}
 
 
 def load(file: Path) -> ModuleType:

@@ -10,23 +10,29 @@ namespace {
 // Replaces the logits of columns [begin, end) of ROWS rows by probabilities relative to a row's new
 // maximum, as operands of a product. `rescale` brings a row's earlier sums to that maximum. Rows
 // take every step together: one alone would wait for its own reductions.
+//
+// In fixed point they are relative to the row's maximum in these columns, and `weight` brings the
+// sums of their products to the new maximum.
 template <class Product, int ROWS>
 PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, int end, float* m,
-                                      float* l, float* rescale) {
+                                      float* l, float* rescale, float* weight) {
   constexpr int DEPTH = Product::DEPTH;
   F top[ROWS], sum[ROWS] = {};
   float shift[ROWS];
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) top[r] = set1(m[r]);
+  for (int r = 0; r < ROWS; ++r) top[r] = set1(Product::FIXED ? -INFINITY : m[r]);
   for (int c = begin; c < end; c += W)
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * stride + c));
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
-    const float m_new = reduce_max(top[r]);
+    const float highest = reduce_max(top[r]);
+    const float m_new = Product::FIXED && highest < m[r] ? m[r] : highest;
     // a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
-    shift[r] = m_new == -INFINITY ? 0.f : m_new;
-    rescale[r] = exp2(m[r] - shift[r]);
+    const float reference = m_new == -INFINITY ? 0.f : m_new;
+    shift[r] = !Product::FIXED ? reference : highest == -INFINITY ? 0.f : highest;
+    rescale[r] = exp2(m[r] - reference);
+    if constexpr (Product::FIXED) weight[r] = exp2(highest - reference);
     m[r] = m_new;
   }
   for (int c = begin; c < end; c += W * DEPTH)
@@ -42,7 +48,14 @@ PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, 
       store(scores + r * stride + c / DEPTH, Product::narrow(p));
     }
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) l[r] = l[r] * rescale[r] + reduce_add(sum[r]);
+  for (int r = 0; r < ROWS; ++r) {
+    float added = reduce_add(sum[r]);
+    if constexpr (Product::FIXED) {
+      added *= weight[r];
+      weight[r] *= 1 / Product::ONE;
+    }
+    l[r] = l[r] * rescale[r] + added;
+  }
 }
 
 // Turns probabilities into operands, in place.
@@ -75,12 +88,12 @@ template <class Product, int ROWS, class RowAt>
 PAGED_ATTN_INLINE void softmax_rows(const Attention& a, const Sequence& s, const KeyBlock& block,
                                     int begin, int end, bool finished, int count, RowAt row_at,
                                     float* scores, int64_t stride, float* m, float* l,
-                                    float* rescale) {
+                                    float* rescale, float* weight = nullptr) {
   for (int r = 0; r < count && !finished; ++r)
     finish_row(a, row_at(r), block, begin, end, scores + r * stride);
   if (!a.dropout.enabled)
-    return update_softmax<Product, ROWS>(scores, stride, begin, end, m, l, rescale);
-  update_softmax<FloatProduct, ROWS>(scores, stride, begin, end, m, l, rescale);
+    return update_softmax<Product, ROWS>(scores, stride, begin, end, m, l, rescale, weight);
+  update_softmax<FloatProduct, ROWS>(scores, stride, begin, end, m, l, rescale, weight);
   for (int r = 0; r < count; ++r) {
     drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * stride);
     narrow<Product>(scores + r * stride, begin, end);

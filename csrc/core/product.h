@@ -7,8 +7,20 @@
 
 namespace {
 
+// What products with float32 sums have in common.
+struct FloatSums {
+  static constexpr bool FIXED = false;  // as against product_int16.h
+  typedef F Sum;
+  // lanes of sums of a row's products
+  static PAGED_ATTN_INLINE F dots(F sum, const float*) { return sum; }
+  // what `acc` becomes by sums that began with `begin(acc)`
+  static PAGED_ATTN_INLINE F begin(F acc) { return acc; }
+  static PAGED_ATTN_INLINE F add_up(F sum, F, float) { return sum; }
+};
+
 // Any dtypes: float32, one number an operand.
-struct FloatProduct {
+struct FloatProduct : FloatSums {
+  typedef FloatProduct Queries;
   static constexpr int DEPTH = 1;
   static constexpr int GRAIN = 1;         // operands that the depth is a multiple of
   static constexpr int ROWS = TILE_ROWS;  // of a register tile
@@ -51,7 +63,7 @@ struct FloatProduct {
 };
 
 // What products of bfloat16 pairs have in common.
-struct Bfloat16Pairs {
+struct Bfloat16Pairs : FloatSums {
   static constexpr int DEPTH = 2;
   static constexpr int GRAIN = 1;
   static constexpr int ROWS = TILE_ROWS;
@@ -91,6 +103,7 @@ constexpr Float8Table<2, 15, true> E5M2;
 
 // Pairs with float32 sums on AVX-512-BF16.
 struct PairProduct : Bfloat16Pairs {
+  typedef PairProduct Queries;
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
     return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -170,6 +183,9 @@ struct PairProduct : Bfloat16Pairs {
 
 }  // namespace
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#include "product_int16.h"
+#endif
 #if defined(PAGED_ATTN_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "product_neon.h"
 #endif

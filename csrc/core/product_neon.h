@@ -6,6 +6,7 @@
 namespace {
 
 struct PairProduct : Bfloat16Pairs {
+  typedef PairProduct Queries;
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
     return (F)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
   }

@@ -20,10 +20,39 @@ PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
   return with_product(a.q_dtype, a.kv_dtype, f);
 }
 
+#if defined(PAGED_ATTN_FIXED_PRODUCT)
+
+// Whether few rows are multiplied in fixed point; dropout rounds probabilities in another place.
+PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
+  return a.kv_dtype == paged_attn::DType::int8 && !a.dropout.enabled &&
+         paged_attn::multiply_as_pairs(a.q_dtype, a.kv_dtype);
+}
+
+// Groups whose queries do not fit are done in floating point, each for itself: no result may depend
+// on what else is in a task.
+void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_attn::Task task,
+                                float* workspace) {
+  if (attend_rows<FixedProduct>(a, s, task, workspace)) return;
+  const int32_t end = task.group_end;
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const bool alone = end - task.group_begin == 1;
+  for (; task.group_begin < end; ++task.group_begin) {
+    task.group_end = task.group_begin + 1;
+    if (alone || !attend_rows<FixedProduct>(a, s, task, workspace))
+      attend_rows<PairProduct>(a, s, task, workspace);
+    if (task.partial >= 0) task.partial += rows * partial_row_floats(a);
+  }
+}
+
+#endif
+
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   return with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;
-    const int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats : 0;
+    int64_t few = few_rows ? rows_workspace<Product>(a, few_rows, groups, nullptr).floats : 0;
+#if defined(PAGED_ATTN_FIXED_PRODUCT)
+    if (few_rows) few = max64(few, rows_workspace<FixedProduct>(a, few_rows, groups, nullptr).floats);
+#endif
     const int64_t tile = tile_rows ? tile_workspace<Product>(a, tile_rows, nullptr).floats : 0;
     return max64(few, tile);
   });
@@ -31,6 +60,9 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
 
 void attend(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const Sequence s = sequence_at(a, task.sequence);
+#if defined(PAGED_ATTN_FIXED_PRODUCT)
+  if (task.few_rows && suits_fixed(a)) return attend_rows_in_fixed_point(a, s, task, workspace);
+#endif
   with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;
     if (task.few_rows)

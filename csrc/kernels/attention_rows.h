@@ -23,20 +23,22 @@ PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
 }
 
 // scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
-// time, W of them summed over the lanes in one transpose
-template <class Product, class T, int ROWS>
+// time, W of them summed over the lanes in one transpose. With ADD scores become more by that, and
+// nothing is asked for.
+template <class Product, class T, int ROWS, bool ADD = false>
 PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
-                                const float* q, int64_t rows, int64_t head_dim, float scale,
-                                float* scores) {
+                                const float* q, const float* units, int64_t rows,
+                                int64_t head_dim, float scale, float* scores) {
   constexpr int KEYS = DOTS / ROWS;
   constexpr int STEP = W * Product::DEPTH;
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   for (int c = 0; c < columns; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
-    const T* later = (const T*)ahead.claim(KEYS * head_dim * int64_t(sizeof(T)));
+    const T* later =
+        ADD ? nullptr : (const T*)ahead.claim(KEYS * head_dim * int64_t(sizeof(T)));
     for (int64_t r = 0; r < rows; r += ROWS) {
-      F acc[DOTS] = {};
+      typename Product::Sum acc[DOTS] = {};
       const float* x = q + r * stride_q;
       const auto step = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
         F row[ROWS];
@@ -44,7 +46,7 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
         for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
 #pragma GCC unroll 16
         for (int j = 0; j < KEYS; ++j) {
-          if (r == 0) ahead.ask(later, d * KEYS + j * n, n);
+          if (!ADD && r == 0) ahead.ask(later, d * KEYS + j * n, n);
           const F y = load_key(key[j] + d);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i)
@@ -64,7 +66,15 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
         });
       }
       float sums[DOTS];
-      for (int i = 0; i < DOTS; i += W) store(sums + i, sum_lanes(acc + i) * set1(scale));
+      for (int i = 0; ADD && i < ROWS; ++i)
+        memcpy(sums + i * KEYS, scores + (r + i) * ROW_COLUMNS + c, KEYS * sizeof(float));
+      F dots[DOTS];
+#pragma GCC unroll 16
+      for (int i = 0; i < DOTS; ++i) dots[i] = Product::dots(acc[i], units + (r + i / KEYS) * W);
+      for (int i = 0; i < DOTS; i += W) {
+        const F total = sum_lanes(dots + i) * set1(scale);
+        store(sums + i, ADD ? total + load(sums + i) : total);
+      }
       for (int i = 0; i < ROWS; ++i)
         memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
     }
@@ -75,14 +85,15 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
 template <class Product, class T, int ROWS, int VECS>
 PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
                                   ReadAhead<T>& ahead, bool first, int n, const float* p,
-                                  float* acc, int64_t stride_acc) {
+                                  const float* weight, float* acc, int64_t stride_acc) {
   constexpr int DEPTH = Product::DEPTH;
   const T* later = first ? (const T*)ahead.claim(columns * n * int64_t(sizeof(T))) : nullptr;
-  F sum[ROWS][VECS];
+  typename Product::Sum sum[ROWS][VECS];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) sum[r][j] = load(acc + r * stride_acc + j * W);
+    for (int j = 0; j < VECS; ++j)
+      sum[r][j] = Product::begin(load(acc + r * stride_acc + j * W));
   for (int c = 0; c < columns; c += DEPTH, p += 1) {
     F x[VECS];
 #pragma GCC unroll 2
@@ -107,13 +118,16 @@ PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) store(acc + r * stride_acc + j * W, sum[r][j]);
+    for (int j = 0; j < VECS; ++j) {
+      float* to = acc + r * stride_acc + j * W;
+      store(to, Product::add_up(sum[r][j], load(to), weight[r]));
+    }
 }
 
 template <class Product, class T, int ROWS>
 PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns,
-                                    ReadAhead<T>& ahead, const float* p, int64_t rows,
-                                    int64_t head_dim, float* acc) {
+                                    ReadAhead<T>& ahead, const float* p, const float* weight,
+                                    int64_t rows, int64_t head_dim, float* acc) {
   // no more accumulators than the products keep, and enough to hide the latency of one
   constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
   constexpr int FEW = Product::DEPTH, STEP = W * FEW;
@@ -125,13 +139,13 @@ PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int colum
     int64_t d = 0;
     for (; d + VECS * W <= head_dim; d += VECS * W)
       add_values<Product, T, ROWS, VECS>(v + d, offset, columns, ahead, first, VECS * W, weights,
-                                         to + d, stride_acc);
+                                         weight + r, to + d, stride_acc);
     for (; d + STEP <= head_dim; d += STEP)
-      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, STEP, weights, to + d,
-                                        stride_acc);
+      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, STEP, weights,
+                                        weight + r, to + d, stride_acc);
     if (d < head_dim)
       add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, int(head_dim - d),
-                                        weights, to + d, stride_acc);
+                                        weights, weight + r, to + d, stride_acc);
   }
 }
 
@@ -150,6 +164,9 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
+  // in fixed point: the units of a row's lanes and of its probabilities in a block, what the queries
+  // have lost, and whether that counts
+  float *units, *weight, *low, *low_units, *loses;
   int64_t floats;
 };
 
@@ -167,6 +184,11 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.l = space.take(groups * w.rows);
   w.scores = space.take(groups * w.rows * ROW_COLUMNS);
   w.scale = space.take(groups);
+  w.units = space.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.low = space.take(Product::FIXED ? groups * w.rows * w.stride_q : 0);
+  w.low_units = space.take(Product::FIXED ? groups * w.rows * W : 0);
+  w.loses = space.take(groups);
+  w.weight = space.take(groups * w.rows);
   w.floats = space.floats();
   return w;
 }
@@ -203,8 +225,13 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, step, ahead,
-                                   w.q + g * w.rows * w.stride_q, w.rows, head_dim, w.scale[g],
-                                   scores);
+                                   w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
+                                   w.rows, head_dim, w.scale[g], scores);
+        if (Product::FIXED && w.loses[g] > 0)
+          dot_keys<Product, T, ROWS, true>(head_of(a.k, g), block.k_offset + c, step, ahead,
+                                           w.low + g * w.rows * w.stride_q,
+                                           w.low_units + g * w.rows * W, w.rows, head_dim,
+                                           w.scale[g], scores);
       });
     }
   }
@@ -221,7 +248,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       float rescale[ROWS];
       softmax_rows<Product, ROWS>(a, s, block, 0, columns, finished, int(min64(ROWS, rows - r0)),
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
-                                  rescale);
+                                  rescale, w.weight + i);
       for (int r = 0; r < ROWS; ++r) {
         if (rescale[r] == 1) continue;
         float* acc = w.acc + (i + r) * w.stride_acc;
@@ -235,15 +262,42 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
-        weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p, w.rows,
-                                       head_dim, w.acc + g * w.rows * w.stride_acc);
+        weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p,
+                                       w.weight + g * w.rows, w.rows, head_dim,
+                                       w.acc + g * w.rows * w.stride_acc);
       });
     }
   }
 }
 
+// The queries of a task in fixed point. False if one is not finite.
 template <class Product>
-inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
+PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& task,
+                                   const RowsWorkspace& w) {
+  // what a logit may lose, were all keys spread evenly over the range of int8
+  constexpr float LOSS = 2e-5f, KEY = 73.9f;
+  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int groups = task.group_end - task.group_begin;
+  memset(w.units, 0, groups * w.rows * W * sizeof(float));
+  memset(w.low_units, 0, groups * w.rows * W * sizeof(float));
+  for (int g = 0; g < groups; ++g) {
+    // logits, or logits over a softcap
+    const float scale = w.scale[g] * KEY * (a.softcap > 0 ? a.softcap : LN_2);
+    w.loses[g] = 0;
+    for (int64_t i = g * w.rows; i < g * w.rows + rows; ++i) {
+      const int64_t first = i * w.stride_q;
+      const float lost = Product::fix_row(w.q + first, w.stride_q, w.units + i * W, w.low + first,
+                                          w.low_units + i * W);
+      if (!(lost < INFINITY)) return false;
+      if (!(lost * scale * scale <= LOSS * LOSS)) w.loses[g] = 1;
+    }
+  }
+  return true;
+}
+
+// False, and nothing is written, if the queries do not fit a product in fixed point.
+template <class Product>
+inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
   const int groups = task.group_end - task.group_begin;
@@ -253,9 +307,11 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
   for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
   for (int g = 0; g < groups; ++g) {
     w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
-    load_queries<Product>(a, s, task, task.group_begin + g, w.q + g * w.rows * w.stride_q,
-                          w.stride_q);
+    load_queries<typename Product::Queries>(a, s, task, task.group_begin + g,
+                                            w.q + g * w.rows * w.stride_q, w.stride_q);
   }
+  if constexpr (Product::FIXED)
+    if (!fix_queries<Product>(a, task, w)) return false;
 
   KeyBlock blocks[2];
   KeyWalk walk = walk_keys(a, s, task, ROW_COLUMNS);
@@ -281,6 +337,7 @@ inline void attend_rows(const Attention& a, const Sequence& s, const paged_attn:
       const int64_t i = g * w.rows + r;
       finish(a, s, task, task.group_begin + g, r, w.acc + i * w.stride_acc, w.m[i], w.l[i]);
     }
+  return true;
 }
 
 }  // namespace

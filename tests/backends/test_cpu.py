@@ -1,6 +1,7 @@
 """What only the CPU backend promises."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -33,6 +34,25 @@ def test_calls_from_many_threads_do_not_meet():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+INVARIANT = """
+import torch, torch_paged_attn
+from torch_paged_attn.testing import PROBLEMS, build
+call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
+default, asked = call.run(), call.run(batch_invariant=True)
+print(*(all(map(torch.equal, x, asked)) for x in (default, asked)))
+"""
+
+
+@pytest.mark.parametrize("value, same", [("0", "False True"), ("1", "True True")])
+def test_the_environment_asks_for_invariant_bits(value, same):
+    """Of decode, which has bits of its own otherwise."""
+    env = {**os.environ, "PAGED_ATTN_BATCH_INVARIANT": value}
+    done = subprocess.run(
+        [sys.executable, "-c", INVARIANT], capture_output=True, text=True, env=env, check=True
+    )
+    assert done.stdout.strip() == same
 
 
 def test_threads_change_no_bit():

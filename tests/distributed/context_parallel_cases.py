@@ -102,6 +102,29 @@ def case_drawn_packs(world: World) -> None:
                 judge(scheme, cut, pack, truth, gradients)
 
 
+def case_masks_compare_positions_of_the_whole(world: World) -> None:
+    window = (("window_size_left", 9), ("window_size_right", 4))
+    for options, alibi in ((window, ""), (WINDOW, "batch"), ((), "heads"), (window, "batch")):
+        pack = Pack((33, 0, 70, 5), options=options, alibi=alibi)
+        truth, gradients = pack.truth(), pack.gradients()
+        judge(ring_attention, "contiguous", pack, truth, gradients)
+        for cut in CUTS:
+            judge(all_gather_attention, cut, pack, truth, gradients)
+
+
+def case_bits_wherever_it_is_cut(world: World) -> None:
+    """With batch_invariant, cuts that leave a query or two alone have one process' bits as well."""
+    pack = Pack((17, 1, 70, 5), options=(("causal", True), ("batch_invariant", True)))
+    out, lse = tpa.flash_varlen(*pack.inputs(), pack.cu_seqlens, **pack.call())
+    for cut in CUTS:
+        shards = Shards(pack.cu_seqlens, load_balance=cut)
+        own = [shards.shard(x) for x in pack.inputs()]
+        for scheme in (all_gather_attention, ulysses_attention):
+            found, found_lse = scheme(*own, shards, **pack.call())
+            assert torch.equal(shards.unshard(found), out), (cut, scheme.__name__)
+            assert torch.equal(shards.unshard(found_lse.mT).mT, lse), (cut, scheme.__name__)
+
+
 def case_nothing_at_all(world: World) -> None:
     for pack in (Pack(()), Pack((0, 0)), Pack((1,))):
         for scheme in SCHEMES:
@@ -194,7 +217,7 @@ def case_errors_are_everyones(world: World) -> None:
         other = partial(scheme, q, k, v, shards, causal=world.rank == 0)
         world.refuses(other, ValueError, name, "the same on every rank")
     window = partial(ring_attention, q, k, v, shards, causal=True, window_size_left=3)
-    world.refuses(window, NotImplementedError, "window_size_left")
+    world.refuses(window, NotImplementedError, "window_size_left", "'contiguous'")
     odd = partial(ulysses_attention, q[:, :3], k[:, :1], v[:, :1], shards)
     world.refuses(odd, ValueError, "num_heads", "is 3")
     bounds = pack.cu_seqlens + (world.rank == 0) * torch.tensor([0, 0, 1], dtype=torch.int32)

@@ -81,6 +81,26 @@ def case_combines(world: World) -> None:
                     assert_accurate(*dealt.attend(q, combine, **options), truth)
 
 
+def case_masks_compare_positions_of_the_whole(world: World) -> None:
+    """Several queries of a sequence, windows and slopes over keys that are dealt out."""
+    slopes = world.randn(8, seed=12).abs()
+    bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+    one = torch.arange(4, dtype=torch.int32)
+    for interleave in (1, 3, PAGE):
+        dealt = Dealt(world, (9, 1, 30), interleave=interleave)
+        for cu_seqlens_q, options in (
+            (bounds, {"causal": True}),
+            (bounds, {"causal": True, "window_size_left": 5, "alibi_slopes": slopes}),
+            (bounds, {"window_size_left": 4, "window_size_right": 2}),
+            (one, {"causal": True, "window_size_left": 5}),
+        ):
+            q = dealt.q(int(cu_seqlens_q[-1]))
+            truth = dealt.truth(q, cu_seqlens_q, **options)
+            given = None if cu_seqlens_q is one else cu_seqlens_q
+            for combine in COMBINES[interleave == 1 :]:
+                assert_accurate(*dealt.attend(q, combine, given, **options), truth)
+
+
 def case_shared_latents(world: World) -> None:
     """MLA: one head of keys, whose first numbers are the values."""
     dealt = Dealt(world, (17, 5), kv_heads=1)

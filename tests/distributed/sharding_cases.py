@@ -98,10 +98,10 @@ def case_merges(world: World) -> None:
     for at, lse_at in ((Shard(1), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Replicate())):
         a, b = placed(mesh, at, *outs)
         c, d = placed(mesh, lse_at, *lses)
-        found = tpa.merge_states(a, c, b, d)
-        assert found[0].placements == (at,) and found[1].placements == (lse_at,)
-        for x, y in zip(found, wanted, strict=True):
-            assert torch.equal(x.full_tensor(), y)
+        for found in (tpa.merge_states(a, c, b, d), tpa.merge_states([a, b], [c, d])):
+            assert found[0].placements == (at,) and found[1].placements == (lse_at,)
+            for x, y in zip(found, wanted, strict=True):
+                assert torch.equal(x.full_tensor(), y)
 
 
 def writes(world, mesh, pairs):

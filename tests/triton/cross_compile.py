@@ -27,7 +27,14 @@ from dispatched import dispatched
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import arguments as backward_arguments
-from torch_paged_attn.testing import PROBLEMS, Layout, Problem, build
+from torch_paged_attn.testing import (
+    EXTENDED,
+    EXTENDED_DIFFERENTIABLE,
+    PROBLEMS,
+    Layout,
+    Problem,
+    build,
+)
 from torch_paged_attn.testing.problems import DIFFERENTIABLE
 
 # backend, architecture and warp size as Triton names them; bytes of shared memory (LDS) a program
@@ -71,6 +78,9 @@ KNOWN = {
     ("sm90", "phi3_small/local_strided/bf16"): 128,
     ("sm90", "d64/prefill_bias/bf16"): 128,
     ("sm90", "d256/prefill_softcap/bf16"): 256,
+    ("sm90", "eagle/tree_verify/bf16"): 192,
+    ("sm90", "deepseek_mla/latent_e4m3/bf16"): 320,
+    ("sm90", "backward/training/zigzag/bf16"): 320,
     ("sm90", "backward/training/long/bf16"): 128,
     ("sm90", "backward/tiny_head/bf16"): 128,
     ("sm90", "backward/d64/causal/bf16"): 128,
@@ -142,6 +152,18 @@ MORE = {
             page_size=16,
             kv_dtype=torch.int8,
             descale="heads",
+        ),
+        # few keys are the portable kernel's, on Hopper too
+        Problem(
+            "mla/decode/bf16",
+            ((1, 600), (2, 64), (1, 0)),
+            16,
+            1,
+            576,
+            512,
+            dtype=bf16,
+            page_size=64,
+            cache_layout="mla",
         ),
         Problem(
             "mla/prefill/bf16",
@@ -299,9 +321,9 @@ def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
 
 
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    problems = PROBLEMS | MORE
+    problems = PROBLEMS | MORE | EXTENDED
     calls = {name: functools.partial(_attention, problems[name]) for name in problems}
-    backwards = DIFFERENTIABLE | BACKWARD
+    backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE
     calls |= {
         f"{BACKWARDS}{name}": functools.partial(_backward, backwards[name]) for name in backwards
     }

@@ -16,10 +16,11 @@ import torch
 from dispatched import dispatched
 from hypothesis import strategies as st
 
+from torch_paged_attn.ops.lacking import OPTIONAL
 from torch_paged_attn.testing import Problem, assert_accurate, build
 from torch_paged_attn.testing.strategies import layouts, problems
 
-ANY = problems(st.one_of(st.none(), layouts))
+ANY = problems(st.one_of(st.none(), layouts), optional=OPTIONAL)
 HUNG_AFTER = 90  # seconds for one plan
 LOST = 3  # how a worker ends that has told of a lost context
 

@@ -1,9 +1,10 @@
 """Kernels for chips that are not here: registers stay registers, what is shared fits, and matrix
 instructions do the work.
 
-Every chip compiles a sixth of the calls and every call is compiled for one chip or two, and of the
-backward three calls for a chip each; with the `thorough` profile, all of them, of the backward
-those whose tiles have been fitted. `cross_compile.py` prints what other chips make of them.
+Every chip compiles a sixth of the calls and every call is compiled for one chip or two; of the
+backward, and of arguments that a backend may lack, a few calls for a chip each. With the `thorough`
+profile, all of them, of those few those whose tiles have been fitted. `cross_compile.py` prints
+what other chips make of them.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import cross_compile
 import fit_tiles
 import pytest
 
+from torch_paged_attn.testing import EXTENDED, EXTENDED_DIFFERENTIABLE
+
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 # what CI compiles of the backward: kernels with the most in them, for chips with the least room
@@ -21,13 +24,23 @@ FEW = {
     ("sm90", "backward/d128/causal/bf16"),
     ("gfx942", "backward/d128/everything/bf16"),
     ("sm86", "backward/d128/everything/bf16"),
+    # of the arguments that a backend may lack
+    ("sm90", "deepseek_mla/latent/bf16"),
+    ("gfx942", "dcp/window_alibi/f32"),
 }
 
 
+def is_extended(name):
+    """Whether a call has arguments that a backend may lack."""
+    return name.removeprefix(cross_compile.BACKWARDS) in EXTENDED | EXTENDED_DIFFERENTIABLE
+
+
 def is_fitted(arch, name):
-    """Whether somebody looked at the tiles of a backward's call on a chip. TODO: all of them, once
-    `fit_tiles.py` has been run for what the tables leave to the rule of thumb.
+    """Whether somebody looked at the tiles of such a call, or of a backward's, on a chip. TODO: all
+    of them, once `fit_tiles.py` has been run for what the tables leave to the rule of thumb.
     """
+    if is_extended(name) and not name.startswith(cross_compile.BACKWARDS):
+        return arch == "sm90"
     _, width, kind, dtype = name.split("/") if name.count("/") == 3 else ("", "", "", "")
     if arch == "sm90":
         return dtype == "bf16"
@@ -40,7 +53,7 @@ JOBS = [
     for j, name in enumerate(cross_compile.CALLS)
     if (
         (arch, name) in FEW or (IS_THOROUGH and is_fitted(arch, name))
-        if name.startswith(cross_compile.BACKWARDS)
+        if name.startswith(cross_compile.BACKWARDS) or is_extended(name)
         else IS_THOROUGH or (i + j) % 6 == 0
     )
 ]

@@ -1,9 +1,9 @@
 """Keys and values on their way to the ranks whose queries see them: all-gather of what is needed.
 
-Each rank sends every other one the rows that its queries see, a token's keys and values in one, in
-one all-to-all; then it lays what it has and what came in the order of its sequences. Under a causal
-mask or a window, and for documents that are whole, that is far less than everything. A gradient
-takes the same ways back, in float32, added up in the order of ranks.
+Each rank sends every other one the rows that its queries see, by an all-to-all of keys and one of
+values; then it lays what it has and what came in the order of its sequences. Under a causal mask or
+a window, and for documents that are whole, that is far less than everything. A gradient takes the
+same ways back, in float32, added up in the order of ranks.
 """
 
 from typing import Any, NamedTuple
@@ -101,7 +101,11 @@ class Exchange:
         self.came_rows = [len(x) for x in came]
         # the same on every rank
         self.travels = any(bool((needed[r] & (owner != r)).any()) for r in range(size))
-        self.sent = shards.to_device(shards.row_of[torch.cat(sent)])
+        given = shards.row_of[torch.cat(sent)]
+        self.sent = shards.to_device(given)
+        start = int(given[0]) if len(given) else 0
+        is_run = bool((given == start + torch.arange(len(given))).all())
+        self.sent_run = slice(start, start + len(given)) if is_run else None
 
         # the packing's rows where they lie here: own ones, then those that came
         lies_at = torch.full((shards.tokens,), -1)
@@ -123,21 +127,21 @@ class Exchange:
         """Keys and values of this rank's sequences, end to end."""
         if not self.travels and self.in_order:
             return k[: self.own_rows], v[: self.own_rows]
-        theirs = k.new_empty(sum(self.came_rows), k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2])
+        return self._fetched(k), self._fetched(v)
+
+    def _fetched(self, x: Tensor) -> Tensor:
+        """Own rows, and those that other ranks send, in the order of this rank's sequences."""
+        theirs = x.new_empty(sum(self.came_rows), *x.shape[1:])
         if self.travels:
-            sent = torch.cat([x.flatten(1).index_select(0, self.sent) for x in (k, v)], 1)
+            # rows that follow each other are sent from where they lie
+            run = self.sent_run
+            sent = x.index_select(0, self.sent) if run is None else x[run].contiguous()
             group = self.ranks.group
             dist.all_to_all_single(theirs, sent, self.came_rows, self.sent_rows, group=group)
-        parts = theirs.split([k.shape[1] * k.shape[2], v.shape[1] * v.shape[2]], 1)
-        return self._laid_out(k, parts[0]), self._laid_out(v, parts[1])
-
-    def _laid_out(self, own: Tensor, theirs: Tensor) -> Tensor:
-        """Own rows, and those that came, in the order of this rank's sequences."""
-        theirs = theirs.unflatten(1, own.shape[1:])
-        if self.runs is None:
-            return torch.cat([own[: self.own_rows], theirs]).index_select(0, self.keys)
         n = self.own_rows
-        return torch.cat([own[a:b] if b <= n else theirs[a - n : b - n] for a, b in self.runs])
+        if self.runs is None:
+            return torch.cat([x[:n], theirs]).index_select(0, self.keys)
+        return torch.cat([x[a:b] if b <= n else theirs[a - n : b - n] for a, b in self.runs])
 
     def hand_back(self, gradient: Tensor) -> Tensor:
         """`(own_rows, width)` float32, of the gradients of the keys of all ranks' sequences: what

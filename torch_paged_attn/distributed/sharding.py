@@ -191,6 +191,7 @@ def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
 def _register() -> None:
     rules: dict[Any, Callable[..., list[Strategy]]] = {
         PAGED_ATTN.merge_states.default: merge_rule,
+        PAGED_ATTN.merge_states.list: merge_rule,
         PAGED_ATTN.merge_states_backward.default: merge_rule,
     }
     for op in ("flash_varlen", "blocksparse"):

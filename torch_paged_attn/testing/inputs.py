@@ -86,16 +86,21 @@ class Call:
         return dataclasses.replace(self, args=args)
 
     def to(self, device: torch.device | str) -> "Call":
-        """The same call with its tensors on `device`; views keep their strides."""
-        return dataclasses.replace(self, args={k: _move(v, device) for k, v in self.args.items()})
+        """The same call with its tensors on `device`; views keep their strides, and views of one
+        storage share it there too."""
+        moved: dict[Any, Tensor] = {}
+        args = {name: _move(value, device, moved) for name, value in self.args.items()}
+        return dataclasses.replace(self, args=args)
 
 
-def _move(value: Any, device: torch.device | str) -> Any:
+def _move(value: Any, device: torch.device | str, moved: dict[Any, Tensor]) -> Any:
     if not isinstance(value, Tensor) or torch.device(device).type == "cpu":
         return value
-    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    flat = value.as_strided((max(span, 0) if value.numel() else 0,), (1,))
-    return flat.to(device).as_strided(value.shape, value.stride())
+    storage = value.untyped_storage()
+    key = storage.data_ptr(), value.dtype
+    if key not in moved:
+        moved[key] = value.new_empty(0).set_(storage).to(device)
+    return moved[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def hostile_gradients(
@@ -184,6 +189,8 @@ def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, 
         x = _randn(g, sum(spans), problem.num_kv_heads, dim)
         x = x.masked_fill(~written[:, None, None], NAN)
         args[name] = _store(x, _stored_dtype(problem, name))
+    if problem.cache_layout == "mla":  # the values are the first head_dim_v of the keys
+        args["v"] = args["k"][..., :head_dim_v]
     if problem.k_ranges:
         args["k_start"] = torch.tensor(starts, dtype=torch.int32)
         if problem.lengths == "cu_seqlens_k":

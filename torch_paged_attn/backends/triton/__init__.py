@@ -6,7 +6,6 @@ from typing import Any
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops.backend import Backend
-from torch_paged_attn.ops.lacking import OPTIONAL
 from torch_paged_attn.ops.paths import Path
 
 
@@ -15,7 +14,7 @@ class Triton(Backend):
 
     name = "triton"
     dispatch_keys = ("CUDA",)
-    lacks = tuple(x for x in OPTIONAL if x != "batch_invariant")
+    lacks = lacks_in_backward = ()
     # a call that was made before is known by its description
     checks_metadata = True
     announces = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
@@ -25,10 +24,6 @@ class Triton(Backend):
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; a torch for CUDA or ROCm brings it"
         return None
-
-    def has(self, op: str) -> bool:
-        """All but the list form of `merge_states`."""
-        return op != "merge_states.list" and super().has(op)
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
         """Portable kernels, Hopper's, or both; tiles and splits."""
@@ -47,15 +42,22 @@ class Triton(Backend):
         else:
             attention = (
                 "flash_varlen and blocksparse take Hopper's own kernel for prefill in 16 bits, and"
-                " flash_varlen its own backward, else the portable one, and both for chunks among"
-                " decodes; the DEBUG log of"
+                " flash_varlen its own for decode of latent attention and its own backward, else"
+                " the portable one, and both for chunks among decodes; the DEBUG log of"
                 " torch_paged_attn.backends.triton says which, and why"
             )
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
-        """None: the portable kernels have a gradient of everything that the contract has one of."""
-        return None
+        """The portable kernels have a gradient of all that the contract has one of, but of a bias
+        whose tiles lie in several of a layout's blocks.
+        """
+        bias = call.attn_bias
+        if call.layout is None or call.key_ranks == 1 or bias is None:
+            return None
+        if not bias.is_floating_point():
+            return None
+        return "the triton backend has no gradient of attn_bias beside key_ranks and a layout"
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Cache writes stay one opaque node: a graph copies what a kernel writes through two views
@@ -65,8 +67,6 @@ class Triton(Backend):
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
         if op.startswith("reshape_and_cache") or op.endswith("_backward"):
-            return None
-        if not self.has(op):
             return None
         function = self.function(op)
 

@@ -9,27 +9,34 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import BACKEND, mixed
+from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper import mla, support
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.flash_varlen import check
-from torch_paged_attn.ops.lacking import refuse_lacking
 
 logger = logging.getLogger(__name__)
 
+
+def _plan_latent(call: AttentionCall) -> Plan:
+    return mla.plan_attention(call, plan_attention(call))
+
+
 # by the kernels of a call: what the log says, and what plans it
 SAID = {
+    "hopper latent": "the Hopper kernel for latent attention",
     "hopper": "the Hopper kernel",
     "hopper and portable": "the Hopper kernel and the portable one",
     "portable": "the portable kernel",
 }
 PLANS: dict[str, Callable[..., Plan]] = {
+    "hopper latent": _plan_latent,
     "hopper": flash_varlen_sm90.plan_attention,
+    "hopper and portable": mixed.plan_attention,
     "portable": plan_attention,
 }
 
@@ -41,6 +48,15 @@ MOST_SAID = STEP_SAID = support.BLOCK_M
 def why_not_hopper(call: AttentionCall) -> str | None:
     """Why no sequence of a call may take Hopper's kernel; None if some may."""
     reason = support.unsupported(call)
+    if reason is None and call.is_batch_invariant:
+        return "results must not depend on the batch"
+    return reason
+
+
+def why_not_latent(call: AttentionCall) -> str | None:
+    """Why a call takes no kernel for latent attention; None if it does where its values are columns
+    of its keys."""
+    reason = mla.unsupported(call) or mla.unprofitable(call)
     if reason is None and call.is_batch_invariant:
         return "results must not depend on the batch"
     return reason
@@ -64,7 +80,10 @@ def in_turns(call: AttentionCall, longest: int) -> int:
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
-    """`"hopper"`, `"portable"` or `"hopper and portable"`, and why not the first."""
+    """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; of the last two, why
+    not `"hopper"`."""
+    if why_not_latent(call) is None:
+        return "hopper latent", None
     reason = why_portable(call, longest)
     if reason is not None:
         return "portable", reason
@@ -77,13 +96,14 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
     """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
     from torch._inductor import config
 
-    if why_portable(call, longest) is None:
+    if kernels_of(call, longest)[0].startswith("hopper"):
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
-    if any(x.itemsize == 1 for x in (call.q, call.k)) or call.result_dtype.itemsize == 1:
+    if any(x.itemsize == 1 for x in (call.q, call.k, call.v)) or call.result_dtype.itemsize == 1:
         return "a graph would copy a tensor that a kernel reads as another type"
-    if call.attn_bias is not None and call.attn_bias.dtype == torch.bool:
+    masks = call.attn_bias, call.tail_mask
+    if any(x is not None and x.dtype == torch.bool for x in masks):
         return "a graph would copy a mask that a kernel reads as another type"
     return None
 
@@ -138,16 +158,14 @@ class AttentionOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
-        refuse_lacking(call, BACKEND.name, BACKEND.lacks)
         if is_traced():
             return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
         kernels, reason = kernels_of(call, longest)
         paths.announce(self._name, "triton", kernels, reason or "")
         because = f", because {reason}" if kernels == "portable" else ""
         logger.debug("%s: %s%s", self._name, SAID[kernels], because)
-        if kernels == "hopper and portable":
-            return mixed.plan_attention(call)
-        return PLANS[kernels](call, longest=in_turns(call, longest))
+        turns = in_turns(call, longest)
+        return PLANS[kernels](call, longest=turns) if turns else PLANS[kernels](call)
 
 
 flash_varlen = AttentionOp("flash_varlen", check)

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
 from torch_paged_attn.backends.triton.portable.backward import plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
 from torch_paged_attn.ops import paths
+from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.flash_varlen_backward import check
-from torch_paged_attn.ops.lacking import refuse_lacking
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,10 @@ class BackwardOp:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
-        refuse_lacking(call.named_forward(), BACKEND.name, BACKEND.lacks_in_backward)
+        ranks = call.forward.key_ranks
+        if call.wanted[3] and call.forward.layout is not None and ranks > 1:
+            allowed = "1 beside a layout where the gradient of attn_bias is asked for"
+            fail(call.op, "key_ranks", f"is {ranks}", allowed, NotImplementedError)
         reason = backward_sm90.unsupported(call)
         paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
         if reason is None:

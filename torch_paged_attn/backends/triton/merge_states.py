@@ -1,7 +1,11 @@
-"""`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each)."""
+"""`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each), of two
+parts or of a list.
+"""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +16,10 @@ from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
-from torch_paged_attn.ops.merge_states import check
+from torch_paged_attn.ops.merge_states import check, check_list
+
+# parts that one launch merges: its arguments have 4 KB
+MOST_PARTS = 64
 
 
 @triton.jit
@@ -125,6 +132,107 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
             out_a, lse_a, out_b, lse_b = tensors
             a, b, stored = (as_stored(x, target)[0] for x in (out_a, out_b, out))
             launch(a, lse_a, b, lse_b, stored, lse)
+        return out, lse
+
+    return run
+
+
+@triton.jit(do_not_specialize=("total_q",))
+def _merge_list_kernel(
+    outs,
+    lses,
+    out_ptr,
+    lse_ptr,
+    total_q,
+    num_heads,
+    out_strides,  # of token, head and dim, part after part
+    lse_strides,  # of head and token
+    HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    PARTS: tl.constexpr = len(outs)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token, head = r // num_heads, r % num_heads
+    exists = token < total_q
+    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    for i in tl.static_range(PARTS):
+        lse_at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
+        m = tl.maximum(m, tl.load(lse_at, mask=exists, other=float("-inf")))
+    shift = finite_or_zero(m)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for i in tl.static_range(PARTS):
+        lse_at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
+        total += _weight(tl.load(lse_at, mask=exists, other=float("-inf")), shift)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
+    tl.store(lse_ptr + head * total_q + token, lse, mask=exists)
+
+    dims = tl.arange(0, WIDTH)
+    inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
+    merged = tl.zeros([BLOCK_R, WIDTH], tl.float32)
+    for i in tl.static_range(PARTS):
+        lse_at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
+        weight = _weight(tl.load(lse_at, mask=exists, other=float("-inf")), shift)
+        row = token * out_strides[3 * i] + head * out_strides[3 * i + 1]
+        at = row[:, None] + (dims * out_strides[3 * i + 2])[None, :]
+        merged += _weighted(outs[i], at, inside, weight / divisor, FORMAT)
+    stored = encode(merged, out_ptr.dtype.element_ty, OUT_FORMAT)
+    tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
+
+
+def merge_states_list(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Arguments as in `ops.merge_states`, whose check comes with the plan."""
+    if len(outs) <= MOST_PARTS and len(outs) == len(lses):
+        options = {"out_dtype": out_dtype}
+        return launch_cache.call("merge_states.list", _plan_list, (*outs, *lses), options)
+    check_list(outs, lses, out_dtype=out_dtype)
+    groups = [slice(i, i + MOST_PARTS) for i in range(0, len(outs), MOST_PARTS)]
+    merged = [merge_states_list(outs[g], lses[g], out_dtype=torch.float32) for g in groups]
+    found, found_lse = zip(*merged, strict=True)
+    return merge_states_list(found, found_lse, out_dtype=out_dtype or outs[0].dtype)
+
+
+def _plan_list(*tensors: Tensor, out_dtype: torch.dtype | None) -> Plan:
+    number = len(tensors) // 2
+    outs, lses = tensors[:number], tensors[number:]
+    check_list(outs, lses, out_dtype=out_dtype)
+    total_q, num_heads, head_dim_v = outs[0].shape
+    dtype = out_dtype or outs[0].dtype
+    is_empty = total_q * num_heads == 0
+    new_out = Allocation(outs[0].shape, dtype, outs[0].device)
+    new_lse = Allocation.like(lses[0])
+    target = target_of(outs[0].device)
+    width = next_power_of_2(max(head_dim_v, 1))
+    block_r = max(1, 1024 // width)
+    launch = Launch(
+        _merge_list_kernel,
+        (triton.cdiv(total_q * num_heads, block_r),),
+        total_q=total_q,
+        num_heads=num_heads,
+        out_strides=tuple(stride for x in outs for stride in x.stride()),
+        lse_strides=tuple(stride for x in lses for stride in x.stride()),
+        HEAD_DIM_V=head_dim_v,
+        WIDTH=width,
+        FORMAT=stored_format(outs[0].dtype, target),
+        OUT_FORMAT=stored_format(dtype, target),
+        BLOCK_R=block_r,
+    )
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        if is_empty:
+            return out, lse
+        if launch.is_ready:
+            parts = tuple(addresses[:number]), tuple(addresses[number:])
+            launch.start(*parts, out.data_ptr(), lse.data_ptr())
+        else:
+            parts = tuple(as_stored(x, target)[0] for x in tensors[:number]), tensors[number:]
+            launch(*parts, as_stored(out, target)[0], lse)
         return out, lse
 
     return run

@@ -21,6 +21,7 @@ from torch_paged_attn.backends.triton.flash_varlen import (
 )
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
+from torch_paged_attn.backends.triton.hopper import mla
 from torch_paged_attn.backends.triton.portable import tiles as portable
 from torch_paged_attn.backends.triton.runtime.launch import traced
 from torch_paged_attn.backends.triton.runtime.target import (
@@ -79,6 +80,10 @@ def _attention(call: AttentionCall) -> Path:
     turns = in_turns(call, longest)
     details: dict[str, Any] = {"target": target_of(call.q.device).arch}
     workspace: int | None = 0
+    if kernels == "hopper latent":
+        details["hopper"], workspace = _latent(call)
+        reason = "one KV head whose values are columns of its keys; elsewhere, portable"
+        return Path("triton", kernels, reason, details, workspace)
     is_beside = kernels == "hopper and portable"
     if kernels != "portable":
         found, more = _hopper(call, is_beside, turns)
@@ -125,6 +130,19 @@ def _hopper(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[st
         "config": dataclasses.asdict(config),
     }
     return found, WORD * (math.prod(listed) + hopper.part_elements(options))
+
+
+def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:
+    """Tiles of the kernel for latent attention, and the bytes of what its programs leave."""
+    options = mla.options_of(call)
+    programs = mla.programs_of(call, options)
+    found = {
+        "queries_per_tile": options.TOKENS,
+        "heads_per_tile": options.PACKED_HEADS,
+        "keys_per_tile": mla.KEYS,
+        "grid": (programs,),
+    }
+    return found, WORD * mla.part_elements(programs)
 
 
 def _backward(call: BackwardCall) -> Path:

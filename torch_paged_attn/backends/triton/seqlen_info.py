@@ -49,7 +49,14 @@ def query_span(b, cu_seqlens_q_ptr, batch, total_q):
 
 @triton.jit
 def key_span(
-    b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED: tl.constexpr
+    b,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_k_ptr,
+    batch,
+    max_keys,
+    IS_PAGED: tl.constexpr,
+    k_start_ptr=None,
 ):
     """First packed key row of sequence b, and its number of keys: none for padding rows."""
     exists = b < batch
@@ -64,6 +71,20 @@ def key_span(
         length = tl.load(cu_seqlens_q_ptr + b + 1, mask=exists, other=0) - start
     if seqused_k_ptr is not None:
         length = tl.load(seqused_k_ptr + b, mask=exists, other=0)
+    if k_start_ptr is not None:
+        start = tl.load(k_start_ptr + b, mask=exists, other=0)
+        start = tl.minimum(tl.maximum(start, 0), max_keys)
     # lengths nobody checked must not lead outside the keys, or the table
     room = max_keys if IS_PAGED else max_keys - start
     return start, tl.maximum(tl.minimum(length, room), 0)
+
+
+@triton.jit
+def position_of_first(b, query_len, key_len, q_position_ptr, batch):
+    """The position of sequence b's first query: its keys end where its queries do, unless
+    `q_position` says otherwise.
+    """
+    if q_position_ptr is None:
+        return key_len - query_len
+    else:
+        return tl.load(q_position_ptr + b, mask=b < batch, other=0)

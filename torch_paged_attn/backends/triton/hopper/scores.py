@@ -97,7 +97,7 @@ def _add_alibi(s, starts, position, slope, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _mask_window(s, kv_start, rows, scalars, OPTIONS: gl.constexpr):
+def mask_window(s, kv_start, rows, scalars, OPTIONS: gl.constexpr):
     """-inf where a row does not see key kv_start + column."""
     grouped = _grouped(s)
     first = 8 * _of_group(grouped)
@@ -156,7 +156,7 @@ def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.con
         if not is_seen_whole(runs, rows.row_mask, rows.full_stop, OPTIONS.KEYS_PER_ENTRY):
             s = _mask_list(s, runs, rows, OPTIONS)
     elif MAY_HIDE and (runs[0] + BLOCK_N > rows.full_stop) | (runs[0] < rows.full_start):
-        s = _mask_window(s, runs[0], rows, params.scalars, OPTIONS)
+        s = mask_window(s, runs[0], rows, params.scalars, OPTIONS)
     return s
 
 

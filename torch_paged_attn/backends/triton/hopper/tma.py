@@ -157,16 +157,17 @@ def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(desc, start, size, row, head, barrier, smem):
+def load_rows(desc, start, size, row, head, barrier, smem, column=0):
     """Load a box: rows [row, ...) of the `size` rows from `start` on, then zeros, which count among
     the bytes that the barrier expects."""
-    async_load(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], barrier, smem)
+    at = [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column]
+    async_load(desc, at, barrier, smem)
 
 
 @gluon.jit
-def store_rows(desc, start, size, row, head, smem):
+def store_rows(desc, start, size, row, head, smem, column=0):
     """Store a box as rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
-    async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, 0], smem)
+    async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
 
 
 @gluon.jit

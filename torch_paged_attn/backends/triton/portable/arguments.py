@@ -31,6 +31,10 @@ MERGED_BY_AMD_WARP = 256
 FLOAT32_CHAIN = 32
 
 
+# keys of all ranks, from one run of a rank's to its next: positions of more are of 64 bits
+MOST_IN_ROUND = 1 << 16
+
+
 class Pointers(NamedTuple):
     """Tensors, or None."""
 
@@ -55,6 +59,10 @@ class Pointers(NamedTuple):
     v_descale: Any
     out_scale: Any
     rng: Any
+    q_latent: Any
+    tail_mask: Any
+    k_start: Any
+    q_position: Any
     tile_list: Any  # of the kernel before, beside which this one runs
 
 
@@ -83,6 +91,11 @@ class Strides(NamedTuple):
     k_descale_head: Any
     v_descale_batch: Any
     v_descale_head: Any
+    latent_token: Any
+    latent_head: Any
+    tail_token: Any
+    tail_key: Any
+    tail_width: Any  # no stride: the columns of a tail mask
 
 
 class Scalars(NamedTuple):
@@ -96,6 +109,7 @@ class Scalars(NamedTuple):
     softcap: Any
     dropout_threshold: Any
     dropout_scale: Any
+    key_rank: Any
     min_units: Any  # the fewest units of work in a program
 
 
@@ -139,6 +153,11 @@ class Options(NamedTuple):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_SOFTCAP: bool
+    KEY_RANKS: int  # see `key_positions.py`
+    KEY_INTERLEAVE: int
+    KEY_POSITION: tl.dtype
+    IS_ALIGNED: bool  # tiles begin at keys that are multiples of their size
+    HAS_DROPOUT_BASE: bool
     BIAS: str  # "", "bool" or "float"
     RAW_SCORES: bool  # the scale joins the exponent
     CHAIN: int
@@ -152,6 +171,7 @@ class Options(NamedTuple):
     IS_ONE_LOOK: bool
     Q_FORMAT: str
     K_FORMAT: str
+    V_FORMAT: str
     OUT_FORMAT: str
     IS_V_LIKE_K: bool  # one row offset is good for both
     IS_PAIRED: bool
@@ -180,6 +200,7 @@ def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
     is_raised = formats.is_paired and call.k.dtype == torch.int8
     is_scaled = call.q_descale is not None or call.k_descale is not None
     is_scaled = is_scaled or formats.is_q_normed or is_raised
+    is_scaled = is_scaled or (call.q_latent is not None and call.v_descale is not None)
     return call.scale > 0 and not formats.is_precise and not (is_changed or is_scaled)
 
 
@@ -200,6 +221,7 @@ def pointers(
         k, v = as_stored(k, target)[0], as_stored(v, target)[0]
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
+    tail_mask, latent = call.tail_mask, call.q_latent
     return Pointers(
         q=as_stored(call.q, target)[0],
         k=k,
@@ -222,6 +244,10 @@ def pointers(
         v_descale=call.v_descale,
         out_scale=call.out_scale,
         rng=call.rng_state if call.dropout_p > 0.0 else None,
+        q_latent=None if latent is None else as_stored(latent, target)[0],
+        tail_mask=None if tail_mask is None else tail_mask.view(torch.uint8),
+        k_start=call.k_start,
+        q_position=call.q_position,
         tile_list=workspace[2],
     )
 
@@ -236,6 +262,10 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
     q_batch, q_head = _broadcast_strides(call.q_descale, batch, num_kv_heads)
     kd_batch, kd_head = _broadcast_strides(call.k_descale, batch, num_kv_heads)
     vd_batch, vd_head = _broadcast_strides(call.v_descale, batch, num_kv_heads)
+    tail = call.tail_mask
+    latent = call.q_latent
+    latent_token, latent_head = (None, None) if latent is None else latent.stride()[:2]
+    tail_token, tail_key = (None, None) if tail is None else tail.stride()
     return Strides(
         q_token=call.q.stride(0),
         q_head=call.q.stride(1),
@@ -259,6 +289,11 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
         k_descale_head=kd_head,
         v_descale_batch=vd_batch,
         v_descale_head=vd_head,
+        latent_token=latent_token,
+        latent_head=latent_head,
+        tail_token=tail_token,
+        tail_key=tail_key,
+        tail_width=None if tail is None else tail.shape[1],
     )
 
 
@@ -274,6 +309,7 @@ def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
         dropout_threshold=int(dropout_p * 2.0**32) or None,
         dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p else None,
         num_heads=call.num_heads,
+        key_rank=call.key_rank if call.key_ranks > 1 else None,
         min_units=tiles.min_units,
     )
 
@@ -310,7 +346,11 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
     if formats.is_paired:
         k_low, v_low = k_high, v_high = head_dim // 2, head_dim_v // 2
     has_left = is_bound(call.window_size_left)
-    has_middle = layout is None and (block_m > 64 or bias is not None)
+    ranks, rng = call.key_ranks, call.rng_state
+    run = call.key_interleave if ranks > 1 else 1
+    # a tail mask hides none of the keys before it
+    has_middle = block_m > 64 or bias is not None or call.tail_mask is not None
+    has_middle = has_middle and layout is None
     merged = MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP
     return Options(
         HEAD_DIM=head_dim,
@@ -334,6 +374,11 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         HAS_LEFT=has_left,
         HAS_RIGHT=is_bound(call.window_right),
         HAS_SOFTCAP=call.softcap > 0.0,
+        KEY_RANKS=ranks,
+        KEY_INTERLEAVE=run,
+        KEY_POSITION=tl.int32 if run * ranks <= MOST_IN_ROUND else tl.int64,
+        IS_ALIGNED=layout is None or ranks == 1,
+        HAS_DROPOUT_BASE=rng is not None and call.dropout_p > 0.0 and rng.shape[0] == 5,
         BIAS="" if bias is None else "bool" if bias.dtype == torch.bool else "float",
         RAW_SCORES=_has_raw_scores(call, formats),
         CHAIN=FLOAT32_CHAIN if formats.is_precise else config.chain,
@@ -346,7 +391,8 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         SEARCH_WIDTH=tiles.search_width,
         IS_ONE_LOOK=tiles.is_one_look,
         Q_FORMAT=formats.q,
-        K_FORMAT=formats.kv,
+        K_FORMAT=formats.k,
+        V_FORMAT=formats.v,
         OUT_FORMAT=formats.out,
         IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
         IS_PAIRED=formats.is_paired,

@@ -203,7 +203,7 @@ class LaunchKind:
         self, pointers: arguments.Pointers, grid: tuple[int, ...], sizes: arguments.Sizes
     ) -> None:
         """Launch as a node of the graph that is being traced."""
-        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "k_start", "q_position")
         copies = only_read(*(getattr(pointers, name) for name in lengths))
         pointers = pointers._replace(**dict(zip(lengths, copies, strict=True)))
         node = node_arguments(pointers, self._strides, sizes, self._scalars, self._options)

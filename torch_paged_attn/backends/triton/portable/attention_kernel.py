@@ -18,25 +18,24 @@ from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.combine import is_last_arrival, merge_parts, part_of
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.query_tile import attend_tile, tile_at
-from torch_paged_attn.backends.triton.portable.work_info import find_work, sequence_info
+from torch_paged_attn.backends.triton.portable.work_info import (
+    find_work,
+    sequence_at,
+    sequence_info,
+)
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
-from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
+from torch_paged_attn.backends.triton.seqlen_info import find_tile
 
 
 @triton.jit
-def _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """One program, one tile of queries and all its keys."""
     # the last tiles of a causal sequence see the most keys: they start first
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     b, place = find_tile(number, pointers.cu_seqlens_q, sizes.batch, OPTIONS.TOKENS, OPTIONS.GAP)
-    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
-    k_start, key_len = key_span(
-        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
-        sizes.max_keys, OPTIONS.IS_PAGED,
-    )  # fmt: skip
-    query_len = q_stop - q_start
-    tile = tile_at(place, b, tl.program_id(1), q_start, query_len, k_start, key_len, OPTIONS)
-    if tile.first_token < query_len:
+    sequence = sequence_at(b, lengths, sizes, OPTIONS)
+    tile = tile_at(place, tl.program_id(1), sequence, OPTIONS)
+    if tile.first_token < tile.query_len:
         # not by way of a name: numbers in a tuple that has one are no constants any more
         attend_tile(
             tile,
@@ -50,21 +49,14 @@ def _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
 
 
 @triton.jit
-def _attend_in_turns(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """The programs of a sequence and a head take its tiles in turns. Nothing is searched for, and
     programs that run together read neighbouring heads of the same tokens."""
-    b = tl.program_id(2)
-    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
-    k_start, key_len = key_span(
-        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
-        sizes.max_keys, OPTIONS.IS_PAGED,
-    )  # fmt: skip
-    query_len = q_stop - q_start
+    sequence = sequence_at(tl.program_id(2), lengths, sizes, OPTIONS)
     place = tl.program_id(1)
-    while place * OPTIONS.TOKENS < query_len:
-        tile = tile_at(place, b, tl.program_id(0), q_start, query_len, k_start, key_len, OPTIONS)
+    while place * OPTIONS.TOKENS < sequence.query_len:
         attend_tile(
-            tile,
+            tile_at(place, tl.program_id(0), sequence, OPTIONS),
             named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
             pointers,
             strides,
@@ -76,30 +68,22 @@ def _attend_in_turns(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS: tl.constexpr):
+def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """One program, the next piece of all tiles' keys; it merges a tile if it is the last there.
-    Where another kernel does a part of the batch, it is those sequences with more than `limit`
-    queries.
+    Where another kernel does a part of the batch, it is those sequences with more than the `limit`
+    of queries.
     """
     # heads are neighbours: together they read whole tokens of a cache
     head_program = tl.program_id(0)
     heads = tl.num_programs(0)
     program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     programs = tl.num_programs(1) * tl.num_programs(2)
-    # torch.compile takes every pointer for written to that a function has, if what it returns is
-    # part of an address that is written to
-    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k limit")(
-        cu_seqlens_q=pointers.cu_seqlens_q,
-        cu_seqlens_k=pointers.cu_seqlens_k,
-        seqused_k=pointers.seqused_k,
-        limit=limit,
-    )
     piece, at, stop, b, first = find_work(program, programs, lengths, sizes, scalars, OPTIONS)
     # a loop that surely begins needs no branch before it: addresses are computed while the
     # lengths are on their way
     goes_on = tl.full([], 1, tl.int1)
     while goes_on:
-        sequence = sequence_info(b, lengths, sizes, scalars.left, OPTIONS)
+        sequence = sequence_info(b, lengths, sizes, scalars, OPTIONS)
         units = sequence.units
         if at >= first + sequence.tiles * units:
             first += sequence.tiles * units
@@ -112,10 +96,7 @@ def _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS: tl.constexp
             unit = at - tile_start
             taken = tl.minimum(stop - at, units - unit)
             is_shared = taken < units
-            tile = tile_at(
-                place, b, head_program, sequence.q_start, sequence.query_len, sequence.k_start,
-                sequence.key_len, OPTIONS,
-            )  # fmt: skip
+            tile = tile_at(place, head_program, sequence, OPTIONS)
             share = named("unit taken units is_part part")(
                 unit=unit,
                 taken=taken,
@@ -140,17 +121,29 @@ def _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS: tl.constexp
 @triton.jit
 def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """What one program does, whichever kernel it is in."""
+    limit = 0
     if OPTIONS.IS_BESIDE:
         limit = tl.load(pointers.tile_list + 2)
+    # torch.compile takes every pointer for written to that a function has, if what it returns is
+    # part of an address that is written to
+    lengths = named("cu_seqlens_q cu_seqlens_k seqused_k k_start q_position limit")(
+        cu_seqlens_q=pointers.cu_seqlens_q,
+        cu_seqlens_k=pointers.cu_seqlens_k,
+        seqused_k=pointers.seqused_k,
+        k_start=pointers.k_start,
+        q_position=pointers.q_position,
+        limit=limit,
+    )
+    if OPTIONS.IS_BESIDE:
         padding = tl.load(pointers.cu_seqlens_q + sizes.batch) < sizes.total_q
         if (limit > 0) | padding:
-            _attend_piece(pointers, strides, sizes, scalars, limit, OPTIONS)
+            _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS)
     elif OPTIONS.IS_SPLIT:
-        _attend_piece(pointers, strides, sizes, scalars, 0, OPTIONS)
+        _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS)
     elif OPTIONS.GAP == 0:
-        _attend_in_turns(pointers, strides, sizes, scalars, OPTIONS)
+        _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS)
     else:
-        _attend_whole_tile(pointers, strides, sizes, scalars, OPTIONS)
+        _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)

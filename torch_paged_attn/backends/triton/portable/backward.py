@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.backward_statistics import plan_statistics
 from torch_paged_attn.backends.triton.portable import arguments, backward_arguments
 from torch_paged_attn.backends.triton.portable.dbias_kernel import _attention_dbias_kernel
@@ -41,6 +42,12 @@ from torch_paged_attn.backward_call import BackwardCall, tensor_names
 def _gap(has_layout: bool) -> int:
     """Of the numbers of a sequence's tiles, see `seqlen_info.py`."""
     return 2 if has_layout else 1
+
+
+def _position_bound(call: AttentionCall) -> int:
+    """One more than the last position that a key may stand at."""
+    last, run = key_bound(call) - 1, call.key_interleave
+    return max((last // run * call.key_ranks + call.key_rank) * run + last % run + 1, 0)
 
 
 def _tiles(config: Config, grid: tuple[int, ...], has_layout: bool) -> Tiles:
@@ -112,6 +119,8 @@ class _Kernels:
         total_k = forward.k.shape[0]
 
         def grid(config: Config) -> tuple[int, ...]:
+            if backward_arguments.shares_keys(forward):
+                return -(-total_k // config.BLOCK_N), forward.num_kv_heads
             return num_tiles(total_k, forward.batch, config.BLOCK_N, 1), forward.num_kv_heads
 
         return self._launch(_attention_dkdv_kernel, self.config.dkdv, grid, total_k=total_k)
@@ -172,7 +181,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     dbias = kernels.dbias(bias.shape[2]) if is_shared and bias is not None else None
     lists_of = None
     if layout is not None and dkdv is not None:
-        lists_of = plan_transposed_lists(layout, key_bound(forward))
+        lists_of = plan_transposed_lists(layout, _position_bound(forward))
     new_results = [Allocation.like(x) for x in results]
     # what kernels write besides what is wanted
     spare = [Allocation.like(x) for x in (forward.q, forward.k, forward.v)]

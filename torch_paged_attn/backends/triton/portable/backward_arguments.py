@@ -32,11 +32,12 @@ BackwardPointers: Any = _extended(
 
 BackwardStrides: Any = _extended("BackwardStrides", arguments.Strides, "dout_token", "dout_head")
 
-# LAST_PHASE: of the loop over queries. LAYOUT_HEADS: of a sequence's layout
+# LAST_PHASE: of the loop over queries. IS_SHARED: several may have a part of a tile of keys.
+# LAYOUT_HEADS: of a sequence's layout
 BackwardOptions: Any = _extended(
     "BackwardOptions",
     arguments.Options,
-    *("LAST_PHASE", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
+    *("LAST_PHASE", "IS_SHARED", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
 )
 
 
@@ -50,7 +51,10 @@ ARGUMENTS = {
 
 # tensors of results' and keys' numbers, which are handed over as they are stored
 STORED = ("q", "k", "v", "dout", "dq", "dk", "dv", "dbias")
-READ = ("q", "k", "v", "dout", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "crow", "col", "alibi")
+READ = (
+    *("q", "k", "v", "dout", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "crow", "col", "alibi"),
+    *("k_start", "q_position"),
+)
 
 
 def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
@@ -73,11 +77,20 @@ def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
         found |= {name: stored(found[name]) for name in STORED}
         bias = given["attn_bias"]
         found["bias"] = bias.view(torch.uint8) if is_mask and bias is not None else bias
+        tail_mask = given["tail_mask"]
+        found["tail_mask"] = None if tail_mask is None else tail_mask.view(torch.uint8)
         found["rng"] = given["rng_state"] if has_dropout else None
         found["listing_rows"], found["listing_starts"], found["listing_counts"] = lists
         return BackwardPointers(**found)
 
     return gather
+
+
+def shares_keys(call: AttentionCall) -> bool:
+    """Whether tiles of keys that stay are of rows, which several sequences, or several blocks of a
+    layout, may have a part of.
+    """
+    return call.k_start is not None or (call.layout is not None and call.key_ranks > 1)
 
 
 def strides(call: BackwardCall) -> Any:
@@ -102,7 +115,11 @@ def options(
     if keys_stay:
         before, after = after, before
     first, last = (0 if before else 1), (2 if after or not keys_stay else 1)
-    if layout is not None or bias is not None:
+    is_shared = keys_stay and shares_keys(call)
+    if is_shared:
+        # of a sequence's keys a tile may hold a few
+        first = 0
+    if layout is not None or bias is not None or call.tail_mask is not None:
         first = last = 2
     found = found._replace(
         K_LOW=k_low, K_HIGH=k_high, V_LOW=v_low, V_HIGH=v_high, FIRST_PHASE=first
@@ -110,6 +127,7 @@ def options(
     return BackwardOptions(
         **found._asdict(),
         LAST_PHASE=last,
+        IS_SHARED=is_shared,
         DBIAS_FORMAT="" if bias is None else stored_format(bias.dtype, target),
         LAYOUT_HEADS=0 if layout is None else layout.crow_indices.shape[-2],
         LAYOUT_PER_SEQUENCE=layout is not None and layout.crow_indices.dim() == 3,

@@ -4,14 +4,20 @@ A program leaves at most two parts: of a tile that an earlier program began, and
 leaves unfinished itself. A part is rows of values and their lse; where a bias may be so large that
 the lse would swallow the row's sum, maximum and sum instead. Programs that share a tile count their
 arrivals; the last one merges the parts in the order of the keys, so that the bits do not depend on
-who that is, and sets the counter back to zero for the next launch.
+who that is, and sets the counter back to zero for the next launch. With FIXED_UNITS the bits depend
+neither on how many parts there are nor on which of them have keys.
 """
 
 import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import encode
-from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero, with_sink
+from torch_paged_attn.backends.triton.softmax import (
+    LOG2E,
+    finite_or_zero,
+    quotient,
+    with_sink,
+)
 
 
 @triton.jit
@@ -52,7 +58,9 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
     WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     BLOCK_D: tl.constexpr = min(WIDTH, max(BLOCK_MERGED // ROWS, 16))
-    BLOCK_S: tl.constexpr = max(BLOCK_MERGED // (ROWS * BLOCK_D), 1)
+    # where bits must not depend on how many parts there are, each is a term by itself
+    IS_FIXED: tl.constexpr = OPTIONS.FIXED_UNITS > 0
+    BLOCK_S: tl.constexpr = 1 if IS_FIXED else max(BLOCK_MERGED // (ROWS * BLOCK_D), 1)
     head_program = tile.head_program
     r = tl.arange(0, ROWS)
     token = tile.first_token + r // PACK
@@ -109,10 +117,15 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
         if d0 == 0:
             lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
             tl.store(pointers.lse + head.to(tl.int64) * sizes.total_q + row, lse, mask=exists)
-        if pointers.out_scale is not None:
+        if pointers.out_scale is not None and not IS_FIXED:
             divisor = divisor * tl.load(pointers.out_scale)
+        out = acc / divisor[:, None]
+        if IS_FIXED:
+            out = quotient(acc, divisor, OPTIONS.IS_PRECISE)
+        if pointers.out_scale is not None and IS_FIXED:
+            out = out / tl.load(pointers.out_scale)
         tl.store(
             pointers.out + ((row * scalars.num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
-            encode(acc / divisor[:, None], pointers.out.dtype.element_ty, OUT_FORMAT),
+            encode(out, pointers.out.dtype.element_ty, OUT_FORMAT),
             mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
         )

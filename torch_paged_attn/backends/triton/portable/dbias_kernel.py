@@ -15,6 +15,7 @@ from torch_paged_attn.backends.triton.portable.dq_kernel import (
     query_tile_of_program,
     store_dbias,
 )
+from torch_paged_attn.backends.triton.portable.key_positions import tiles_of_block
 from torch_paged_attn.backends.triton.portable.query_tile import find_keys
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
@@ -23,7 +24,9 @@ from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 def _is_listed(keys, n0, memory, strides, OPTIONS: tl.constexpr):
     """Whether the blocks of a tile of queries, of one head, hold the key n0."""
     WIDTH: tl.constexpr = 64
-    PER_BLOCK: tl.constexpr = OPTIONS.K_BLOCK // OPTIONS.BLOCK_N
+    PER_BLOCK: tl.constexpr = tiles_of_block(
+        OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+    )
     column = n0 // OPTIONS.K_BLOCK
     found = tl.full([], 0, tl.int32)
     stop = keys.i_stop // PER_BLOCK
@@ -85,8 +88,8 @@ def _attention_dbias_kernel(
                 is_seen = is_seen & _is_listed(keys, n0, memory, strides, OPTIONS)
             if is_seen:
                 ds, _, _ = key_tile_gradients(
-                    n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
-                    OPTIONS, True,
+                    (n0, keys.stop), rows, queries, statistics, keys, memory, pointers, strides,
+                    scalars, OPTIONS, True,
                 )  # fmt: skip
                 total += ds
         rows, _, _ = load_query_tile(first, pointers, strides, sizes, scalars, OPTIONS)

@@ -24,9 +24,10 @@ from torch_paged_attn.backends.triton.portable.gradients import (
     probabilities,
     survivors,
 )
-from torch_paged_attn.backends.triton.portable.key_loop import first_key
+from torch_paged_attn.backends.triton.portable.key_loop import tile_of_keys
+from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.mask import visible
+from torch_paged_attn.backends.triton.portable.mask import load_tail, visible
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.query_tile import (
@@ -35,8 +36,9 @@ from torch_paged_attn.backends.triton.portable.query_tile import (
     rows_of,
     tile_at,
 )
+from torch_paged_attn.backends.triton.portable.work_info import sequence_at
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
-from torch_paged_attn.backends.triton.seqlen_info import find_tile, key_span, query_span
+from torch_paged_attn.backends.triton.seqlen_info import find_tile
 
 
 @triton.jit
@@ -62,29 +64,37 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
 
 @triton.jit
 def key_tile_gradients(
-    n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
+    span, rows, queries, statistics, keys, memory, pointers, strides, scalars,
     OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dS and dX, (queries, keys), of a tile of queries and the keys from n0 on; and those keys."""
+    """dS and dX, (queries, keys), of a tile of queries and the keys from one to before another; and
+    those keys.
+    """
+    n0, stop = span
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     j = n0 + tl.arange(0, BLOCK_N)
     position, keys_of_tile = rows.position[:, None], j[None, :]
     # keys outside the range stand for the nearest inside
-    _, slot = find_pages(None, n0, keys.start, keys.stop, 0, BLOCK_N, 0, not IS_MASKED)
+    _, slot = find_pages(None, n0, keys.start, stop, 0, BLOCK_N, 0, not IS_MASKED)
     k = load_chunks(
         memory.k, slot * strides.k_slot, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM,
         False, FORMAT, DTYPE,
     )  # fmt: skip
     s = chunk_scores((queries.low, queries.high), k, OPTIONS.K_HIGH, OPTIONS.CHAIN)
+    key_at = key_position(keys_of_tile, scalars, OPTIONS)
     seen = rows.exists[:, None]
     if IS_MASKED:
-        in_range = (j >= keys.start) & (j < keys.stop)
+        in_range = (j >= keys.start) & (j < stop)
         seen = seen & visible(
-            position, keys_of_tile, in_range[None, :], scalars.left, scalars.right,
+            position, key_at, in_range[None, :], scalars.left, scalars.right,
             OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
         )  # fmt: skip
+    if pointers.tail_mask is not None:
+        seen = seen & load_tail(
+            memory.tail_rows[:, None], rows.exists[:, None], keys_of_tile, keys, strides
+        )
     bias = 0.0
     if OPTIONS.BIAS != "":
         bias, allowed = load_bias(
@@ -92,9 +102,9 @@ def key_tile_gradients(
         )
         seen = seen & allowed
     s = scaled(s, queries.scale, 0.0, OPTIONS)
-    s, capped = logits(s, bias, queries.slope, position, keys_of_tile, pointers, scalars, OPTIONS)
+    s, capped = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
     p = probabilities(s, statistics.lse[:, None], seen, scalars.factor, OPTIONS, IS_MASKED)
-    survives = survivors(rows.b, rows.first_head, rows.token, n0, pointers, scalars, BLOCK_N, False)
+    survives = survivors(rows.b, rows.first_head, rows.token, n0, pointers, scalars, OPTIONS, False)
     v = load_chunks(
         memory.v, slot * strides.v_slot, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
         False, FORMAT, DTYPE,
@@ -104,8 +114,8 @@ def key_tile_gradients(
     ds, dx = gradient_of_scores(
         p, dp, statistics.delta[:, None], seen, capped, scalars.softcap, OPTIONS, IS_MASKED
     )
-    if OPTIONS.BIAS != "":
-        # a bias may hide a key among others from all queries
+    if OPTIONS.BIAS != "" or pointers.tail_mask is not None:
+        # a mask may hide a key among others from all queries
         k = zero_chunks_unless(tl.max(seen.to(tl.int32), 0) > 0, k, OPTIONS.K_HIGH)
     return ds, dx, k
 
@@ -117,16 +127,20 @@ def key_memory(tile, rows, keys, pointers, strides, OPTIONS: tl.constexpr):
     # what is not there is 0: a function returns no None
     col_ptr = 0
     bias_rows = 0
+    tail_rows = 0
     if OPTIONS.HAS_LAYOUT:
         col_ptr = pointers.col + keys.col_start
     if OPTIONS.BIAS != "":
         head = rows.head.to(tl.int64)
         bias_rows = pointers.bias + (rows.row * strides.bias_token + head * strides.bias_head)
-    return named("col k v bias_rows")(
+    if pointers.tail_mask is not None:
+        tail_rows = pointers.tail_mask + rows.row * strides.tail_token
+    return named("col k v bias_rows tail_rows")(
         col=col_ptr,
         k=pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head),
         v=pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head),
         bias_rows=bias_rows,
+        tail_rows=tail_rows,
     )
 
 
@@ -178,9 +192,9 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
             i_first = i_tail
             i_last = i_stop
         for i in tl.range(i_first, i_last):
-            n0 = first_key(i, keys, memory, strides, OPTIONS)
+            n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
             ds, dx, k = key_tile_gradients(
-                n0, rows, queries, statistics, keys, memory, pointers, strides, scalars,
+                (n0, stop), rows, queries, statistics, keys, memory, pointers, strides, scalars,
                 OPTIONS, phase != 1,
             )  # fmt: skip
             if HAS_DBIAS:
@@ -202,12 +216,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 def query_tile_of_program(number, head, pointers, sizes, OPTIONS: tl.constexpr):
     """Tile `number` of all queries, of one head."""
     b, place = find_tile(number, pointers.cu_seqlens_q, sizes.batch, OPTIONS.TOKENS, OPTIONS.GAP)
-    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
-    k_start, key_len = key_span(
-        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
-        sizes.max_keys, False,
-    )  # fmt: skip
-    return tile_at(place, b, head, q_start, q_stop - q_start, k_start, key_len, OPTIONS)
+    return tile_at(place, head, sequence_at(b, pointers, sizes, OPTIONS), OPTIONS)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)

@@ -5,15 +5,24 @@ import triton.language as tl
 
 
 @triton.jit
-def dropout_keep(rng_ptr, threshold, b, head, token, n0, BLOCK_N: tl.constexpr):
-    """(rows, BLOCK_N): True where a probability survives. n0 is a multiple of four."""
+def dropout_keep(
+    rng_ptr, threshold, b, head, token, n0, BLOCK_N: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    HAS_BASE: tl.constexpr,
+):  # fmt: skip
+    """(rows, BLOCK_N): True where a probability survives. n0 is a multiple of four if it
+    IS_ALIGNED; HAS_BASE where head, token and key are counted from elsewhere.
+    """
     seed = tl.load(rng_ptr)
     offset = tl.load(rng_ptr + 1).to(tl.uint32)
     threshold = tl.cast(threshold, tl.uint32)
+    if HAS_BASE:
+        head = head + tl.load(rng_ptr + 2).to(tl.int32)
+        token = token + tl.load(rng_ptr + 3).to(tl.int32)
+        n0 = tl.cast(n0, tl.uint32) + tl.load(rng_ptr + 4).to(tl.uint32)
     stream = ((b.to(tl.uint32) << 16) | head.to(tl.uint32))[:, None]
     row = token.to(tl.uint32)[:, None]
-    if BLOCK_N < 32:
-        # too narrow to put four words beside each other: every key draws its own
+    if BLOCK_N < 32 or HAS_BASE or not IS_ALIGNED:
+        # four words do not lie beside each other: every key draws its own
         j = n0 + tl.arange(0, BLOCK_N)
         quad = (j // 4).to(tl.uint32)[None, :]
         zero = (quad ^ quad) & row

@@ -25,7 +25,8 @@ class Formats:
 
     product: tl.dtype
     q: str
-    kv: str
+    k: str
+    v: str
     out: str
     is_paired: bool
     is_q_normed: bool  # q is brought into float16's range
@@ -42,7 +43,8 @@ def formats_of(call: AttentionCall, target: Target, is_paired: bool) -> Formats:
     return Formats(
         product=dtype,
         q=stored_format(call.q.dtype, target),
-        kv=PAIRED[call.k.dtype] if is_paired else stored_format(call.k.dtype, target),
+        k=PAIRED[call.k.dtype] if is_paired else stored_format(call.k.dtype, target),
+        v=PAIRED[call.v.dtype] if is_paired else stored_format(call.v.dtype, target),
         out=stored_format(call.result_dtype, target),
         is_paired=is_paired,
         is_q_normed=dtype == tl.float16 and call.q.dtype == torch.bfloat16,

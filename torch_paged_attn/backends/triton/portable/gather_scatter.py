@@ -144,8 +144,10 @@ def find_pages(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_INSIDE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr = True,
 ):
-    """Page and slot within it, int64, of BLOCK_N keys from n0 on. Packed keys are one long page.
+    """Page and slot within it, int64, of BLOCK_N keys from n0 on, a multiple of BLOCK_N if it
+    IS_ALIGNED. Packed keys are one long page.
 
     Unless all keys are inside [start, stop), those outside stand for the nearest inside: no entry
     of the table and no key is read that no query may see, and no load needs a mask. A bad id that
@@ -158,7 +160,7 @@ def find_pages(
         page = tl.zeros([], tl.int64)
         slot = j
     else:
-        if PAGE_SIZE % BLOCK_N == 0:  # the whole tile lies in one page
+        if PAGE_SIZE % BLOCK_N == 0 and IS_ALIGNED:  # the whole tile lies in one page
             if not IS_INSIDE:
                 n0 = tl.maximum(tl.minimum(n0, stop - 1), start)
             entry = n0 // PAGE_SIZE

@@ -38,14 +38,24 @@ def dropped(x, survives, pointers, scalars):
 
 @triton.jit
 def survivors(
-    b, head, token, n0, pointers, scalars, BLOCK_N: tl.constexpr, KEYS_ARE_ROWS: tl.constexpr
+    b, head, token, n0, pointers, scalars, OPTIONS: tl.constexpr, KEYS_ARE_ROWS: tl.constexpr
 ):
     """True where the forward's dropout let a probability of these tokens survive."""
+    # the first key of a tile that stays may be any one
+    IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED and not (KEYS_ARE_ROWS and OPTIONS.IS_SHARED)
     survives = True
     if pointers.rng is not None:
         heads = head + tl.zeros_like(token)
         survives = dropout_keep(
-            pointers.rng, scalars.dropout_threshold, b, heads, token, n0, BLOCK_N
+            pointers.rng,
+            scalars.dropout_threshold,
+            b,
+            heads,
+            token,
+            n0,
+            OPTIONS.BLOCK_N,
+            IS_ALIGNED,
+            OPTIONS.HAS_DROPOUT_BASE,
         )
         if KEYS_ARE_ROWS:
             survives = tl.trans(survives)

@@ -45,6 +45,10 @@ def _graph_attention_fwd_kernel(
     v_descale_ptr,
     out_scale_ptr,
     rng_ptr,
+    q_latent_ptr,
+    tail_mask_ptr,
+    k_start_ptr,
+    q_position_ptr,
     tile_list_ptr,
     scale,
     factor,
@@ -59,7 +63,8 @@ def _graph_attention_fwd_kernel(
     numbers: tl.constexpr = named_constants(SCALARS)
     pointers = named(
         "q k v out lse parts counters cu_seqlens_q cu_seqlens_k seqused_k block_table crow col bias"
-        " alibi sinks q_descale k_descale v_descale out_scale rng tile_list"
+        " alibi sinks q_descale k_descale v_descale out_scale rng q_latent tail_mask k_start"
+        " q_position tile_list"
     )(
         q=q_ptr,
         k=k_ptr,
@@ -82,6 +87,10 @@ def _graph_attention_fwd_kernel(
         v_descale=v_descale_ptr,
         out_scale=out_scale_ptr,
         rng=rng_ptr,
+        q_latent=q_latent_ptr,
+        tail_mask=tail_mask_ptr,
+        k_start=k_start_ptr,
+        q_position=q_position_ptr,
         tile_list=tile_list_ptr,
     )
     # Inductor hands over numbers in float64
@@ -90,7 +99,8 @@ def _graph_attention_fwd_kernel(
     if dropout_scale is not None:
         dropout_scale = tl.cast(dropout_scale, tl.float32)
     scalars = named(
-        "scale factor softcap left right dropout_threshold dropout_scale num_heads min_units"
+        "scale factor softcap left right dropout_threshold dropout_scale num_heads key_rank"
+        " min_units"
     )(
         scale=tl.cast(scale, tl.float32),
         factor=tl.cast(factor, tl.float32),
@@ -100,6 +110,7 @@ def _graph_attention_fwd_kernel(
         dropout_threshold=numbers.dropout_threshold,
         dropout_scale=dropout_scale,
         num_heads=numbers.num_heads,
+        key_rank=numbers.key_rank,
         min_units=numbers.min_units,
     )
     attend_batch(pointers, named_constants(STRIDES), named_constants(SIZES), scalars, GROUPED)

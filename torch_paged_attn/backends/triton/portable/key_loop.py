@@ -5,9 +5,20 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.portable.dropout import dropout_keep
 from torch_paged_attn.backends.triton.portable.gather_scatter import find_pages
-from torch_paged_attn.backends.triton.portable.load_kv import fold_value_tile, score_keys
+from torch_paged_attn.backends.triton.portable.key_positions import (
+    block_of_keys,
+    key_position,
+    tiles_of_block,
+)
+from torch_paged_attn.backends.triton.portable.load_kv import (
+    fold_latents,
+    fold_value_tile,
+    load_latents,
+    score_keys,
+)
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.mask import visible
+from torch_paged_attn.backends.triton.portable.mask import load_tail, visible
+from torch_paged_attn.backends.triton.portable.products import chunk_scores
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
 
@@ -18,19 +29,20 @@ def has_nan(x):
 
 
 @triton.jit
-def first_key(i, keys, memory, strides, OPTIONS: tl.constexpr):
-    """The first key of tile i; with a layout, of the part of a block that is tile i."""
+def tile_of_keys(i, keys, memory, strides, scalars, OPTIONS: tl.constexpr):
+    """The first key of tile i, and where the keys end that count; with a layout, of the part of a
+    block that is tile i.
+    """
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     if not OPTIONS.HAS_LAYOUT:
-        return i * BLOCK_N
+        return i * BLOCK_N, keys.stop
     else:
-        K_BLOCK: tl.constexpr = OPTIONS.K_BLOCK
-        PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
-        col = tl.load(memory.col + (i // PER_BLOCK) * strides.col)
-        # blocks past the last key are ignored, and so are bad ones
-        past_end = tl.cdiv(keys.key_len, K_BLOCK)
-        col = tl.where((col < 0) | (col > past_end), past_end, col)
-        return col * K_BLOCK + (i % PER_BLOCK) * BLOCK_N
+        PER_BLOCK: tl.constexpr = tiles_of_block(
+            OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+        )
+        column = tl.load(memory.col + (i // PER_BLOCK) * strides.col)
+        first, stop = block_of_keys(column, keys, scalars, OPTIONS)
+        return first + (i % PER_BLOCK) * BLOCK_N, stop
 
 
 @triton.jit
@@ -55,6 +67,8 @@ def attend_keys(
     # `start` and `stop` say what a single query sees
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT and OPTIONS.TOKENS > 1
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
+    HAS_LATENT: tl.constexpr = pointers.q_latent is not None
+    HAS_TAIL: tl.constexpr = pointers.tail_mask is not None
     i_start, i_stop, factor = keys.i_start, keys.i_stop, scalars.factor
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -94,25 +108,34 @@ def attend_keys(
                 i_first = i_tail
                 i_last = i_stop
             for i in tl.range(i_first, i_last):
-                n0 = first_key(i, keys, memory, strides, OPTIONS)
+                n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
                 j = n0 + tl.arange(0, BLOCK_N)
                 page, slot = find_pages(
-                    memory.block_table, n0, keys.start, keys.stop, sizes.num_pages, BLOCK_N,
-                    OPTIONS.PAGE_SIZE, phase == 1,
+                    memory.block_table, n0, keys.start, stop, sizes.num_pages, BLOCK_N,
+                    OPTIONS.PAGE_SIZE, phase == 1, OPTIONS.IS_ALIGNED,
                 )  # fmt: skip
 
                 seen = rows.exists[:, None]
                 position, keys_of_tile = rows.position[:, None], j[None, :]
+                key_at = key_position(keys_of_tile, scalars, OPTIONS)
                 if phase != 1:
-                    in_range = (j >= keys.start) & (j < keys.stop)
+                    in_range = (j >= keys.start) & (j < stop)
                     seen = visible(
-                        position, keys_of_tile, in_range[None, :], scalars.left, scalars.right,
+                        position, key_at, in_range[None, :], scalars.left, scalars.right,
                         HAS_LEFT, HAS_RIGHT,
                     )  # fmt: skip
-                    if BIAS != "":
+                    if BIAS != "" or HAS_TAIL:
                         seen = seen & rows.exists[:, None]
+                    if HAS_TAIL:
+                        seen = seen & load_tail(
+                            memory.tail_rows[:, None], rows.exists[:, None], keys_of_tile, keys,
+                            strides,
+                        )  # fmt: skip
 
                 k_offsets = page * strides.k_page + slot * strides.k_slot
+                v_offsets = k_offsets
+                if not OPTIONS.IS_V_LIKE_K:
+                    v_offsets = page * strides.v_page + slot * strides.v_slot
                 s = score_keys(queries, memory.k, k_offsets, OPTIONS)
                 bias = 0.0
                 if BIAS != "":
@@ -124,9 +147,15 @@ def attend_keys(
                     # at first, rows that do not exist see what they like: they are not written
                     seen = allowed if phase == 1 and attempt == 0 else seen & allowed
                 s = scaled(s, queries.scale, queries.raised, OPTIONS)
-                s, _ = logits(
-                    s, bias, queries.slope, position, keys_of_tile, pointers, scalars, OPTIONS
-                )
+                if HAS_LATENT:
+                    # with values that are of use twice
+                    latents = load_latents(memory.v, v_offsets, OPTIONS)
+                    more = chunk_scores(
+                        (queries.latent_low, queries.latent_high), latents, OPTIONS.V_HIGH,
+                        OPTIONS.CHAIN,
+                    )  # fmt: skip
+                    s += scaled(more, queries.latent_scale, 0.0, OPTIONS)
+                s, _ = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
                 if phase != 1 or attempt == 1 or BIAS == "bool":
                     # select, never add: a masked key may hold NaN (which the first attempt at a
                     # bias of -inf finds in what comes out)
@@ -136,18 +165,22 @@ def attend_keys(
                 if pointers.rng is not None:
                     survives = dropout_keep(
                         pointers.rng, scalars.dropout_threshold, rows.b, rows.head, rows.token, n0,
-                        BLOCK_N,
+                        BLOCK_N, OPTIONS.IS_ALIGNED, OPTIONS.HAS_DROPOUT_BASE,
                     )  # fmt: skip
                     p = tl.where(survives, p * scalars.dropout_scale, 0.0)
                 p = p.to(DTYPE)
 
-                v_offsets = k_offsets
-                if not OPTIONS.IS_V_LIKE_K:
-                    v_offsets = page * strides.v_page + slot * strides.v_slot
+                # a tail mask may hide a key from all rows, too, but has few keys
+                IS_CAREFUL: tl.constexpr = attempt == 1 or (HAS_TAIL and phase != 1)
                 keep = rows.exists
-                if attempt == 1:
+                if IS_CAREFUL:
                     keep = tl.max(seen.to(tl.int32), 0) > 0
-                acc_low, acc_high = fold_value_tile(
-                    (acc_low, acc_high), shrink, p, memory.v, v_offsets, keep, OPTIONS, attempt == 1
-                )
+                acc = acc_low, acc_high
+                if HAS_LATENT:
+                    acc = fold_latents(acc, shrink, p, latents, keep, OPTIONS, IS_CAREFUL)
+                else:
+                    acc = fold_value_tile(
+                        acc, shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL
+                    )
+                acc_low, acc_high = acc
     return m_i, l_i, acc_low, acc_high

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import decode_pairs, decode_raised_pairs
-from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, zero_unless
+from torch_paged_attn.backends.triton.portable.gather_scatter import (
+    load_chunks,
+    load_rows,
+    zero_chunks_unless,
+    zero_unless,
+)
 from torch_paged_attn.backends.triton.portable.products import fold_values, scores
 
 
@@ -49,7 +54,7 @@ def fold_value_tile(
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     LOW: tl.constexpr = OPTIONS.V_LOW
     HIGH: tl.constexpr = OPTIONS.V_HIGH
-    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     acc_low, acc_high = acc
@@ -67,4 +72,29 @@ def fold_value_tile(
         if IS_CAREFUL:
             high = zero_unless(keep, high)
         acc_high = fold_values(acc_high, shrink, p, high, IS_PRECISE)
+    return acc_low, acc_high
+
+
+@triton.jit
+def load_latents(v_ptr, offsets, OPTIONS: tl.constexpr):
+    """A tile of values that are keys too, in both chunks."""
+    FORMAT: tl.constexpr = OPTIONS.V_FORMAT
+    return load_chunks(
+        v_ptr, offsets, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, False,
+        FORMAT, OPTIONS.DTYPE,
+    )  # fmt: skip
+
+
+@triton.jit
+def fold_latents(
+    acc, shrink, p, v, keep, OPTIONS: tl.constexpr, IS_CAREFUL: tl.constexpr
+):  # fmt: skip
+    """`fold_value_tile` of values that have been loaded."""
+    low, high = v
+    acc_low, acc_high = acc
+    if IS_CAREFUL:
+        low, high = zero_chunks_unless(keep, (low, high), OPTIONS.V_HIGH)
+    acc_low = fold_values(acc_low, shrink, p, low, OPTIONS.IS_PRECISE)
+    if OPTIONS.V_HIGH > 0:
+        acc_high = fold_values(acc_high, shrink, p, high, OPTIONS.IS_PRECISE)
     return acc_low, acc_high

@@ -55,3 +55,14 @@ def visible(position, j, in_range, left, right, HAS_LEFT: tl.constexpr, HAS_RIGH
     if HAS_LEFT:
         seen = seen & (j >= position - left)
     return seen
+
+
+@triton.jit
+def load_tail(tail_rows, exists, j, keys, strides):
+    """True where the tail mask allows key j, or is not about it: it has a column for each of a
+    sequence's newest keys, one for a query. Rows and keys come in shapes that broadcast.
+    """
+    column = j - keys.tail_start
+    has_column = exists & (column >= 0) & (j < keys.key_len) & (column < strides.tail_width)
+    at = column.to(tl.int64) * strides.tail_key
+    return (column < 0) | (tl.load(tail_rows + at, mask=has_column, other=0) != 0)

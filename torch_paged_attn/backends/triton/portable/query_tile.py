@@ -10,32 +10,42 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.dequant import float16_range
 from torch_paged_attn.backends.triton.portable.combine import part_weights
-from torch_paged_attn.backends.triton.portable.gather_scatter import load_rows, store_rows
+from torch_paged_attn.backends.triton.portable.gather_scatter import (
+    load_chunks,
+    load_rows,
+    store_rows,
+)
 from torch_paged_attn.backends.triton.portable.key_loop import attend_keys
+from torch_paged_attn.backends.triton.portable.key_positions import (
+    key_position,
+    keys_before,
+    tiles_of_block,
+)
 from torch_paged_attn.backends.triton.portable.mask import full_range, key_range
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 
 @triton.jit
-def tile_at(place, b, head_program, q_start, query_len, k_start, key_len, OPTIONS: tl.constexpr):
-    """Tile number `place` of sequence b, for one program of heads. Its `first_token` is counted
+def tile_at(place, head_program, sequence, OPTIONS: tl.constexpr):
+    """Tile number `place` of a sequence, for one program of heads. Its `first_token` is counted
     from the sequence's own first.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     first_token = place * TOKENS
+    past = sequence.past
     if OPTIONS.HAS_LAYOUT:
         # tiles start at positions that are multiples of TOKENS: one tile, one row of the layout
-        past = key_len - query_len
         first_token += (past & -TOKENS) - past
-    return named("b head_program first_token q_start query_len k_start key_len")(
-        b=b,
+    return named("b head_program first_token past q_start query_len k_start key_len")(
+        b=sequence.b,
         head_program=head_program,
         first_token=first_token,
-        q_start=q_start,
-        query_len=query_len,
-        k_start=k_start,
-        key_len=key_len,
+        past=past,
+        q_start=sequence.q_start,
+        query_len=sequence.query_len,
+        k_start=sequence.k_start,
+        key_len=sequence.key_len,
     )
 
 
@@ -49,7 +59,6 @@ def rows_of(tile, sizes, OPTIONS: tl.constexpr):
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
     kv_head = tile.head_program // HEAD_TILES
     head_tile = tile.head_program % HEAD_TILES
-    past = tile.key_len - tile.query_len
     r = tl.arange(0, OPTIONS.BLOCK_M)
     token = tile.first_token + r // PACK
     in_group = head_tile * PACK + r % PACK
@@ -62,7 +71,7 @@ def rows_of(tile, sizes, OPTIONS: tl.constexpr):
         first_head=head_tile * PACK + kv_head * GROUP_SIZE,
         head=kv_head * GROUP_SIZE + tl.minimum(in_group, GROUP_SIZE - 1),
         token=token,
-        position=past + token,
+        position=tile.past + token,
         row=row.to(tl.int64),
         exists=exists,
     )
@@ -91,19 +100,27 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
-    query_len, key_len = tile.query_len, tile.key_len
-    past = key_len - query_len
+    query_len, key_len, past = tile.query_len, tile.key_len, tile.past
     first_position = past + tl.maximum(tile.first_token, 0)
     last_position = past + tl.minimum(tile.first_token + OPTIONS.TOKENS, query_len) - 1
+    end = key_position(key_len, scalars, OPTIONS)
     start, stop = key_range(
-        first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
+        first_position, last_position, end, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
     full_start, full_stop = full_range(
-        first_position, last_position, key_len, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
+        first_position, last_position, end, scalars.left, scalars.right, HAS_LEFT, HAS_RIGHT
     )
+    if OPTIONS.KEY_RANKS > 1:
+        start, stop = keys_before(start, scalars, OPTIONS), keys_before(stop, scalars, OPTIONS)
+        full_start = keys_before(full_start, scalars, OPTIONS)
+        full_stop = keys_before(full_stop, scalars, OPTIONS)
+    if pointers.tail_mask is not None:
+        full_stop = tl.maximum(tl.minimum(full_stop, key_len - query_len), 0)
     col_start = 0
     if OPTIONS.HAS_LAYOUT:
-        PER_BLOCK: tl.constexpr = OPTIONS.K_BLOCK // BLOCK_N
+        PER_BLOCK: tl.constexpr = tiles_of_block(
+            OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N
+        )
         first_col, last_col, col_start = _listed_blocks(
             rows, first_position, pointers, strides, sizes, OPTIONS
         )
@@ -112,7 +129,16 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
     else:
         i_start = start // BLOCK_N
         i_stop = tl.where(start < stop, tl.cdiv(stop, BLOCK_N), i_start)
-    if OPTIONS.IS_SPLIT:
+    if OPTIONS.FIXED_UNITS > 0:
+        # wherever a tile's keys begin, pieces begin at multiples of their size
+        first = i_start
+        if not OPTIONS.HAS_LAYOUT:
+            first = i_start // OPTIONS.FIXED_UNITS * OPTIONS.FIXED_UNITS
+        first += share.unit
+        if share.unit + share.taken < share.units:
+            i_stop = tl.minimum(i_stop, first + share.taken)
+        i_start = tl.minimum(tl.maximum(i_start, first), i_stop)
+    elif OPTIONS.IS_SPLIT:
         # a layout's row or a window may hold fewer tiles than there are units: each has its share
         visits = i_stop - i_start
         unit, unit_stop = share.unit, share.unit + share.taken
@@ -121,7 +147,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
             unit = (visits.to(tl.int64) * unit // share.units).to(tl.int32)
         i_stop = i_start + unit_stop
         i_start += unit
-    return named("i_start i_stop start stop full_start full_stop key_len col_start")(
+    return named("i_start i_stop start stop full_start full_stop key_len tail_start col_start")(
         i_start=i_start,
         i_stop=i_stop,
         start=start,
@@ -129,6 +155,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
         full_start=full_start,
         full_stop=full_stop,
         key_len=key_len,
+        tail_start=key_len - query_len,
         col_start=col_start,
     )
 
@@ -136,7 +163,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
 @triton.jit
 def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """A tile of queries in two chunks, and as columns what the products of its rows are multiplied
-    by, what is taken off them, and their ALiBi slopes.
+    by, what is taken off them, and their ALiBi slopes; and latents, if there are, likewise.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
@@ -172,6 +199,14 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         if pointers.k_descale is not None:
             at = b * strides.k_descale_batch + rows.kv_head * strides.k_descale_head
             scale = scale * tl.load(pointers.k_descale + at, mask=b < sizes.batch, other=0.0)
+    latent_low, latent_high, latent_scale = 0.0, 0.0, 0.0
+    if pointers.q_latent is not None:
+        offsets = rows.row * strides.latent_token + rows.head.to(tl.int64) * strides.latent_head
+        latent_low, latent_high = load_chunks(
+            pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
+            True, FORMAT, DTYPE,
+        )  # fmt: skip
+        latent_scale = _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS)
     raised = 0.0
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
         # what 128 more in every element of a key adds to a score
@@ -184,8 +219,50 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         has_slope = exists & (b < sizes.batch)
         slope = tl.load(alibi_ptr + rows.head * strides.alibi_head, mask=has_slope, other=0.0)
         slope = slope[:, None]
-    return named("low high scale raised slope")(
-        low=low, high=high, scale=scale[:, None], raised=raised, slope=slope
+    return named("low high scale raised slope latent_low latent_high latent_scale")(
+        low=low,
+        high=high,
+        scale=scale[:, None],
+        raised=raised,
+        slope=slope,
+        latent_low=latent_low,
+        latent_high=latent_high,
+        latent_scale=latent_scale,
+    )
+
+
+@triton.jit
+def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
+    """What products of latents are multiplied by: theirs is the scale of values."""
+    b = rows.b
+    scale = tl.full([], 1.0, tl.float32) * scalars.scale
+    if not OPTIONS.RAW_SCORES:
+        if pointers.q_descale is not None:
+            at = b * strides.q_descale_batch + rows.kv_head * strides.q_descale_head
+            scale = scale * tl.load(pointers.q_descale + at, mask=b < sizes.batch, other=0.0)
+        if pointers.v_descale is not None:
+            at = b * strides.v_descale_batch + rows.kv_head * strides.v_descale_head
+            scale = scale * tl.load(pointers.v_descale + at, mask=b < sizes.batch, other=0.0)
+    return scale
+
+
+@triton.jit
+def _as_one_part(state, OPTIONS: tl.constexpr):
+    """What `merge_parts` makes of a tile that is one part, before it adds a sink."""
+    total = tl.where(state.l == 0.0, 1.0, state.l)
+    low = quotient(state.low * state.gain[:, None], total, OPTIONS.IS_PRECISE)
+    high = quotient(state.high * state.gain[:, None], total, OPTIONS.IS_PRECISE)
+    if OPTIONS.BIAS == "float":
+        m, weight = state.m, state.l
+    else:
+        m = tl.where(state.l == 0.0, float("-inf"), state.m + tl.log(total))
+        weight = tl.where(state.l == 0.0, 0.0, 1.0)
+    return named("m l low high gain")(
+        m=m,
+        l=weight,
+        low=low * weight[:, None],
+        high=high * weight[:, None],
+        gain=tl.full([OPTIONS.BLOCK_M], 1.0, tl.float32),
     )
 
 
@@ -254,10 +331,13 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     # what the loop over keys reads: the sequence's row of the table, the KV head's keys and values
     kv_head = tl.cast(rows.kv_head, tl.int64)
     table_ptr, col_ptr, bias_rows = pointers.block_table, pointers.col, pointers.bias
+    tail_rows = pointers.tail_mask
     if OPTIONS.HAS_LAYOUT:
         col_ptr += keys.col_start
     if OPTIONS.BIAS != "":
         bias_rows += rows.row * strides.bias_token + rows.head.to(tl.int64) * strides.bias_head
+    if pointers.tail_mask is not None:
+        tail_rows += rows.row * strides.tail_token
     if OPTIONS.IS_PAGED:
         table_ptr += tl.cast(tile.b, tl.int64) * sizes.stride_table
         k_ptr = pointers.k + kv_head * strides.k_head
@@ -266,8 +346,13 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         k_start = tl.cast(tile.k_start, tl.int64)
         k_ptr = pointers.k + (k_start * strides.k_slot + kv_head * strides.k_head)
         v_ptr = pointers.v + (k_start * strides.v_slot + kv_head * strides.v_head)
-    memory = named("block_table col k v bias_rows")(
-        block_table=table_ptr, col=col_ptr, k=k_ptr, v=v_ptr, bias_rows=bias_rows
+    memory = named("block_table col k v bias_rows tail_rows")(
+        block_table=table_ptr,
+        col=col_ptr,
+        k=k_ptr,
+        v=v_ptr,
+        bias_rows=bias_rows,
+        tail_rows=tail_rows,
     )
     m_i, l_i, acc_low, acc_high = attend_keys(
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS
@@ -284,5 +369,9 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     state = named("m l low high gain")(m=m, l=l_i, low=acc_low, high=acc_high, gain=gain)
     if share.is_part:
         _write_part(state, rows, keys, share.part, pointers, OPTIONS)
+    elif OPTIONS.FIXED_UNITS > 0 and (pointers.sinks is not None or OPTIONS.BIAS == "float"):
+        # a longer context makes parts of the tile: that must not change its bits
+        one = _as_one_part(state, OPTIONS)
+        _write_rows(one, rows, pointers, sizes, scalars, OPTIONS)
     else:
         _write_rows(state, rows, pointers, sizes, scalars, OPTIONS)

@@ -13,7 +13,7 @@ MIN_KEYS = 64
 # of so many programs one may be left out to have the others end together: memory, not they, is busy
 LEAST_BUSY = 16
 
-# keys in a piece when results must not depend on the batch
+# keys in a piece when results must depend on a sequence alone
 FIXED_KEYS = 2048
 
 

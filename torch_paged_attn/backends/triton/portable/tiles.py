@@ -42,7 +42,7 @@ MOST_PAIRED_ROWS = 32
 # sequences that a program looks at at a time, to find its work: few kernels for all batches
 SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
 
-# rows of a tile, and tiles, when results must not depend on the batch
+# rows of a tile, and tiles, when results must depend on a sequence alone
 INVARIANT_ROWS = 64
 INVARIANT_TILES = 256
 
@@ -76,14 +76,14 @@ class Traits:
     q_block: int  # 0 without a layout
     k_block: int
     has_head_layouts: bool  # query heads of a group visit different blocks
-    is_invariant: bool  # results must not depend on the batch
+    is_invariant: bool  # results must depend on a sequence alone
 
 
 def traits_of(call: AttentionCall, target: Target) -> Traits:
     """The traits of a call on a chip."""
     q, k, layout = call.q, call.k, call.layout
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k)
-    may_pair = may_pair and holds_pairs(call.v)
+    may_pair = may_pair and holds_pairs(call.v) and call.q_latent is None
     has_scores = call.softcap > 0.0 or call.attn_bias is not None or call.alibi_slopes is not None
     return Traits(
         target=target,
@@ -174,19 +174,22 @@ def choose_tiles(
     elif config is None:
         rows = mean * pack
         tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
+        page_size, is_full, most_keys = traits.page_size, traits.is_full, key_bound
         if traits.is_invariant:
-            rows, tiles = INVARIANT_ROWS, INVARIANT_TILES
+            # as few as these may differ where a prompt is packed and its decodes are paged
+            rows, tiles, page_size, is_full = INVARIANT_ROWS, INVARIANT_TILES, 0, False
+            most_keys = UNBOUNDED
         config = choose_config(
             target.arch,
             max(rows, pack),
             traits.head_dim,
             traits.itemsize,
             traits.kv_itemsize,
-            traits.page_size,
+            page_size,
             tiles,
-            key_bound,
+            most_keys,
             traits.is_plain,
-            traits.is_full,
+            is_full,
         )
     # a tile of few rows takes the heads of a group in turns
     pack = min(pack, config.BLOCK_M)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.attention_call import BlockLayout
+from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
@@ -118,18 +119,20 @@ def _starts_kernel(
 
 
 @triton.jit
-def listing_rows(keys, queries, head, pointers, sizes, OPTIONS: tl.constexpr):
+def listing_rows(keys, queries, head, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     """The list of the column that a tile of keys is in, and which of its entries are rows of
     queries that may see the tile.
     """
     nnz = tl.cast(sizes.nnz, tl.int64)
-    columns = tl.cast(tl.cdiv(sizes.max_keys, OPTIONS.K_BLOCK), tl.int64)
+    last = key_position(sizes.max_keys - 1, scalars, OPTIONS)
+    columns = tl.cast(last // OPTIONS.K_BLOCK + 1, tl.int64)
     layout_head = head // OPTIONS.LAYOUT_GROUP
     if OPTIONS.LAYOUT_PER_SEQUENCE:
         layout_head += keys.b * OPTIONS.LAYOUT_HEADS
     layout_head = layout_head.to(tl.int64)
     is_seen = (keys.b < sizes.batch) & (queries.start < queries.stop)
-    at = layout_head * columns + keys.first // OPTIONS.K_BLOCK
+    column = key_position(keys.low, scalars, OPTIONS) // OPTIONS.K_BLOCK
+    at = layout_head * columns + column
     start = tl.load(pointers.listing_starts + at, mask=is_seen, other=0)
     count = tl.load(pointers.listing_counts + at, mask=is_seen, other=0)
     rows_ptr = pointers.listing_rows + (layout_head * nnz + start)
@@ -146,17 +149,17 @@ def listing_rows(keys, queries, head, pointers, sizes, OPTIONS: tl.constexpr):
 
 
 def plan_transposed_lists(
-    layout: BlockLayout, key_bound: int
+    layout: BlockLayout, position_bound: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """What makes the lists of layouts like this one from `crow_indices` and `col_indices`, for
-    sequences of up to `key_bound` keys.
+    keys at positions below `position_bound`.
 
     It returns, int32 and by head of a batch entry, the rows `(nnz,)` of all lists, and for each
     column `(columns,)` where its list begins and how many rows it has.
     """
     crow, col = layout.crow_indices, layout.col_indices
     batch, heads, bounds = (1, *crow.shape)[-3:]
-    nnz, columns = col.shape[-1], -(-key_bound // layout.k_block_size)
+    nnz, columns = col.shape[-1], -(-position_bound // layout.k_block_size)
     new_rows = Allocation((batch * heads, nnz), torch.int32, col.device)
     new_columns = Allocation((batch * heads, columns), torch.int32, col.device)
     crow_batch, crow_head, crow_step = (0, *crow.stride())[-3:]

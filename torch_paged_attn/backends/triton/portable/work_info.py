@@ -8,37 +8,67 @@ through, tile after tile; a program takes the next `piece` of them, whichever ti
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.portable.key_positions import keys_before
 from torch_paged_attn.backends.triton.portable.named import named
-from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
+from torch_paged_attn.backends.triton.seqlen_info import key_span, position_of_first, query_span
 
 
 @triton.jit
-def sequence_info(b, lengths, sizes, left, OPTIONS: tl.constexpr):
-    """Of sequences b: first row and number of queries, first row and number of keys; tiles of
-    queries (none, where another kernel does the sequence), and units of each: at least one, and
-    with FIXED_UNITS whole pieces.
+def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr):
+    """Of sequences b: first row and number of queries, the first one's position, first row and
+    number of keys. `lengths` are pointers.
     """
-    TOKENS: tl.constexpr = OPTIONS.TOKENS
-    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
-    FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
     q_start, q_stop = query_span(b, lengths.cu_seqlens_q, sizes.batch, sizes.total_q)
     k_start, key_len = key_span(
         b, lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k, sizes.batch,
-        sizes.max_keys, OPTIONS.IS_PAGED,
+        sizes.max_keys, OPTIONS.IS_PAGED, lengths.k_start,
     )  # fmt: skip
     query_len = tl.maximum(q_stop - q_start, 0)
-    lead = ((key_len - query_len) & (TOKENS - 1)) if OPTIONS.HAS_LAYOUT else 0
+    past = position_of_first(b, query_len, key_len, lengths.q_position, sizes.batch)
+    return named("b q_start query_len past k_start key_len")(
+        b=b,
+        q_start=q_start,
+        query_len=query_len,
+        past=past,
+        k_start=k_start,
+        key_len=key_len,
+    )
+
+
+@triton.jit
+def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
+    """Of sequences b what `sequence_at` says; tiles of queries (none, where another kernel does the
+    sequence), and units of each: at least one, and with FIXED_UNITS whole pieces.
+    """
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    left = scalars.left
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
+    sequence = sequence_at(b, lengths, sizes, OPTIONS)
+    query_len, key_len = sequence.query_len, sequence.key_len
+    lead = (sequence.past & (TOKENS - 1)) if OPTIONS.HAS_LAYOUT else 0
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + lead, TOKENS), 0)
     if OPTIONS.IS_BESIDE:
         tiles = tl.where((query_len <= lengths.limit) | (b >= sizes.batch), tiles, 0)
-    reach = tl.minimum(key_len, left + query_len) if OPTIONS.HAS_LEFT else key_len
+    reach = key_len
+    if OPTIONS.HAS_LEFT:
+        if lengths.q_position is None and OPTIONS.KEY_RANKS == 1:
+            reach = tl.minimum(key_len, left + query_len)
+        else:
+            hidden = keys_before(sequence.past - left, scalars, OPTIONS)
+            reach = key_len - tl.minimum(tl.maximum(hidden, 0), key_len)
     units = tl.maximum(tl.cdiv(reach, BLOCK_N), 1)
     if FIXED_UNITS > 0:
-        units = tl.cdiv(units, FIXED_UNITS) * FIXED_UNITS
-    return named("q_start query_len k_start key_len tiles units")(
-        q_start=q_start,
+        # pieces of a window begin before it does
+        units = tl.cdiv(units, FIXED_UNITS) + (1 if OPTIONS.HAS_LEFT else 0)
+        most = tl.maximum(tl.cdiv(key_len, BLOCK_N * FIXED_UNITS), 1)
+        units = tl.minimum(units, most) * FIXED_UNITS
+    return named("b q_start query_len past k_start key_len tiles units")(
+        b=b,
+        q_start=sequence.q_start,
         query_len=query_len,
-        k_start=k_start,
+        past=sequence.past,
+        k_start=sequence.k_start,
         key_len=key_len,
         tiles=tiles,
         units=units,
@@ -46,9 +76,9 @@ def sequence_info(b, lengths, sizes, left, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _units_of(b, lengths, sizes, left, OPTIONS: tl.constexpr):
+def _units_of(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
     """Units of all tiles of sequences b: 0 past the last."""
-    sequence = sequence_info(b, lengths, sizes, left, OPTIONS)
+    sequence = sequence_info(b, lengths, sizes, scalars, OPTIONS)
     return tl.where(b < sizes.batch, sequence.tiles * sequence.units, 0)
 
 
@@ -61,14 +91,14 @@ def find_work(program, programs, lengths, sizes, scalars, OPTIONS: tl.constexpr)
     WIDTH: tl.constexpr = OPTIONS.SEARCH_WIDTH
     IS_ONE_LOOK: tl.constexpr = OPTIONS.IS_ONE_LOOK
     FIXED_UNITS: tl.constexpr = OPTIONS.FIXED_UNITS
-    left, batch = scalars.left, sizes.batch
+    batch = sizes.batch
     b = tl.arange(0, WIDTH)
-    work = _units_of(b, lengths, sizes, left, OPTIONS)
-    padding = sequence_info(batch, lengths, sizes, left, OPTIONS)
+    work = _units_of(b, lengths, sizes, scalars, OPTIONS)
+    padding = sequence_info(batch, lengths, sizes, scalars, OPTIONS)
     total = tl.sum(work, 0) + padding.tiles * padding.units
     if not IS_ONE_LOOK:
         for b0 in tl.range(WIDTH, batch, WIDTH):
-            total += tl.sum(_units_of(b0 + b, lengths, sizes, left, OPTIONS), 0)
+            total += tl.sum(_units_of(b0 + b, lengths, sizes, scalars, OPTIONS), 0)
 
     piece = tl.full([], FIXED_UNITS, tl.int32)
     if FIXED_UNITS == 0:
@@ -81,7 +111,7 @@ def find_work(program, programs, lengths, sizes, scalars, OPTIONS: tl.constexpr)
     if not IS_ONE_LOOK:
         before = tl.sum(work, 0)
         for b0 in tl.range(WIDTH, batch, WIDTH):
-            more = _units_of(b0 + b, lengths, sizes, left, OPTIONS)
+            more = _units_of(b0 + b, lengths, sizes, scalars, OPTIONS)
             ended = before + tl.cumsum(more, 0) <= begin
             found += tl.sum(ended.to(tl.int32), 0)
             first += tl.sum(tl.where(ended, more, 0), 0)

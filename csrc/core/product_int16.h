@@ -1,0 +1,115 @@
+// Products of 8-bit integers with 16-bit ones on AVX-512-VNNI: keys and values of an int8 cache with
+// queries and probabilities in fixed point. Bytes are widened by one instruction, where bfloat16
+// would take five, and sums are exact.
+//
+// A lane of a row's queries has a unit of its own, a power of two: what is within 2^-7 of the lane's
+// largest number is exact if it is a bfloat16. What that takes away is a second row of integers, for
+// the rare queries that lose too much without it. Probabilities are multiples of 1/32767 of the largest
+// one of a row in a block of keys, where bfloat16 has 8 bits.
+#pragma once
+
+#include "product.h"
+
+#define PAGED_ATTN_FIXED_PRODUCT
+
+namespace {
+
+struct FixedProduct {
+  typedef PairProduct Queries;  // as which they are read
+  static constexpr bool FIXED = true;
+  static constexpr int DEPTH = 2;
+  static constexpr int GRAIN = 1;
+  static constexpr int ROWS = TILE_ROWS;
+  static constexpr int PANEL = TILE_VECS * W;
+  static constexpr float ONE = 32767.f;
+
+  template <class T>
+  static constexpr bool accepts = false;
+
+  typedef I Sum;
+  static PAGED_ATTN_INLINE I multiply_add(F a, F b, I sum) {
+    return (I)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+  }
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
+    return once((F)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)));
+  }
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p, int n) {
+    const __mmask32 some = __mmask32((uint64_t(1) << n) - 1);
+    return once((F)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(some, p)));
+  }
+  static PAGED_ATTN_INLINE void interleave(F* x) {
+    PairProduct::interleave(x);
+    x[0] = once(x[0]), x[1] = once(x[1]);
+  }
+  // of numbers from 0 to 1
+  static PAGED_ATTN_INLINE F narrow(const F* x) {
+    typedef uint16_t U16x32 __attribute__((vector_size(64)));
+    U16x32 lower;
+    for (int i = 0; i < 32; ++i) lower[i] = uint16_t(2 * i);
+    const auto fixed = [](F y) __attribute__((always_inline)) {
+      return _mm512_cvtps_epi32((__m512)(y * set1(ONE)));
+    };
+    return (F)_mm512_permutex2var_epi16(fixed(x[0]), (__m512i)lower, fixed(x[1]));
+  }
+  static PAGED_ATTN_INLINE F exp2_for_operand(F x) { return PairProduct::exp2_for_operand(x); }
+
+  static PAGED_ATTN_INLINE F to_float(I sum) { return (F)_mm512_cvtepi32_ps((__m512i)sum); }
+  static PAGED_ATTN_INLINE F dots(I sum, const float* units) { return to_float(sum) * load(units); }
+  static PAGED_ATTN_INLINE I begin(F) { return I{}; }
+  static PAGED_ATTN_INLINE F add_up(I sum, F acc, float weight) {
+    return fma(to_float(sum), set1(weight), acc);
+  }
+
+  // A row of operands of bfloat16 pairs becomes one of integers, in place, with the units of its
+  // lanes, and one of what that rounding took away in `low`, with units 2^15 times as small. Returns
+  // the sum of the squares of what was taken away; not a finite number if the row has one.
+  static inline float fix_row(float* row, int64_t operands, float* units, float* low,
+                              float* low_units) {
+    const auto numbers = [&](int64_t d, F* x) __attribute__((always_inline)) {
+      const U pair = bits(load(row + d));
+      x[0] = as_float(pair << 16);
+      x[1] = as_float(pair & 0xffff0000u);
+    };
+    const auto pair_up = [](F* x) __attribute__((always_inline)) {
+      const U a = (U)_mm512_cvtps_epi32((__m512)x[0]), b = (U)_mm512_cvtps_epi32((__m512)x[1]);
+      return as_float((a & 0xffffu) | b << 16);
+    };
+    F top = set1(0x1p-80f);
+    for (int64_t d = 0; d < operands; d += W) {
+      F x[2];
+      numbers(d, x);
+      for (int i = 0; i < 2; ++i) top = max(abs(x[i]), top);
+    }
+    // 2^-14 of the power of two that is not above `top`
+    const F unit = as_float(bits(top) & 0x7f800000u) * set1(0x1p-14f);
+    const F inverse = set1(1.f) / unit;
+    F lost = {};
+    for (int64_t d = 0; d < operands; d += W) {
+      F x[2], rest[2];
+      numbers(d, x);
+      for (int i = 0; i < 2; ++i) {
+        const F scaled = x[i] * inverse;
+        x[i] = round(scaled);
+        rest[i] = scaled - x[i];
+        lost = fma(rest[i] * unit, rest[i] * unit, lost);
+        rest[i] = rest[i] * set1(0x1p15f);
+      }
+      store(row + d, pair_up(x));
+      store(low + d, pair_up(rest));
+    }
+    store(units, unit);
+    store(low_units, unit * set1(0x1p-15f));
+    return reduce_add(lost);
+  }
+
+ private:
+  // GCC would compute it anew for every product that it enters
+  static PAGED_ATTN_INLINE F once(F x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+};
+template <>
+constexpr bool FixedProduct::accepts<int8_t> = true;
+
+}  // namespace

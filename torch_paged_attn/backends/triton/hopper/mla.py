@@ -1,0 +1,270 @@
+"""`flash_varlen` on Hopper for latent attention (MLA): one KV head, whose values are the first 512
+of the 576 columns of its keys, and few queries a sequence.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.mla_arguments import (
+    MlaOptions,
+    MlaPointers,
+    MlaScalars,
+    MlaSizes,
+)
+from torch_paged_attn.backends.triton.hopper.support import (
+    BLOCK_M,
+    LACKS,
+    LEAST_BOX,
+    LEAST_SCALE,
+    NOT_CARRIED,
+    is_bound,
+    is_misaligned,
+    key_bound,
+    unsupported_device,
+)
+from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.ops.lacking import lacking
+
+# columns of keys, of which the first are the values; those that a consumer and a box have
+HEAD_DIM, HEAD_DIM_V, HALF, ROPE = 576, 512, 256, 64
+
+# keys that a program takes at a time
+KEYS = 128
+
+# registers of a consumer's thread
+REGISTERS = 232
+
+# boxes of columns that half a block of keys arrives in
+PIECES = 4
+
+# what was timed, and faster than the portable kernel: rows of a sequence and room for its keys, at
+# least; mean queries of a sequence, at most
+LEAST_ROWS, LEAST_KEYS, MOST_QUERIES = 16, 500, 2
+
+# parts of a tile from which on a program of the second kernel takes many of them and few columns,
+# and rows from which on it takes two
+MANY_PARTS, MANY_ROWS = 6, 1024
+
+# of so many groups of programs one may be left out to have the others end together
+LEAST_BUSY = 16
+
+READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+
+
+def unsupported(call: AttentionCall) -> str | None:
+    """Why a call cannot take this kernel; None if it can. Whether the values are columns of the
+    keys is seen when it is launched.
+    """
+    q, k, v = call.q, call.k, call.v
+    if (call.head_dim, call.head_dim_v, call.num_kv_heads) != (HEAD_DIM, HEAD_DIM_V, 1):
+        return "it is no latent attention"
+    if (reason := unsupported_device(q.device)) is not None:
+        return reason
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
+    if call.result_dtype != q.dtype:
+        return f"out_dtype is {call.out_dtype}"
+    if k.stride() != v.stride() or call.layout is not None:
+        return "the values do not lie as the keys do"
+    for name in (*NOT_CARRIED, "alibi_slopes", "sinks"):
+        if getattr(call, name) is not None:
+            return f"it has no {name}"
+    if call.dropout_p > 0.0 or call.softcap:
+        return "it has no dropout_p and no softcap"
+    if (lacked := lacking(call, LACKS)) is not None:
+        return f"it has no {lacked}"
+    if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
+        return "it has no windows"
+    if not LEAST_SCALE <= call.scale <= 1.0 / LEAST_SCALE:
+        return f"softmax_scale is {call.softmax_scale}"
+    if call.block_table is not None:
+        if call.page_size % LEAST_BOX:
+            return f"page_size is {call.page_size}, not a multiple of {LEAST_BOX}"
+        if k.stride(2) <= 0 or k.stride(0) % k.stride(2):
+            return "pages do not lie a whole number of slots apart"
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k)) or 0 in k.shape:
+        return "q or k is not aligned to 16 bytes"
+    return None
+
+
+def unprofitable(call: AttentionCall) -> str | None:
+    """Why a call that can take this kernel should not; None if it should."""
+    if call.total_q > MOST_QUERIES * call.batch:
+        return f"sequences have more than {MOST_QUERIES} queries on average"
+    if call.total_q * call.num_heads < LEAST_ROWS * call.batch:
+        return f"sequences have fewer than {LEAST_ROWS} rows on average"
+    if key_bound(call) < LEAST_KEYS:
+        return f"a sequence has room for fewer than {LEAST_KEYS} keys"
+    return None
+
+
+def options_of(call: AttentionCall) -> MlaOptions:
+    """What the kernels are compiled for."""
+    packed = min(next_power_of_2(call.num_heads), BLOCK_M)
+    page_size = call.page_size
+    return MlaOptions(
+        TOKENS=BLOCK_M // packed,
+        PACKED_HEADS=packed,
+        HEAD_TILES=-(-call.num_heads // packed),
+        PAGE_SIZE=page_size,
+        # the largest power of two that divides a page
+        BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
+        IS_CAUSAL=call.window_right == 0,
+        REGISTERS=REGISTERS,
+        PIECES=PIECES,
+    )
+
+
+def sizes_of(call: AttentionCall) -> MlaSizes:
+    """Numbers that differ from call to call."""
+    return MlaSizes(
+        num_pages=call.k.shape[0],
+        batch=call.batch,
+        total_q=call.total_q,
+        max_keys=min(key_bound(call), 2**31 - 1),
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+    )
+
+
+def tiles_of(call: AttentionCall, options: MlaOptions) -> int:
+    """Tiles of one tile of heads, if sequences have the mean number of queries."""
+    queries = -(-call.total_q // max(call.batch, 1))
+    return max(call.batch * -(-queries // options.TOKENS), 1)
+
+
+def programs_of(call: AttentionCall, options: MlaOptions) -> int:
+    """Programs, one on each multiprocessor: as many for each tile of heads, and a few less if then
+    sequences of one length are whole in a program, or cut in parts of one length.
+    """
+    groups = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
+    tiles = tiles_of(call, options)
+    even = -(-tiles // -(-tiles // groups)) * max(groups // tiles, 1)
+    if even * LEAST_BUSY < groups * (LEAST_BUSY - 1):
+        even = groups
+    return even * options.HEAD_TILES
+
+
+def shares_of_combine(
+    call: AttentionCall, options: MlaOptions, programs: int
+) -> tuple[int, int, int]:
+    """Of a program of the second kernel: its heads, the parts that it adds up at a time, and its
+    columns."""
+    parts = programs // options.HEAD_TILES // tiles_of(call, options)
+    if parts >= MANY_PARTS:
+        return 1, 64, 128
+    return (2, 2, 512) if call.total_q * call.num_heads > MANY_ROWS else (1, 4, 512)
+
+
+def part_elements(programs: int) -> int:
+    """Numbers that programs leave: rows of values, then their references and sums."""
+    return 2 * programs * BLOCK_M * (HEAD_DIM_V + 2)
+
+
+def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
+    """A plan for the given tensors of calls like this one, in the order of the op's list; and
+    `otherwise` where the values are no columns of the keys but lie elsewhere, which a description
+    does not say.
+    """
+    results = call.new_results()
+    new_out, new_lse = map(Allocation.like, results)
+    if call.total_q == 0:
+        return lambda tensors, addresses: (new_out(), new_lse())
+    start = plan_launches(call, results[0])
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        _, k, v = addresses[:3] if addresses is not None else [x.data_ptr() for x in tensors[:3]]
+        if k != v:
+            return otherwise(tensors, addresses)
+        out, lse = new_out(), new_lse()
+        start(tensors, addresses, out, lse)
+        return out, lse
+
+    return run
+
+
+def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
+    """A plan that is given where the results go, tensors like `out` and its lse."""
+    from torch_paged_attn.backends.triton.hopper.mla_combine import _hopper_mla_combine_kernel
+    from torch_paged_attn.backends.triton.hopper.mla_kernel import _hopper_mla_fwd_kernel
+    from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
+
+    options, target = options_of(call), target_of(call.q.device)
+    programs = programs_of(call, options)
+    new_parts = Allocation((part_elements(programs),), torch.float32, call.q.device)
+    k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
+    rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
+    q_boxes = [ragged_rows(call.q, **rows, width=width) for width in (HALF, ROPE)]
+    widths = HALF // options.PIECES, ROPE
+    k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in widths]
+    out_boxes = ragged_rows(out, **rows, width=HALF)
+    scalars = MlaScalars(
+        num_heads=call.num_heads,
+        page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
+        scale_log2=call.scale * LOG2E.value,
+    )
+    sizes = sizes_of(call)
+    launch = Launch(
+        _hopper_mla_fwd_kernel,
+        (programs,),
+        **sizes._asdict(),
+        scalars=scalars,
+        OPTIONS=options,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    heads, at_a_time, columns = shares_of_combine(call, options, programs)
+    combine = Launch(
+        _hopper_mla_combine_kernel,
+        (call.total_q, -(-call.num_heads // heads), HEAD_DIM_V // columns),
+        **sizes._asdict(),
+        num_heads=call.num_heads,
+        programs=programs,
+        OPTIONS=options,
+        HEADS=heads,
+        PARTS=at_a_time,
+        COLUMNS=columns,
+        num_warps=4,
+        **dependent_launch(target.overlaps_launches),
+    )
+    # what is not given is the None behind the tensors
+    names = list(call.given_tensors())
+    places = {name: i for i, name in enumerate(names)}
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
+
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
+        parts = new_parts()
+        if not (launch.is_ready and combine.is_ready) or addresses is None:
+            q_bounds, k_bounds, seqused_k, table = pick((*tensors, None))
+            pointers = MlaPointers(lse, q_bounds, k_bounds, seqused_k, table, parts)
+            q, k = (x.data_ptr() for x in tensors[:2])
+            launch(
+                *(boxes.at(q) for boxes in q_boxes),
+                *(boxes.at(k) for boxes in k_boxes),
+                out_boxes.at(out.data_ptr()),
+                pointers,
+            )
+            combine(out, pointers)
+            return
+        boxes_at = launch.map_arguments
+        q, k = addresses[:2]
+        memory = lse.data_ptr(), *pick((*addresses, None)), parts.data_ptr()
+        launch.start(
+            *boxes_at(0, q_boxes[0], q),
+            *boxes_at(1, q_boxes[1], q),
+            *boxes_at(2, k_boxes[0], k),
+            *boxes_at(3, k_boxes[1], k),
+            *boxes_at(4, out_boxes, out.data_ptr()),
+            memory,
+        )
+        combine.start(out.data_ptr(), memory)
+
+    return start

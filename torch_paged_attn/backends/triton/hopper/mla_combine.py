@@ -1,0 +1,111 @@
+"""Results of tiles of latent attention whose keys several programs shared.
+
+A program leaves at most two parts: of a tile that it finds begun, and of one that it leaves
+unfinished. A part is a tile's weighted sums of values, not yet divided, then the rows' references
+in base two and sums of weights. They are added up in the order of the keys.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaSizes
+from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
+from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
+from torch_paged_attn.backends.triton.softmax import finite_or_zero
+
+# sequences that are looked at at a time
+LOOKED_AT = tl.constexpr(128)
+
+# rows of a part, values of a row, and keys of a unit: those of `mla_pipeline.py`
+ROWS, WIDTH, UNIT_KEYS = (tl.constexpr(i) for i in (64, 512, 128))
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
+    """First query, queries, and units of each tile of sequences, as the producer counts them."""
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, sizes.total_q)
+    _, key_len = key_span(
+        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        sizes.max_keys, OPTIONS.PAGE_SIZE > 0,
+    )  # fmt: skip
+    query_len = tl.where(b <= sizes.batch, tl.maximum(q_stop - q_start, 0), 0)
+    return q_start, query_len, tl.maximum(tl.cdiv(key_len, UNIT_KEYS), 1)
+
+
+@triton.jit
+def _group_of(unit, groups, total):
+    """The group of programs whose share holds a unit."""
+    return (((unit + 1).to(tl.int64) * groups - 1) // total).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=(*MlaSizes._fields, "num_heads", "programs"))
+def _hopper_mla_combine_kernel(
+    out_ptr, pointers,
+    num_pages, batch, total_q, max_keys, stride_table,
+    num_heads, programs,
+    OPTIONS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program adds up COLUMNS columns of HEADS heads of a token, PARTS parts at a time;
+    `programs` left parts."""
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
+    sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
+    row = tl.program_id(0)
+    # lengths were there when the kernel before this one began to read them
+    total = tl.full([], 0, tl.int32)
+    sequence = tl.full([], -1, tl.int32)
+    before = tl.full([], 0, tl.int32)
+    for b0 in tl.range(0, batch + 1, LOOKED_AT):
+        b = b0 + tl.arange(0, LOOKED_AT)
+        q_start, query_len, units = _units_of(b, pointers, sizes, OPTIONS)
+        units *= tl.cdiv(query_len, TOKENS)
+        has_begun = (b <= batch) & (q_start <= row)
+        sequence += tl.sum(has_begun.to(tl.int32), 0)
+        total += tl.sum(units, 0)
+        # the row's own sequence is among those that have begun
+        before += tl.sum(tl.where(has_begun, units, 0), 0)
+    q_start, query_len, units = _units_of(sequence, pointers, sizes, OPTIONS)
+    before -= units * tl.cdiv(query_len, TOKENS)
+    token = row - q_start
+    first_unit = before + token // TOKENS * units
+    groups = tl.minimum(programs // HEAD_TILES, total)
+    first = _group_of(first_unit, groups, total)
+    parts = _group_of(first_unit + units - 1, groups, total) - first + 1
+    # also where there is nothing to do: the next kernel waits for this one alone
+    gdc_wait(IS_DEPENDENT)
+    if parts > 1:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        in_tile = token % TOKENS * OPTIONS.PACKED_HEADS + head % OPTIONS.PACKED_HEADS
+        exists = head < num_heads
+        references = pointers.parts + programs.to(tl.int64) * (2 * ROWS * WIDTH)
+        m = tl.full([HEADS], float("-inf"), tl.float32)
+        weights = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, COLUMNS], tl.float32)
+        for s0 in tl.range(0, parts, PARTS):
+            s = s0 + tl.arange(0, PARTS)
+            slot = (2 * (first + s) + tl.where(s == 0, 1, 0)) * HEAD_TILES
+            part = slot[:, None] + (head // OPTIONS.PACKED_HEADS)[None, :]
+            is_part = (s < parts)[:, None] & exists[None, :]
+            of_part = references + part * (2 * ROWS) + in_tile[None, :]
+            m_part = tl.load(of_part, mask=is_part, other=float("-inf"))
+            weight_part = tl.load(of_part + ROWS, mask=is_part, other=0.0)
+            at = (part * ROWS + in_tile[None, :]).to(tl.int64) * WIDTH
+            values = pointers.parts + at[:, :, None] + column[None, None, :]
+            acc_part = tl.load(values, mask=is_part[:, :, None], other=0.0)
+            m_new = tl.maximum(m, tl.max(m_part, 0))
+            shift = finite_or_zero(m_new)
+            old, new = tl.exp2(m - shift), tl.exp2(m_part - shift[None, :])
+            weights = weights * old + tl.sum(weight_part * new, 0)
+            acc = acc * old[:, None] + tl.sum(acc_part * new[:, :, None], 0)
+            m = m_new
+        divisor = tl.where(weights == 0.0, 1.0, weights)
+        lse = tl.where(weights == 0.0, float("-inf"), m * LN2 + tl.log(divisor))
+        tl.store(pointers.lse + head.to(tl.int64) * total_q + row, lse, mask=exists)
+        at = (row.to(tl.int64) * num_heads + head) * WIDTH
+        out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] + column[None, :], out, mask=exists[:, None])

@@ -1,0 +1,283 @@
+"""A consumer of the kernel for latent attention: four warps that own half of a result's columns.
+
+A result of 64 rows and 512 columns in float32 fills half of the registers, so that two consumers
+hold it, a half each, and take turns with blocks of keys (FlashMLA's "seesaw"): each multiplies the
+scores of every other block and gives the other one the probabilities. References go from block to
+block in the order of the keys. While one is busy with its softmax, the other's products run: the
+first consumer's scores are asked for before, and its softmax ends while, the second one's are
+multiplied; that one's softmax passes while the first block is multiplied as values.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS, ROWS
+from torch_paged_attn.backends.triton.hopper.scores import mask_window
+from torch_paged_attn.backends.triton.hopper.softmax import (
+    LN2,
+    partial_sum,
+    rescale,
+    scale_rows,
+    update_softmax,
+)
+from torch_paged_attn.backends.triton.hopper.tma import store_rows
+from torch_paged_attn.backends.triton.hopper.work_info import (
+    CONTEXT_LEN,
+    FIRST_KEY,
+    FIRST_PART,
+    FIRST_TOKEN,
+    HEAD,
+    KEY_LEN,
+    NUM_KV_TILES,
+    Q_START,
+    STOP_TOKEN,
+    thread_barrier,
+)
+
+
+class LatentRows(NamedTuple):
+    """The rows of a tile, as values of the kernel."""
+
+    position: Any  # by row
+    key_len: Any
+    full_stop: Any  # keys before this one are seen by all rows
+
+
+@gluon.jit
+def _probabilities(s, start, m_i, l_i, rows, params, OPTIONS: gl.constexpr):
+    """Fold a block's scores into the rows' references and sums: see `update_softmax`."""
+    if start + KEYS > rows.full_stop:
+        s = mask_window(s, start, rows, params.scalars, OPTIONS)
+    return update_softmax(s, m_i, l_i, params.scalars.scale_log2)
+
+
+@gluon.jit
+def _tell(n, p, m_i, shrink, pipelines, W: gl.constexpr):
+    """Give the other consumer the probabilities, references and factors of this one's block."""
+    # all warps have read what lies there
+    thread_barrier()
+    pipelines.k.rope(n, W).store(p)
+    pipelines.exchange.of(W, 0).store(m_i)
+    pipelines.exchange.of(W, 1).store(shrink)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(pipelines.exchange.told.index(W), count=1)
+
+
+@gluon.jit
+def _hear(n, like, pipelines, W: gl.constexpr):
+    """References and factors of the other consumer's block of pair n, as rows of `like` lie."""
+    mbarrier.wait(pipelines.exchange.told.index(1 - W), n & 1)
+    m_i = pipelines.exchange.of(1 - W, 0).load(like.type.layout)
+    return m_i, pipelines.exchange.of(1 - W, 1).load(like.type.layout)
+
+
+@gluon.jit
+def _scale_sums(l_i, shrink):
+    rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    return l_i * gl.expand_dims(gl.convert_layout(shrink, rows, True), 1)
+
+
+@gluon.jit
+def _half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, UNIT: gl.constexpr):
+    """Ask for the part of the scores that is a unit's half of the columns, as its pieces arrive: a
+    product for each."""
+    PIECES: gl.constexpr = OPTIONS.PIECES
+    WIDTH: gl.constexpr = HALF // PIECES
+    SIDE: gl.constexpr = 1 if UNIT == 1 or UNIT == 2 else 0
+    for i in gl.static_range(PIECES):
+        pipelines.k.wait(n, UNIT, i)
+        q = pipelines.q.half(n, SIDE).slice(i * WIDTH, WIDTH, dim=1)
+        k = pipelines.k.half(n, UNIT).slice(i * WIDTH, WIDTH, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=UNIT % 2 + i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """Ask for the other half of the scores, and for the columns that are no values."""
+    s = _half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1)
+    q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
+    return warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
+    """Of pair n, from the first block's scores to its product with values, and what the second
+    block's softmax came to."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
+    p = p.to(pipelines.k.halves.dtype)
+    _tell(n, p, m_i, shrink, pipelines, 0)
+    p = gl.convert_layout(p, operand)
+    pending = warpgroup_mma(p, pipelines.k.half(n, 0), rescale(acc, shrink), is_async=True)
+    m_i, shrink = _hear(n, m_i, pipelines, 0)
+    l_i = _scale_sums(l_i, shrink)
+    acc = warpgroup_mma_wait(0, deps=[pending])
+    pipelines.k.release(0)
+    return m_i, l_i, acc, shrink
+
+
+@gluon.jit
+def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
+    """The first consumer's part of a tile: scores of the first block of each pair."""
+    scores: gl.constexpr = m_i.type.layout.parent
+    keys = pipelines.k
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
+    s = _half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+    s = _rest_of_scores(s, n, pipelines, OPTIONS, 0)
+    s = warpgroup_mma_wait(0, deps=[s])
+    m_i, l_i, acc, shrink = _first_values(
+        n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
+    )
+    for _ in range(1, pairs):
+        # the next scores are asked for before this pair's second block is done with
+        acc = rescale(acc, shrink)
+        pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
+        n += 1
+        start += 2 * KEYS
+        s = _half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+        acc = warpgroup_mma_wait(OPTIONS.PIECES, deps=[pending])
+        keys.release(3)
+        s = _rest_of_scores(s, n, pipelines, OPTIONS, 0)
+        s = warpgroup_mma_wait(0, deps=[s])
+        m_i, l_i, acc, shrink = _first_values(
+            n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
+        )
+    acc = rescale(acc, shrink)
+    pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[pending])
+    keys.release(3)
+    return n + 1, m_i, l_i, acc
+
+
+@gluon.jit
+def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
+    """The second consumer's part."""
+    scores: gl.constexpr = m_i.type.layout.parent
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    keys = pipelines.k
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
+    start += KEYS
+    for _ in range(pairs):
+        s = _half_of_scores(zeros, n, pipelines, OPTIONS, 2)
+        s = _rest_of_scores(s, n, pipelines, OPTIONS, 1)
+        m_i, shrink = _hear(n, m_i, pipelines, 1)
+        l_i = _scale_sums(l_i, shrink)
+        s = warpgroup_mma_wait(0, deps=[s])
+        acc = rescale(acc, shrink)
+        # the tensor cores are busy with the first block's values meanwhile
+        pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
+        p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
+        p = p.to(keys.halves.dtype)
+        _tell(n, p, m_i, shrink, pipelines, 1)
+        acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
+        keys.release(1)
+        p = gl.convert_layout(p, operand)
+        pending = warpgroup_mma(p, keys.half(n, 2), rescale(acc, shrink), is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[pending])
+        keys.release(2)
+        start += 2 * KEYS
+        n += 1
+    return n, m_i, l_i, acc
+
+
+@gluon.jit
+def _all_sums(l_i, tile, like, exchange, W: gl.constexpr):
+    """The rows' sums over the blocks of both consumers."""
+    own = gl.convert_layout(gl.sum(l_i, 1), like.type.layout)
+    exchange.of(W, 2).store(own)
+    thread_barrier()
+    mbarrier.arrive(exchange.ended.index(W), count=1)
+    mbarrier.wait(exchange.ended.index(1 - W), tile & 1)
+    # in one order, so that both divide by the same number
+    first = exchange.of(0, 2).load(like.type.layout)
+    return first + exchange.of(1, 2).load(like.type.layout)
+
+
+@gluon.jit
+def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
+    """Leave a tile's sums for `mla_combine.py`."""
+    result: gl.constexpr = acc.type.layout
+    programs = gl.num_programs(0)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
+    column = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, result)), 0)
+    values = params.pointers.parts + part.to(gl.int64) * (ROWS * 2 * HALF) + W * HALF
+    by_row = gl.convert_layout(exists.to(gl.int32), gl.SliceLayout(1, result))
+    gl.store(values + row * (2 * HALF) + column, acc, mask=gl.expand_dims(by_row, 1) != 0)
+    if W == 0:
+        references = params.pointers.parts + programs.to(gl.int64) * (2 * ROWS * 2 * HALF)
+        r = gl.arange(0, ROWS, m_i.type.layout)
+        gl.store(references + part * (2 * ROWS) + r, m_i)
+        gl.store(references + part * (2 * ROWS) + ROWS + r, total)
+
+
+@gluon.jit
+def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """Columns [W * HALF, ...) of every tile of queries."""
+    PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, scores)
+    work_info = pipelines.work_info
+    r = gl.arange(0, ROWS, by_row)
+    n = 0
+    tile = 0
+    pipelines.q.wait(0)
+    pairs = work_info.get(0, NUM_KV_TILES)
+    while pairs > 0:
+        key_len = work_info.get(tile, KEY_LEN)
+        context_len = work_info.get(tile, CONTEXT_LEN)
+        first_token = work_info.get(tile, FIRST_TOKEN)
+        start = work_info.get(tile, FIRST_KEY)
+        full_stop = key_len
+        if OPTIONS.IS_CAUSAL:
+            full_stop = gl.minimum(key_len, context_len + first_token + 1)
+        position = context_len + first_token + r // PACKED_HEADS
+        rows = LatentRows(position, key_len, full_stop)
+        m_i = gl.full([ROWS], -float("inf"), gl.float32, by_row)
+        l_i = partial_sum(gl.zeros([ROWS, KEYS], gl.float32, scores))
+        acc = gl.zeros([ROWS, HALF], gl.float32, result)
+        if W == 0:
+            n, m_i, l_i, acc = _first_blocks(
+                n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
+            )
+        else:
+            n, m_i, l_i, acc = _second_blocks(
+                n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
+            )
+        total = _all_sums(l_i, tile, m_i, pipelines.exchange, W)
+        q_start = work_info.get(tile, Q_START)
+        stop_token = work_info.get(tile, STOP_TOKEN)
+        first_head = work_info.get(tile, HEAD)
+        part = work_info.get(tile, FIRST_PART)
+        token = first_token + r // PACKED_HEADS
+        head = first_head + r % PACKED_HEADS
+        exists = (token < stop_token) & (head < params.scalars.num_heads)
+        if part >= 0:
+            _store_part(acc, m_i, total, part, exists, params, W)
+        else:
+            if W == 0:
+                row = params.pointers.lse + head.to(gl.int64) * params.sizes.total_q
+                gl.store(row + q_start + token, m_i * LN2 + gl.log2(total) * LN2, mask=exists)
+            # nobody reads the queries any more
+            out = pipelines.q.half(n, W)
+            share = gl.where(total > 0.0, 1.0 / total, 0.0)
+            out.store(scale_rows(acc, share).to(out.dtype))
+            fence_async_shared()
+            box = pipelines.q.halves.index(W)
+            store_rows(params.out_desc, q_start, stop_token, first_token, first_head, box, W * HALF)
+            tma.store_wait(0)
+        pipelines.q.release()
+        tile += 1
+        pipelines.q.wait(tile)
+        pairs = work_info.get(tile, NUM_KV_TILES)

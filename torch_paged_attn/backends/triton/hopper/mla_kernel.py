@@ -1,0 +1,59 @@
+"""Latent attention (MLA) on Hopper, in Gluon: one KV head whose values are the first 512 of the 576
+columns of its keys.
+
+One program on each multiprocessor: two consumers, which hold a half of the result's columns each
+(`mla_consumer.py`), and a producer (`mla_producer.py`). Keys are loaded once, and are values, too.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaParams, MlaSizes
+from torch_paged_attn.backends.triton.hopper.mla_consumer import consume_latent
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import (
+    LatentPipelines,
+    new_exchange,
+    new_keys,
+    new_queries,
+)
+from torch_paged_attn.backends.triton.hopper.mla_producer import produce_latent
+from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
+
+
+@gluon.constexpr_function
+def _registers(of_consumer):
+    """Registers of a thread of the second consumer and of the warps after it: a lane of each of
+    three warpgroups has 504 between them."""
+    return [of_consumer] + [504 - 2 * of_consumer] * 4
+
+
+@gluon.jit
+def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
+    """A partition of the program's warps: a consumer, the producer, or one that fills up its
+    warpgroup."""
+    if NUMBER < 2:
+        consume_latent(params, pipelines, OPTIONS, NUMBER)
+    elif NUMBER == 2:
+        produce_latent(params, pipelines, OPTIONS)
+
+
+@gluon.jit(do_not_specialize=MlaSizes._fields)
+def _hopper_mla_fwd_kernel(
+    q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers,
+    num_pages, batch, total_q, max_keys, stride_table,
+    scalars,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """The arguments are those of `mla_arguments.py`."""
+    queries = new_queries(q_desc, q_rope_desc, OPTIONS)
+    keys = new_keys(k_desc, k_rope_desc, OPTIONS)
+    pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1))
+    sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
+    params = MlaParams(q_desc, q_rope_desc, k_desc, k_rope_desc, out_desc, pointers, sizes, scalars)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(_run_partition, (params, pipelines, OPTIONS, i)) for i in (0, 1, 2, 3, 4, 5)],
+        [4, 1, 1, 1, 1],
+        _registers(OPTIONS.REGISTERS),
+    )

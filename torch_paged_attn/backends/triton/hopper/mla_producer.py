@@ -1,0 +1,245 @@
+"""The producer of the kernel for latent attention, a warp: it finds its program's share of the keys
+and has the tensor memory accelerator load queries and keys.
+
+The keys of all tiles, in pairs of blocks and in a row, are dealt out evenly to groups of programs;
+the programs of a group take a tile of heads each, so that they read the same keys at the same time.
+`mla_combine.py` finds the shares by the same rule.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import HALF, KEYS
+from torch_paged_attn.backends.triton.hopper.producer import (
+    let_next_kernel_start,
+    wait_for_kernel_before,
+)
+from torch_paged_attn.backends.triton.hopper.tma import load_rows
+from torch_paged_attn.backends.triton.hopper.work_info import (
+    CONTEXT_LEN,
+    FIRST_KEY,
+    FIRST_PART,
+    FIRST_TOKEN,
+    HEAD,
+    KEY_LEN,
+    NUM_KV_TILES,
+    Q_START,
+    STOP_TOKEN,
+    thread_barrier,
+)
+from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
+
+# sequences that are looked at at a time
+LOOKED_AT = gl.constexpr(128)
+
+
+@gluon.jit
+def _lengths_of(b, params, OPTIONS: gl.constexpr):
+    """First query, queries, first packed key and keys of sequences. The rows past the last one are
+    one more, without keys."""
+    pointers, sizes = params.pointers, params.sizes
+    q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
+    # rows nobody checked must not lead outside the tensors
+    q_start, q_stop = gl.maximum(q_start, 0), gl.minimum(q_stop, sizes.total_q)
+    k_start, key_len = key_span(
+        b, pointers.cu_seqlens_q, pointers.cu_seqlens_k, pointers.seqused_k, sizes.batch,
+        sizes.max_keys, OPTIONS.PAGE_SIZE > 0,
+    )  # fmt: skip
+    query_len = gl.where(b <= sizes.batch, gl.maximum(q_stop - q_start, 0), 0)
+    return q_start, query_len, k_start, key_len
+
+
+@gluon.jit
+def _pairs_of(key_len):
+    """Pairs of blocks; one, of masked keys, where there is no key."""
+    return gl.maximum((key_len + 2 * KEYS - 1) // (2 * KEYS), 1)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _units_from(b0, params, OPTIONS: gl.constexpr):
+    """Of sequences from b0 on: pairs of blocks of all their tiles."""
+    layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [gl.num_warps()], [0])
+    b = b0 + gl.arange(0, LOOKED_AT, layout)
+    _, query_len, _, key_len = _lengths_of(b, params, OPTIONS)
+    return (query_len + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS * _pairs_of(key_len), b
+
+
+@gluon.jit
+def _first_of(group, groups, total):
+    return (total.to(gl.int64) * group // groups).to(gl.int32)
+
+
+@gluon.jit
+def _find_share(params, OPTIONS: gl.constexpr):
+    """First unit of this program's group, the one after its last, the sequence and its unit that
+    come first, and the group."""
+    batch = params.sizes.batch
+    total = 0
+    for b0 in range(0, batch + 1, LOOKED_AT):
+        units, _ = _units_from(b0, params, OPTIONS)
+        total += gl.sum(units, 0)
+    groups = gl.minimum(gl.num_programs(0) // OPTIONS.HEAD_TILES, total)
+    group = gl.program_id(0) // OPTIONS.HEAD_TILES
+    unit = 0
+    stop = 0
+    if group < groups:
+        unit = _first_of(group, groups, total)
+        stop = _first_of(group + 1, groups, total)
+    sequence = 0
+    passed = 0
+    before = 0
+    for b0 in range(0, batch + 1, LOOKED_AT):
+        units, b = _units_from(b0, params, OPTIONS)
+        until = before + gl.associative_scan(units, 0, _add)
+        is_past = (until <= unit) & (b <= batch)
+        sequence += gl.sum(is_past.to(gl.int32), 0)
+        passed = gl.maximum(passed, gl.max(gl.where(is_past, until, 0), 0))
+        before += gl.sum(units, 0)
+    return unit, stop, sequence, unit - passed, group
+
+
+@gluon.jit
+def _find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
+    """Of the boxes of a block, the keys from number `start` on: the first row of each one's page or
+    sequence, and how many rows are to be read of that, from where on."""
+    BOX: gl.constexpr = OPTIONS.BOX_ROWS
+    PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
+    BOXES: gl.constexpr = KEYS // BOX
+    pages = ()
+    boxes = ()
+    # the compiler of kernels knows no unpacking
+    if PAGE_SIZE == 0:
+        boxes = ((k_start, key_len, start),)  # type: ignore[assignment]
+    else:
+        # all of them on their way before anything waits
+        for i in gl.static_range(BOXES):
+            j = start + i * BOX
+            # entries past the keys may hold anything: they are not read
+            page = gl.load(table + j // PAGE_SIZE, mask=j < key_len, other=-1)
+            pages = pages + (page,)  # type: ignore[assignment]  # noqa: RUF005
+        for i in gl.static_range(BOXES):
+            j = start + i * BOX
+            # a bad id that nobody checked reads nothing
+            is_page = (pages[i] >= 0) & (pages[i] < params.sizes.num_pages)
+            left = key_len - j // PAGE_SIZE * PAGE_SIZE
+            size = gl.where(is_page, gl.minimum(left, PAGE_SIZE), 0)
+            first = gl.where(is_page, pages[i], 0) * params.scalars.page_rows
+            boxes = boxes + ((first, size, j % PAGE_SIZE),)  # type: ignore[assignment]  # noqa: RUF005
+    return boxes
+
+
+@gluon.constexpr_function
+def _has_rope(unit, piece, pieces):
+    """Whether the columns that are no values come with a piece."""
+    return unit % 2 == 1 and piece == pieces - 1
+
+
+@gluon.jit
+def _load_unit(n, boxes, params, keys, OPTIONS: gl.constexpr, UNIT: gl.constexpr):
+    """Load a unit of pair n (see `mla_pipeline.py`)."""
+    PIECES: gl.constexpr = OPTIONS.PIECES
+    WIDTH: gl.constexpr = HALF // PIECES
+    COLUMN: gl.constexpr = HALF if UNIT == 1 or UNIT == 2 else 0
+    keys.acquire(n, UNIT)
+    for i in gl.static_range(PIECES):
+        barrier = keys.full_barrier(UNIT, i)
+        _load_piece(
+            barrier, boxes, params, keys, OPTIONS, UNIT, i * WIDTH, COLUMN,
+            _has_rope(UNIT, i, PIECES),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_piece(
+    barrier, boxes, params, keys, OPTIONS: gl.constexpr, UNIT: gl.constexpr, PLACE: gl.constexpr,
+    COLUMN: gl.constexpr, HAS_ROPE: gl.constexpr,
+):  # fmt: skip
+    """Load the columns of a unit from number PLACE on."""
+    BOX: gl.constexpr = OPTIONS.BOX_ROWS
+    WIDTH: gl.constexpr = HALF // OPTIONS.PIECES
+    NBYTES: gl.constexpr = params.k_desc.block_type.nbytes
+    MORE: gl.constexpr = params.k_rope_desc.block_type.nbytes if HAS_ROPE else 0
+    mbarrier.expect(barrier, (NBYTES + MORE) * len(boxes))
+    for i in gl.static_range(len(boxes)):
+        first, size, row = boxes[i]
+        piece = keys.halves.index(UNIT).slice(i * BOX, BOX, dim=2).slice(PLACE, WIDTH, dim=4)
+        load_rows(params.k_desc, first, size, row, 0, barrier, piece, COLUMN + PLACE)
+        if HAS_ROPE:
+            rope = keys.ropes.index(UNIT // 2).slice(i * BOX, BOX, dim=2)
+            load_rows(params.k_rope_desc, first, size, row, 0, barrier, rope, 2 * HALF)
+
+
+@gluon.jit
+def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
+    """Load what the program's share of tiles needs, one after the other."""
+    TOKENS: gl.constexpr = OPTIONS.TOKENS
+    queries, keys, work_info = pipelines.q, pipelines.k, pipelines.work_info
+    q_desc, q_rope_desc = params.q_desc, params.q_rope_desc
+    wait_for_kernel_before()
+    # so that `mla_combine.py` need only wait for the programs to end
+    let_next_kernel_start()
+    unit, stop, b, offset, group = _find_share(params, OPTIONS)
+    head_tile = gl.program_id(0) % OPTIONS.HEAD_TILES
+    head = head_tile * OPTIONS.PACKED_HEADS
+    n = 0
+    tile = 0
+    while unit < stop:
+        q_start, query_len, k_start, key_len = _lengths_of(b, params, OPTIONS)
+        pairs_of_tile = _pairs_of(key_len)
+        tiles = (query_len + TOKENS - 1) // TOKENS
+        if tiles > 0:
+            first_pair = offset % pairs_of_tile
+            pairs = gl.minimum(pairs_of_tile - first_pair, stop - unit)
+            first_token = offset // pairs_of_tile * TOKENS
+            stop_token = gl.minimum(first_token + TOKENS, query_len)
+            part = 2 * group + (first_pair == 0).to(gl.int32)
+            part = part * OPTIONS.HEAD_TILES + head_tile
+            part = gl.where(pairs == pairs_of_tile, -1, part)
+            queries.acquire(tile)
+            work_info.put(tile, NUM_KV_TILES, pairs)
+            work_info.put(tile, FIRST_KEY, first_pair * (2 * KEYS))
+            work_info.put(tile, KEY_LEN, key_len)
+            work_info.put(tile, CONTEXT_LEN, key_len - query_len)
+            work_info.put(tile, Q_START, q_start)
+            work_info.put(tile, FIRST_TOKEN, first_token)
+            work_info.put(tile, STOP_TOKEN, stop_token)
+            work_info.put(tile, HEAD, head)
+            work_info.put(tile, FIRST_PART, part)
+            thread_barrier()  # the thread that arrives has not written all of these
+            barrier = queries.full.index(0)
+            mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
+            for i in gl.static_range(2):
+                box = queries.halves.index(i)
+                load_rows(q_desc, q_start, stop_token, first_token, head, barrier, box, i * HALF)
+            box = queries.rope.index(0)
+            load_rows(q_rope_desc, q_start, stop_token, first_token, head, barrier, box, 2 * HALF)
+            table = 0
+            if OPTIONS.PAGE_SIZE > 0:
+                table = params.pointers.block_table + b.to(gl.int64) * params.sizes.stride_table
+            start = first_pair * (2 * KEYS)
+            for _ in range(pairs):
+                boxes = _find_boxes(start, table, k_start, key_len, params, OPTIONS)
+                _load_unit(n, boxes, params, keys, OPTIONS, 0)
+                _load_unit(n, boxes, params, keys, OPTIONS, 1)
+                start += KEYS
+                boxes = _find_boxes(start, table, k_start, key_len, params, OPTIONS)
+                _load_unit(n, boxes, params, keys, OPTIONS, 2)
+                _load_unit(n, boxes, params, keys, OPTIONS, 3)
+                start += KEYS
+                n += 1
+            tile += 1
+            unit += pairs
+            offset += pairs
+        if offset >= tiles * pairs_of_tile:
+            b += 1
+            offset = 0
+    queries.acquire(tile)
+    work_info.put(tile, NUM_KV_TILES, 0)
+    thread_barrier()
+    mbarrier.arrive(queries.full.index(0), count=1)
