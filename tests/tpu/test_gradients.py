@@ -42,8 +42,12 @@ def case(name, **changes):
     return args, {name: to_jax(x) for name, x in results.items()}, truth
 
 
+# the forward's alone
+FORWARD_ONLY = ("out_dtype", "batch_invariant")
+
+
 def backward(args, results, **changes):
-    given = {name: x for name, x in args.items() if name != "out_dtype"} | results
+    given = {name: x for name, x in args.items() if name not in FORWARD_ONLY} | results
     return lambda i: flash_varlen_backward(**{"config": SMALL, **given, **changes}, interpret=i)
 
 
@@ -167,7 +171,7 @@ def test_from_torch(monkeypatch):
     # a kernel for two results, one that XLA has, and two that nobody asks for
     mask = False, True, True, False, True
     given = call.args | dict(dout=dout, dlse=None, out=out, softmax_lse=lse, output_mask=mask)
-    for name in ("out_dtype", "batch_invariant"):  # the forward's alone
+    for name in FORWARD_ONLY:
         given.pop(name, None)
     found = binding.flash_varlen_backward(**given, run=run)
     assert_accurate_gradients(found, Gradients.by_reference(call.op, call.args, dout, None, mask))
