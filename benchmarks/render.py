@@ -77,12 +77,20 @@ def over_best_peer(document: dict[str, Any]) -> dict[str, list[float]]:
     return kinds
 
 
-def draw(machines: dict[str, dict[str, Any]], path: Path) -> None:
+def over_best_peer_of(names: tuple[str, ...]) -> dict[str, list[float]]:
+    """The same of several results of a machine."""
+    kinds: dict[str, list[float]] = {}
+    for name in names:
+        for kind, ratios in over_best_peer(cpu.read(RESULTS / name)).items():
+            kinds.setdefault(kind, []).extend(ratios)
+    return kinds
+
+
+def draw(kinds: dict[str, dict[str, list[float]]], path: Path) -> None:
     """A line for each kind of problem on each machine, a dot for each problem of the tables."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    kinds = {title: over_best_peer(document) for title, document in machines.items()}
     heights = [len(rows) for rows in kinds.values()]
     figure = Figure(figsize=(9, 1.1 + 0.24 * sum(heights)), layout="constrained")
     axes = figure.subplots(len(kinds), sharex=True, height_ratios=heights)
@@ -127,11 +135,11 @@ def main() -> int:
     for page in stale:
         page.write_text(pages[page])
     machines = {
-        "NVIDIA H200": "cuda/h200.json",
-        "AMD EPYC (Zen 5), 2 threads": "cpu/epyc_zen5.json",
-        "Intel Xeon with AMX, 2 threads": "cpu/xeon_emerald_rapids.json",
+        "NVIDIA H200": ("cuda/h200.json", "cuda/h200_step.json", "cuda/h200_others.json"),
+        "AMD EPYC (Zen 5), 2 threads": ("cpu/epyc_zen5.json",),
+        "Intel Xeon with AMX, 2 threads": ("cpu/xeon_emerald_rapids.json",),
     }
-    draw({title: cpu.read(RESULTS / name) for title, name in machines.items()}, PICTURE)
+    draw({title: over_best_peer_of(names) for title, names in machines.items()}, PICTURE)
     return 0
 
 

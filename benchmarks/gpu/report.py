@@ -104,7 +104,7 @@ def tables(read_ceiling: float) -> list[Table]:
             peers=("FA3",),
         ),
         Table(
-            "decode of latent attention (MLA, 576/512), µs",
+            "latent decode, µs: MLA, 576/512, batch, context, heads, page size",
             "latent",
             "latent ",
             {
@@ -143,7 +143,7 @@ def tables(read_ceiling: float) -> list[Table]:
             for kind in ("backward", "forward+backward")
         ),
         Table(
-            "a training step of a Llama of a billion parameters, tokens/s",
+            "training step, tokens/s: a Llama of a billion parameters, documents x length",
             "train_step",
             "",
             {
@@ -152,6 +152,7 @@ def tables(read_ceiling: float) -> list[Table]:
                 "cuDNN": figure("cuDNN"),
                 "FA2": figure("FA2"),
             },
+            peers=("cuDNN", "FA2"),
         ),
         Table(
             "block-sparse, causal local + strided, heads of 128",

@@ -35,7 +35,9 @@ def elsewhere(call):
         if isinstance(value, torch.Tensor):
             room.append(torch.empty(1000, device="cuda"))
             span = value.new_zeros(value.untyped_storage().nbytes() // value.itemsize)
-            value = span.as_strided(value.shape, value.stride(), 0).copy_(value)
+            value = span.as_strided(value.shape, value.stride(), value.storage_offset()).copy_(
+                value
+            )
         copied[name] = value
     return dataclasses.replace(call, args=copied)
 

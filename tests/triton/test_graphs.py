@@ -2,6 +2,7 @@
 results and memory of their own.
 """
 
+import itertools
 import operator
 
 import cross_compile
@@ -65,16 +66,20 @@ def elsewhere():
         yield pool
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
+HELD = (
+    "llama3_8b/decode_b5/bf16",
+    "llama3_8b/mixed/bf16",
+    "sglang/page1/f16",
+    "training/dropout/f32",
+    "blocksparse/batched/f32",
+)
+# which two kernels share on Hopper
+SHARED = ("sm90", "llama3_8b/mixed/bf16")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "llama3_8b/decode_b5/bf16",
-        "llama3_8b/mixed/bf16",
-        "sglang/page1/f16",
-        "training/dropout/f32",
-        "blocksparse/batched/f32",
-    ],
+    "arch, name",
+    [x for x in itertools.product(("sm80", "sm90", "gfx942"), HELD) if x != SHARED],
 )
 def test_a_graph_holds_the_kernel_and_writes_no_input(arch, name, elsewhere):
     found = elsewhere.submit(nodes, arch, name).result()
@@ -86,8 +91,10 @@ def test_a_graph_holds_the_kernel_and_writes_no_input(arch, name, elsewhere):
     assert not any("copy_" in target or "paged_attn" in target for target in targets)
 
 
-@pytest.mark.parametrize("name", ["llama3_8b/mixed/kv_e4m3", "llama3_8b/speculative/bf16"])
-def test_what_a_graph_would_copy_stays_one_node(name, elsewhere):
+@pytest.mark.parametrize(
+    "name", ["llama3_8b/mixed/kv_e4m3", "llama3_8b/speculative/bf16", SHARED[1]]
+)
+def test_what_a_graph_would_copy_or_cannot_hold_stays_one_node(name, elsewhere):
     found = elsewhere.submit(nodes, "sm90", name).result()
     assert [target for target, _ in found] == ["paged_attn.flash_varlen.default"]
 

@@ -66,7 +66,7 @@ class Traits:
     target: Target
     num_kv_heads: int
     group_size: int
-    head_dim: int  # the larger of the two
+    head_dim: int  # the larger of the two; their sum where queries have latents, too
     itemsize: int  # of a factor in the products, if no pairs are taken apart
     kv_itemsize: int
     page_size: int
@@ -85,11 +85,12 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k)
     may_pair = may_pair and holds_pairs(call.v) and call.q_latent is None
     has_scores = call.softcap > 0.0 or call.attn_bias is not None or call.alibi_slopes is not None
+    dims = call.head_dim, call.head_dim_v
     return Traits(
         target=target,
         num_kv_heads=call.num_kv_heads,
         group_size=call.group_size,
-        head_dim=max(call.head_dim, call.head_dim_v),
+        head_dim=max(dims) if call.q_latent is None else sum(dims),
         itemsize=product_type(q.dtype, may_pair, target).primitive_bitwidth // 8,
         kv_itemsize=k.itemsize,
         page_size=call.page_size,
