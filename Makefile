@@ -58,7 +58,7 @@ test: install lint docs
 	  tests/contract/test_errors.py tests/properties/test_attention.py \
 	  tests/properties/test_wild_metadata.py
 	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
-	  PAGED_ATTN_CPU_ISA=$$isa $(PYTEST) tests/backends tests/properties --backend cpu; done
+	  PAGED_ATTN_CPU_ISA=$$isa HYPOTHESIS_PROFILE=brief $(PYTEST) tests/backends tests/properties --backend cpu; done
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
 test-neon: install

@@ -1,16 +1,12 @@
 """Any plan, every option mixed: right by the one rule, the same bits twice and alone."""
 
-import dataclasses
-
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from same_bits import assert_same_bits
+from served import HAS
 
-from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.cpu import BACKEND
-from torch_paged_attn.ops.lacking import OPTIONAL
-from torch_paged_attn.testing import Call, assert_accurate, build
-from torch_paged_attn.testing.inputs import cumulative
+from torch_paged_attn.testing import assert_accurate, build
 from torch_paged_attn.testing.problems import Layout, Problem
 from torch_paged_attn.testing.strategies import layouts, problems
 
@@ -133,13 +129,6 @@ LARGE_LOGITS = Problem(
 )
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
-# what the CPU has of the arguments that a backend may lack
-HAS = frozenset(OPTIONAL) - frozenset(BACKEND.lacks)
-
-
-def same_bits(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
 
 @given(problems(optional=HAS))
 @example(FEW_ROWS_THAT_CANCEL)
@@ -168,53 +157,11 @@ def test_bits_depend_on_the_sequence_alone(problem, hint):
     call = build(problem)
     out, lse = call.run()
     again = call.run(max_seqlen_q=hint, max_seqlen_k=hint)
-    assert same_bits(out, again[0]) and same_bits(lse, again[1])
+    assert_same_bits((out, lse), (again[0], again[1]))
     if problem.dropout_p:
         return  # a dropout mask depends on the place in the batch
     bounds = call.args["cu_seqlens_q"].tolist()
     for b in range(len(problem.seqs)):
         rows = slice(bounds[b], bounds[b + 1])
         alone_out, alone_lse = call.alone(b).run()
-        assert same_bits(alone_out, out[rows]) and same_bits(alone_lse, lse[:, rows])
-
-
-@given(
-    problems(st.one_of(st.none(), layouts), optional=HAS - {"tail_mask"}),
-    st.data(),
-)
-def test_invariant_bits_depend_on_no_chunk(problem, data):
-    """Nor on whether a query comes alone: its sequence's prompt may be cut anywhere."""
-    problem = dataclasses.replace(problem, batch_invariant=True, dropout_p=0.0)
-    lengths = problem.query_lens
-    if not any(lengths):
-        return
-    b = data.draw(st.sampled_from([b for b, n in enumerate(lengths) if n]), "sequence")
-    first = data.draw(st.integers(0, lengths[b] - 1), "first query")
-    last = data.draw(st.integers(first + 1, lengths[b]), "last query")
-    call = build(problem)
-    found = call.run()
-    chunk = dict(call.alone(b).args)
-    position = int(AttentionCall.flash_varlen(**without_layout(chunk)).first_positions()[0])
-    key_len = problem.key_lens[b]
-    if chunk.get("block_table") is None and chunk.get("cu_seqlens_k") is None:
-        chunk["cu_seqlens_k"] = cumulative([key_len])
-    is_plain = problem.causal and problem.key_ranks == 1 and problem.q_positions is None
-    if is_plain and data.draw(st.booleans(), "cut keys"):
-        key_len = max(position + last, 0)
-    chunk["seqused_k"] = torch.tensor([key_len], dtype=torch.int32)
-    chunk["cu_seqlens_q"] = cumulative([last - first])
-    chunk["q_position"] = torch.tensor([position + first], dtype=torch.int32)
-    for name in ("q", "q_latent"):
-        if chunk.get(name) is not None:
-            chunk[name] = chunk[name][first:last]
-    if chunk.get("attn_bias") is not None:
-        chunk["attn_bias"] = chunk["attn_bias"][:, first:last]
-    out, lse = Call(call.op, chunk).run()
-    start = int(call.args["cu_seqlens_q"][b])
-    rows = slice(start + first, start + last)
-    assert same_bits(out, found[0][rows]) and same_bits(lse, found[1][:, rows])
-
-
-def without_layout(args):
-    of_layout = ("crow_indices", "col_indices", "q_block_size", "k_block_size")
-    return {name: x for name, x in args.items() if name not in of_layout}
+        assert_same_bits((alone_out, alone_lse), (out[rows], lse[:, rows]))

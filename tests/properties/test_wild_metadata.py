@@ -3,9 +3,9 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from served import HAS
 
 import torch_paged_attn
-from torch_paged_attn.ops.lacking import OPTIONAL
 from torch_paged_attn.testing import build
 from torch_paged_attn.testing.strategies import layouts, problems
 
@@ -31,7 +31,7 @@ def outcome(call):
     return ""
 
 
-@given(problems(st.one_of(st.none(), layouts), optional=OPTIONAL), st.data())
+@given(problems(st.one_of(st.none(), layouts), optional=HAS), st.data())
 def test_attention(problem, data):
     call = build(problem)
     names = [n for n in METADATA if call.args.get(n) is not None and call.args[n].numel()]

@@ -1,8 +1,7 @@
 """Kernels for chips that are not here: registers stay registers, what is shared fits, and matrix
 instructions do the work.
 
-Every chip compiles an eighth of the calls and every call is compiled for one chip or two; of the
-backward, and of arguments that a backend may lack, a few calls for a chip each. With the `thorough`
+Every chip compiles a tenth of the calls and every call is compiled for one chip; of the backward, and of arguments that a backend may lack, a few calls for a chip each. With the `thorough`
 profile, all of them, of those few those whose tiles have been fitted. `cross_compile.py` prints
 what other chips make of them.
 """
@@ -54,7 +53,7 @@ JOBS = [
     if (
         (arch, name) in FEW or (IS_THOROUGH and is_fitted(arch, name))
         if name.startswith(cross_compile.BACKWARDS) or is_extended(name)
-        else IS_THOROUGH or (i + j) % 8 == 0
+        else IS_THOROUGH or (i + j) % 10 == 0
     )
 ]
 
