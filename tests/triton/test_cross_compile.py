@@ -1,9 +1,10 @@
 """Kernels for chips that are not here: registers stay registers, what is shared fits, and matrix
 instructions do the work.
 
-Every chip compiles a tenth of the calls and every call is compiled for one chip; of the backward, and of arguments that a backend may lack, a few calls for a chip each. With the `thorough`
-profile, all of them, of those few those whose tiles have been fitted. `cross_compile.py` prints
-what other chips make of them.
+Every chip compiles a tenth of the calls and every call is compiled for one chip; of the backward,
+and of arguments that a backend may lack, a few calls for a chip each. With the `thorough` profile,
+all of them, of those few those whose tiles have been fitted. `cross_compile.py` prints what other
+chips make of them.
 """
 
 import contextlib
