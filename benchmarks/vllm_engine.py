@@ -1,6 +1,6 @@
 """vLLM's whole engine on our attention beside its own: tokens a second, prompts and new ones.
 
-    .venv-vllm/bin/python benchmarks/vllm_engine.py [--turns 5] [--json FILE]
+    .venv-vllm/bin/python benchmarks/vllm_engine.py [--turns 25] [--json FILE]
 
 after `make test-vllm`.
 
@@ -102,7 +102,7 @@ class Engine:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
