@@ -3,14 +3,14 @@
 import dataclasses
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.cpu import BACKEND
 from torch_paged_attn.ops.lacking import OF_BACKWARD
 from torch_paged_attn.reference import BASELINE
-from torch_paged_attn.testing import assert_accurate_gradients, build
+from torch_paged_attn.testing import Problem, assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import layouts, problems
 
@@ -19,6 +19,18 @@ HAS = frozenset(OF_BACKWARD) - frozenset(BACKEND.lacks_in_backward)
 trained = st.one_of(
     problems(trains=True, optional=HAS),
     problems(layouts, trains=True, optional=HAS - {"key_ranks"}),
+)
+# the window of the last query lies between the keys of this rank
+WINDOW_OF_ANOTHER_RANK = Problem(
+    "window_of_another_rank",
+    ((2, 16),),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    window_size_left=1,
+    tail=True,
+    key_ranks=2,
+    key_interleave=16,
 )
 masks = st.one_of(st.just((True,) * 5), st.tuples(*[st.booleans()] * 5))
 
@@ -47,6 +59,7 @@ def test_the_rule_lets_the_formula_pass(problem, seed):
 
 
 @given(trained, st.integers(0, 2**16))
+@example(WINDOW_OF_ANOTHER_RANK, 0)
 def test_gradients_agree_with_the_reference(problem, seed):
     call, *given = backward_of(problem, seed)
     assert_accurate_gradients(call.backward(*given).run(), call.gradients(*given[:2]))
