@@ -161,3 +161,16 @@ def test_rows_of_no_sequence(device):
         assert torch.isfinite(x).all() and (x[~used.to(x.device)] == 0).all()
         assert (x[used.to(x.device)].abs().amax((1, 2)) > 0).all()
     assert torch.isfinite(dq).all()
+
+
+def test_a_window_between_the_keys_of_a_rank(device):
+    """A query that sees no key, in a tile with one that does: its NaN in dout reaches nothing."""
+    from torch_paged_attn.backends.triton.portable.backward import differentiate
+
+    options = {"window_size_left": 1, "key_ranks": 2, "key_interleave": 16}
+    problem = Problem("between", ((2, 16),), 1, 1, 16, **options)
+    call = backward_call(problem, device)
+    assert call.softmax_lse[0].isinf().tolist() == [False, True]
+    call.dout[1] = float("nan")
+    truth = build(problem).gradients(call.dout.cpu(), call.dlse.cpu())
+    assert_accurate_gradients([x.cpu() for x in differentiate(call)], truth)
