@@ -138,9 +138,10 @@ def _add_query_tile(
         memory.dout, near * strides.dout_token, None, OPTIONS.V_LOW, OPTIONS.V_HIGH,
         OPTIONS.HEAD_DIM_V, False, FORMAT, DTYPE,
     )  # fmt: skip
-    if OPTIONS.BIAS != "" or pointers.tail_mask is not None or OPTIONS.KEY_RANKS > 1:
-        # a mask may hide all keys from a query among others, and its window lie between the keys
-        # of a rank
+    # a window may lie between the keys of a rank
+    HAS_GAPS: tl.constexpr = OPTIONS.KEY_RANKS > 1 and OPTIONS.HAS_LEFT and IS_MASKED
+    if OPTIONS.BIAS != "" or pointers.tail_mask is not None or HAS_GAPS:
+        # a mask may hide all keys from a query among others
         has_seen = tl.max(seen.to(tl.int32), 0) > 0
         q = zero_chunks_unless(has_seen, q, OPTIONS.K_HIGH)
         dout = zero_chunks_unless(has_seen, dout, OPTIONS.V_HIGH)
