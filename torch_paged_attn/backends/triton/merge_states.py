@@ -52,7 +52,7 @@ def _merge_rows(
     found = ()
     for i in tl.static_range(PARTS):
         at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
-        found += (tl.load(at, mask=exists, other=float("-inf")),)
+        found += (tl.load(at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]
         m = tl.maximum(m, found[i])
     shift = finite_or_zero(m)
     total = tl.zeros([BLOCK_R], tl.float32)

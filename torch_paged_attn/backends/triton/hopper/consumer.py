@@ -294,12 +294,11 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
             values.consumer_release(n)
             p = gl.convert_layout(p.to(dtype), operand)
-            if KEYS_OF_RUN > 0:
-                if ends:
-                    total_part = gl.convert_layout(gl.sum(l_part, 1), m_part.type.layout)
-                    acc, m_runs, total_runs = leave_run(
-                        acc, m_part, total_part, m_runs, total_runs, params, OPTIONS, INDEX
-                    )
+            if KEYS_OF_RUN > 0 and ends:
+                total_part = gl.convert_layout(gl.sum(l_part, 1), m_part.type.layout)
+                acc, m_runs, total_runs = leave_run(
+                    acc, m_part, total_part, m_runs, total_runs, params, OPTIONS, INDEX
+                )
             n += 1
 
         values.consumer_wait(n)
