@@ -115,29 +115,6 @@ def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, 
         assert limit == short, "tiles of one head would read their keys seven times"
 
 
-@pytest.mark.parametrize("units_per_tile", (1, 200))
-def test_pieces_that_are_runs_begin_at_the_same_keys(units_per_tile, device):
-    """Of few tiles; where tiles fill the chip, they are whole."""
-    seqs, tokens, block_n, run, most_parts = [(70, 5000), (1, 3000), (2, 900)], 32, 128, 8, 264
-    cu_seqlens_q = cumulative([q for q, _ in seqs])
-    used = torch.tensor([k for _, k in seqs], dtype=torch.int32)
-    options = TileOptions(
-        True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
-        COUNTERS=2 * most_parts, RUN=run,
-    )  # fmt: skip
-    chip = Chip(132, units_per_tile, 1, 2**30, 6.0)
-    list_tiles = plan_tile_list(len(seqs), 73, 5000, options, device, chip)
-    order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
-    pieces = collections.defaultdict(list)
-    for b, first, *_, word in order[1 + 2 * most_parts // 8 :][: order[0, 1]].tolist():
-        pieces[b, first].append((word >> 8 & 255, word & 255))
-    is_cut = units_per_tile == 1
-    for (b, _), found in pieces.items():
-        number = -(-seqs[b][1] // (run * block_n)) if is_cut else 1
-        assert sorted(found) == [(i, number) for i in range(number)]
-    assert len(pieces) == 5
-
-
 @pytest.mark.parametrize("is_cut", (False, True))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("name", BATCHES)

@@ -48,8 +48,8 @@ MOST_SAID = STEP_SAID = support.BLOCK_M
 def why_not_hopper(call: AttentionCall) -> str | None:
     """Why no sequence of a call may take Hopper's kernel; None if some may."""
     reason = support.unsupported(call)
-    if reason is None and call.is_batch_invariant and call.layout is not None:
-        return "runs of a layout's blocks do not begin at the same keys for all queries"
+    if reason is None and call.is_batch_invariant:
+        return "results must not depend on the batch"
     return reason
 
 
@@ -67,8 +67,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     it is not 0, is what the caller says of the longest sequence's queries.
     """
     reason = why_not_hopper(call)
-    # one of them does all rows, or their bits would depend on how many there are
-    if reason is not None or call.is_batch_invariant or mixed.is_mixed(call, longest):
+    if reason is not None or mixed.is_mixed(call, longest):
         return reason
     if support.is_short(call, longest):
         return "sequences are short and few" if support.is_small(call) else None
@@ -77,9 +76,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 
 def in_turns(call: AttentionCall, longest: int) -> int:
     """`longest`, if the tiles of sequences are taken in turns (`seqlen_info.py`), else 0."""
-    if call.is_batch_invariant or why_not_hopper(call) is not None:
-        return 0
-    return longest if support.is_short(call, longest) else 0
+    return longest if why_not_hopper(call) is None and support.is_short(call, longest) else 0
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
@@ -90,7 +87,7 @@ def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
     reason = why_portable(call, longest)
     if reason is not None:
         return "portable", reason
-    if not call.is_batch_invariant and mixed.is_mixed(call, longest):
+    if mixed.is_mixed(call, longest):
         return "hopper and portable", "the batch may hold long and short sequences"
     return "hopper", None
 

@@ -121,18 +121,15 @@ def _hopper(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[st
     listed: tuple[int, ...] = (0,)
     if options.IS_LISTED:
         listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, short))
-    programs = hopper.grid_of(call, options, longest)
     found = {
         "queries_per_tile": options.CONSUMERS * options.TOKENS,
         "heads_per_tile": packed_heads,
         "keys_per_tile": options.BLOCK_N,
-        "grid": (programs,),
+        "grid": (hopper.grid_of(call, options, longest),),
         "most_pieces_of_tiles": options.MOST_PARTS,
         "config": dataclasses.asdict(config),
     }
-    return found, WORD * (
-        math.prod(listed) + hopper.part_elements(options, hopper.grid_of(call, options, longest))
-    )
+    return found, WORD * (math.prod(listed) + hopper.part_elements(options))
 
 
 def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:

@@ -93,7 +93,6 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
-    RUN: int = 0  # tiles of keys in a run, if sums of runs are merged: see `pieces.py`
 
 
 class Params(NamedTuple):

@@ -74,9 +74,6 @@ LAYOUT = ("crow_indices", "col_indices")
 # what another launch takes to begin and to end, in tiles of keys, by width of a head
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 
-# keys whose sums are merged by themselves where bits depend on a sequence alone
-KEYS_OF_RUN = 1024
-
 # windows of few tiles of keys
 NARROW = range(1025)
 
@@ -175,7 +172,6 @@ def options_of(
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=is_beside,
         IS_LISTED=is_listed,
-        RUN=KEYS_OF_RUN // config.BLOCK_N if call.is_batch_invariant else 0,
     )
 
 
@@ -268,7 +264,6 @@ def tile_options_of(options: Options, short: int = 0) -> TileOptions:
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
         SHORT=short,
-        RUN=options.RUN,
         **_form_of_list(options, short),
     )
 
@@ -322,12 +317,10 @@ def plan_attention(
     return run
 
 
-def part_elements(options: Options, programs: int) -> int:
-    """Elements that pieces of tiles leave, rows of values, then their references and sums; and that
-    consumers keep, values of runs."""
-    rows = options.CONSUMERS * options.BLOCK_M
-    of_runs = programs * rows * options.WIDTH_V if options.RUN else 0
-    return options.MOST_PARTS * rows * (options.WIDTH_V + 2) + of_runs
+def part_elements(options: Options) -> int:
+    """Elements that pieces of tiles leave: rows of values, then their references and sums."""
+    rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
+    return rows * (options.WIDTH_V + 2)
 
 
 def _sizes_of_list(call: AttentionCall) -> tuple[int, int, int]:
@@ -369,9 +362,8 @@ def plan_launches(
             _chip_of(call, packed_heads) if options.MOST_PARTS or short else None,
         )
     new_parts = None
-    programs = grid_of(call, options, longest)
-    if elements := part_elements(options, programs):
-        new_parts = Allocation((elements,), torch.float32, call.q.device)
+    if options.MOST_PARTS:
+        new_parts = Allocation((part_elements(options),), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
@@ -385,14 +377,12 @@ def plan_launches(
     pick_layout = operator.itemgetter(*(places[name] for name in LAYOUT)) if layout else None
     launch = Launch(
         _hopper_attention_fwd_kernel,
-        (programs,),
+        (grid_of(call, options, longest),),
         scalars=scalars_of(call, packed_heads),
         **sizes_of(call, in_turns or lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
-        # which products the compiler fuses with sums differs from row to row
-        enable_fp_fusion=not call.is_batch_invariant,
     )
 
     none = (None,) * len(Lengths._fields)

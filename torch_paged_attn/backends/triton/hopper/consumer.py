@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
-from torch_paged_attn.backends.triton.hopper.pieces import join_runs, leave_run, merge_pieces
+from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
     LN2,
@@ -225,7 +225,6 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     PINGPONG: gl.constexpr = OPTIONS.PINGPONG
     KV_STEP: gl.constexpr = OPTIONS.KV_STEP
-    KEYS_OF_RUN: gl.constexpr = OPTIONS.RUN * BLOCK_N
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
@@ -248,8 +247,6 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
-        if KEYS_OF_RUN > 0:
-            m_runs, total_runs = m_i, gl.zeros_like(m_i)
         keys.consumer_wait(n)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
@@ -284,21 +281,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             s = warpgroup_mma_wait(1, deps=[s])
             keys.consumer_release(n + 1)
             s = finish_scores(s, runs, rows, params, OPTIONS, False)
-            if KEYS_OF_RUN > 0:
-                # the tile of keys whose values are being multiplied is the first of its run
-                ends = (kv_start + KV_STEP) % KEYS_OF_RUN == 0
-                m_part, l_part = m_i, l_i
-                m_i = gl.where(ends & (r >= 0), -float("inf"), m_i)
-                l_i = l_i * gl.where(ends, 0.0, 1.0)
             p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2)
             acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
             values.consumer_release(n)
             p = gl.convert_layout(p.to(dtype), operand)
-            if KEYS_OF_RUN > 0 and ends:
-                total_part = gl.convert_layout(gl.sum(l_part, 1), m_part.type.layout)
-                acc, m_runs, total_runs = leave_run(
-                    acc, m_part, total_part, m_runs, total_runs, params, OPTIONS, INDEX
-                )
             n += 1
 
         values.consumer_wait(n)
@@ -308,14 +294,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
         stop_token = rows.stop_token
-        if OPTIONS.MOST_PARTS > 0 or KEYS_OF_RUN > 0:
+        if OPTIONS.MOST_PARTS > 0:
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
-            if KEYS_OF_RUN > 0:
-                acc, m_i, total = join_runs(
-                    acc, m_i, total, m_runs, total_runs, params, OPTIONS, INDEX
-                )
-            if OPTIONS.MOST_PARTS > 0 and pipelines.work_info.get(tile, PIECES) > 1:
+            if pipelines.work_info.get(tile, PIECES) > 1:
                 acc, m_i, total, stop_token = merge_pieces(
                     acc, m_i, total, rows, params, pipelines.work_info, tile, OPTIONS, INDEX
                 )

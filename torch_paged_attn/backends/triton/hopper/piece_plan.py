@@ -117,40 +117,10 @@ def _quotients(visited, longest):
 
 
 @triton.jit
-def _plan_runs(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
-    """Tiles of keys of the longest piece, where pieces are runs: a run, if whole tiles are fewer
-    than programs."""
-    tiles = tl.zeros([SCANNED], tl.int32)
-    parts = tiles
-    longest = tiles
-    for b0 in tl.range(0, batch, SCANNED):
-        query_len, key_len = _lengths_of(
-            b0 + tl.arange(0, SCANNED), lengths, batch, total_q, max_keys, OPTIONS
-        )
-        each = tl.cdiv(query_len, OPTIONS.TOKENS)
-        cut = pieces_of(query_len, key_len, OPTIONS.RUN, chip, OPTIONS)
-        tiles += each
-        parts += tl.where(cut > 1, each * cut, 0)
-        longest = tl.maximum(longest, cut)
-    units = tl.sum(tiles, 0) * chip.units_per_tile
-    is_room = tl.sum(parts, 0) * chip.units_per_tile <= OPTIONS.MOST_PARTS
-    is_cut = is_room & (units < chip.programs) & (tl.max(longest, 0) < 256)
-    return tl.where(is_cut, OPTIONS.RUN, WHOLE)
-
-
-@triton.jit
 def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
     """Queries of the longest sequence that is left to the next kernel (-1: there is none; 0: it has
     padding only), and tiles of keys of the longest piece.
     """
-    if OPTIONS.RUN > 0:
-        return -1, _plan_runs(lengths, batch, total_q, max_keys, chip, OPTIONS)
-    return _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS)
-
-
-@triton.jit
-def _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
-    """The same where pieces are about as long as each other."""
     SHORT: tl.constexpr = OPTIONS.SHORT
     WEIGHED: tl.constexpr = OPTIONS.WEIGHED
     window_left = chip.window_left

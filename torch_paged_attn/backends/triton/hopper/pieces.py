@@ -2,11 +2,8 @@
 
 Each piece is an entry of the list of tiles (`piece_plan.py` says how long it is). A consumer
 leaves its rows' sums, not yet divided, as a part; the last one that arrives at a tile adds up all
-parts, the last keys first, so that the bits do not depend on who that is, and writes the result.
-
-With `batch_invariant` a piece is a run of RUN tiles of keys, counted from a sequence's first key.
-A tile that is whole merges its runs in the same order: its consumer keeps the sums of those behind
-it in memory of its own, which stays in the cache.
+parts, in the order of the keys, so that the bits do not depend on who that is, and writes the
+result.
 """
 
 from triton.experimental import gluon
@@ -29,15 +26,11 @@ def unpack_piece(word):
 
 
 @gluon.jit
-def keys_of_piece(piece, pieces, num_kv_tiles, RUN: gl.constexpr):
-    """First tile of keys of a piece, and how many there are: as many as in others, or a run. A
-    piece that is left without any visits the tile past the last, of which no row sees a key."""
-    if RUN > 0:
-        first = gl.where(pieces > 1, piece * RUN, 0)
-        count = gl.where(pieces > 1, gl.minimum(num_kv_tiles - first, RUN), num_kv_tiles)
-    else:
-        first = num_kv_tiles * piece // pieces
-        count = num_kv_tiles * (piece + 1) // pieces - first
+def keys_of_piece(piece, pieces, num_kv_tiles):
+    """First tile of keys of a piece, and how many there are. A piece that is left without any
+    visits the tile past the last, of which no row sees a key."""
+    first = num_kv_tiles * piece // pieces
+    count = num_kv_tiles * (piece + 1) // pieces - first
     return gl.where(count > 0, first, num_kv_tiles), gl.maximum(count, 1)
 
 
@@ -84,69 +77,21 @@ def merge_pieces(
         total = gl.zeros([ROWS], gl.float32, by_row)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, result)
         for i in range(pieces):
-            # the last keys come first, as in a tile that is whole
-            part = first_part + (pieces - 1 - i) * step
-            of_part = references + part * (2 * ROWS) + r
+            of_part = references + (first_part + i * step) * (2 * ROWS) + r
             m_part = gl.load(of_part, cache_modifier=".cg")
             total_part = gl.load(of_part + ROWS, cache_modifier=".cg")
-            values = pointers.parts + part * (ROWS * WIDTH) + at
+            values = pointers.parts + (first_part + i * step) * (ROWS * WIDTH) + at
             acc_part = gl.load(values, mask=exists, other=0.0, cache_modifier=".cg")
-            acc, m_i, total = _fold_part(acc, m_i, total, acc_part, m_part, total_part)
+            m_new = gl.maximum(m_i, m_part)
+            # rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf
+            shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+            old, new = gl.exp2(m_i - shift), gl.exp2(m_part - shift)
+            total = total * old + total_part * new
+            acc = acc * _by_rows(old, acc) + acc_part * _by_rows(new, acc)
+            m_i = m_new
     else:
         stop = stop * 0
     return acc, m_i, total, stop
-
-
-@gluon.jit
-def _fold_part(acc, m_i, total, acc_part, m_part, total_part):
-    """Sums with those of a part. What is fused is said: the compiler would choose the one product
-    for some elements and the other for others. Without a part, or before any, the bits stay.
-    """
-    m_new = gl.maximum(m_i, m_part)
-    # rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    old, new = gl.exp2(m_i - shift), gl.exp2(m_part - shift)
-    acc = gl.fma(acc, _by_rows(old, acc), acc_part * _by_rows(new, acc))
-    return acc, m_new, gl.fma(total, old, total_part * new)
-
-
-@gluon.jit
-def _sums_of_runs(acc, m_i, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Where this consumer keeps the sums of the runs that it has left, and what is there: nothing
-    in rows that have seen no key."""
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    ROWS: gl.constexpr = acc.shape[0]
-    WIDTH: gl.constexpr = acc.shape[1]
-    result: gl.constexpr = acc.type.layout
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
-    column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, result)), 0)
-    # behind the parts of pieces
-    place = OPTIONS.MOST_PARTS * CONSUMERS * ROWS * (WIDTH + 2)
-    place += (gl.program_id(0) * CONSUMERS + INDEX) * (ROWS * WIDTH)
-    memory = params.pointers.parts + place + row * WIDTH + column
-    has_sums = (_by_rows(m_i, acc) > -float("inf")) & (column >= 0)
-    return memory, gl.load(memory, mask=has_sums, other=0.0)
-
-
-@gluon.jit
-def leave_run(
-    acc, m_part, total_part, m_i, total, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
-):
-    """Merge the sums of a run with those of the runs before; returns zeros, for the next run, and
-    reference and sum of all."""
-    memory, sums = _sums_of_runs(acc, m_i, params, OPTIONS, INDEX)
-    sums, m_i, total = _fold_part(sums, m_i, total, acc, m_part, total_part)
-    gl.store(memory, sums)
-    return gl.zeros_like(acc), m_i, total
-
-
-@gluon.jit
-def join_runs(
-    acc, m_part, total_part, m_i, total, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
-):
-    """The sums of the last run with those of the runs before."""
-    _, sums = _sums_of_runs(acc, m_i, params, OPTIONS, INDEX)
-    return _fold_part(sums, m_i, total, acc, m_part, total_part)
 
 
 @gluon.jit

@@ -123,7 +123,7 @@ def _produce_tile(
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
     if OPTIONS.MOST_PARTS > 0:
         first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
-        first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles, OPTIONS.RUN)
+        first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
         first_kv_tile += first_of_piece
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 

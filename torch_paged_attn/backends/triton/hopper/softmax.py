@@ -56,7 +56,7 @@ def update_softmax(s, m_i, l_i, scale_log2):
     m_new = _pin(gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i))
     # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(gl.fma(s, scale_log2, -gl.expand_dims(shift, 1)))
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     shrink = gl.exp2(m_i - shift)
     total = partial_sum(p)
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)

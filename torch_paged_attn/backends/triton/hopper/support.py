@@ -181,8 +181,6 @@ def most_parts(call: AttentionCall, is_beside: bool) -> int:
     # sums of wider values do not fit beside those that are merged
     if call.layout is not None or width_of(call.head_dim_v) > MOST_MERGED:
         return 0
-    if call.is_batch_invariant and is_bound(call.window_size_left):
-        return 0  # runs are counted from the first key
     keys = key_bound(call)
     if call.block_table is None:
         keys //= max(call.batch, 1)

@@ -61,7 +61,6 @@ class TileOptions(NamedTuple):
     STARTS: int = 32
     WEIGHED: int = 16
     WARPS: int = 4
-    RUN: int = 0  # tiles of keys in a piece, if it is a run: see `pieces.py`
 
 
 @triton.jit
