@@ -63,16 +63,10 @@ LEFT_OVER = {"cuda": 64, "hip": 0}
 # The same for calls that are known to take more: the tiles of sm90 were timed, and are faster than
 # smaller ones that spill less, with a bias or dropout too, and in a backward.
 KNOWN = {
-    ("sm90", "llama3_8b/mixed/bf16"): 704,
-    ("sm90", "llama3_8b/mixed/f16"): 704,
-    ("sm90", "vllm_cache/mixed/bf16"): 832,
-    ("sm90", "d128/prefill_wide_pages/bf16"): 128,
     ("sm90", "d128/guessed_narrow/bf16"): 192,
     ("sm90", "d128/guessed_wide/bf16"): 192,
     ("sm90", "d128/prefill_full/bf16"): 128,
-    ("sm90", "d128/prefill_bias/bf16"): 768,
-    ("sm90", "d256/prefill/bf16"): 256,
-    ("sm90", "gemma2/window_softcap/bf16"): 128,
+    ("sm90", "d128/prefill_bias/bf16"): 320,
     ("sm90", "deepseek_mla/decode/bf16"): 128,
     ("sm90", "d128/prefill_dropout/bf16"): 128,
     ("sm90", "phi3_small/local_strided/bf16"): 128,

@@ -27,7 +27,9 @@ FEW = {
     # of the arguments that a backend may lack
     ("sm90", "deepseek_mla/latent/bf16"),
     ("gfx942", "dcp/window_alibi/f32"),
+    # of bits that depend on a sequence alone: Hopper's kernel, and the portable one
     ("sm90", "rl/invariant/f16"),
+    ("sm80", "rl/invariant/f16"),
 }
 
 

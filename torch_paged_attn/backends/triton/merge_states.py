@@ -35,6 +35,44 @@ def _weighted(out_ptr, offset, inside, weight, FORMAT: tl.constexpr):
     return out * weight[:, None]
 
 
+@triton.jit
+def _merge_rows(
+    outs, lses, out_ptr, lse_ptr, total_q, num_heads, out_strides, lse_strides,
+    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, OUT_FORMAT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Merge a program's rows of all parts. Strides are those of token, head and dim, and of head
+    and token, part after part.
+    """
+    PARTS: tl.constexpr = len(outs)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token, head = r // num_heads, r % num_heads
+    exists = token < total_q
+    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    found = ()
+    for i in tl.static_range(PARTS):
+        at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
+        found += (tl.load(at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]
+        m = tl.maximum(m, found[i])
+    shift = finite_or_zero(m)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for i in tl.static_range(PARTS):
+        total += _weight(found[i], shift)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
+    tl.store(lse_ptr + head * total_q + token, lse, mask=exists)
+
+    dims = tl.arange(0, WIDTH)
+    inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
+    merged = tl.zeros([BLOCK_R, WIDTH], tl.float32)
+    for i in tl.static_range(PARTS):
+        row = token * out_strides[3 * i] + head * out_strides[3 * i + 1]
+        at = row[:, None] + (dims * out_strides[3 * i + 2])[None, :]
+        merged += _weighted(outs[i], at, inside, _weight(found[i], shift) / divisor, FORMAT)
+    stored = encode(merged, out_ptr.dtype.element_ty, OUT_FORMAT)
+    tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
+
+
 @triton.jit(do_not_specialize=("total_q", "stride_lse_a_head", "stride_lse_b_head"))
 def _merge_kernel(
     out_a_ptr,
@@ -60,31 +98,31 @@ def _merge_kernel(
     FORMAT: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    token, head = r // num_heads, r % num_heads
-    exists = token < total_q
-    offset_a = head * stride_lse_a_head + token * stride_lse_a_token
-    offset_b = head * stride_lse_b_head + token * stride_lse_b_token
-    lse_a = tl.load(lse_a_ptr + offset_a, mask=exists, other=float("-inf"))
-    lse_b = tl.load(lse_b_ptr + offset_b, mask=exists, other=float("-inf"))
-    m = tl.maximum(lse_a, lse_b)
-    shift = finite_or_zero(m)
-    weight_a, weight_b = _weight(lse_a, shift), _weight(lse_b, shift)
-    total = weight_a + weight_b
-    divisor = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-    tl.store(lse_ptr + head * total_q + token, lse, mask=exists)
-
-    dims = tl.arange(0, WIDTH)
-    inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
-    offset_a = token * stride_out_a_token + head * stride_out_a_head
-    offset_b = token * stride_out_b_token + head * stride_out_b_head
-    offset_a = offset_a[:, None] + (dims * stride_out_a_dim)[None, :]
-    offset_b = offset_b[:, None] + (dims * stride_out_b_dim)[None, :]
-    merged = _weighted(out_a_ptr, offset_a, inside, weight_a / divisor, FORMAT)
-    merged += _weighted(out_b_ptr, offset_b, inside, weight_b / divisor, FORMAT)
-    stored = encode(merged, out_ptr.dtype.element_ty, FORMAT)
-    tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
+    """Of two parts, one by one: a node of a graph takes no tuples, and Triton would compile for the
+    divisors of strides in them, which differ from call to call.
+    """
+    _merge_rows(
+        (out_a_ptr, out_b_ptr),
+        (lse_a_ptr, lse_b_ptr),
+        out_ptr,
+        lse_ptr,
+        total_q,
+        num_heads,
+        (
+            stride_out_a_token,
+            stride_out_a_head,
+            stride_out_a_dim,
+            stride_out_b_token,
+            stride_out_b_head,
+            stride_out_b_dim,
+        ),
+        (stride_lse_a_head, stride_lse_a_token, stride_lse_b_head, stride_lse_b_token),
+        HEAD_DIM_V,
+        WIDTH,
+        FORMAT,
+        FORMAT,
+        BLOCK_R,
+    )
 
 
 def merge_states(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,42 +183,18 @@ def _merge_list_kernel(
     lse_ptr,
     total_q,
     num_heads,
-    out_strides,  # of token, head and dim, part after part
-    lse_strides,  # of head and token
+    out_strides,
+    lse_strides,
     HEAD_DIM_V: tl.constexpr,
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    PARTS: tl.constexpr = len(outs)
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    token, head = r // num_heads, r % num_heads
-    exists = token < total_q
-    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    for i in tl.static_range(PARTS):
-        lse_at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
-        m = tl.maximum(m, tl.load(lse_at, mask=exists, other=float("-inf")))
-    shift = finite_or_zero(m)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for i in tl.static_range(PARTS):
-        lse_at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
-        total += _weight(tl.load(lse_at, mask=exists, other=float("-inf")), shift)
-    divisor = tl.where(total == 0.0, 1.0, total)
-    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-    tl.store(lse_ptr + head * total_q + token, lse, mask=exists)
-
-    dims = tl.arange(0, WIDTH)
-    inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
-    merged = tl.zeros([BLOCK_R, WIDTH], tl.float32)
-    for i in tl.static_range(PARTS):
-        lse_at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
-        weight = _weight(tl.load(lse_at, mask=exists, other=float("-inf")), shift)
-        row = token * out_strides[3 * i] + head * out_strides[3 * i + 1]
-        at = row[:, None] + (dims * out_strides[3 * i + 2])[None, :]
-        merged += _weighted(outs[i], at, inside, weight / divisor, FORMAT)
-    stored = encode(merged, out_ptr.dtype.element_ty, OUT_FORMAT)
-    tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
+    _merge_rows(
+        outs, lses, out_ptr, lse_ptr, total_q, num_heads, out_strides, lse_strides,
+        HEAD_DIM_V, WIDTH, FORMAT, OUT_FORMAT, BLOCK_R,
+    )  # fmt: skip
 
 
 def merge_states_list(

@@ -33,9 +33,12 @@ def exp(x):
 
 
 @triton.jit
-def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.constexpr):
+def fold_scores(
+    m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.constexpr, IS_FUSED: tl.constexpr
+):  # fmt: skip
     """Fold a tile of scores into the row maxima and sums; `exp2(factor * s)` is what they stand
-    for. With IS_HUGE scores may be any float32: times `factor`, some would be infinite.
+    for. With IS_HUGE scores may be any float32: times `factor`, some would be infinite. IS_FUSED:
+    the compiler fuses products and sums.
 
     Returns the probabilities under the new maxima, those, the sums, and what the old tiles shrink
     by.
@@ -44,11 +47,12 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.const
     shift = finite_or_zero(m_new)
     if IS_PRECISE:
         p = exp(s - shift[:, None])
+    elif not IS_FUSED and not IS_HUGE:
+        p = tl.exp2(tl.fma(s, factor, -(shift * factor)[:, None]))
     elif IS_HUGE:
         p = tl.exp2((s - shift[:, None]) * factor)
     else:
-        # said, not left to the compiler: of two products it fuses one here and the other there
-        p = tl.exp2(tl.fma(s, factor, -(shift * factor)[:, None]))
+        p = tl.exp2(s * factor - (shift * factor)[:, None])  # one fused multiply-add
     shrink = exp(m_i - shift) if IS_PRECISE else tl.exp2((m_i - shift) * factor)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
 

@@ -161,7 +161,9 @@ def attend_keys(
                     # bias of -inf finds in what comes out)
                     s = tl.where(seen, s, float("-inf"))
 
-                p, m_i, l_i, shrink = fold_scores(m_i, l_i, s, factor, IS_PRECISE, BIAS == "float")
+                p, m_i, l_i, shrink = fold_scores(
+                    m_i, l_i, s, factor, IS_PRECISE, BIAS == "float", OPTIONS.FIXED_UNITS == 0
+                )  # fmt: skip
                 if pointers.rng is not None:
                     survives = dropout_keep(
                         pointers.rng, scalars.dropout_threshold, rows.b, rows.head, rows.token, n0,
