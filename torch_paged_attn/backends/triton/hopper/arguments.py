@@ -26,6 +26,10 @@ class Pointers(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
+    # of 8-bit queries, keys and values
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
 
 class Sizes(NamedTuple):
@@ -55,6 +59,12 @@ class Scalars(NamedTuple):
     scale_log2: float  # from the units of scores to exponents of two
     softcap_scale_log2: float  # twice the factor of what softcap takes the tanh of, in base two
     alibi_scale: float  # from logits to the units of scores
+    q_descale_batch: int  # strides of descales, 0 where what is given is shared
+    q_descale_head: int
+    k_descale_batch: int
+    k_descale_head: int
+    v_descale_batch: int
+    v_descale_head: int
 
 
 class Options(NamedTuple):
@@ -93,6 +103,7 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
+    IS_FLOAT8: bool = False  # q, k and v are e4m3: see `float8.py`
 
 
 class Params(NamedTuple):

@@ -33,10 +33,12 @@ from torch_paged_attn.backends.triton.hopper.block_lists import (
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
+    DESCALES,
     UNBOUNDED,
     columns_of,
     heads_per_layout,
     is_bound,
+    is_float8,
     key_bound,
     mean_length,
     most_parts,
@@ -57,6 +59,7 @@ from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
+    choose_float8_config,
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
 # tensors that the kernels read by address, and those of a layout
 READ_BY_ADDRESS = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
+    *DESCALES,
 )  # fmt: skip
 LAYOUT = ("crow_indices", "col_indices")
 
@@ -83,7 +87,7 @@ LEAST_LENGTH = 32
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
     """Whether pages are so small that their boxes are better loaded whole: see `atoms_of_rows`."""
-    is_small = 0 < call.page_size < 32 and call.layout is None
+    is_small = 0 < call.page_size < 32 and call.layout is None and not is_float8(call)
     return is_small and all(
         x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
     )
@@ -111,6 +115,8 @@ def choose_tiles(
     # fewer keys a window hides from most of them
     sharing = sharing_heads(call)
     most_packed = min(sharing & -sharing, BLOCK_M)
+    if is_float8(call):
+        return choose_float8_config(width), pack_heads(sharing, typical)
     if is_short:
         return choose_short_config(width), most_packed
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None
@@ -140,13 +146,14 @@ def options_of(
         queries_per_list, keys_per_entry = shape_of_lists(
             layout.q_block_size, layout.k_block_size, config.CONSUMERS * tokens, config.BLOCK_N
         )
+    is_whole = _pages_in_atoms(call) or is_float8(call)
     boxes = config.BLOCK_N // _rows_of_box(call.page_size, keys_per_entry)
     return Options(
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDTH=width_of(call.head_dim),
         WIDTH_V=width_of(call.head_dim_v),
-        COLUMNS=width_of(call.head_dim) if _pages_in_atoms(call) else columns_of(call.head_dim),
+        COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
@@ -172,6 +179,7 @@ def options_of(
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=is_beside,
         IS_LISTED=is_listed,
+        IS_FLOAT8=is_float8(call),
     )
 
 
@@ -201,7 +209,17 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
+        **_strides_of_descales(call),
     )
+
+
+def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
+    strides = {}
+    for name in DESCALES:
+        given = getattr(call, name)
+        of_batch, of_head = (0, 0) if given is None else (0, 0, *given.stride())[-2:]
+        strides |= {f"{name}_batch": of_batch, f"{name}_head": of_head}
+    return strides
 
 
 def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
@@ -390,7 +408,8 @@ def plan_launches(
     def start(
         tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
+        *lengths, block_table, alibi_slopes, sinks = (picked := pick((*tensors, None)))[:6]
+        descales = picked[6:]
         entries = spans = None
         if build_lists is not None and pick_layout is not None:
             entries, spans = build_lists(*pick_layout(tensors))
@@ -407,11 +426,12 @@ def plan_launches(
                 out_boxes.at(out.data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
-                    *unlisted,
+                    *unlisted, *descales,
                 ),
             )  # fmt: skip
             return tile_list, parts
-        *starts, table, slopes, sink = pick((*addresses, None))
+        *starts, table, slopes, sink = (picked := pick((*addresses, None)))[:6]
+        descales = picked[6:]
         tile_list, at_list, unlisted = None, None, starts
         if list_tiles is not None:
             tile_list, unlisted = list_tiles(Lengths(*lengths), tuple(starts)), none
@@ -424,7 +444,7 @@ def plan_launches(
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, out.data_ptr()),
-            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted),
+            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted, *descales),
         )
         return tile_list, parts
 

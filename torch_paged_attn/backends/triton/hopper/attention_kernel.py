@@ -13,6 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.arguments import Params, Sizes
 from torch_paged_attn.backends.triton.hopper.consumer import consume
+from torch_paged_attn.backends.triton.hopper.float8_values import (
+    CONVERTER_REGISTERS,
+    convert_values,
+    new_results,
+    new_values,
+)
 from torch_paged_attn.backends.triton.hopper.load_kv import KvLoader
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipelines, new_pipeline
 from torch_paged_attn.backends.triton.hopper.producer import produce_kv, produce_tiles
@@ -24,28 +30,35 @@ PRODUCERS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def _registers(consumers, of_consumer):
+def _registers(consumers, of_consumer, is_float8):
     """Registers of a thread, by partition but the first. A lane of each warpgroup has 512 between
     them, dealt out by eights; the producers are one warpgroup."""
-    groups = consumers + 1
-    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer
-    return [of_consumer] * (consumers - 1) + [left] * PRODUCERS.value
+    converter = [CONVERTER_REGISTERS.value] if is_float8 else []
+    groups = consumers + len(converter) + 1
+    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer - sum(converter)
+    return [of_consumer] * (consumers - 1) + converter + [left] * PRODUCERS.value
 
 
 @gluon.constexpr_function
-def _warps(consumers):
+def _warps(consumers, is_float8):
     """Warps by partition but the first."""
-    return [4] * (consumers - 1) + [1] * PRODUCERS.value
+    return [4] * (consumers - 1 + is_float8) + [1] * PRODUCERS.value
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the program's warps: a consumer, or one of the four producers."""
-    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
+    """A partition of the program's warps: a consumer, with float8 the converter, or one of the four
+    producers."""
+    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.IS_FLOAT8
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
     num_pages, scalars = params.sizes.num_pages, params.scalars
-    if PRODUCER < 0:
+    stored_v = pipelines.v
+    if OPTIONS.IS_FLOAT8:
+        stored_v = pipelines.stored_v
+    if NUMBER < OPTIONS.CONSUMERS:
         consume(params, pipelines, OPTIONS, NUMBER)
+    elif PRODUCER < 0:
+        convert_values(pipelines, OPTIONS)
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
@@ -54,7 +67,7 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
             produce_kv(params, pipelines, keys, OPTIONS)
     elif PRODUCER == 2 or HAS_PARTS:
         values = KvLoader(
-            params.v_desc, pipelines.v, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2
+            params.v_desc, stored_v, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2
         )
         produce_kv(params, pipelines, values, OPTIONS)
 
@@ -72,25 +85,33 @@ def _hopper_attention_fwd_kernel(
     Q_STAGES: gl.constexpr = OPTIONS.Q_STAGES
     KV_STAGES: gl.constexpr = OPTIONS.KV_STAGES
     KV_PARTS: gl.constexpr = OPTIONS.KV_PARTS
+    IS_FLOAT8: gl.constexpr = OPTIONS.IS_FLOAT8
     dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = q_desc.layout
+    q_layout: gl.constexpr = q_desc.layout
+    k_layout: gl.constexpr = k_desc.layout
+    v_layout: gl.constexpr = v_desc.layout
     q_shape: gl.constexpr = [
         Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.PACKED_HEADS, OPTIONS.WIDTH,
     ]  # fmt: skip
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
-    queries = new_pipeline(dtype, q_shape, layout, Q_STAGES, CONSUMERS, 1)
-    keys = new_pipeline(dtype, k_shape, layout, KV_STAGES, CONSUMERS, KV_PARTS)
-    values = new_pipeline(dtype, v_shape, layout, KV_STAGES, CONSUMERS, KV_PARTS)
+    queries = new_pipeline(dtype, q_shape, q_layout, Q_STAGES, CONSUMERS, 1)
+    keys = new_pipeline(dtype, k_shape, k_layout, KV_STAGES, CONSUMERS, KV_PARTS)
+    readers: gl.constexpr = 1 if IS_FLOAT8 else CONSUMERS
+    values = new_pipeline(dtype, v_shape, v_layout, KV_STAGES, readers, KV_PARTS)
     pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES))
+    if IS_FLOAT8:
+        out = new_results(out_desc, CONSUMERS)
+        in_16_bits = new_values(OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
+        pipelines = Pipelines(queries, keys, in_16_bits, pipelines.work_info, values, out)
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + PRODUCERS]
+            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + IS_FLOAT8 + PRODUCERS]
         ],
-        _warps(CONSUMERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS),
+        _warps(CONSUMERS, IS_FLOAT8),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, IS_FLOAT8),
     )

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
+from torch_paged_attn.backends.triton.hopper.float8 import LEAST_FACTOR, descales_of, load_queries
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
@@ -43,6 +44,7 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     PIECES,
     Q_START,
     STOP_TOKEN,
+    thread_barrier,
 )
 
 # the named barrier of consumer 0, then those of the others: Triton uses the first few for its own
@@ -74,6 +76,9 @@ class Rows(NamedTuple):
     list_ptr: Any
     num_entries: Any
     row_mask: Any
+    # of float8: what scores, and what values, are multiplied by
+    descale: Any
+    v_descale: Any
 
 
 @gluon.jit
@@ -162,6 +167,10 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     if OPTIONS.HAS_RIGHT:
         full_stop = gl.minimum(key_len, context_len + first_token + scalars.window_right + 1)
     list_ptr = 0
+    descale = 1.0
+    v_descale = 1.0
+    if OPTIONS.IS_FLOAT8:
+        descale, v_descale = descales_of(b, head, params, OPTIONS)
     num_entries = 0
     row_mask = 0
     if OPTIONS.HAS_LAYOUT:
@@ -172,6 +181,7 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     return Rows(
         first_key, kv_start, key_len, q_start, stop_token, first_token, head, box, is_sequence,
         context_len, position, slope, full_start, full_stop, list_ptr, num_entries, row_mask,
+        descale, v_descale,
     )  # fmt: skip
 
 
@@ -203,13 +213,12 @@ def _store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constex
 
 
 @gluon.jit
-def _store_result(acc, rows, stop_token, out_desc):
-    """Write a result from where the queries lay."""
-    out = rows.box
+def _store_result(acc, rows, stop_token, out, out_desc):
+    """Write a result from `out`, where there may be room for more columns."""
     if acc.shape[1] < out.shape[-1]:
         box_shape: gl.constexpr = out_desc.block_shape
         box_layout: gl.constexpr = out_desc.layout
-        out = _seen_as(rows.box, box_shape, box_layout)
+        out = _seen_as(out, box_shape, box_layout)
     out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(out.dtype))
     fence_async_shared()
     store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
@@ -225,13 +234,15 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     PINGPONG: gl.constexpr = OPTIONS.PINGPONG
     KV_STEP: gl.constexpr = OPTIONS.KV_STEP
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    IS_FLOAT8: gl.constexpr = OPTIONS.IS_FLOAT8
+    depth: gl.constexpr = 32 if IS_FLOAT8 else 16
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, 4)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
     dtype: gl.constexpr = values.tiles.dtype
-    scale_log2 = params.scalars.scale_log2
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
@@ -242,7 +253,16 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     num_kv_tiles = pipelines.work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
         rows = _read_rows(r, params, pipelines, tile, OPTIONS, INDEX)
-        q = rows.box.reshape([BLOCK_M, WIDTH])
+        out = rows.box
+        scale_log2 = params.scalars.scale_log2
+        if IS_FLOAT8:
+            out = pipelines.out.index(INDEX)
+            q = load_queries(rows.box, rows.descale < 0, q_operand, BLOCK_M, WIDTH)
+            if not OPTIONS.HAS_SOFTCAP:
+                factor = scale_log2 * gl.abs(rows.descale)
+                scale_log2 = gl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)
+        else:
+            q = rows.box.reshape([BLOCK_M, WIDTH])
         kv_start = rows.kv_start
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
@@ -255,7 +275,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
             values.consumer_wait(n)
             _clear_from(values.tile(n), rows.key_len - kv_start)
-        if queries.STAGES > 1 and tile > 0:
+        if queries.STAGES > 1 and not IS_FLOAT8 and tile > 0:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             queries.consumer_release(tile - 1)
@@ -289,7 +309,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
         values.consumer_wait(n)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-        if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
+        if OPTIONS.HAS_LEFT and not IS_FLOAT8 and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
@@ -307,8 +327,15 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
         n += 1
-        _store_result(scale_rows(acc, share), rows, stop_token, params.out_desc)
-        if queries.STAGES == 1:
+        if IS_FLOAT8:
+            share *= rows.v_descale
+            # the last tile's result has left shared memory long since
+            tma.store_wait(0)
+            thread_barrier()
+        _store_result(scale_rows(acc, share), rows, stop_token, out, params.out_desc)
+        if IS_FLOAT8:
+            queries.consumer_release(tile)
+        elif queries.STAGES == 1:
             tma.store_wait(0)
             queries.consumer_release(tile)
         tile += 1

@@ -34,8 +34,11 @@ MOST_MERGED = 128
 # has room for
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
 
+IN_16_BITS = (torch.bfloat16, torch.float16)
+
 # what the portable kernel has and this one has not
-NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
+NOT_CARRIED = ("attn_bias",)
+DESCALES = ("q_descale", "k_descale", "v_descale")
 # whether results must not depend on the batch is the caller's question
 LACKS = tuple(x for x in OPTIONAL if x != "batch_invariant")
 
@@ -54,14 +57,17 @@ def unsupported(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     if (reason := unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
-    if call.result_dtype != q.dtype:
+    if q.dtype not in (*IN_16_BITS, torch.float8_e4m3fn) or k.dtype != q.dtype:
+        return f"q is {q.dtype} and k {k.dtype}, not both bfloat16, float16 or float8_e4m3fn"
+    if is_float8(call):
+        if (reason := _unsupported_float8(call)) is not None:
+            return reason
+    elif call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
     dims = call.head_dim, call.head_dim_v
     if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
         return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
-    for name in NOT_CARRIED:
+    for name in NOT_CARRIED if is_float8(call) else (*NOT_CARRIED, *DESCALES):
         if getattr(call, name) is not None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
@@ -91,6 +97,18 @@ def unsupported(call: AttentionCall) -> str | None:
         if key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
             return "the blocks of the layout are too many to be numbered in 32 bits"
     return None
+
+
+def _unsupported_float8(call: AttentionCall) -> str | None:
+    if call.result_dtype not in IN_16_BITS:
+        return f"q is {call.q.dtype} and out_dtype {call.out_dtype}, not bfloat16 or float16"
+    if call.alibi_slopes is not None or call.layout is not None:
+        return f"q is {call.q.dtype}, with alibi_slopes or a layout"
+    return None
+
+
+def is_float8(call: AttentionCall) -> bool:
+    return call.q.dtype == torch.float8_e4m3fn
 
 
 def unprofitable(call: AttentionCall) -> str | None:

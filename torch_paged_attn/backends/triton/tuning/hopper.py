@@ -40,6 +40,13 @@ def choose_short_config(width: int) -> HopperConfig:
     return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
 
 
+def choose_float8_config(width: int) -> HopperConfig:
+    """Of float8 queries, keys and values; registers are left to the warps that convert values."""
+    if width == 256:
+        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=208, PINGPONG=False)
+    return HopperConfig(REGISTERS=208)
+
+
 def choose_narrow_config(width: int) -> HopperConfig:
     """Where a window shows few tiles of keys: small ones, of which it hides less."""
     if width == 64:
