@@ -18,7 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
-from torch_paged_attn.backends.triton.hopper.float8 import LEAST_FACTOR, descales_of, load_queries
+from torch_paged_attn.backends.triton.hopper.float8 import (
+    LEAST_FACTOR,
+    columns_at_once,
+    descales_of,
+    take_queries,
+)
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
@@ -237,7 +242,8 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     IS_FLOAT8: gl.constexpr = OPTIONS.IS_FLOAT8
     depth: gl.constexpr = 32 if IS_FLOAT8 else 16
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
-    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    across: gl.constexpr = columns_at_once(WIDTH_V, IS_FLOAT8)
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, across, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, 4)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
@@ -257,7 +263,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         scale_log2 = params.scalars.scale_log2
         if IS_FLOAT8:
             out = pipelines.out.index(INDEX)
-            q = load_queries(rows.box, rows.descale < 0, q_operand, BLOCK_M, WIDTH)
+            q = take_queries(rows.box, rows.descale < 0, q_operand, BLOCK_M, WIDTH)
             if not OPTIONS.HAS_SOFTCAP:
                 factor = scale_log2 * gl.abs(rows.descale)
                 scale_log2 = gl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)

@@ -12,9 +12,15 @@ of the values is multiplied into the result.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_paged_attn.backends.triton.hopper.work_info import thread_barrier
 
 # scores times this are 0; what is hidden, minus infinity, times this is not
 LEAST_FACTOR = gl.constexpr(2.0**-110)
+
+# numbers of a query that are held in registers
+MOST_HELD = gl.constexpr(128)
 
 
 @gluon.jit
@@ -45,13 +51,32 @@ def descales_of(b, head, params, OPTIONS: gl.constexpr):
     return of_q * of_k, of_v
 
 
+@gluon.constexpr_function
+def columns_at_once(width, is_float8):
+    """Columns of values that one instruction multiplies: with four warpgroups, the assembler has no
+    registers for 256."""
+    return min(width, 128) if is_float8 else width
+
+
 @gluon.jit
-def load_queries(box, is_negative, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Queries as the operand of products. Scores are multiplied by a number that is not negative:
-    the queries take its sign."""
-    q = box.reshape([ROWS, WIDTH]).load(layout)
-    sign = gl.full([ROWS, WIDTH], 0, gl.int8, layout) + gl.where(is_negative, -128, 0).to(gl.int8)
-    turned = gl.inline_asm_elementwise(
-        "xor.b32 $0, $1, $2;", "=r,r,r", [q.to(gl.int8, bitcast=True), sign], gl.int8, True, 4
+def _turned(q):
+    """-q."""
+    bits = gl.inline_asm_elementwise(
+        "xor.b32 $0, $1, 0x80808080;", "=r,r", [q.to(gl.int8, bitcast=True)], gl.int8, True, 4
     )
-    return turned.to(q.dtype, bitcast=True)
+    return bits.to(q.dtype, bitcast=True)
+
+
+@gluon.jit
+def take_queries(box, is_negative, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Queries as the operand of products, in registers where there is room. Scores are multiplied
+    by a number that is not negative: the queries take its sign."""
+    smem = box.reshape([ROWS, WIDTH])
+    if is_negative:
+        smem.store(_turned(smem.load(layout)))
+        fence_async_shared()
+        thread_barrier()
+    if WIDTH <= MOST_HELD:
+        return smem.load(layout)
+    else:
+        return smem
