@@ -103,7 +103,9 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
-    IS_FLOAT8: bool = False  # q, k and v are e4m3: see `float8.py`
+    # of 8-bit keys and values: whether they are converted, see `converter.py`
+    CONVERTS_K: bool = False
+    CONVERTS_V: bool = False
 
 
 class Params(NamedTuple):

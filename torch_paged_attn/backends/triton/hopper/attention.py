@@ -36,6 +36,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     DESCALES,
     UNBOUNDED,
     columns_of,
+    converts,
     heads_per_layout,
     is_bound,
     is_float8,
@@ -59,7 +60,7 @@ from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
-    choose_float8_config,
+    choose_8_bit_config,
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
@@ -87,7 +88,7 @@ LEAST_LENGTH = 32
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
     """Whether pages are so small that their boxes are better loaded whole: see `atoms_of_rows`."""
-    is_small = 0 < call.page_size < 32 and call.layout is None and not is_float8(call)
+    is_small = 0 < call.page_size < 32 and call.layout is None and not converts(call)
     return is_small and all(
         x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
     )
@@ -115,8 +116,8 @@ def choose_tiles(
     # fewer keys a window hides from most of them
     sharing = sharing_heads(call)
     most_packed = min(sharing & -sharing, BLOCK_M)
-    if is_float8(call):
-        return choose_float8_config(width), pack_heads(sharing, typical)
+    if converts(call):
+        return choose_8_bit_config(width, is_float8(call)), pack_heads(sharing, typical)
     if is_short:
         return choose_short_config(width), most_packed
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None
@@ -179,7 +180,8 @@ def options_of(
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=is_beside,
         IS_LISTED=is_listed,
-        IS_FLOAT8=is_float8(call),
+        CONVERTS_K=converts(call) and not is_float8(call),
+        CONVERTS_V=converts(call),
     )
 
 

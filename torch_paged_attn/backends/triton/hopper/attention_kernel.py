@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.arguments import Params, Sizes
 from torch_paged_attn.backends.triton.hopper.consumer import consume
-from torch_paged_attn.backends.triton.hopper.float8_values import (
+from torch_paged_attn.backends.triton.hopper.converter import (
     CONVERTER_REGISTERS,
-    convert_values,
+    convert_tiles,
     new_results,
-    new_values,
+    new_tiles,
 )
 from torch_paged_attn.backends.triton.hopper.load_kv import KvLoader
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipelines, new_pipeline
@@ -30,45 +30,42 @@ PRODUCERS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def _registers(consumers, of_consumer, is_float8):
+def _registers(consumers, of_consumer, converts):
     """Registers of a thread, by partition but the first. A lane of each warpgroup has 512 between
     them, dealt out by eights; the producers are one warpgroup."""
-    converter = [CONVERTER_REGISTERS.value] if is_float8 else []
+    converter = [CONVERTER_REGISTERS.value] if converts else []
     groups = consumers + len(converter) + 1
     left = 512 // groups // 8 * 8 * groups - consumers * of_consumer - sum(converter)
     return [of_consumer] * (consumers - 1) + converter + [left] * PRODUCERS.value
 
 
 @gluon.constexpr_function
-def _warps(consumers, is_float8):
+def _warps(consumers, converts):
     """Warps by partition but the first."""
-    return [4] * (consumers - 1 + is_float8) + [1] * PRODUCERS.value
+    return [4] * (consumers - 1 + converts) + [1] * PRODUCERS.value
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the program's warps: a consumer, with float8 the converter, or one of the four
-    producers."""
-    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.IS_FLOAT8
+    """A partition of the program's warps: a consumer, the converter if there is one, or one of the
+    four producers."""
+    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.CONVERTS_V
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
     num_pages, scalars = params.sizes.num_pages, params.scalars
-    stored_v = pipelines.v
-    if OPTIONS.IS_FLOAT8:
-        stored_v = pipelines.stored_v
     if NUMBER < OPTIONS.CONSUMERS:
         consume(params, pipelines, OPTIONS, NUMBER)
     elif PRODUCER < 0:
-        convert_values(pipelines, OPTIONS)
+        convert_tiles(pipelines, OPTIONS)
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
         if HAS_PARTS:
-            keys = KvLoader(params.k_desc, pipelines.k, scalars.k_page_rows, num_pages, OPTIONS, 1)
+            to = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
+            keys = KvLoader(params.k_desc, to, scalars.k_page_rows, num_pages, OPTIONS, 1)
             produce_kv(params, pipelines, keys, OPTIONS)
     elif PRODUCER == 2 or HAS_PARTS:
-        values = KvLoader(
-            params.v_desc, stored_v, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2
-        )
+        to = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
+        values = KvLoader(params.v_desc, to, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2)
         produce_kv(params, pipelines, values, OPTIONS)
 
 
@@ -85,7 +82,8 @@ def _hopper_attention_fwd_kernel(
     Q_STAGES: gl.constexpr = OPTIONS.Q_STAGES
     KV_STAGES: gl.constexpr = OPTIONS.KV_STAGES
     KV_PARTS: gl.constexpr = OPTIONS.KV_PARTS
-    IS_FLOAT8: gl.constexpr = OPTIONS.IS_FLOAT8
+    CONVERTS_K: gl.constexpr = OPTIONS.CONVERTS_K
+    CONVERTS_V: gl.constexpr = OPTIONS.CONVERTS_V
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = q_desc.layout
     k_layout: gl.constexpr = k_desc.layout
@@ -96,22 +94,31 @@ def _hopper_attention_fwd_kernel(
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
     queries = new_pipeline(dtype, q_shape, q_layout, Q_STAGES, CONSUMERS, 1)
-    keys = new_pipeline(dtype, k_shape, k_layout, KV_STAGES, CONSUMERS, KV_PARTS)
-    readers: gl.constexpr = 1 if IS_FLOAT8 else CONSUMERS
-    values = new_pipeline(dtype, v_shape, v_layout, KV_STAGES, readers, KV_PARTS)
+    # what is converted has one reader
+    of_keys: gl.constexpr = 1 if CONVERTS_K else CONSUMERS
+    of_values: gl.constexpr = 1 if CONVERTS_V else CONSUMERS
+    k_dtype: gl.constexpr = k_desc.dtype
+    v_dtype: gl.constexpr = v_desc.dtype
+    keys = new_pipeline(k_dtype, k_shape, k_layout, KV_STAGES, of_keys, KV_PARTS)
+    values = new_pipeline(v_dtype, v_shape, v_layout, KV_STAGES, of_values, KV_PARTS)
     pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES))
-    if IS_FLOAT8:
-        out = new_results(out_desc, CONSUMERS)
-        in_16_bits = new_values(OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
-        pipelines = Pipelines(queries, keys, in_16_bits, pipelines.work_info, values, out)
+    if CONVERTS_V:
+        stored = keys, values
+        out = None
+        if CONVERTS_K:
+            keys = new_tiles(dtype, OPTIONS.BLOCK_N, OPTIONS.WIDTH, CONSUMERS)
+        else:
+            out = new_results(out_desc, CONSUMERS)
+        values = new_tiles(gl.float16, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
+        pipelines = Pipelines(queries, keys, values, pipelines.work_info, stored[0], stored[1], out)
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + IS_FLOAT8 + PRODUCERS]
+            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + CONVERTS_V + PRODUCERS]
         ],
-        _warps(CONSUMERS, IS_FLOAT8),
-        _registers(CONSUMERS, OPTIONS.REGISTERS, IS_FLOAT8),
+        _warps(CONSUMERS, CONVERTS_V),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, CONVERTS_V),
     )

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
-from torch_paged_attn.backends.triton.hopper.float8 import (
-    LEAST_FACTOR,
+from torch_paged_attn.backends.triton.hopper.descale import (
     columns_at_once,
     descales_of,
+    factor_of_scores,
     take_queries,
 )
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     list_ptr: Any
     num_entries: Any
     row_mask: Any
-    # of float8: what scores, and what values, are multiplied by
+    # of 8 bits: what scores, and what values, are multiplied by
     descale: Any
     v_descale: Any
 
@@ -174,7 +174,7 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     list_ptr = 0
     descale = 1.0
     v_descale = 1.0
-    if OPTIONS.IS_FLOAT8:
+    if OPTIONS.CONVERTS_V:
         descale, v_descale = descales_of(b, head, params, OPTIONS)
     num_entries = 0
     row_mask = 0
@@ -239,13 +239,14 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     PINGPONG: gl.constexpr = OPTIONS.PINGPONG
     KV_STEP: gl.constexpr = OPTIONS.KV_STEP
-    IS_FLOAT8: gl.constexpr = OPTIONS.IS_FLOAT8
+    CONVERTS: gl.constexpr = OPTIONS.CONVERTS_V
+    IS_FLOAT8: gl.constexpr = CONVERTS and not OPTIONS.CONVERTS_K
     depth: gl.constexpr = 32 if IS_FLOAT8 else 16
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
-    across: gl.constexpr = columns_at_once(WIDTH_V, IS_FLOAT8)
+    across: gl.constexpr = columns_at_once(WIDTH_V, CONVERTS)
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, across, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
-    q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, 4)
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, depth // 8)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
     dtype: gl.constexpr = values.tiles.dtype
@@ -263,10 +264,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         scale_log2 = params.scalars.scale_log2
         if IS_FLOAT8:
             out = pipelines.out.index(INDEX)
-            q = take_queries(rows.box, rows.descale < 0, q_operand, BLOCK_M, WIDTH)
+        if CONVERTS:
+            q = take_queries(rows.box, rows.descale, q_operand, BLOCK_M, WIDTH)
             if not OPTIONS.HAS_SOFTCAP:
-                factor = scale_log2 * gl.abs(rows.descale)
-                scale_log2 = gl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)
+                scale_log2 = factor_of_scores(scale_log2, rows.descale)
         else:
             q = rows.box.reshape([BLOCK_M, WIDTH])
         kv_start = rows.kv_start
@@ -315,7 +316,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
         values.consumer_wait(n)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-        if OPTIONS.HAS_LEFT and not IS_FLOAT8 and kv_start < rows.first_key:
+        if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
@@ -333,8 +334,9 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
         n += 1
-        if IS_FLOAT8:
+        if CONVERTS:
             share *= rows.v_descale
+        if IS_FLOAT8:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             thread_barrier()

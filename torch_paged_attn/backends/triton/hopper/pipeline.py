@@ -82,7 +82,8 @@ class Pipelines(NamedTuple):
     k: Any
     v: Any
     work_info: Any
-    # of float8 (`float8.py`): values as they are loaded, which `v` are in 16 bits, and where
-    # consumers leave results, which else lie where the queries lay
+    # of 8 bits (`converter.py`): keys and values as they are loaded, which `k` and `v` are in 16
+    # bits, and where consumers leave results, which else lie where the queries lay
+    stored_k: Any = None
     stored_v: Any = None
     out: Any = None

@@ -177,8 +177,9 @@ def _produce_tile(
 def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     """Claim tiles of queries until there are none; see `_produce_tile`."""
     pointers, scalars = params.pointers, params.scalars
+    stored_k = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
     key_loader = KvLoader(
-        params.k_desc, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS, 0
+        params.k_desc, stored_k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS, 0
     )
     wait_for_kernel_before()
     if OPTIONS.LETS_FOLLOW:

@@ -35,6 +35,7 @@ MOST_MERGED = 128
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
 
 IN_16_BITS = (torch.bfloat16, torch.float16)
+IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias",)
@@ -57,17 +58,12 @@ def unsupported(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     if (reason := unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in (*IN_16_BITS, torch.float8_e4m3fn) or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k {k.dtype}, not both bfloat16, float16 or float8_e4m3fn"
-    if is_float8(call):
-        if (reason := _unsupported_float8(call)) is not None:
-            return reason
-    elif call.result_dtype != q.dtype:
-        return f"out_dtype is {call.out_dtype}"
+    if (reason := _unsupported_types(call)) is not None:
+        return reason
     dims = call.head_dim, call.head_dim_v
     if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
         return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
-    for name in NOT_CARRIED if is_float8(call) else (*NOT_CARRIED, *DESCALES):
+    for name in NOT_CARRIED if converts(call) else (*NOT_CARRIED, *DESCALES):
         if getattr(call, name) is not None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
@@ -99,16 +95,30 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def _unsupported_float8(call: AttentionCall) -> str | None:
-    if call.result_dtype not in IN_16_BITS:
-        return f"q is {call.q.dtype} and out_dtype {call.out_dtype}, not bfloat16 or float16"
-    if call.alibi_slopes is not None or call.layout is not None:
-        return f"q is {call.q.dtype}, with alibi_slopes or a layout"
+def _unsupported_types(call: AttentionCall) -> str | None:
+    q, k, v = call.q, call.k, call.v
+    if q.dtype == torch.float8_e4m3fn:
+        is_known = k.dtype == v.dtype == q.dtype
+    else:
+        is_known = q.dtype in IN_16_BITS and k.dtype == v.dtype and k.dtype in (q.dtype, *IN_8_BITS)
+    if not is_known:
+        return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
+    is_result = call.result_dtype in (IN_16_BITS if is_float8(call) else (q.dtype,))
+    if not is_result:
+        return f"q is {q.dtype} and out_dtype {call.result_dtype}"
+    if converts(call) and (call.alibi_slopes is not None or call.layout is not None):
+        return f"k is {k.dtype}, with alibi_slopes or a layout"
     return None
 
 
 def is_float8(call: AttentionCall) -> bool:
+    """Whether scores are float8 products."""
     return call.q.dtype == torch.float8_e4m3fn
+
+
+def converts(call: AttentionCall) -> bool:
+    """Whether values, and unless `is_float8` keys, are of 8 bits."""
+    return call.k.itemsize == 1
 
 
 def unprofitable(call: AttentionCall) -> str | None:

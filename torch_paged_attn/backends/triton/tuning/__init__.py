@@ -3,7 +3,7 @@
 from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, choose_backward_config
 from torch_paged_attn.backends.triton.tuning.hopper import (
     HopperConfig,
-    choose_float8_config,
+    choose_8_bit_config,
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
@@ -18,10 +18,10 @@ __all__ = [
     "BackwardConfig",
     "Config",
     "HopperConfig",
+    "choose_8_bit_config",
     "choose_backward_config",
     "choose_config",
     "choose_config_in_turns",
-    "choose_float8_config",
     "choose_hopper_config",
     "choose_narrow_config",
     "choose_short_config",

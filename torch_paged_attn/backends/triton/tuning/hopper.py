@@ -40,11 +40,13 @@ def choose_short_config(width: int) -> HopperConfig:
     return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
 
 
-def choose_float8_config(width: int) -> HopperConfig:
-    """Of float8 queries, keys and values; registers are left to the warps that convert values."""
+def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
+    """Of 8-bit keys and values, with float8 queries or with 16-bit ones; registers are left to the
+    warps that convert them."""
     if width == 256:
-        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=208, PINGPONG=False)
-    return HopperConfig(REGISTERS=208)
+        stages = 2 if is_float8 else 1
+        return HopperConfig(BLOCK_N=64, KV_STAGES=stages, Q_STAGES=1, REGISTERS=208, PINGPONG=False)
+    return HopperConfig(Q_STAGES=2 if is_float8 else 1, REGISTERS=208)
 
 
 def choose_narrow_config(width: int) -> HopperConfig:

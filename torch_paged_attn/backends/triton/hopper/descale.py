@@ -1,13 +1,7 @@
-"""Attention to float8 queries, keys and values: what is different from 16 bits.
+"""Descales of 8-bit queries, keys and values.
 
-Scores are float8 products, at twice the rate; Hopper adds these up in 14 bits, which is close enough
-for the terms of a score and not for those of a context. So probabilities are float16, and so are
-the values, of which each is exactly one: four warps convert a tile of values from one place in
-shared memory to another, once for all consumers. Queries wait in registers, as the operand of
-products: that spares shared memory's bandwidth, which would be used up.
-
-Descales of queries and keys are part of the factor of scores, which is one number for a tile; that
-of the values is multiplied into the result.
+Those of queries and keys are part of the factor of scores, which is one number for a tile; that of
+values is multiplied into the result.
 """
 
 from triton.experimental import gluon
@@ -19,8 +13,16 @@ from torch_paged_attn.backends.triton.hopper.work_info import thread_barrier
 # scores times this are 0; what is hidden, minus infinity, times this is not
 LEAST_FACTOR = gl.constexpr(2.0**-110)
 
-# numbers of a query that are held in registers
+# float8 numbers of a query that are held in registers, as the operand of products: with tiles of
+# values converted, shared memory's bandwidth would be used up
 MOST_HELD = gl.constexpr(128)
+
+
+@gluon.constexpr_function
+def columns_at_once(width, converts):
+    """Columns of values that one instruction multiplies: with four warpgroups, the assembler has no
+    registers for 256."""
+    return min(width, 128) if converts else width
 
 
 @gluon.jit
@@ -51,32 +53,34 @@ def descales_of(b, head, params, OPTIONS: gl.constexpr):
     return of_q * of_k, of_v
 
 
-@gluon.constexpr_function
-def columns_at_once(width, is_float8):
-    """Columns of values that one instruction multiplies: with four warpgroups, the assembler has no
-    registers for 256."""
-    return min(width, 128) if is_float8 else width
+@gluon.jit
+def factor_of_scores(scale_log2, descale):
+    """`scale_log2` times the size of a descale; its sign is the queries'."""
+    factor = scale_log2 * gl.abs(descale)
+    return gl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)
 
 
 @gluon.jit
 def _turned(q):
     """-q."""
-    bits = gl.inline_asm_elementwise(
-        "xor.b32 $0, $1, 0x80808080;", "=r,r", [q.to(gl.int8, bitcast=True)], gl.int8, True, 4
-    )
-    return bits.to(q.dtype, bitcast=True)
+    if q.dtype == gl.float8e4nv:
+        bits = gl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [q.to(gl.int8, bitcast=True)], gl.int8, True, 4
+        )
+        return bits.to(q.dtype, bitcast=True)
+    else:
+        return -q
 
 
 @gluon.jit
-def take_queries(box, is_negative, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Queries as the operand of products, in registers where there is room. Scores are multiplied
-    by a number that is not negative: the queries take its sign."""
+def take_queries(box, descale, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Queries as the operand of products, with the sign of a descale."""
     smem = box.reshape([ROWS, WIDTH])
-    if is_negative:
+    if descale < 0:
         smem.store(_turned(smem.load(layout)))
         fence_async_shared()
         thread_barrier()
-    if WIDTH <= MOST_HELD:
+    if smem.dtype == gl.float8e4nv and WIDTH <= MOST_HELD:
         return smem.load(layout)
     else:
         return smem
