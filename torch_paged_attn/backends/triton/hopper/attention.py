@@ -216,7 +216,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 
 
 def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
-    strides = {}
+    strides: dict[str, int] = {}
     for name in DESCALES:
         given = getattr(call, name)
         of_batch, of_head = (0, 0) if given is None else (0, 0, *given.stride())[-2:]
