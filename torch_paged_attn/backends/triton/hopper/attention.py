@@ -71,8 +71,8 @@ if TYPE_CHECKING:
 
 # tensors that the kernels read by address, and those of a layout
 READ_BY_ADDRESS = (
-    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
     *DESCALES,
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
 )  # fmt: skip
 LAYOUT = ("crow_indices", "col_indices")
 
@@ -410,8 +410,7 @@ def plan_launches(
     def start(
         tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        *lengths, block_table, alibi_slopes, sinks = (picked := pick((*tensors, None)))[:6]
-        descales = picked[6:]
+        of_q, of_k, of_v, *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
         entries = spans = None
         if build_lists is not None and pick_layout is not None:
             entries, spans = build_lists(*pick_layout(tensors))
@@ -428,12 +427,11 @@ def plan_launches(
                 out_boxes.at(out.data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
-                    *unlisted, *descales,
+                    *unlisted, of_q, of_k, of_v,
                 ),
             )  # fmt: skip
             return tile_list, parts
-        *starts, table, slopes, sink = (picked := pick((*addresses, None)))[:6]
-        descales = picked[6:]
+        of_q, of_k, of_v, *starts, table, slopes, sink = pick((*addresses, None))
         tile_list, at_list, unlisted = None, None, starts
         if list_tiles is not None:
             tile_list, unlisted = list_tiles(Lengths(*lengths), tuple(starts)), none
@@ -446,7 +444,19 @@ def plan_launches(
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, out.data_ptr()),
-            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted, *descales),
+            (
+                lse.data_ptr(),
+                at_list,
+                table,
+                *lists,
+                slopes,
+                sink,
+                at_parts,
+                *unlisted,
+                of_q,
+                of_k,
+                of_v,
+            ),
         )
         return tile_list, parts
 
