@@ -66,5 +66,5 @@ def test_others_are_granted_none_of_it(keys):
 
 @pytest.mark.parametrize("keys", [1, 40, 700])
 def test_sums_that_are_cut_off_further(keys):
-    with pytest.raises(AssertionError, match="softmax_lse|error"):
+    with pytest.raises(AssertionError, match=r"softmax_lse|error"):
         verdict(keys, bits=7)
