@@ -41,7 +41,7 @@ def verdict(keys, bits=13, cuts_off=True, spread=1.0):
     """Raise unless a kernel that is exact but for its sums of products passes."""
     g = torch.Generator().manual_seed(keys)
     q, k, v = (
-        (spread * torch.randn(n, 4, 128, generator=g)).to(torch.float8_e4m3fn)
+        (spread * torch.randn(n, 2, 128, generator=g)).to(torch.float8_e4m3fn)
         for n in (17, keys, keys)
     )
     options = dict(softmax_scale=SCALE / spread**2, out_dtype=torch.bfloat16)
@@ -53,18 +53,18 @@ def verdict(keys, bits=13, cuts_off=True, spread=1.0):
 
 
 @pytest.mark.parametrize("spread", [1.0, 9.0])
-@pytest.mark.parametrize("keys", [1, 40, 700])
+@pytest.mark.parametrize("keys", [1, 40, 200])
 def test_sums_of_hopper(keys, spread):
     verdict(keys, spread=spread)
 
 
-@pytest.mark.parametrize("keys", [1, 40, 700])
+@pytest.mark.parametrize("keys", [1, 40, 200])
 def test_others_are_granted_none_of_it(keys):
     with pytest.raises(AssertionError, match="softmax_lse"):
         verdict(keys, cuts_off=False)
 
 
-@pytest.mark.parametrize("keys", [1, 40, 700])
+@pytest.mark.parametrize("keys", [1, 40, 200])
 def test_sums_that_are_cut_off_further(keys):
     with pytest.raises(AssertionError, match=r"softmax_lse|error"):
         verdict(keys, bits=7)
