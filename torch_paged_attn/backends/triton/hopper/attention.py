@@ -427,7 +427,7 @@ def plan_launches(
                 out_boxes.at(out.data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
-                    *unlisted, of_q, of_k, of_v,
+                    *unlisted, q_descale=of_q, k_descale=of_k, v_descale=of_v,
                 ),
             )  # fmt: skip
             return tile_list, parts
