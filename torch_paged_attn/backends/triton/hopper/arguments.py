@@ -22,14 +22,14 @@ class Pointers(NamedTuple):
     alibi_slopes: Any
     sinks: Any
     parts: Any  # of `pieces.py`; None where no tile is cut
-    # None where tiles are listed
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    seqused_k: Any = None
     # of 8-bit queries, keys and values
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
+    # None where tiles are listed
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
 
 
 class Sizes(NamedTuple):

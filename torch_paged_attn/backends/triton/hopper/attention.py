@@ -427,7 +427,7 @@ def plan_launches(
                 out_boxes.at(out.data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
-                    *unlisted, q_descale=of_q, k_descale=of_k, v_descale=of_v,
+                    of_q, of_k, of_v, *unlisted,
                 ),
             )  # fmt: skip
             return tile_list, parts
@@ -452,11 +452,11 @@ def plan_launches(
                 slopes,
                 sink,
                 at_parts,
-                *unlisted,
                 of_q,
                 of_k,
                 of_v,
-            ),
+                *unlisted,
+            ),  # fmt: skip
         )
         return tile_list, parts
 
