@@ -439,24 +439,16 @@ def plan_launches(
         boxes_at = launch.map_arguments
         lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
         at_parts = None if parts is None else parts.data_ptr()
+        pointers = (
+            lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, of_q, of_k, of_v,
+            *unlisted,
+        )  # fmt: skip
         launch.start(
             *boxes_at(0, q_boxes, addresses[0]),
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, out.data_ptr()),
-            (
-                lse.data_ptr(),
-                at_list,
-                table,
-                *lists,
-                slopes,
-                sink,
-                at_parts,
-                of_q,
-                of_k,
-                of_v,
-                *unlisted,
-            ),  # fmt: skip
+            pointers,
         )
         return tile_list, parts
 
