@@ -95,29 +95,31 @@ def calls_of(p: Prefill8, fa3: Any) -> tuple[dict[str, Callable], torch.Tensor]:
     per_token = p.head_dim * (p.num_heads + 2 * p.num_kv_heads)
     copies = max(1, min(8, round(COLD / (sum(p.lengths) * per_token))))
     given = [inputs_of(p) for _ in range(copies)]
-    descales = {
+    descales: dict[str, torch.Tensor | None] = {
         name: 0.5 + torch.rand(len(p.lengths), p.num_kv_heads, device=DEVICE)
         for name in ("q_descale", "k_descale", "v_descale")
     }
     if p.q_dtype == BF16:
-        del descales["q_descale"]
+        descales["q_descale"] = None
 
-    def ours(x: Inputs, **options: Any) -> torch.Tensor:
+    def ours(x: Inputs, *descales: Any, **options: Any) -> torch.Tensor:
         k, v = (x.k, x.v) if x.table is None else (x.k.transpose(1, 2), x.v.transpose(1, 2))
-        bounds = cu, None, longest, longest
-        return flash_varlen(x.q, k, v, *bounds, x.used, x.table, causal=p.causal, **options)[0]
+        given = x.q, k, v, cu, None, longest, longest, x.used, x.table, None, None, None, *descales
+        return flash_varlen(*given, causal=p.causal, **options)[0]
 
     def theirs(x: Inputs, **options: Any) -> torch.Tensor:
         keys = dict(cu_k=cu) if x.table is None else dict(seqused_k=x.used, page_table=x.table)
         lengths = dict(cu_q=cu, max_q=longest, max_k=longest)
         return fa3.fwd(x.q, x.k, x.v, **lengths, **keys, causal=p.causal, **options)[0]
 
-    def in_turn(run: Callable, q_dtype: torch.dtype, dtype: torch.dtype, **options: Any):
+    def in_turn(
+        run: Callable, q_dtype: torch.dtype, dtype: torch.dtype, *args: Any, **options: Any
+    ):
         rotated = itertools.cycle([x.to(q_dtype, dtype) for x in given])
-        return lambda: run(next(rotated), **options)
+        return lambda: run(next(rotated), *args, **options)
 
     calls = {
-        "ours": in_turn(ours, p.q_dtype, E4M3, out_dtype=BF16, **descales),
+        "ours": in_turn(ours, p.q_dtype, E4M3, *descales.values(), out_dtype=BF16),
         "ours bf16": in_turn(ours, BF16, BF16),
     }
     if fa3:
@@ -127,10 +129,10 @@ def calls_of(p: Prefill8, fa3: Any) -> tuple[dict[str, Callable], torch.Tensor]:
     return calls, formula(p, given[0], descales)
 
 
-def formula(p: Prefill8, x: Inputs, descales: dict[str, torch.Tensor]) -> torch.Tensor:
+def formula(p: Prefill8, x: Inputs, descales: dict[str, Any]) -> torch.Tensor:
     """The first head of every row in float32."""
     one = torch.ones(len(p.lengths), 1, device=DEVICE)
-    of_q, of_k, of_v = (descales.get(f"{name}_descale", one)[:, 0] for name in "qkv")
+    of_q, of_k, of_v = ((one if x is None else x)[:, 0] for x in descales.values())
     if x.table is None:
         keys, values = (t[:, 0].split(p.lengths) for t in (x.k, x.v))
     else:

@@ -132,9 +132,10 @@ def test_descales_of_any_sign_and_size(name, factor):
 def test_every_byte_of_float8(name):
     """The largest numbers, the smallest and zeros of either sign; a NaN stays in its sequence."""
     call = build(BY_NAME[name])
-    bytes_ = torch.arange(256, dtype=torch.uint8).repeat(call.args["v"].numel() // 256 + 1)
-    finite = bytes_[bytes_ & 0x7F != 0x7F][: call.args["v"].numel()]
-    call.args["v"].view(torch.uint8).view(-1).copy_(finite)
+    every = torch.arange(256, dtype=torch.uint8)
+    finite = every[every & 0x7F != 0x7F]
+    stored = call.args["v"].view(torch.uint8).view(-1)
+    stored.copy_(finite.repeat(len(stored) // len(finite) + 1)[: len(stored)])
     results = hopper.attend(AttentionCall.flash_varlen(**call.to("cuda").args))
     assert_accurate(*results, call.truth(cuts_off=True))
     # the first key of a sequence, which all of its queries see

@@ -81,7 +81,8 @@ class Rows(NamedTuple):
     list_ptr: Any
     num_entries: Any
     row_mask: Any
-    # of 8 bits: what scores, and what values, are multiplied by
+    # of 8 bits: what scores, but for its sign, and what values are multiplied by
+    is_turned: Any
     descale: Any
     v_descale: Any
 
@@ -172,10 +173,11 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     if OPTIONS.HAS_RIGHT:
         full_stop = gl.minimum(key_len, context_len + first_token + scalars.window_right + 1)
     list_ptr = 0
+    is_turned = False
     descale = 1.0
     v_descale = 1.0
     if OPTIONS.CONVERTS_V:
-        descale, v_descale = descales_of(b, head, params, OPTIONS)
+        is_turned, descale, v_descale = descales_of(b, head, params, OPTIONS)
     num_entries = 0
     row_mask = 0
     if OPTIONS.HAS_LAYOUT:
@@ -186,7 +188,7 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     return Rows(
         first_key, kv_start, key_len, q_start, stop_token, first_token, head, box, is_sequence,
         context_len, position, slope, full_start, full_stop, list_ptr, num_entries, row_mask,
-        descale, v_descale,
+        is_turned, descale, v_descale,
     )  # fmt: skip
 
 
@@ -265,7 +267,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if IS_FLOAT8:
             out = pipelines.out.index(INDEX)
         if CONVERTS:
-            q = take_queries(rows.box, rows.descale, q_operand, BLOCK_M, WIDTH)
+            q = take_queries(rows.box, rows.is_turned, q_operand, BLOCK_M, WIDTH)
             if not OPTIONS.HAS_SOFTCAP:
                 scale_log2 = factor_of_scores(scale_log2, rows.descale)
         else:

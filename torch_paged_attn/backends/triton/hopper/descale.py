@@ -37,7 +37,8 @@ def _of_head(descale, b, head, stride_batch, stride_head, is_sequence):
 
 @gluon.jit
 def descales_of(b, head, params, OPTIONS: gl.constexpr):
-    """What scores, and what values, of a query head of sequence b are multiplied by."""
+    """Of a query head of sequence b: whether the factor of scores is negative, its size, and the
+    factor of values."""
     pointers, scalars = params.pointers, params.scalars
     kv_head = head // OPTIONS.GROUP_SIZE
     is_sequence = b < params.sizes.batch
@@ -50,13 +51,14 @@ def descales_of(b, head, params, OPTIONS: gl.constexpr):
     of_v = _of_head(
         pointers.v_descale, b, kv_head, scalars.v_descale_batch, scalars.v_descale_head, is_sequence
     )
-    return of_q * of_k, of_v
+    of_scores = of_q * of_k * gl.full([], 1.0, gl.float32)
+    return of_scores < 0, gl.abs(of_scores), of_v
 
 
 @gluon.jit
 def factor_of_scores(scale_log2, descale):
     """`scale_log2` times the size of a descale; its sign is the queries'."""
-    factor = scale_log2 * gl.abs(descale)
+    factor = scale_log2 * descale
     return gl.where(factor < LEAST_FACTOR, LEAST_FACTOR, factor)
 
 
@@ -73,10 +75,10 @@ def _turned(q):
 
 
 @gluon.jit
-def take_queries(box, descale, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Queries as the operand of products, with the sign of a descale."""
+def take_queries(box, is_turned, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Queries, which `is_turned` makes negative, as the operand of products."""
     smem = box.reshape([ROWS, WIDTH])
-    if descale < 0:
+    if is_turned:
         smem.store(_turned(smem.load(layout)))
         fence_async_shared()
         thread_barrier()
