@@ -28,11 +28,13 @@ UNBOUNDED = 2**30
 
 # the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
-MOST_MERGED = 128
 
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
+
+# rows of a sequence's tile that the portable kernel is fast at, by width of a head
+LEAST_GUESSED = {64: 16, 128: 16, 256: 8}
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
@@ -103,6 +105,19 @@ def unprofitable(call: AttentionCall) -> str | None:
     if 2 * tiles < target_of(call.q.device).multiprocessors and not most_parts(call, False):
         return f"{tiles} tiles do not fill the chip"
     return None
+
+
+def is_guessed(call: AttentionCall, longest: int) -> bool:
+    """Whether sequences have as many queries as tokens that were guessed are, by what is said of
+    the longest one's: so few that all heads of a group fit in the rows of one consumer, and more
+    than the portable kernel is fast at.
+    """
+    if call.block_table is None or call.layout is not None:
+        return False
+    group = call.group_size
+    is_even = group & (group - 1) == 0
+    least = LEAST_GUESSED[width_of(call.head_dim)]
+    return is_even and least < longest * group <= BLOCK_M
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:
@@ -176,15 +191,15 @@ def sharing_heads(call: AttentionCall) -> int:
     return min(call.group_size, heads_per_layout(call)) if call.layout else call.group_size
 
 
-def most_parts(call: AttentionCall, is_beside: bool) -> int:
-    """How many pieces of tiles there may be: none where tiles are many, or see few keys."""
-    # sums of wider values do not fit beside those that are merged
-    if call.layout is not None or width_of(call.head_dim_v) > MOST_MERGED:
+def most_parts(call: AttentionCall, is_uneven: bool) -> int:
+    """How many pieces of tiles there may be: none where tiles are many, or see few keys, unless
+    they are few or uneven as far as anybody knows."""
+    if call.layout is not None:
         return 0
     keys = key_bound(call)
     if call.block_table is None:
         keys //= max(call.batch, 1)
-    if not is_beside and (_fills(call) or keys < LEAST_CUT):
+    if not is_uneven and (_fills(call) or keys < LEAST_CUT):
         return 0
     return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
 

@@ -40,6 +40,15 @@ def choose_short_config(width: int) -> HopperConfig:
     return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
 
 
+def choose_guessed_config(width: int) -> HopperConfig:
+    """Where the rows of one consumer hold all queries of a sequence: as many keys on their way as
+    there is room for."""
+    stages = {64: 6, 128: 3, 256: 3}[width]
+    queries = 1 if width == 256 else 2
+    keys = 64 if width == 256 else 128
+    return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
+
+
 def choose_narrow_config(width: int) -> HopperConfig:
     """Where a window shows few tiles of keys: small ones, of which it hides less."""
     if width == 64:
