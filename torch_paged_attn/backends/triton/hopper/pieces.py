@@ -89,12 +89,15 @@ def merge_pieces(
         r = gl.arange(0, ROWS, by_row)
         m_all = gl.full([ROWS], -float("inf"), gl.float32, by_row)
         total = gl.zeros([ROWS], gl.float32, by_row)
-        for i in range(pieces):
-            m_part, total_part = _part_of_rows(references, first_part + i * step, r, ROWS)
-            m_new = gl.maximum(m_all, m_part)
-            shift = _finite(m_new)
-            total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
-            m_all = m_new
+        for i in range(0, pieces, AT_ONCE):
+            for j in gl.static_range(AT_ONCE):
+                part = first_part + gl.minimum(i + j, pieces - 1) * step
+                m_part, total_part = _part_of_rows(references, part, r, ROWS)
+                total_part = gl.where(i + j < pieces, total_part, 0.0)
+                m_new = gl.maximum(m_all, m_part)
+                shift = _finite(m_new)
+                total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
+                m_all = m_new
         share = store_lse(m_all, total, rows, stop, r, params, OPTIONS.PACKED_HEADS)
         for first in gl.static_range(0, WIDTH, COLUMNS):
             _add_parts(

@@ -56,6 +56,9 @@ NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 # windows of few tiles of keys
 NARROW = range(1025)
 
+# of the rows of tiles of one head, the share that may be empty
+MOST_EMPTY = 0.05
+
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
 
@@ -79,20 +82,24 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     )
 
 
-def pack_heads(sharing: int, length: int) -> int:
-    """Of heads that read the same keys, how many share a tile: one, unless `length` queries would
-    not fill it."""
-    pack = 1
-    while sharing % (2 * pack) == 0 and pack * length < 2 * BLOCK_M and pack < BLOCK_M:
-        pack *= 2
-    return pack
+def pack_heads(call: AttentionCall, most: int) -> int:
+    """Of `most` heads that could share a tile, how many do: all, or one where tiles of one head are
+    as good as full of queries, or hold a row of a layout's blocks."""
+    length, layout = mean_length(call), call.layout
+    if layout is not None:
+        length, pack = min(length, layout.q_block_size), 1
+        while pack < most and pack * length < 2 * BLOCK_M:
+            pack *= 2
+        return pack
+    is_even = call.total_q == length * call.batch
+    empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
+    return most if empty > MOST_EMPTY * length else 1
 
 
 def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
     """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
     says nothing where another kernel takes the short sequences."""
-    typical, layout = LEAST_LENGTH if form.short else mean_length(call), call.layout
-    is_causal = call.window_right == 0
+    layout, is_causal = call.layout, call.window_right == 0
     width = width_of(call.head_dim)
     # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
     # fewer keys a window hides from most of them
@@ -102,13 +109,12 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_short_config(width), most_packed
     if form.is_guessed:
         return choose_guessed_config(width), most_packed
-    is_narrow = is_causal and call.window_size_left in NARROW and layout is None
-    if is_narrow and width <= 128 and not form.short:
+    if form.short:
+        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False), most_packed
+    if is_causal and call.window_size_left in NARROW and layout is None and width <= 128:
         return choose_narrow_config(width), most_packed
-    config = choose_hopper_config(width, typical, is_causal, layout is not None)
-    # a tile holds one row of a layout, where heads share it
-    length = typical if layout is None else min(typical, layout.q_block_size)
-    return config, pack_heads(sharing, length)
+    config = choose_hopper_config(width, mean_length(call), is_causal, layout is not None)
+    return config, pack_heads(call, most_packed)
 
 
 def options_of(

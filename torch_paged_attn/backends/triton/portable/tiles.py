@@ -211,7 +211,10 @@ def choose_tiles(
     elif splits is None:
         busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
         slots = config.resident * target.multiprocessors
-        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64)
+        splits = plan_splits(
+            grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64,
+            next_power_of_2(tokens * pack),
+        )  # fmt: skip
     # the device counts units in 32 bits
     is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
     grid: tuple[int, ...] = (grid_tiles, grid_heads)
