@@ -26,6 +26,9 @@ class Pointers(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
+    # None where boxes of keys are loaded
+    k: Any = None
+    v: Any = None
 
 
 class Sizes(NamedTuple):
@@ -55,6 +58,11 @@ class Scalars(NamedTuple):
     scale_log2: float  # from the units of scores to exponents of two
     softcap_scale_log2: float  # twice the factor of what softcap takes the tanh of, in base two
     alibi_scale: float  # from logits to the units of scores
+    # elements from slot to slot, and from head to head, where rows are copied; else 0
+    stride_k: int = 0
+    stride_k_head: int = 0
+    stride_v: int = 0
+    stride_v_head: int = 0
 
 
 class Options(NamedTuple):
@@ -93,6 +101,7 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
+    GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
 
 
 class Params(NamedTuple):

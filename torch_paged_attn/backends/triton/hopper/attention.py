@@ -132,6 +132,7 @@ def plan_launches(
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
                     *unlisted,
+                    *((k, v) if options.GATHERS else (None, None)),
                 ),
             )  # fmt: skip
             return tile_list, parts
@@ -142,13 +143,14 @@ def plan_launches(
             at_list = tile_list.data_ptr()
         boxes_at = launch.map_arguments
         lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
+        slots = addresses[1:3] if options.GATHERS else (None, None)
         at_parts = None if parts is None else parts.data_ptr()
         launch.start(
             *boxes_at(0, q_boxes, addresses[0]),
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, out.data_ptr()),
-            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted),
+            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted, *slots),
         )
         return tile_list, parts
 

@@ -13,9 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.arguments import Params, Sizes
 from torch_paged_attn.backends.triton.hopper.consumer import consume
-from torch_paged_attn.backends.triton.hopper.load_kv import KvLoader
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipelines, new_pipeline
-from torch_paged_attn.backends.triton.hopper.producer import produce_kv, produce_tiles
+from torch_paged_attn.backends.triton.hopper.producer import (
+    loader_of_keys,
+    loader_of_values,
+    produce_kv,
+    produce_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.tma import shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
@@ -43,19 +47,15 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
     """A partition of the program's warps: a consumer, or one of the four producers."""
     PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
-    num_pages, scalars = params.sizes.num_pages, params.scalars
     if PRODUCER < 0:
         consume(params, pipelines, OPTIONS, NUMBER)
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
         if HAS_PARTS:
-            keys = KvLoader(params.k_desc, pipelines.k, scalars.k_page_rows, num_pages, OPTIONS, 1)
-            produce_kv(params, pipelines, keys, OPTIONS)
+            produce_kv(params, pipelines, loader_of_keys(params, pipelines, OPTIONS, 1), OPTIONS)
     elif PRODUCER == 2 or HAS_PARTS:
-        values = KvLoader(
-            params.v_desc, pipelines.v, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2
-        )
+        values = loader_of_values(params, pipelines, OPTIONS, PRODUCER - 2)
         produce_kv(params, pipelines, values, OPTIONS)
 
 

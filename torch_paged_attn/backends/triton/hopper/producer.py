@@ -174,12 +174,32 @@ def _produce_tile(
 
 
 @gluon.jit
+def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
+    """What loads part number PART of tiles of keys."""
+    scalars = params.scalars
+    slots = (params.pointers.k, scalars.stride_k, scalars.stride_k_head)
+    return KvLoader(
+        params.k_desc, slots, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
+        PART,
+    )  # fmt: skip
+
+
+@gluon.jit
+def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
+    """The same of values."""
+    scalars = params.scalars
+    slots = (params.pointers.v, scalars.stride_v, scalars.stride_v_head)
+    return KvLoader(
+        params.v_desc, slots, pipelines.v, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
+        PART,
+    )  # fmt: skip
+
+
+@gluon.jit
 def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     """Claim tiles of queries until there are none; see `_produce_tile`."""
     pointers, scalars = params.pointers, params.scalars
-    key_loader = KvLoader(
-        params.k_desc, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS, 0
-    )
+    key_loader = loader_of_keys(params, pipelines, OPTIONS, 0)
     wait_for_kernel_before()
     if OPTIONS.LETS_FOLLOW:
         let_next_kernel_start()

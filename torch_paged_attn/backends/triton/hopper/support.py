@@ -33,6 +33,9 @@ LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 # has room for
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
 
+# sizes of pages whose rows are copied
+GATHERED = (1, 2, 4, 8)
+
 # rows of a sequence's tile that the portable kernel is fast at, by width of a head
 LEAST_GUESSED = {64: 16, 128: 16, 256: 8}
 
@@ -76,7 +79,7 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
-        if page_size % LEAST_BOX:
+        if page_size % LEAST_BOX and not gathers(call):
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
         # registers spill where a window's first key has to be divided by such a size
         if page_size & (page_size - 1) and max(dims) > 128 and is_bound(call.window_size_left):
@@ -166,6 +169,13 @@ def columns_of(dim: int) -> int:
 def is_bound(window: int) -> bool:
     """Whether a window hides keys."""
     return 0 <= window < UNBOUNDED
+
+
+def gathers(call: AttentionCall) -> bool:
+    """Whether rows of keys are copied one by one, because pages are smaller than a box."""
+    if call.block_table is None or call.layout is not None or call.page_size not in GATHERED:
+        return False
+    return all(width_of(d) == d for d in (call.head_dim, call.head_dim_v))
 
 
 def key_bound(call: AttentionCall) -> int:

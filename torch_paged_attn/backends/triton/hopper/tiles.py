@@ -21,8 +21,10 @@ from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
+    LEAST_BOX,
     UNBOUNDED,
     columns_of,
+    gathers,
     heads_per_layout,
     is_bound,
     key_bound,
@@ -76,7 +78,7 @@ FORM = Form()
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
     """Whether pages are so small that their boxes are better loaded whole: see `atoms_of_rows`."""
-    is_small = 0 < call.page_size < 32 and call.layout is None
+    is_small = LEAST_BOX <= call.page_size < 32 and call.layout is None
     return is_small and all(
         x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
     )
@@ -164,18 +166,24 @@ def options_of(
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=form.short > 0,
         IS_LISTED=form.longest == 0,
+        GATHERS=gathers(call),
     )
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
-    """Rows of keys that the accelerator loads at once: of one page and of one entry of a list."""
-    return math.gcd(page_size or keys_per_entry, keys_per_entry)
+    """Rows of keys that the accelerator loads at once: of one page and of one entry of a list. What
+    is less is copied."""
+    return max(math.gcd(page_size or keys_per_entry, keys_per_entry), LEAST_BOX)
 
 
 def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
     """Numbers that follow from the description and the tiles, which no kernel is compiled for."""
     k, v, slopes, layout = call.k, call.v, call.alibi_slopes, call.layout
-    is_paged = call.page_size > 0
+    is_paged, strides = call.page_size > 0, {}
+    if gathers(call):
+        of_k, of_v = (("stride_k", k), ("stride_v", v))
+        strides = {name: x.stride(2) for name, x in (of_k, of_v)}
+        strides |= {f"{name}_head": x.stride(1) for name, x in (of_k, of_v)}
     batched = layout is not None and layout.crow_indices.dim() == 3 and len(layout.crow_indices) > 1
     alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     # scores are q . k or, with a softcap, the tanh of it
@@ -193,6 +201,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         scale_log2=unit * LOG2E.value,
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
+        **strides,
     )
 
 
