@@ -208,13 +208,13 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
-        keys.consumer_wait(n)
+        keys.consumer_wait_for(n, OPTIONS.GATHERS)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
         s = warpgroup_mma_wait(0, deps=[s])
         keys.consumer_release(n)
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
-            values.consumer_wait(n)
+            values.consumer_wait_for(n, OPTIONS.GATHERS)
             _clear_from(values.tile(n), rows.key_len - kv_start)
         if queries.STAGES > 1 and tile > 0:
             # the last tile's result has left shared memory long since
@@ -227,12 +227,12 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         for _ in range(1, num_kv_tiles):
             kv_start -= KV_STEP
             runs = _runs_of(rows, kv_start, OPTIONS)
-            keys.consumer_wait(n + 1)
+            keys.consumer_wait_for(n + 1, OPTIONS.GATHERS)
             if PINGPONG:
                 _pingpong_wait(INDEX)
             k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
             s = ask_for_scores(q, k, zeros, OPTIONS)
-            values.consumer_wait(n)
+            values.consumer_wait_for(n, OPTIONS.GATHERS)
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             acc = rescale(acc, shrink)
@@ -248,7 +248,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             p = gl.convert_layout(p.to(dtype), operand)
             n += 1
 
-        values.consumer_wait(n)
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)

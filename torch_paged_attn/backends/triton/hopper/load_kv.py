@@ -188,17 +188,26 @@ class KvLoader:
         columns = gl.expand_dims(base + head + column, 0)
         tile = as_matrix(self.pipeline.tile(n), self.OPTIONS.BLOCK_N, WIDTH)
         barrier = self.pipeline.full_barrier(n)
+        FIRST: gl.constexpr = self.PART * ROWS
+        r = start + FIRST + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        slot, seen = self._slots_of(r, keys)
         self.pipeline.producer_acquire(n)
-        for i in gl.static_range(self.PART * ROWS, (self.PART + 1) * ROWS, STEP):
-            j = start + i + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-            seen = (j >= keys.first_key) & (j < keys.key_len)
-            page = gl.load(keys.table + j // PAGE_SIZE, mask=seen, other=0)
-            # a bad id that nobody checked reads the last page: wrong, but inside the cache
-            page = gl.minimum(page.to(gl.uint32), (self.num_pages - 1).to(gl.uint32))
-            slot = page.to(gl.int64) * self.page_rows + j % PAGE_SIZE
+        for i in gl.static_range(0, ROWS, STEP):
             rows = columns + gl.expand_dims(slot * stride, 1)
-            async_copy.async_copy_global_to_shared(
-                tile.slice(i, STEP), rows, mask=gl.expand_dims(seen, 1)
-            )
+            is_seen = gl.expand_dims(seen, 1)
+            if i + STEP < ROWS:
+                # on their way while these rows are asked for
+                slot, seen = self._slots_of(r + (i + STEP), keys)
+            async_copy.async_copy_global_to_shared(tile.slice(FIRST + i, STEP), rows, is_seen)
         async_copy.mbarrier_arrive(barrier)
         mbarrier.arrive(barrier, count=1)
+
+    @gluon.jit
+    def _slots_of(self, j, keys):
+        """Slots of keys number j, and which of them somebody sees."""
+        PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
+        seen = (j >= keys.first_key) & (j < keys.key_len)
+        page = gl.load(keys.table + j // PAGE_SIZE, mask=seen, other=0)
+        # a bad id that nobody checked reads the last page: wrong, but inside the cache
+        page = gl.minimum(page.to(gl.uint32), (self.num_pages - 1).to(gl.uint32))
+        return page.to(gl.int64) * self.page_rows + j % PAGE_SIZE, seen
