@@ -176,7 +176,6 @@ class KvLoader:
     @gluon.jit
     def _copy_rows(self, n, start, keys):
         """Fill n row by row; what nobody sees is zero."""
-        PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
         WIDTH: gl.constexpr = self.desc.block_shape[4]
         ROWS: gl.constexpr = self.OPTIONS.BLOCK_N // self.OPTIONS.KV_PARTS
         LANES: gl.constexpr = WIDTH // 8  # of a row, 16 bytes each
