@@ -112,10 +112,13 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if form.is_guessed:
         return choose_guessed_config(width), most_packed
     if form.short:
-        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False), most_packed
+        beside = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+        return beside, most_packed
     if is_causal and call.window_size_left in NARROW and layout is None and width <= 128:
         return choose_narrow_config(width), most_packed
-    config = choose_hopper_config(width, mean_length(call), is_causal, layout is not None)
+    config = choose_hopper_config(
+        width, mean_length(call), is_causal, layout is not None, gathers(call)
+    )
     return config, pack_heads(call, most_packed)
 
 

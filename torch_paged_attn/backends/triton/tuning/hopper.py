@@ -19,11 +19,13 @@ class HopperConfig:
 
 
 def choose_hopper_config(
-    width: int, mean_length: int, is_causal: bool, has_layout: bool
+    width: int, mean_length: int, is_causal: bool, has_layout: bool, is_copied: bool = False
 ) -> HopperConfig:
-    """`width` is head_dim as it lies in shared memory: 64, 128 or 256."""
+    """`width` is head_dim as it lies in shared memory: 64, 128 or 256. With `is_copied`, producers
+    copy rows of keys."""
     if width == 256:
-        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=232, PINGPONG=False)
+        registers = 224 if is_copied else 232
+        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=registers, PINGPONG=False)
     stages = 2 if width == 128 else 3
     # a third consumer hides more of the exponentials, but makes tiles that reach further past a
     # causal diagonal, and that are no power of two, as rows of a layout are
