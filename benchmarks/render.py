@@ -35,10 +35,25 @@ def _load(name: str, path: Path) -> Any:
 
 cpu = _load("report", ROOT / "benchmarks" / "report.py")
 gpu = _load("gpu_report", ROOT / "benchmarks" / "gpu" / "report.py")
+serving = _load("serving_report", ROOT / "benchmarks" / "gpu" / "serving_report.py")
+
+# of chosen rows: in the picture, draws stand in their place
+CHOSEN = ("prefill", "decode")
 
 
 def is_gpu(document: dict[str, Any]) -> bool:
     return "gpu" in document["machine"]
+
+
+def is_drawn(document: dict[str, Any]) -> bool:
+    """Whether it is of drawn serving steps."""
+    return "seed" in document
+
+
+def markdown(document: dict[str, Any]) -> str:
+    if is_drawn(document):
+        return serving.markdown(document)
+    return gpu.markdown(document) if is_gpu(document) else cpu.markdown(document)
 
 
 def rendered(page: Path) -> str:
@@ -46,8 +61,7 @@ def rendered(page: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         document = cpu.read(page.parent / match[2])
-        text = gpu.markdown(document) if is_gpu(document) else cpu.markdown(document)
-        return f"{match[1]}\n{text}\n\n{match[3]}"
+        return f"{match[1]}\n{markdown(document)}\n\n{match[3]}"
 
     return TABLE.sub(table, page.read_text())
 
@@ -55,8 +69,14 @@ def rendered(page: Path) -> str:
 def over_best_peer(document: dict[str, Any]) -> dict[str, list[float]]:
     """Kind of problem -> how many times as fast as the fastest peer of the same run, each row."""
     kinds: dict[str, list[float]] = {}
+    if is_drawn(document):
+        return {
+            f"serving: {kind}": ratios for kind, ratios in serving.ratios_by_kind(document).items()
+        }
     if is_gpu(document):
         for table in gpu.tables(document["ceilings"]["read TB/s"]):
+            if table.title.split(",")[0] in CHOSEN:
+                continue
             peers = [peer for peer in table.peers if peer not in ("packed", "dense")]
             for row in table.rows(document).values():
                 over = [gpu.speedup(row, peer, table.ours) for peer in peers]
@@ -112,7 +132,7 @@ def draw(kinds: dict[str, dict[str, list[float]]], path: Path) -> None:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        "Speed over the best peer of the same run; a dot is a problem of the tables",
+        "Speed over the best peer of its run; a dot is a problem of the tables, or a drawn step",
         fontsize=10,
         x=0.01,
         ha="left",
@@ -135,7 +155,10 @@ def main() -> int:
     for page in stale:
         page.write_text(pages[page])
     machines = {
-        "NVIDIA H200": ("cuda/h200.json", "cuda/h200_step.json", "cuda/h200_others.json"),
+        "NVIDIA H200": (
+            *("cuda/serving.json", "cuda/h200.json"),
+            *("cuda/h200_step.json", "cuda/h200_others.json"),
+        ),
         "AMD EPYC (Zen 5), 2 threads": ("cpu/epyc_zen5.json",),
         "Intel Xeon with AMX, 2 threads": ("cpu/xeon_emerald_rapids.json",),
     }

@@ -40,9 +40,6 @@ SHAPES = tuple(
         ("page544", MIXED, bf16, dict(head_dim=128, page_size=544)),
         ("page48_d256", MIXED, f16, dict(head_dim=256, page_size=48)),
         ("page48_window", MIXED, f16, dict(head_dim=128, page_size=48, window_size_left=70)),
-        ("page1", MIXED, bf16, dict(head_dim=128, page_size=1)),
-        ("page2_d64", LONG, f16, dict(page_size=2, window_size_left=300, sinks=True)),
-        ("page8_d256", MIXED, bf16, dict(head_dim=256, page_size=8, causal=False)),
         ("window", MIXED, bf16, dict(head_dim=128, window_size_left=40)),
         ("window_both", MIXED, bf16, dict(causal=False, window_size_left=0, window_size_right=9)),
         ("d64_long_window", LONG, bf16, dict(window_size_left=300, page_size=64)),
@@ -74,6 +71,15 @@ SHAPES = tuple(
             dict(layout=Layout(), alibi="heads", softcap=9.0, sinks=True),
         ),
         ("layout_empty", MIXED, bf16, dict(layout=Layout(density=0.0))),
+    )
+)
+# pages smaller than a box
+COPIED = tuple(
+    Problem(f"copied_{name}", seqs, **options)
+    for name, seqs, options in (
+        ("page1", MIXED, dict(dtype=bf16, head_dim=128, page_size=1)),
+        ("page2", LONG, dict(dtype=f16, page_size=2, window_size_left=300, sinks=True)),
+        ("page8", MIXED, dict(dtype=bf16, head_dim=256, page_size=8, causal=False)),
     )
 )
 over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
@@ -190,8 +196,13 @@ def test_compiles_to_products(problem, compiler):
     assert kernel.spills == 0 or not cross_compile.IS_FITTED
 
 
+def test_copied_rows_compile(compiler):
+    kernels = compiler.submit(compile_for_hopper, COPIED[0]).result()
+    assert all(k.faults("sm90", COPIED[0].name) == [] for k in kernels)
+
+
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("problem", [*SHAPES, *PROBLEMS.values()], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [*SHAPES, *COPIED, *PROBLEMS.values()], ids=lambda p: p.name)
 def test_agrees_with_the_reference(problem):
     call = hopper_call(problem, "cuda")
     if support.unsupported(call) is not None:

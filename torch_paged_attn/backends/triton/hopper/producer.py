@@ -177,7 +177,11 @@ def _produce_tile(
 def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
     """What loads part number PART of tiles of keys."""
     scalars = params.scalars
-    slots = (params.pointers.k, scalars.stride_k, scalars.stride_k_head)
+    # a number where no rows are copied: what is kept cannot be None
+    first = scalars.k_page_rows
+    if OPTIONS.GATHERS:
+        first = params.pointers.k
+    slots = (first, scalars.stride_k, scalars.stride_k_head)
     return KvLoader(
         params.k_desc, slots, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
         PART,
@@ -188,7 +192,11 @@ def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr)
 def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
     """The same of values."""
     scalars = params.scalars
-    slots = (params.pointers.v, scalars.stride_v, scalars.stride_v_head)
+    # a number where no rows are copied: what is kept cannot be None
+    first = scalars.v_page_rows
+    if OPTIONS.GATHERS:
+        first = params.pointers.v
+    slots = (first, scalars.stride_v, scalars.stride_v_head)
     return KvLoader(
         params.v_desc, slots, pipelines.v, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
         PART,
