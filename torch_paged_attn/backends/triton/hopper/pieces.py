@@ -6,6 +6,8 @@ parts, in the order of the keys, so that the bits do not depend on who that is, 
 result.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -36,6 +38,15 @@ def keys_of_piece(piece, pieces, num_kv_tiles):
     first = num_kv_tiles * piece // pieces
     count = num_kv_tiles * (piece + 1) // pieces - first
     return gl.where(count > 0, first, num_kv_tiles), gl.maximum(count, 1)
+
+
+class Parts(NamedTuple):
+    """The parts of a consumer's rows of a tile, as values of the kernel."""
+
+    first: Any  # the number of the first
+    step: Any  # from one to the next
+    count: Any
+    references: Any  # of rows, and sums of weights, behind the values of all parts
 
 
 @gluon.jit
@@ -79,6 +90,7 @@ def merge_pieces(
     first_part = first_part * CONSUMERS + INDEX
     step = heads * CONSUMERS
     references = pointers.parts + OPTIONS.MOST_PARTS * CONSUMERS * ROWS * WIDTH
+    parts = Parts(first_part, step, pieces, references)
     part = first_part + work_info.get(tile, PIECE) * step
     _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
     # every thread has written before one of them counts
@@ -100,10 +112,7 @@ def merge_pieces(
                 m_all = m_new
         share = store_lse(m_all, total, rows, stop, r, params, OPTIONS.PACKED_HEADS)
         for first in gl.static_range(0, WIDTH, COLUMNS):
-            _add_parts(
-                first, pieces, first_part, step, m_all, share, place, rows, pointers, references,
-                OPTIONS,
-            )  # fmt: skip
+            _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
         stop = stop * 0
     return stop
@@ -125,8 +134,7 @@ def _part_of_rows(references, part, r, ROWS: gl.constexpr):
 
 @gluon.jit
 def _add_parts(
-    first: gl.constexpr, pieces, first_part, step, m_all, share, place, rows, pointers, references,
-    OPTIONS: gl.constexpr,
+    first: gl.constexpr, parts, m_all, share, place, rows, pointers, OPTIONS: gl.constexpr
 ):  # fmt: skip
     """Add up COLUMNS columns of all parts, and leave their share in `place`. AT_ONCE parts are
     asked for together."""
@@ -141,14 +149,14 @@ def _add_parts(
     shift = _finite(gl.convert_layout(m_all, by_row))
     values = pointers.parts + first + row * WIDTH + column
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for i in range(0, pieces, AT_ONCE):
+    for i in range(0, parts.count, AT_ONCE):
         for j in gl.static_range(AT_ONCE):
-            part = first_part + gl.minimum(i + j, pieces - 1) * step
-            m_part, _ = _part_of_rows(references, part, r, ROWS)
+            part = parts.first + gl.minimum(i + j, parts.count - 1) * parts.step
+            m_part, _ = _part_of_rows(parts.references, part, r, ROWS)
             found = gl.load(
                 values + part * (ROWS * WIDTH), mask=exists, other=0.0, cache_modifier=".cg"
             )
-            weight = gl.where(i + j < pieces, gl.exp2(m_part - shift), 0.0)
+            weight = gl.where(i + j < parts.count, gl.exp2(m_part - shift), 0.0)
             acc += found * gl.expand_dims(weight, 1)
     acc *= gl.expand_dims(gl.convert_layout(share, by_row), 1)
     place.slice(first, COLUMNS, dim=1).store(acc.to(place.dtype))
