@@ -112,6 +112,7 @@ def draw(kinds: dict[str, dict[str, list[float]]], path: Path) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     heights = [len(rows) for rows in kinds.values()]
+    least = min(x for rows in kinds.values() for values in rows.values() for x in values)
     figure = Figure(figsize=(9, 1.1 + 0.24 * sum(heights)), layout="constrained")
     axes = figure.subplots(len(kinds), sharex=True, height_ratios=heights)
     for axis, (title, rows) in zip(axes, kinds.items(), strict=True):
@@ -123,9 +124,11 @@ def draw(kinds: dict[str, dict[str, list[float]]], path: Path) -> None:
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xscale("log")
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_locator(FixedLocator([0.7, 1, 1.5, 2, 3, 5, 10, 20]))
+        axis.xaxis.set_major_locator(
+            FixedLocator([0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20])
+        )
         axis.xaxis.set_major_formatter("{x:g}x")
-        axis.set_xlim(0.65, 25)
+        axis.set_xlim(min(0.65, 0.95 * least), 25)
         axis.set_title(title, fontsize=9, loc="left", color="#1f2937")
         axis.grid(axis="x", color="#e5e7eb", linewidth=0.7)
         axis.set_axisbelow(True)
