@@ -252,8 +252,8 @@ GUESSED = tuple(
     for name, seqs, options in (
         ("g4", FEW * 3, dict(num_heads=8, head_dim=128, page_size=16, padding_rows=9)),
         ("g8_d64", FEW, dict(num_heads=8, num_kv_heads=1, page_size=64, sinks=True)),
-        ("g2_d256", FEW, dict(num_heads=4, head_dim=256, page_size=16)),
-        ("g2_d256_page1", FEW, dict(num_heads=4, head_dim=256, page_size=1)),
+        ("g4_d256", FEW, dict(num_heads=4, num_kv_heads=1, head_dim=256, page_size=16)),
+        ("g4_d256_page1", FEW, dict(num_heads=8, head_dim=256, page_size=1)),
         ("page1", FEW, dict(num_heads=8, head_dim=128, page_size=1, window_size_left=1200)),
         ("softcap", FEW, dict(num_heads=8, head_dim=128, page_size=32, softcap=9.0)),
     )

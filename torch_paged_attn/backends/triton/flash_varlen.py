@@ -80,8 +80,10 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     it is not 0, is what the caller says of the longest sequence's queries.
     """
     reason = why_not_hopper(call)
-    if reason is not None or mixed.is_mixed(call, longest):
+    if reason is not None:
         return reason
+    if mixed.is_mixed(call, longest):
+        return mixed.unprofitable(call)
     if support.is_guessed(call, longest):
         return None
     if support.is_short(call, longest):

@@ -36,8 +36,11 @@ MOST_SHORT, MOST_SEQUENCES = 512, 65534
 # sizes of pages whose rows are copied
 GATHERED = (1, 2, 4, 8)
 
-# rows of a sequence's tile that the portable kernel is fast at, by width of a head
-LEAST_GUESSED = {64: 16, 128: 16, 256: 8}
+# rows of a sequence's tile that the portable kernel is fast at
+LEAST_GUESSED = 16
+
+# mean queries of batches that are mostly chunks of prompts, however many decodes there may be
+MOSTLY_CHUNKS = 128
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
@@ -119,8 +122,7 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
         return False
     group = call.group_size
     is_even = group & (group - 1) == 0
-    least = LEAST_GUESSED[width_of(call.head_dim)]
-    return is_even and least < longest * group <= BLOCK_M
+    return is_even and LEAST_GUESSED < longest * group <= BLOCK_M
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:

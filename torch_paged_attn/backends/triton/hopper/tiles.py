@@ -22,6 +22,7 @@ from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     LEAST_BOX,
+    MOSTLY_CHUNKS,
     UNBOUNDED,
     columns_of,
     gathers,
@@ -113,7 +114,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), most_packed
     if form.short:
         beside = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
-        return beside, most_packed
+        # what decodes cost this kernel is underestimated where heads are narrow
+        return beside, min(most_packed, 4) if width == 64 else most_packed
     if is_causal and call.window_size_left in NARROW and layout is None and width <= 128:
         return choose_narrow_config(width), most_packed
     config = choose_hopper_config(
@@ -130,7 +132,10 @@ def options_of(
 ) -> Options:
     """What the kernel is compiled for; no size and no address is part of it."""
     layout = call.layout
-    parts = 0 if form.longest else most_parts(call, form.short > 0 or form.is_guessed)
+    # parts of wide values are slow to merge: not beside decodes, which fill the chip too
+    is_slow = form.short and width_of(call.head_dim_v) > 128 and mean_length(call) < MOSTLY_CHUNKS
+    is_cut = not (form.longest or is_slow)
+    parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
