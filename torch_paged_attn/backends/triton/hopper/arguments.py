@@ -30,6 +30,9 @@ class Pointers(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
+    # None where boxes of keys are loaded
+    k: Any = None
+    v: Any = None
 
 
 class Sizes(NamedTuple):
@@ -65,6 +68,11 @@ class Scalars(NamedTuple):
     k_descale_head: int
     v_descale_batch: int
     v_descale_head: int
+    # elements from slot to slot, and from head to head, where rows are copied; else 0
+    stride_k: int = 0
+    stride_k_head: int = 0
+    stride_v: int = 0
+    stride_v_head: int = 0
 
 
 class Options(NamedTuple):
@@ -106,6 +114,7 @@ class Options(NamedTuple):
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False
+    GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
 
 
 class Params(NamedTuple):

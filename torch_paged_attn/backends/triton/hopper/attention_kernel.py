@@ -19,9 +19,13 @@ from torch_paged_attn.backends.triton.hopper.converter import (
     new_results,
     new_tiles,
 )
-from torch_paged_attn.backends.triton.hopper.load_kv import KvLoader
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipelines, new_pipeline
-from torch_paged_attn.backends.triton.hopper.producer import produce_kv, produce_tiles
+from torch_paged_attn.backends.triton.hopper.producer import (
+    loader_of_keys,
+    loader_of_values,
+    produce_kv,
+    produce_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.tma import shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
@@ -51,7 +55,6 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
     four producers."""
     PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.CONVERTS_V
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
-    num_pages, scalars = params.sizes.num_pages, params.scalars
     if NUMBER < OPTIONS.CONSUMERS:
         consume(params, pipelines, OPTIONS, NUMBER)
     elif PRODUCER < 0:
@@ -60,12 +63,9 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
         if HAS_PARTS:
-            to = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
-            keys = KvLoader(params.k_desc, to, scalars.k_page_rows, num_pages, OPTIONS, 1)
-            produce_kv(params, pipelines, keys, OPTIONS)
+            produce_kv(params, pipelines, loader_of_keys(params, pipelines, OPTIONS, 1), OPTIONS)
     elif PRODUCER == 2 or HAS_PARTS:
-        to = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
-        values = KvLoader(params.v_desc, to, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2)
+        values = loader_of_values(params, pipelines, OPTIONS, PRODUCER - 2)
         produce_kv(params, pipelines, values, OPTIONS)
 
 

@@ -25,16 +25,20 @@ from torch_paged_attn.backends.triton.hopper.descale import (
     take_queries,
 )
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
+from torch_paged_attn.backends.triton.hopper.results import (
+    place_of_result,
+    seen_as,
+    store_lse,
+    store_result,
+)
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
-    LN2,
     partial_sum,
     rescale,
     scale_rows,
     update_softmax,
-    with_sink,
 )
-from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms, store_rows
+from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -54,9 +58,6 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
 
 # the named barrier of consumer 0, then those of the others: Triton uses the first few for its own
 PINGPONG_BARRIER = gl.constexpr(8)
-
-# what Triton 3.6 has as a private method
-HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Rows(NamedTuple):
@@ -117,15 +118,6 @@ def clear_before(tile, first):
 
 
 @gluon.jit
-def _seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory in another shape."""
-    if HAS_REINTERPRET:
-        return smem.reinterpret(smem.dtype, shape, layout)
-    else:
-        return smem._reinterpret(smem.dtype, shape, layout)
-
-
-@gluon.jit
 def _clear_from(tile, first):
     """Zero a tile of swizzle atoms from a row on, for the same reason."""
     ATOMS: gl.constexpr = tile.shape[1]
@@ -137,7 +129,7 @@ def _clear_from(tile, first):
     swizzled: gl.constexpr = tile.layout
     r = gl.arange(0, ACROSS * ROWS, gl.SliceLayout(1, layout))
     for i in range(first // ROWS, ATOMS):
-        rows = _seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
+        rows = seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
         is_seen = gl.expand_dims(i * ROWS + r % ROWS < first, 1)
         rows.store(gl.where(is_seen, rows.load(layout), 0.0))
     fence_async_shared()
@@ -202,36 +194,6 @@ def _runs_of(rows, kv_start, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constexpr):
-    """Write the rows' logsumexp; returns what divides their results."""
-    pointers = params.pointers
-    gain = 1.0
-    m_i *= LN2
-    if pointers.sinks is not None:
-        sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
-        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
-        m_i, total, gain = with_sink(m_i, total, sink)
-    lse = m_i + gl.log2(total) * LN2
-    token = rows.position - rows.context_len
-    head = (rows.head + r % PACKED_HEADS).to(gl.int64)
-    row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
-    gl.store(row, lse, mask=token < stop_token)
-    return gl.where(total > 0.0, gain / total, 0.0)
-
-
-@gluon.jit
-def _store_result(acc, rows, stop_token, out, out_desc):
-    """Write a result from `out`, where there may be room for more columns."""
-    if acc.shape[1] < out.shape[-1]:
-        box_shape: gl.constexpr = out_desc.block_shape
-        box_layout: gl.constexpr = out_desc.layout
-        out = _seen_as(out, box_shape, box_layout)
-    out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(out.dtype))
-    fence_async_shared()
-    store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
-
-
-@gluon.jit
 def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows [INDEX * BLOCK_M, ...) of every tile of queries."""
     BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
@@ -276,13 +238,13 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
-        keys.consumer_wait(n)
+        keys.consumer_wait_for(n, OPTIONS.GATHERS)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
         s = warpgroup_mma_wait(0, deps=[s])
         keys.consumer_release(n)
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
-            values.consumer_wait(n)
+            values.consumer_wait_for(n, OPTIONS.GATHERS)
             _clear_from(values.tile(n), rows.key_len - kv_start)
         if queries.STAGES > 1 and not IS_FLOAT8 and tile > 0:
             # the last tile's result has left shared memory long since
@@ -295,12 +257,12 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         for _ in range(1, num_kv_tiles):
             kv_start -= KV_STEP
             runs = _runs_of(rows, kv_start, OPTIONS)
-            keys.consumer_wait(n + 1)
+            keys.consumer_wait_for(n + 1, OPTIONS.GATHERS)
             if PINGPONG:
                 _pingpong_wait(INDEX)
             k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
             s = ask_for_scores(q, k, zeros, OPTIONS)
-            values.consumer_wait(n)
+            values.consumer_wait_for(n, OPTIONS.GATHERS)
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             acc = rescale(acc, shrink)
@@ -316,33 +278,36 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             p = gl.convert_layout(p.to(dtype), operand)
             n += 1
 
-        values.consumer_wait(n)
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
         stop_token = rows.stop_token
-        if OPTIONS.MOST_PARTS > 0:
-            acc = warpgroup_mma_wait(0, deps=[pending])
-            values.consumer_release(n)
-            if pipelines.work_info.get(tile, PIECES) > 1:
-                acc, m_i, total, stop_token = merge_pieces(
-                    acc, m_i, total, rows, params, pipelines.work_info, tile, OPTIONS, INDEX
-                )
-            share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
-        else:
-            share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
-            acc = warpgroup_mma_wait(0, deps=[pending])
-            values.consumer_release(n)
-        n += 1
-        if CONVERTS:
-            share *= rows.v_descale
+        place = place_of_result(out, params.out_desc)
         if IS_FLOAT8:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             thread_barrier()
-        _store_result(scale_rows(acc, share), rows, stop_token, out, params.out_desc)
+        if OPTIONS.MOST_PARTS > 0:
+            acc = warpgroup_mma_wait(0, deps=[pending])
+            values.consumer_release(n)
+            if pipelines.work_info.get(tile, PIECES) > 1:
+                stop_token = merge_pieces(
+                    (acc, m_i, total), place, rows, params, pipelines.work_info, tile, OPTIONS,
+                    INDEX,
+                )  # fmt: skip
+            else:
+                share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+                place.store(scale_rows(acc, share).to(place.dtype))
+        else:
+            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+            acc = warpgroup_mma_wait(0, deps=[pending])
+            values.consumer_release(n)
+            place.store(scale_rows(acc, share).to(place.dtype))
+        n += 1
+        store_result(out, rows, stop_token, params.out_desc)
         if IS_FLOAT8:
             queries.consumer_release(tile)
         elif queries.STAGES == 1:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 
@@ -47,6 +47,13 @@ class Pipeline:
     def consumer_wait(self, n):
         """Wait until fill n has arrived."""
         mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1)
+
+    @gluon.jit
+    def consumer_wait_for(self, n, IS_COPIED: gl.constexpr):
+        """The same where warps may have copied the fill, which products read by another way."""
+        self.consumer_wait(n)
+        if IS_COPIED:
+            fence_async_shared()
 
     @gluon.jit
     def consumer_release(self, n):
