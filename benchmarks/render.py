@@ -35,10 +35,25 @@ def _load(name: str, path: Path) -> Any:
 
 cpu = _load("report", ROOT / "benchmarks" / "report.py")
 gpu = _load("gpu_report", ROOT / "benchmarks" / "gpu" / "report.py")
+serving = _load("serving_report", ROOT / "benchmarks" / "gpu" / "serving_report.py")
+
+# of chosen rows: in the picture, draws stand in their place
+CHOSEN = ("prefill", "decode")
 
 
 def is_gpu(document: dict[str, Any]) -> bool:
     return "gpu" in document["machine"]
+
+
+def is_drawn(document: dict[str, Any]) -> bool:
+    """Whether it is of drawn serving steps."""
+    return "seed" in document
+
+
+def markdown(document: dict[str, Any]) -> str:
+    if is_drawn(document):
+        return serving.markdown(document)
+    return gpu.markdown(document) if is_gpu(document) else cpu.markdown(document)
 
 
 def rendered(page: Path) -> str:
@@ -46,8 +61,7 @@ def rendered(page: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         document = cpu.read(page.parent / match[2])
-        text = gpu.markdown(document) if is_gpu(document) else cpu.markdown(document)
-        return f"{match[1]}\n{text}\n\n{match[3]}"
+        return f"{match[1]}\n{markdown(document)}\n\n{match[3]}"
 
     return TABLE.sub(table, page.read_text())
 
@@ -55,8 +69,14 @@ def rendered(page: Path) -> str:
 def over_best_peer(document: dict[str, Any]) -> dict[str, list[float]]:
     """Kind of problem -> how many times as fast as the fastest peer of the same run, each row."""
     kinds: dict[str, list[float]] = {}
+    if is_drawn(document):
+        return {
+            f"serving: {kind}": ratios for kind, ratios in serving.ratios_by_kind(document).items()
+        }
     if is_gpu(document):
         for table in gpu.tables(document["ceilings"]["read TB/s"]):
+            if table.title.split(",")[0] in CHOSEN:
+                continue
             peers = [peer for peer in table.peers if peer not in ("packed", "dense")]
             for row in table.rows(document).values():
                 over = [gpu.speedup(row, peer, table.ours) for peer in peers]
@@ -92,6 +112,7 @@ def draw(kinds: dict[str, dict[str, list[float]]], path: Path) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     heights = [len(rows) for rows in kinds.values()]
+    least = min(x for rows in kinds.values() for values in rows.values() for x in values)
     figure = Figure(figsize=(9, 1.1 + 0.24 * sum(heights)), layout="constrained")
     axes = figure.subplots(len(kinds), sharex=True, height_ratios=heights)
     for axis, (title, rows) in zip(axes, kinds.items(), strict=True):
@@ -103,16 +124,18 @@ def draw(kinds: dict[str, dict[str, list[float]]], path: Path) -> None:
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xscale("log")
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_locator(FixedLocator([0.7, 1, 1.5, 2, 3, 5, 10, 20]))
+        axis.xaxis.set_major_locator(
+            FixedLocator([0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20])
+        )
         axis.xaxis.set_major_formatter("{x:g}x")
-        axis.set_xlim(0.65, 25)
+        axis.set_xlim(min(0.65, 0.95 * least), 25)
         axis.set_title(title, fontsize=9, loc="left", color="#1f2937")
         axis.grid(axis="x", color="#e5e7eb", linewidth=0.7)
         axis.set_axisbelow(True)
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        "Speed over the best peer of the same run; a dot is a problem of the tables",
+        "Speed over the best peer of its run; a dot is a problem of the tables, or a drawn step",
         fontsize=10,
         x=0.01,
         ha="left",
@@ -135,7 +158,10 @@ def main() -> int:
     for page in stale:
         page.write_text(pages[page])
     machines = {
-        "NVIDIA H200": ("cuda/h200.json", "cuda/h200_step.json", "cuda/h200_others.json"),
+        "NVIDIA H200": (
+            *("cuda/serving.json", "cuda/h200.json"),
+            *("cuda/h200_step.json", "cuda/h200_others.json"),
+        ),
         "AMD EPYC (Zen 5), 2 threads": ("cpu/epyc_zen5.json",),
         "Intel Xeon with AMX, 2 threads": ("cpu/xeon_emerald_rapids.json",),
     }

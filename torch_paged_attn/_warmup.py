@@ -16,6 +16,10 @@ from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshap
 # numbers of keys for which kernels may differ: one tile, a few tiles, any number of tiles
 CONTEXTS = (64, 1024, 4096, 1 << 16)
 
+# lengths that leave much of a tile empty, for which kernels may differ too, and the most queries of
+# sequences whose longest one a caller is sure to name
+RAGGED, FEW = (257, 1025), 64
+
 
 def _sizes(most: int) -> list[int]:
     """Powers of two and what is halfway between them, up to `most`, and that."""
@@ -105,7 +109,8 @@ def warmup(
             reshape_and_cache(new[0], new[1], (k_cache, v_cache), slots)
     attend: list[Callable[..., Any]] = [functools.partial(flash_varlen, **options)]
     with torch.inference_mode():
-        for batch, length in itertools.product(_sizes(max_batch), _sizes(max_tokens)):
+        lengths_of_queries = [*_sizes(max_tokens), *RAGGED]
+        for batch, length in itertools.product(_sizes(max_batch), lengths_of_queries):
             total = batch * length
             if total > max_tokens:
                 continue
@@ -122,7 +127,9 @@ def warmup(
                 lengths = {"cu_seqlens_q": starts, "seqused_k": zeros(batch, dtype=torch.int32)}
                 for context in CONTEXTS:
                     table = zeros(batch, -(-context // page_size), dtype=torch.int32)
-                    results = op(q, k_cache, v_cache, block_table=table, **lengths)
+                    for longest in (0, length)[: 2 if length <= FEW else 1]:
+                        said = {"max_seqlen_q": longest} if longest else {}
+                        results = op(q, k_cache, v_cache, block_table=table, **lengths, **said)
         if results[0].dtype.itemsize > 1:
             merge_states(*results, *results)
     torch.cuda.synchronize(device)

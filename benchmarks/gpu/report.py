@@ -104,6 +104,21 @@ def tables(read_ceiling: float) -> list[Table]:
             peers=("FA3",),
         ),
         Table(
+            "8-bit prefill, TFLOP/s: of q, k and v, or of k and v beside bfloat16 queries",
+            "float8",
+            "prefill ",
+            {
+                "ours": figure("ours"),
+                "ours, bf16": figure("ours bf16"),
+                "is": over("ours bf16"),
+                "FA3 float8": figure("FA3"),
+                "FA3 bf16": figure("FA3 bf16"),
+                "our error": ("{:.2%}", lambda row: row["error"]),
+                "FA3 float8's": ("{:.2%}", lambda row: row.get("error of FA3")),
+            },
+            peers=("ours bf16", "FA3", "FA3 bf16"),
+        ),
+        Table(
             "latent decode, µs: MLA, 576/512, batch, context, heads, page size",
             "latent",
             "latent ",

@@ -28,6 +28,7 @@ import attention
 import backward
 import blocksparse
 import cache_write
+import float8
 import host
 import latent
 import portable
@@ -36,7 +37,7 @@ import train_step
 import triton
 
 MODULES = (
-    *(attention, latent, backward, train_step),
+    *(attention, float8, latent, backward, train_step),
     *(portable, blocksparse, cache_write, host),
 )
 PARTS = {part.__name__: part for part in MODULES}

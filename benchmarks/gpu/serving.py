@@ -13,7 +13,6 @@ import argparse
 import concurrent.futures
 import functools
 import gc
-import json
 import math
 import multiprocessing
 import statistics
@@ -272,10 +271,13 @@ def measure(step: Step, fa3: Any) -> dict[str, Any]:
             refused[name] = f"relative error {errors[name]:.3g}"
     figures = take_turns(contenders, calls)
     return {
-        "unit": "us", "figures": figures, "error": errors["ours"], "kernel": answered,
-        "GB/s": step.bytes / figures["ours"] * 1e-3,
-        "TFLOP/s": step.flops / figures["ours"] * 1e-6, "refused peers": refused,
-    }  # fmt: skip
+        "figures": {name: round(value, 2) for name, value in figures.items()},
+        "error": float(f"{errors['ours']:.2g}"),
+        "kernel": answered.partition(",")[0].removesuffix(" kernel"),
+        "GB/s": round(step.bytes / figures["ours"] * 1e-3),
+        "TFLOP/s": round(step.flops / figures["ours"] * 1e-6),
+        "refused peers": refused,
+    }
 
 
 def _first_line(error: Exception) -> str:
@@ -300,14 +302,14 @@ def compile_step(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def compile_ahead(steps: list[Step]) -> None:
+def compile_ahead(steps: list[Step], processes: int) -> None:
     """Compile what the steps take, in processes of their own, and leave it in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     start = time.perf_counter()
-    with concurrent.futures.ProcessPoolExecutor(PROCESSES, mp_context=context) as processes:
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
         # those of many queries first, whose kernels take longest
         ordered = sorted(steps, key=lambda step: -step.total_q / step.batch)
-        spent = list(processes.map(compile_step, ordered))
+        spent = list(pool.map(compile_step, ordered))
     print(
         f"compiled in {time.perf_counter() - start:.0f} s, {sum(spent):.0f} s of work,"
         f" {sum(s < 0 for s in spent)} failed",
@@ -323,6 +325,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--first", type=int, default=0, help="leave out the draws before this one")
     parser.add_argument("--kinds", nargs="*", help="of these kinds only")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="that compile")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure no longer")
     parser.add_argument("--fa3", type=Path, metavar="SO", help="its library, fa3_peer.py beside it")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
@@ -332,7 +335,7 @@ def main() -> None:
     steps = draw_steps(options.seed, options.draws)[options.first :]
     if options.kinds:
         steps = [step for step in steps if step.kind in options.kinds]
-    compile_ahead(steps)
+    compile_ahead(steps, options.processes)
     fa3 = gpu_run.find_peers(options.fa3, None).get("FA3")
     torch.manual_seed(options.seed)
     rows: list[dict[str, Any]] = []
@@ -342,7 +345,8 @@ def main() -> None:
         "rows": rows,
     }
     for step in steps:
-        if time.perf_counter() - begun > options.seconds:
+        start = time.perf_counter()
+        if start - begun > options.seconds:
             print(f"out of time: {len(steps) - len(rows)} steps were not measured")
             break
         try:
@@ -350,11 +354,12 @@ def main() -> None:
         except Exception as error:  # the other rows have their figures all the same
             traceback.print_exc(limit=-3)
             row = {"refused": _first_line(error)}
+        row |= {"seconds": round(time.perf_counter() - start, 2)}
         rows.append({"problem": str(step), "kind": step.kind, **row})
         print(serving_report.line(rows[-1]), flush=True)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(document, indent=1) + "\n")
+            options.json.write_text(serving_report.compact(document))
     print(serving_report.summary(document), flush=True)
     sys.exit(any("refused" in row for row in rows))
 

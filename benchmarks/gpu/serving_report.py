@@ -1,6 +1,9 @@
 """What serving.py measured: the ratios to the best peer, in words and as a plot; needs no GPU.
 
 python benchmarks/gpu/serving_report.py benchmarks/results/cuda/serving.json --plot OUT.png
+
+`benchmarks/render.py` puts the table on the page beside the results, and the draws in the README's
+picture.
 """
 
 import argparse
@@ -13,6 +16,8 @@ Row = dict[str, Any]
 
 # shares of draws below this are said; so many of the worst are named
 BELOW = 0.95
+# none is to be below this
+LEAST = 0.85
 WORST = 10
 # by kind
 COLOURS = {
@@ -37,10 +42,9 @@ def line(row: Row) -> str:
         return f"  --  {row['problem']}: {row['refused']}"
     found = ratio(row)
     figures = " ".join(f"{name} {value:.1f}" for name, value in row["figures"].items())
-    kernel = row["kernel"].partition(",")[0].removesuffix(" kernel")
     refused = "".join(f" [{name}: {why}]" for name, why in row["refused peers"].items())
     start = " --- " if found is None else f"{found:5.2f}"
-    return f"{start} {row['problem']}: {figures} us ({kernel}){refused}"
+    return f"{start} {row['problem']}: {figures} us ({row['kernel']}){refused}"
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -70,6 +74,49 @@ def summary(document: dict[str, Any]) -> str:
     lines.append(f"{refused} refused, {alone} without a peer; the worst:")
     compared = sorted((row for row in rows if ratio(row) is not None), key=ratio)
     return "\n".join([*lines, *map(line, compared[:WORST])])
+
+
+def ratios_by_kind(document: dict[str, Any]) -> dict[str, list[float]]:
+    """Kind of step -> the ratios of its draws."""
+    kinds: dict[str, list[float]] = {kind: [] for kind in COLOURS}
+    for row in document["rows"]:
+        if (found := ratio(row)) is not None:
+            kinds[row["kind"]].append(found)
+    return {kind: ratios for kind, ratios in kinds.items() if ratios}
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The tables as they stand on the page beside the results: by kind, and the worst draws."""
+    machine, kinds = document["machine"], ratios_by_kind(document)
+    lines = [
+        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']},"
+        f" {machine['date']}, commit {machine['commit']}, seed {document['seed']}",
+        "",
+        f"| serving steps | draws | geometric mean | least | at least {BELOW} | below {LEAST} |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for kind, ratios in ({"all": [x for of in kinds.values() for x in of]} | kinds).items():
+        share = sum(found >= BELOW for found in ratios) / len(ratios)
+        low = sum(found < LEAST for found in ratios)
+        lines.append(
+            f"| {kind} | {len(ratios)} | {geometric_mean(ratios):.3f} | {min(ratios):.2f} |"
+            f" {share:.0%} | {low} |"
+        )
+    refused = [row["problem"] for row in document["rows"] if "figures" not in row]
+    lines += ["", f"Without a figure of ours: {', '.join(refused) or 'none'}."]
+    lines += ["", "| the worst | ours / best | µs | kernel |", "|---|---:|---|---|"]
+    compared = sorted((row for row in document["rows"] if ratio(row) is not None), key=ratio)
+    for row in compared[:WORST]:
+        figures = ", ".join(f"{name} {value:.1f}" for name, value in row["figures"].items())
+        lines.append(f"| {row['problem']} | {ratio(row):.2f} | {figures} | {row['kernel']} |")
+    return "\n".join(lines)
+
+
+def compact(document: dict[str, Any]) -> str:
+    """The document as JSON, a line to each draw."""
+    rows = ",\n".join(json.dumps(row) for row in document["rows"])
+    head = json.dumps({name: value for name, value in document.items() if name != "rows"})
+    return f'{head[:-1]}, "rows": [\n{rows}\n]}}\n'
 
 
 def draw(document: dict[str, Any], path: Path) -> None:

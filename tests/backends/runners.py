@@ -33,6 +33,8 @@ class Runner:
     skips_slots = True
     # the last of two tokens for one slot wins, rather than any one
     last_wins = False
+    # products of float8 are added up as Hopper does
+    cuts_off = False
     # (what makes a call impossible, changes to a problem, what the error says)
     refusals = ()
 
@@ -141,6 +143,10 @@ class TritonGpu(Runner):
     def missing(self):
         return None if torch.cuda.is_available() else "no GPU"
 
+    @property
+    def cuts_off(self):
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
     @contextlib.contextmanager
     def session(self):
         from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -195,6 +201,7 @@ class TritonInterpreter(Functions, TritonGpu):
     name, folder = "triton-interpreter", "triton"
     device = torch.device("cpu")
     heeds_hints = False
+    cuts_off = False
 
     def missing(self):
         return None if importlib.util.find_spec("triton") else "triton is not installed"

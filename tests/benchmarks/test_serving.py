@@ -1,6 +1,7 @@
 """Serving steps: what is drawn, what they are compared with, and what is said of the figures."""
 
 import dataclasses
+import json
 
 import attention
 import pytest
@@ -88,7 +89,7 @@ def by_name(*args, **options):
 
 def row(kind, ours, **peers):
     figures = {"ours": ours, **peers}
-    shown = {"kernel": "portable kernel, because", "refused peers": {}}
+    shown = {"kernel": "portable", "refused peers": {}}
     return {"problem": f"{kind} {ours}", "kind": kind, "figures": figures, **shown}
 
 
@@ -104,5 +105,9 @@ def test_report(tmp_path):
     assert "2 draws, geometric mean 1.200, least 0.90, 50% below 0.95" in text[1]
     assert "1 refused, 1 without a peer" in text[4]
     assert text[5].startswith(" 0.90 decode 10.0")
+    tables = serving_report.markdown(document)
+    assert "| all | 2 | 1.200 | 0.90 | 50% | 0 |" in tables
+    assert "Without a figure of ours: bad." in tables
+    assert json.loads(serving_report.compact(document)) == document
     serving_report.draw(document, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

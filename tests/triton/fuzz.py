@@ -34,7 +34,7 @@ def run(problem: Problem) -> None:
 
     call = build(problem)
     args, options = dispatched(call.op, call.to("cuda").args)
-    truth = call.truth()
+    truth = call.truth(cuts_off=torch.cuda.get_device_capability() == (9, 0))
     first, again = (BACKEND.function(call.op)(*args, **options) for _ in range(2))
     assert_accurate(*first, truth)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

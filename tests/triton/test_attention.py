@@ -18,6 +18,7 @@ from torch_paged_attn.testing.inputs import cumulative
 from torch_paged_attn.testing.strategies import layouts, problems
 
 HAS_GPU = torch.cuda.is_available()
+HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 # fuzzed plans, in parts that several processes share: on a GPU nearly every plan compiles a kernel
 PARTS, PLANS = (10, 10) if HAS_GPU else (1, 8)
@@ -49,7 +50,7 @@ def test_fuzzed_plans_agree_with_the_reference(layout, part, run, device):
     @hypothesis.given(problems(layout, optional=OPTIONAL))
     def check(problem):
         call = build(problem)
-        assert_accurate(*run(call.to(device)), call.truth())
+        assert_accurate(*run(call.to(device)), call.truth(cuts_off=HAS_HOPPER))
 
     check()
 

@@ -9,7 +9,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper import support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
@@ -131,7 +131,7 @@ def test_pieces_of_one_sequence(problem):
         sinks=problem.sinks,
     )  # fmt: skip
     call = call_of(problem, "cuda")
-    assert hopper.options_of(call, *hopper.choose_tiles(call)).MOST_PARTS > 0
+    assert tiles.options_of(call, *tiles.choose_tiles(call)).MOST_PARTS > 0
     first = hopper.attend(call)
     assert_accurate(*first, build(problem).truth())
     again = hopper.attend(call)

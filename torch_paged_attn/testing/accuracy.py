@@ -49,11 +49,16 @@ class Truth:
 
     @classmethod
     def of(
-        cls, reference: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
+        cls,
+        reference: Callable[..., tuple[Tensor, Tensor]],
+        *args: Any,
+        cuts_off: bool = False,
+        **kwargs: Any,
     ) -> "Truth":
-        """Run `reference` on CPU copies of the arguments at both precisions."""
+        """Run `reference` on CPU copies of the arguments at both precisions. `cuts_off`: products
+        of float8 queries and keys may be added up as Hopper does."""
         args = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args)
-        observer = Observer()
+        observer = Observer(cuts_off)
         golden = dataclasses.replace(GOLDEN, observe=observer)
         out, lse = reference(*args, **kwargs, precision=golden)
         baseline, baseline_lse = reference(*args, **kwargs, precision=BASELINE)

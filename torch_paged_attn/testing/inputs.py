@@ -15,7 +15,7 @@ import torch_paged_attn
 from torch_paged_attn import backward_call, reference
 from torch_paged_attn.attention_call import option_names, per_sequence_tensors
 from torch_paged_attn.backward_call import GRADIENTS
-from torch_paged_attn.reference.attention import to_storage
+from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.gradients import Gradients
 from torch_paged_attn.testing.problems import Problem
@@ -35,9 +35,12 @@ class Call:
         """Call the operator on whatever device the tensors are on."""
         return getattr(torch_paged_attn, self.op)(**{**self.args, **changes})
 
-    def truth(self) -> Truth:
-        """The reference's answer, on the CPU."""
-        return Truth.of(getattr(reference, self.op), **self.args)
+    def truth(self, cuts_off: bool = False) -> Truth:
+        """The reference's answer, on the CPU. `cuts_off`: where q and k are float8, their products
+        may be added up as Hopper does."""
+        is_float8 = all(self.args[name].dtype in FLOAT8 for name in ("q", "k"))
+        cuts_off = cuts_off and is_float8
+        return Truth.of(getattr(reference, self.op), cuts_off=cuts_off, **self.args)
 
     def needs(self, *names: str) -> "Call":
         """The same call whose inputs of these names, all that can without any, require grad."""

@@ -12,6 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
+from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -22,8 +23,20 @@ from torch_paged_attn.ops.flash_varlen import check
 logger = logging.getLogger(__name__)
 
 
-def _plan_latent(call: AttentionCall) -> Plan:
+def _plan_latent(call: AttentionCall, longest: int) -> Plan:
     return mla.plan_attention(call, plan_attention(call))
+
+
+def _plan_hopper(call: AttentionCall, longest: int) -> Plan:
+    return flash_varlen_sm90.plan_attention(call, form=form_of(call, longest))
+
+
+def _plan_both(call: AttentionCall, longest: int) -> Plan:
+    return mixed.plan_attention(call)
+
+
+def _plan_portable(call: AttentionCall, longest: int) -> Plan:
+    return plan_attention(call, longest=in_turns(call, longest))
 
 
 # by the kernels of a call: what the log says, and what plans it
@@ -33,11 +46,11 @@ SAID = {
     "hopper and portable": "the Hopper kernel and the portable one",
     "portable": "the portable kernel",
 }
-PLANS: dict[str, Callable[..., Plan]] = {
+PLANS: dict[str, Callable[[AttentionCall, int], Plan]] = {
     "hopper latent": _plan_latent,
-    "hopper": flash_varlen_sm90.plan_attention,
-    "hopper and portable": mixed.plan_attention,
-    "portable": plan_attention,
+    "hopper": _plan_hopper,
+    "hopper and portable": _plan_both,
+    "portable": _plan_portable,
 }
 
 # more queries than these fill a tile of Hopper's, whatever the heads are; of packed sequences
@@ -67,8 +80,12 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     it is not 0, is what the caller says of the longest sequence's queries.
     """
     reason = why_not_hopper(call)
-    if reason is not None or mixed.is_mixed(call, longest):
+    if reason is not None:
         return reason
+    if mixed.is_mixed(call, longest):
+        return mixed.unprofitable(call)
+    if support.is_guessed(call, longest):
+        return None
     if support.is_short(call, longest):
         return "sequences are short and few" if support.is_small(call) else None
     return support.unprofitable(call)
@@ -77,6 +94,11 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 def in_turns(call: AttentionCall, longest: int) -> int:
     """`longest`, if the tiles of sequences are taken in turns (`seqlen_info.py`), else 0."""
     return longest if why_not_hopper(call) is None and support.is_short(call, longest) else 0
+
+
+def form_of(call: AttentionCall, longest: int) -> Form:
+    """What Hopper's kernel is told of a batch that it has for itself."""
+    return Form(longest=in_turns(call, longest), is_guessed=support.is_guessed(call, longest))
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
@@ -166,8 +188,7 @@ class AttentionOp:
         paths.announce(self._name, "triton", kernels, reason or "")
         because = f", because {reason}" if kernels == "portable" else ""
         logger.debug("%s: %s%s", self._name, SAID[kernels], because)
-        turns = in_turns(call, longest)
-        return PLANS[kernels](call, longest=turns) if turns else PLANS[kernels](call)
+        return PLANS[kernels](call, longest)
 
 
 flash_varlen = AttentionOp("flash_varlen", check)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
+from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
@@ -42,11 +44,23 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
     return not 0 < longest <= most_queries(call)
 
 
+def unprofitable(call: AttentionCall) -> str | None:
+    """Why the portable kernel had better do all of such a call; None if it had not."""
+    if support.gathers(call) and support.mean_length(call) < support.MOSTLY_CHUNKS:
+        return f"pages of {call.page_size} tokens are copied row by row, and most sequences decode"
+    return None
+
+
+def form_of(call: AttentionCall) -> Form:
+    """What Hopper's kernel is told of the batch."""
+    return Form(short=most_queries(call))
+
+
 def plan_attention(call: AttentionCall) -> Plan:
     """A plan for the given tensors of calls like this one, in the order of the op's list."""
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
-    start_long = hopper.plan_launches(call, results[0], short=most_queries(call))
+    start_long = hopper.plan_launches(call, results[0], form=form_of(call))
     start_short = portable.plan_beside(call)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:

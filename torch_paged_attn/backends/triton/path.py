@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.flash_varlen import (
+    form_of,
     in_turns,
     kernels_of,
     said_of_longest,
 )
-from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
 from torch_paged_attn.backends.triton.hopper import mla
+from torch_paged_attn.backends.triton.hopper import tiles as hopper
 from torch_paged_attn.backends.triton.portable import tiles as portable
 from torch_paged_attn.backends.triton.runtime.launch import traced
 from torch_paged_attn.backends.triton.runtime.target import (
@@ -86,7 +87,8 @@ def _attention(call: AttentionCall) -> Path:
         return Path("triton", kernels, reason, details, workspace)
     is_beside = kernels == "hopper and portable"
     if kernels != "portable":
-        found, more = _hopper(call, is_beside, turns)
+        form = mixed.form_of(call) if is_beside else form_of(call, longest)
+        found, more = _hopper(call, form)
         # lists of blocks are not counted
         details["hopper"], workspace = found, more if call.layout is None else None
     if kernels != "hopper":
@@ -113,19 +115,18 @@ def _portable(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[
     return found, WORD * (tiles.part_elements(call.head_dim_v) + tiles.num_programs)
 
 
-def _hopper(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[str, Any], int]:
+def _hopper(call: AttentionCall, form: hopper.Form) -> tuple[dict[str, Any], int]:
     """Tiles of Hopper's kernel, and the bytes of its list of tiles and of what pieces leave."""
-    config, packed_heads = hopper.choose_tiles(call, is_beside, longest > 0)
-    options = hopper.options_of(call, config, packed_heads, is_beside, longest == 0)
-    short = mixed.most_queries(call) if is_beside else 0
+    config, packed_heads = hopper.choose_tiles(call, form)
+    options = hopper.options_of(call, config, packed_heads, form)
     listed: tuple[int, ...] = (0,)
     if options.IS_LISTED:
-        listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, short))
+        listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, form))
     found = {
         "queries_per_tile": options.CONSUMERS * options.TOKENS,
         "heads_per_tile": packed_heads,
         "keys_per_tile": options.BLOCK_N,
-        "grid": (hopper.grid_of(call, options, longest),),
+        "grid": (hopper.grid_of(call, options, form),),
         "most_pieces_of_tiles": options.MOST_PARTS,
         "config": dataclasses.asdict(config),
     }

@@ -22,10 +22,17 @@ class Pointers(NamedTuple):
     alibi_slopes: Any
     sinks: Any
     parts: Any  # of `pieces.py`; None where no tile is cut
+    # of 8-bit queries, keys and values
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
     # None where tiles are listed
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
+    # None where boxes of keys are loaded
+    k: Any = None
+    v: Any = None
 
 
 class Sizes(NamedTuple):
@@ -55,6 +62,17 @@ class Scalars(NamedTuple):
     scale_log2: float  # from the units of scores to exponents of two
     softcap_scale_log2: float  # twice the factor of what softcap takes the tanh of, in base two
     alibi_scale: float  # from logits to the units of scores
+    q_descale_batch: int  # strides of descales, 0 where what is given is shared
+    q_descale_head: int
+    k_descale_batch: int
+    k_descale_head: int
+    v_descale_batch: int
+    v_descale_head: int
+    # elements from slot to slot, and from head to head, where rows are copied; else 0
+    stride_k: int = 0
+    stride_k_head: int = 0
+    stride_v: int = 0
+    stride_v_head: int = 0
 
 
 class Options(NamedTuple):
@@ -93,6 +111,10 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
+    # of 8-bit keys and values: whether they are converted, see `converter.py`
+    CONVERTS_K: bool = False
+    CONVERTS_V: bool = False
+    GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
 
 
 class Params(NamedTuple):

@@ -13,9 +13,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.arguments import Params, Sizes
 from torch_paged_attn.backends.triton.hopper.consumer import consume
-from torch_paged_attn.backends.triton.hopper.load_kv import KvLoader
+from torch_paged_attn.backends.triton.hopper.converter import (
+    CONVERTER_REGISTERS,
+    convert_tiles,
+    new_results,
+    new_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipelines, new_pipeline
-from torch_paged_attn.backends.triton.hopper.producer import produce_kv, produce_tiles
+from torch_paged_attn.backends.triton.hopper.producer import (
+    loader_of_keys,
+    loader_of_values,
+    produce_kv,
+    produce_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.tma import shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
@@ -24,38 +34,38 @@ PRODUCERS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def _registers(consumers, of_consumer):
+def _registers(consumers, of_consumer, converts):
     """Registers of a thread, by partition but the first. A lane of each warpgroup has 512 between
     them, dealt out by eights; the producers are one warpgroup."""
-    groups = consumers + 1
-    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer
-    return [of_consumer] * (consumers - 1) + [left] * PRODUCERS.value
+    converter = [CONVERTER_REGISTERS.value] if converts else []
+    groups = consumers + len(converter) + 1
+    left = 512 // groups // 8 * 8 * groups - consumers * of_consumer - sum(converter)
+    return [of_consumer] * (consumers - 1) + converter + [left] * PRODUCERS.value
 
 
 @gluon.constexpr_function
-def _warps(consumers):
+def _warps(consumers, converts):
     """Warps by partition but the first."""
-    return [4] * (consumers - 1) + [1] * PRODUCERS.value
+    return [4] * (consumers - 1 + converts) + [1] * PRODUCERS.value
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the program's warps: a consumer, or one of the four producers."""
-    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
+    """A partition of the program's warps: a consumer, the converter if there is one, or one of the
+    four producers."""
+    PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.CONVERTS_V
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
-    num_pages, scalars = params.sizes.num_pages, params.scalars
-    if PRODUCER < 0:
+    if NUMBER < OPTIONS.CONSUMERS:
         consume(params, pipelines, OPTIONS, NUMBER)
+    elif PRODUCER < 0:
+        convert_tiles(pipelines, OPTIONS)
     elif PRODUCER == 0:
         produce_tiles(params, pipelines, OPTIONS)
     elif PRODUCER == 1:
         if HAS_PARTS:
-            keys = KvLoader(params.k_desc, pipelines.k, scalars.k_page_rows, num_pages, OPTIONS, 1)
-            produce_kv(params, pipelines, keys, OPTIONS)
+            produce_kv(params, pipelines, loader_of_keys(params, pipelines, OPTIONS, 1), OPTIONS)
     elif PRODUCER == 2 or HAS_PARTS:
-        values = KvLoader(
-            params.v_desc, pipelines.v, scalars.v_page_rows, num_pages, OPTIONS, PRODUCER - 2
-        )
+        values = loader_of_values(params, pipelines, OPTIONS, PRODUCER - 2)
         produce_kv(params, pipelines, values, OPTIONS)
 
 
@@ -72,25 +82,43 @@ def _hopper_attention_fwd_kernel(
     Q_STAGES: gl.constexpr = OPTIONS.Q_STAGES
     KV_STAGES: gl.constexpr = OPTIONS.KV_STAGES
     KV_PARTS: gl.constexpr = OPTIONS.KV_PARTS
+    CONVERTS_K: gl.constexpr = OPTIONS.CONVERTS_K
+    CONVERTS_V: gl.constexpr = OPTIONS.CONVERTS_V
     dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = q_desc.layout
+    q_layout: gl.constexpr = q_desc.layout
+    k_layout: gl.constexpr = k_desc.layout
+    v_layout: gl.constexpr = v_desc.layout
     q_shape: gl.constexpr = [
         Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.PACKED_HEADS, OPTIONS.WIDTH,
     ]  # fmt: skip
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
-    queries = new_pipeline(dtype, q_shape, layout, Q_STAGES, CONSUMERS, 1)
-    keys = new_pipeline(dtype, k_shape, layout, KV_STAGES, CONSUMERS, KV_PARTS)
-    values = new_pipeline(dtype, v_shape, layout, KV_STAGES, CONSUMERS, KV_PARTS)
+    queries = new_pipeline(dtype, q_shape, q_layout, Q_STAGES, CONSUMERS, 1)
+    # what is converted has one reader
+    of_keys: gl.constexpr = 1 if CONVERTS_K else CONSUMERS
+    of_values: gl.constexpr = 1 if CONVERTS_V else CONSUMERS
+    k_dtype: gl.constexpr = k_desc.dtype
+    v_dtype: gl.constexpr = v_desc.dtype
+    keys = new_pipeline(k_dtype, k_shape, k_layout, KV_STAGES, of_keys, KV_PARTS)
+    values = new_pipeline(v_dtype, v_shape, v_layout, KV_STAGES, of_values, KV_PARTS)
     pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES))
+    if CONVERTS_V:
+        stored = keys, values
+        out = None
+        if CONVERTS_K:
+            keys = new_tiles(dtype, OPTIONS.BLOCK_N, OPTIONS.WIDTH, CONSUMERS)
+        else:
+            out = new_results(out_desc, CONSUMERS)
+        values = new_tiles(gl.float16, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
+        pipelines = Pipelines(queries, keys, values, pipelines.work_info, stored[0], stored[1], out)
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_run_partition, (params, pipelines, OPTIONS, i))
-            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + PRODUCERS]
+            for i in (0, 1, 2, 3, 4, 5, 6)[: CONSUMERS + CONVERTS_V + PRODUCERS]
         ],
-        _warps(CONSUMERS),
-        _registers(CONSUMERS, OPTIONS.REGISTERS),
+        _warps(CONSUMERS, CONVERTS_V),
+        _registers(CONSUMERS, OPTIONS.REGISTERS, CONVERTS_V),
     )

@@ -18,17 +18,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, row_mask_of
+from torch_paged_attn.backends.triton.hopper.descale import (
+    columns_at_once,
+    descales_of,
+    factor_of_scores,
+    take_queries,
+)
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
+from torch_paged_attn.backends.triton.hopper.results import (
+    place_of_result,
+    seen_as,
+    store_lse,
+    store_result,
+)
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
 from torch_paged_attn.backends.triton.hopper.softmax import (
-    LN2,
     partial_sum,
     rescale,
     scale_rows,
     update_softmax,
-    with_sink,
 )
-from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms, store_rows
+from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -43,13 +53,11 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     PIECES,
     Q_START,
     STOP_TOKEN,
+    thread_barrier,
 )
 
 # the named barrier of consumer 0, then those of the others: Triton uses the first few for its own
 PINGPONG_BARRIER = gl.constexpr(8)
-
-# what Triton 3.6 has as a private method
-HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Rows(NamedTuple):
@@ -74,6 +82,10 @@ class Rows(NamedTuple):
     list_ptr: Any
     num_entries: Any
     row_mask: Any
+    # of 8 bits: what scores, but for its sign, and what values are multiplied by
+    is_turned: Any
+    descale: Any
+    v_descale: Any
 
 
 @gluon.jit
@@ -106,15 +118,6 @@ def clear_before(tile, first):
 
 
 @gluon.jit
-def _seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory in another shape."""
-    if HAS_REINTERPRET:
-        return smem.reinterpret(smem.dtype, shape, layout)
-    else:
-        return smem._reinterpret(smem.dtype, shape, layout)
-
-
-@gluon.jit
 def _clear_from(tile, first):
     """Zero a tile of swizzle atoms from a row on, for the same reason."""
     ATOMS: gl.constexpr = tile.shape[1]
@@ -126,7 +129,7 @@ def _clear_from(tile, first):
     swizzled: gl.constexpr = tile.layout
     r = gl.arange(0, ACROSS * ROWS, gl.SliceLayout(1, layout))
     for i in range(first // ROWS, ATOMS):
-        rows = _seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
+        rows = seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
         is_seen = gl.expand_dims(i * ROWS + r % ROWS < first, 1)
         rows.store(gl.where(is_seen, rows.load(layout), 0.0))
     fence_async_shared()
@@ -162,6 +165,11 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     if OPTIONS.HAS_RIGHT:
         full_stop = gl.minimum(key_len, context_len + first_token + scalars.window_right + 1)
     list_ptr = 0
+    is_turned = False
+    descale = 1.0
+    v_descale = 1.0
+    if OPTIONS.CONVERTS_V:
+        is_turned, descale, v_descale = descales_of(b, head, params, OPTIONS)
     num_entries = 0
     row_mask = 0
     if OPTIONS.HAS_LAYOUT:
@@ -172,6 +180,7 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     return Rows(
         first_key, kv_start, key_len, q_start, stop_token, first_token, head, box, is_sequence,
         context_len, position, slope, full_start, full_stop, list_ptr, num_entries, row_mask,
+        is_turned, descale, v_descale,
     )  # fmt: skip
 
 
@@ -185,37 +194,6 @@ def _runs_of(rows, kv_start, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constexpr):
-    """Write the rows' logsumexp; returns what divides their results."""
-    pointers = params.pointers
-    gain = 1.0
-    m_i *= LN2
-    if pointers.sinks is not None:
-        sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
-        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
-        m_i, total, gain = with_sink(m_i, total, sink)
-    lse = m_i + gl.log2(total) * LN2
-    token = rows.position - rows.context_len
-    head = (rows.head + r % PACKED_HEADS).to(gl.int64)
-    row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
-    gl.store(row, lse, mask=token < stop_token)
-    return gl.where(total > 0.0, gain / total, 0.0)
-
-
-@gluon.jit
-def _store_result(acc, rows, stop_token, out_desc):
-    """Write a result from where the queries lay."""
-    out = rows.box
-    if acc.shape[1] < out.shape[-1]:
-        box_shape: gl.constexpr = out_desc.block_shape
-        box_layout: gl.constexpr = out_desc.layout
-        out = _seen_as(rows.box, box_shape, box_layout)
-    out.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(out.dtype))
-    fence_async_shared()
-    store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
-
-
-@gluon.jit
 def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows [INDEX * BLOCK_M, ...) of every tile of queries."""
     BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
@@ -225,13 +203,17 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     PINGPONG: gl.constexpr = OPTIONS.PINGPONG
     KV_STEP: gl.constexpr = OPTIONS.KV_STEP
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    CONVERTS: gl.constexpr = OPTIONS.CONVERTS_V
+    IS_FLOAT8: gl.constexpr = CONVERTS and not OPTIONS.CONVERTS_K
+    depth: gl.constexpr = 32 if IS_FLOAT8 else 16
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
+    across: gl.constexpr = columns_at_once(WIDTH_V, CONVERTS)
+    result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, across, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, result, 2)
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, scores, depth // 8)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, keys, values = pipelines.q, pipelines.k, pipelines.v
     dtype: gl.constexpr = values.tiles.dtype
-    scale_log2 = params.scalars.scale_log2
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
@@ -242,20 +224,29 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     num_kv_tiles = pipelines.work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
         rows = _read_rows(r, params, pipelines, tile, OPTIONS, INDEX)
-        q = rows.box.reshape([BLOCK_M, WIDTH])
+        out = rows.box
+        scale_log2 = params.scalars.scale_log2
+        if IS_FLOAT8:
+            out = pipelines.out.index(INDEX)
+        if CONVERTS:
+            q = take_queries(rows.box, rows.is_turned, q_operand, BLOCK_M, WIDTH)
+            if not OPTIONS.HAS_SOFTCAP:
+                scale_log2 = factor_of_scores(scale_log2, rows.descale)
+        else:
+            q = rows.box.reshape([BLOCK_M, WIDTH])
         kv_start = rows.kv_start
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
-        keys.consumer_wait(n)
+        keys.consumer_wait_for(n, OPTIONS.GATHERS)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
         s = warpgroup_mma_wait(0, deps=[s])
         keys.consumer_release(n)
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
-            values.consumer_wait(n)
+            values.consumer_wait_for(n, OPTIONS.GATHERS)
             _clear_from(values.tile(n), rows.key_len - kv_start)
-        if queries.STAGES > 1 and tile > 0:
+        if queries.STAGES > 1 and not IS_FLOAT8 and tile > 0:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             queries.consumer_release(tile - 1)
@@ -266,12 +257,12 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         for _ in range(1, num_kv_tiles):
             kv_start -= KV_STEP
             runs = _runs_of(rows, kv_start, OPTIONS)
-            keys.consumer_wait(n + 1)
+            keys.consumer_wait_for(n + 1, OPTIONS.GATHERS)
             if PINGPONG:
                 _pingpong_wait(INDEX)
             k = as_matrix(keys.tile(n + 1), BLOCK_N, WIDTH).permute((1, 0))
             s = ask_for_scores(q, k, zeros, OPTIONS)
-            values.consumer_wait(n)
+            values.consumer_wait_for(n, OPTIONS.GATHERS)
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             acc = rescale(acc, shrink)
@@ -287,28 +278,39 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             p = gl.convert_layout(p.to(dtype), operand)
             n += 1
 
-        values.consumer_wait(n)
+        values.consumer_wait_for(n, OPTIONS.GATHERS)
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
-        if OPTIONS.HAS_LEFT and kv_start < rows.first_key:
+        if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
         pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
         stop_token = rows.stop_token
+        place = place_of_result(out, params.out_desc)
+        if IS_FLOAT8:
+            # the last tile's result has left shared memory long since
+            tma.store_wait(0)
+            thread_barrier()
         if OPTIONS.MOST_PARTS > 0:
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if pipelines.work_info.get(tile, PIECES) > 1:
-                acc, m_i, total, stop_token = merge_pieces(
-                    acc, m_i, total, rows, params, pipelines.work_info, tile, OPTIONS, INDEX
-                )
-            share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+                stop_token = merge_pieces(
+                    (acc, m_i, total), place, rows, params, pipelines.work_info, tile, OPTIONS,
+                    INDEX,
+                )  # fmt: skip
+            else:
+                share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+                place.store(scale_rows(acc, share).to(place.dtype))
         else:
-            share = _store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
+            place.store(scale_rows(acc, share).to(place.dtype))
         n += 1
-        _store_result(scale_rows(acc, share), rows, stop_token, params.out_desc)
-        if queries.STAGES == 1:
+        store_result(out, rows, stop_token, params.out_desc)
+        if IS_FLOAT8:
+            queries.consumer_release(tile)
+        elif queries.STAGES == 1:
             tma.store_wait(0)
             queries.consumer_release(tile)
         tile += 1

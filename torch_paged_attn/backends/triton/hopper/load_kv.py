@@ -1,18 +1,22 @@
 """Loading tiles of keys and values: packed or in pages, in a row or by a list of blocks.
 
-The tensor memory accelerator loads a tile as one box or, from pages or by a list, as several.
+The tensor memory accelerator loads a tile as one box or, from pages or by a list, as several. From
+pages smaller than a box, a warp copies rows.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
+from triton.language.core import tuple as tuple_of_values
 
 from torch_paged_attn.backends.triton.hopper.block_runs import load_entries, spans_of_entries
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline
 from torch_paged_attn.backends.triton.hopper.tma import (
+    as_matrix,
     is_in_atoms,
     load_page,
     load_rows,
@@ -42,6 +46,8 @@ class KvLoader:
     """Loads part number PART of each tile of keys, or of values, into a pipeline."""
 
     desc: tma.tensor_descriptor
+    # where copied rows are: first, elements from slot to slot and from head to head
+    slots: tuple_of_values
     pipeline: Pipeline
     page_rows: gl.tensor
     num_pages: gl.tensor
@@ -49,8 +55,9 @@ class KvLoader:
     PART: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, pipeline, page_rows, num_pages, OPTIONS, PART):
+    def __init__(self, desc, slots, pipeline, page_rows, num_pages, OPTIONS, PART):
         self.desc = desc
+        self.slots = slots
         self.pipeline = pipeline
         self.page_rows = page_rows
         self.num_pages = num_pages
@@ -69,7 +76,9 @@ class KvLoader:
         runs = (start,)
         if HAS_LAYOUT:
             runs = load_entries(keys.list_ptr, start, keys.num_entries, self.OPTIONS.KV_STEP)
-        if IN_WHOLE_PAGES and (start >= keys.first_key) & (start + BLOCK_N <= keys.key_len):
+        if self.OPTIONS.GATHERS:
+            self._copy_rows(n, start, keys)
+        elif IN_WHOLE_PAGES and (start >= keys.first_key) & (start + BLOCK_N <= keys.key_len):
             self._load_pages(n, start, keys, True)
         elif is_in_atoms(self.desc.block_shape):
             self._load_pages(n, start, keys, False)
@@ -163,3 +172,41 @@ class KvLoader:
                 start = gl.where(is_page, page, 0) * self.page_rows
                 box = self.pipeline.tile(n).slice(i * ROWS, ROWS, dim=2)
                 load_rows(desc, start, size, j % PAGE_SIZE, keys.kv_head, barrier, box)
+
+    @gluon.jit
+    def _copy_rows(self, n, start, keys):
+        """Fill n row by row; what nobody sees is zero."""
+        WIDTH: gl.constexpr = self.desc.block_shape[4]
+        ROWS: gl.constexpr = self.OPTIONS.BLOCK_N // self.OPTIONS.KV_PARTS
+        LANES: gl.constexpr = WIDTH // 8  # of a row, 16 bytes each
+        STEP: gl.constexpr = max(4 * 32 // LANES, 8)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+        column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        base, stride, stride_head = self.slots
+        head = keys.kv_head.to(gl.int64) * stride_head
+        columns = gl.expand_dims(base + head + column, 0)
+        tile = as_matrix(self.pipeline.tile(n), self.OPTIONS.BLOCK_N, WIDTH)
+        barrier = self.pipeline.full_barrier(n)
+        FIRST: gl.constexpr = self.PART * ROWS
+        r = start + FIRST + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+        slot, seen = self._slots_of(r, keys)
+        self.pipeline.producer_acquire(n)
+        for i in gl.static_range(0, ROWS, STEP):
+            rows = columns + gl.expand_dims(slot * stride, 1)
+            is_seen = gl.expand_dims(seen, 1)
+            if i + STEP < ROWS:
+                # on their way while these rows are asked for
+                slot, seen = self._slots_of(r + (i + STEP), keys)
+            async_copy.async_copy_global_to_shared(tile.slice(FIRST + i, STEP), rows, is_seen)
+        async_copy.mbarrier_arrive(barrier)
+        mbarrier.arrive(barrier, count=1)
+
+    @gluon.jit
+    def _slots_of(self, j, keys):
+        """Slots of keys number j, and which of them somebody sees."""
+        PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
+        seen = (j >= keys.first_key) & (j < keys.key_len)
+        page = gl.load(keys.table + j // PAGE_SIZE, mask=seen, other=0)
+        # a bad id that nobody checked reads the last page: wrong, but inside the cache
+        page = gl.minimum(page.to(gl.uint32), (self.num_pages - 1).to(gl.uint32))
+        return page.to(gl.int64) * self.page_rows + j % PAGE_SIZE, seen

@@ -6,9 +6,12 @@ parts, in the order of the keys, so that the bits do not depend on who that is, 
 result.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_paged_attn.backends.triton.hopper.results import store_lse
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.work_info import (
     FIRST_PART,
@@ -17,6 +20,9 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     PIECES,
     thread_barrier,
 )
+
+# columns that are added up of all parts at a time, and parts that are on their way together
+COLUMNS, AT_ONCE = gl.constexpr(64), gl.constexpr(4)
 
 
 @gluon.jit
@@ -34,21 +40,47 @@ def keys_of_piece(piece, pieces, num_kv_tiles):
     return gl.where(count > 0, first, num_kv_tiles), gl.maximum(count, 1)
 
 
+class Parts(NamedTuple):
+    """The parts of a consumer's rows of a tile, as values of the kernel."""
+
+    first: Any  # the number of the first
+    step: Any  # from one to the next
+    count: Any
+    references: Any  # of rows, and sums of weights, behind the values of all parts
+
+
+@gluon.jit
+def _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.constexpr):
+    """Write sums, references and sums of weights of a piece as part number `part`."""
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    result: gl.constexpr = acc.type.layout
+    r = gl.arange(0, ROWS, m_i.type.layout)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
+    column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, result)), 0)
+    # rows past the tile's last token are nobody's
+    exists = rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token
+    gl.store(pointers.parts + part * (ROWS * WIDTH) + row * WIDTH + column, acc, mask=exists)
+    gl.store(references + part * (2 * ROWS) + r, m_i)
+    gl.store(references + part * (2 * ROWS) + ROWS + r, total)
+
+
 @gluon.jit
 def merge_pieces(
-    acc, m_i, total, rows, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+    sums, place, rows, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):
-    """Leave this piece's part. The last consumer to arrive returns the sums of all pieces; the
-    others, which write nothing, return that their tile stops at token 0.
+    """Leave this piece's part. The last consumer to arrive adds up all of them, writes the rows'
+    logsumexp, and leaves the result in `place`, in shared memory; the others return that their tile
+    stops at token 0.
 
-    `acc` (rows, width) are weighted sums of values, `m_i` the rows' references in base two, `total`
-    their sums of weights.
+    `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
+    sums of weights.
     """
+    acc, m_i, total = sums
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     by_row: gl.constexpr = m_i.type.layout
-    result: gl.constexpr = acc.type.layout
     pointers = params.pointers
     pieces = work_info.get(tile, PIECES)
     # parts of the heads lie side by side
@@ -57,44 +89,74 @@ def merge_pieces(
     first_part += work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
     first_part = first_part * CONSUMERS + INDEX
     step = heads * CONSUMERS
-    part = first_part + work_info.get(tile, PIECE) * step
     references = pointers.parts + OPTIONS.MOST_PARTS * CONSUMERS * ROWS * WIDTH
-    r = gl.arange(0, ROWS, by_row)
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
-    column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, result)), 0)
-    at = row * WIDTH + column
-    # rows past the tile's last token are nobody's
-    exists = rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token
-    gl.store(pointers.parts + part * (ROWS * WIDTH) + at, acc, mask=exists)
-    gl.store(references + part * (2 * ROWS) + r, m_i)
-    gl.store(references + part * (2 * ROWS) + ROWS + r, total)
+    parts = Parts(first_part, step, pieces, references)
+    part = first_part + work_info.get(tile, PIECE) * step
+    _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
     # every thread has written before one of them counts
     thread_barrier()
     counter = pointers.tile_list + ENTRY + first_part
     stop = rows.stop_token
     if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
-        m_i = gl.full([ROWS], -float("inf"), gl.float32, by_row)
+        r = gl.arange(0, ROWS, by_row)
+        m_all = gl.full([ROWS], -float("inf"), gl.float32, by_row)
         total = gl.zeros([ROWS], gl.float32, by_row)
-        acc = gl.zeros([ROWS, WIDTH], gl.float32, result)
-        for i in range(pieces):
-            of_part = references + (first_part + i * step) * (2 * ROWS) + r
-            m_part = gl.load(of_part, cache_modifier=".cg")
-            total_part = gl.load(of_part + ROWS, cache_modifier=".cg")
-            values = pointers.parts + (first_part + i * step) * (ROWS * WIDTH) + at
-            acc_part = gl.load(values, mask=exists, other=0.0, cache_modifier=".cg")
-            m_new = gl.maximum(m_i, m_part)
-            # rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf
-            shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-            old, new = gl.exp2(m_i - shift), gl.exp2(m_part - shift)
-            total = total * old + total_part * new
-            acc = acc * _by_rows(old, acc) + acc_part * _by_rows(new, acc)
-            m_i = m_new
+        for i in range(0, pieces, AT_ONCE):
+            for j in gl.static_range(AT_ONCE):
+                part = first_part + gl.minimum(i + j, pieces - 1) * step
+                m_part, total_part = _part_of_rows(references, part, r, ROWS)
+                total_part = gl.where(i + j < pieces, total_part, 0.0)
+                m_new = gl.maximum(m_all, m_part)
+                shift = _finite(m_new)
+                total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
+                m_all = m_new
+        share = store_lse(m_all, total, rows, stop, r, params, OPTIONS.PACKED_HEADS)
+        for first in gl.static_range(0, WIDTH, COLUMNS):
+            _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
         stop = stop * 0
-    return acc, m_i, total, stop
+    return stop
 
 
 @gluon.jit
-def _by_rows(x, acc):
-    """(rows, 1), as rows of `acc` lie."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout)), 1)
+def _finite(m):
+    """Rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf."""
+    return gl.where(m == -float("inf"), 0.0, m)
+
+
+@gluon.jit
+def _part_of_rows(references, part, r, ROWS: gl.constexpr):
+    """References and sums of rows of a part, which other multiprocessors wrote: they are not to be
+    found in this one's cache."""
+    of_part = references + part * (2 * ROWS) + r
+    return gl.load(of_part, cache_modifier=".cg"), gl.load(of_part + ROWS, cache_modifier=".cg")
+
+
+@gluon.jit
+def _add_parts(
+    first: gl.constexpr, parts, m_all, share, place, rows, pointers, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """Add up COLUMNS columns of all parts, and leave their share in `place`. AT_ONCE parts are
+    asked for together."""
+    ROWS: gl.constexpr = place.shape[0]
+    WIDTH: gl.constexpr = place.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    r = gl.arange(0, ROWS, by_row)
+    row = gl.expand_dims(r, 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    exists = rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token
+    shift = _finite(gl.convert_layout(m_all, by_row))
+    values = pointers.parts + first + row * WIDTH + column
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    for i in range(0, parts.count, AT_ONCE):
+        for j in gl.static_range(AT_ONCE):
+            part = parts.first + gl.minimum(i + j, parts.count - 1) * parts.step
+            m_part, _ = _part_of_rows(parts.references, part, r, ROWS)
+            found = gl.load(
+                values + part * (ROWS * WIDTH), mask=exists, other=0.0, cache_modifier=".cg"
+            )
+            weight = gl.where(i + j < parts.count, gl.exp2(m_part - shift), 0.0)
+            acc += found * gl.expand_dims(weight, 1)
+    acc *= gl.expand_dims(gl.convert_layout(share, by_row), 1)
+    place.slice(first, COLUMNS, dim=1).store(acc.to(place.dtype))

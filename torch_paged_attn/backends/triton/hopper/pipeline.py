@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 
@@ -49,6 +49,13 @@ class Pipeline:
         mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1)
 
     @gluon.jit
+    def consumer_wait_for(self, n, IS_COPIED: gl.constexpr):
+        """The same where warps may have copied the fill, which products read by another way."""
+        self.consumer_wait(n)
+        if IS_COPIED:
+            fence_async_shared()
+
+    @gluon.jit
     def consumer_release(self, n):
         """Say that this consumer is done with fill n."""
         mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
@@ -82,3 +89,8 @@ class Pipelines(NamedTuple):
     k: Any
     v: Any
     work_info: Any
+    # of 8 bits (`converter.py`): keys and values as they are loaded, which `k` and `v` are in 16
+    # bits, and where consumers leave results, which else lie where the queries lay
+    stored_k: Any = None
+    stored_v: Any = None
+    out: Any = None

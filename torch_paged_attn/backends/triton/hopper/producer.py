@@ -4,6 +4,8 @@ One claims tiles of queries, tells the others of them, and loads queries and key
 Where a tile of keys is many pages, two more load half of the keys and of the values.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -53,6 +55,20 @@ def let_next_kernel_start():
     )  # fmt: skip
 
 
+class QueryTile(NamedTuple):
+    """A tile of queries of a head, or of heads that share it, as values of the kernel."""
+
+    head: Any
+    entry: Any  # of the list of tiles; 0 where there is none
+    b: Any
+    first_token: Any
+    q_start: Any  # of the sequence, like the next three
+    query_len: Any
+    k_start: Any
+    key_len: Any
+    stop_token: Any
+
+
 @gluon.jit
 def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.constexpr):
     """Head and entry of a unit of work: a tile for each of `heads_per_unit` heads, which share
@@ -62,7 +78,8 @@ def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.conste
     entry = tile_list_ptr + COUNTERS + (1 + tile % num_tiles) * ENTRY
     b, first_token, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
-    return head, entry, b, first_token, q_start, query_len, k_start, key_len, gl.load(entry + 6)
+    stop_token = gl.load(entry + 6)
+    return QueryTile(head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token)
 
 
 @gluon.jit
@@ -81,13 +98,11 @@ def _lengths_of(b, params):
 
 
 @gluon.jit
-def _produce_tile(
-    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token,
-    tile, n, key_loader, params, pipelines, OPTIONS: gl.constexpr,
-):  # fmt: skip
+def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.constexpr):
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
     number of the next tile of keys."""
+    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = at
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
@@ -174,12 +189,42 @@ def _produce_tile(
 
 
 @gluon.jit
+def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
+    """What loads part number PART of tiles of keys."""
+    scalars = params.scalars
+    # a number where no rows are copied: what is kept cannot be None
+    first = scalars.k_page_rows
+    if OPTIONS.GATHERS:
+        first = params.pointers.k
+    slots = (first, scalars.stride_k, scalars.stride_k_head)
+    stored = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
+    return KvLoader(
+        params.k_desc, slots, stored, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
+        PART,
+    )  # fmt: skip
+
+
+@gluon.jit
+def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
+    """The same of values."""
+    scalars = params.scalars
+    # a number where no rows are copied: what is kept cannot be None
+    first = scalars.v_page_rows
+    if OPTIONS.GATHERS:
+        first = params.pointers.v
+    slots = (first, scalars.stride_v, scalars.stride_v_head)
+    stored = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
+    return KvLoader(
+        params.v_desc, slots, stored, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
+        PART,
+    )  # fmt: skip
+
+
+@gluon.jit
 def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     """Claim tiles of queries until there are none; see `_produce_tile`."""
     pointers, scalars = params.pointers, params.scalars
-    key_loader = KvLoader(
-        params.k_desc, pipelines.k, scalars.k_page_rows, params.sizes.num_pages, OPTIONS, 0
-    )
+    key_loader = loader_of_keys(params, pipelines, OPTIONS, 0)
     wait_for_kernel_before()
     if OPTIONS.LETS_FOLLOW:
         let_next_kernel_start()
@@ -191,15 +236,10 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
         num_tiles = gl.load(pointers.tile_list + 1)
         units = num_tiles * (scalars.num_heads // OPTIONS.PACKED_HEADS)
         while unit < units:
-            head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = (
-                _tile_of(
-                    unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
-                )
+            at = _tile_of(
+                unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
             )
-            n = _produce_tile(
-                head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token,
-                tile, n, key_loader, params, pipelines, OPTIONS,
-            )  # fmt: skip
+            n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
             tile += 1
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
@@ -216,10 +256,11 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             q_start, query_len, k_start, key_len = _lengths_of(b, params)
             for first_token in range(place % in_turns * STEP, query_len, in_turns * STEP):
                 stop_token = gl.minimum(first_token + STEP, query_len)
-                n = _produce_tile(
+                at = QueryTile(
                     unit % heads, 0, b, first_token, q_start, query_len, k_start, key_len,
-                    stop_token, tile, n, key_loader, params, pipelines, OPTIONS,
+                    stop_token,
                 )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
                 tile += 1
             unit += programs
 

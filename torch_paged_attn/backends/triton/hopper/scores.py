@@ -146,7 +146,7 @@ def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.con
     # without a diagonal or a window, only the first tile reaches past the keys
     MAY_HIDE: gl.constexpr = IS_FIRST or OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
     if OPTIONS.HAS_SOFTCAP:
-        s = _softcap(s, params.scalars.softcap_scale_log2)
+        s = _softcap(s, params.scalars.softcap_scale_log2 * rows.descale)
     if params.pointers.alibi_slopes is not None:
         starts = runs
         if HAS_LAYOUT:

@@ -28,14 +28,25 @@ UNBOUNDED = 2**30
 
 # the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
-MOST_MERGED = 128
 
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
 
+IN_16_BITS = (torch.bfloat16, torch.float16)
+IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# sizes of pages whose rows are copied
+GATHERED = (1, 2, 4, 8)
+
+# rows of a sequence's tile that the portable kernel is fast at
+LEAST_GUESSED = 16
+
+# mean queries of batches that are mostly chunks of prompts, however many decodes there may be
+MOSTLY_CHUNKS = 128
+
 # what the portable kernel has and this one has not
-NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
+NOT_CARRIED = ("attn_bias",)
+DESCALES = ("q_descale", "k_descale", "v_descale")
 # whether results must not depend on the batch is the caller's question
 LACKS = tuple(x for x in OPTIONAL if x != "batch_invariant")
 
@@ -54,14 +65,12 @@ def unsupported(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     if (reason := unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
-    if call.result_dtype != q.dtype:
-        return f"out_dtype is {call.out_dtype}"
+    if (reason := _unsupported_types(call)) is not None:
+        return reason
     dims = call.head_dim, call.head_dim_v
     if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
         return f"head_dim is {dims[0]}, head_dim_v {dims[1]}: not multiples of 8, v's no wider"
-    for name in NOT_CARRIED:
+    for name in NOT_CARRIED if converts(call) else (*NOT_CARRIED, *DESCALES):
         if getattr(call, name) is not None:
             return f"it has no {name}"
     if call.dropout_p > 0.0:
@@ -74,7 +83,7 @@ def unsupported(call: AttentionCall) -> str | None:
         return f"softcap is {call.softcap}"
     if call.block_table is not None:
         page_size = call.page_size
-        if page_size % LEAST_BOX:
+        if page_size % LEAST_BOX and not gathers(call):
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
         # registers spill where a window's first key has to be divided by such a size
         if page_size & (page_size - 1) and max(dims) > 128 and is_bound(call.window_size_left):
@@ -93,6 +102,32 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
+def _unsupported_types(call: AttentionCall) -> str | None:
+    q, k, v = call.q, call.k, call.v
+    if q.dtype == torch.float8_e4m3fn:
+        is_known = k.dtype == v.dtype == q.dtype
+    else:
+        is_known = q.dtype in IN_16_BITS and k.dtype == v.dtype and k.dtype in (q.dtype, *IN_8_BITS)
+    if not is_known:
+        return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
+    is_result = call.result_dtype in (IN_16_BITS if is_float8(call) else (q.dtype,))
+    if not is_result:
+        return f"q is {q.dtype} and out_dtype {call.result_dtype}"
+    if converts(call) and (call.alibi_slopes is not None or call.layout is not None):
+        return f"k is {k.dtype}, with alibi_slopes or a layout"
+    return None
+
+
+def is_float8(call: AttentionCall) -> bool:
+    """Whether scores are float8 products."""
+    return call.q.dtype == torch.float8_e4m3fn
+
+
+def converts(call: AttentionCall) -> bool:
+    """Whether values, and unless `is_float8` keys, are of 8 bits."""
+    return call.k.itemsize == 1
+
+
 def unprofitable(call: AttentionCall) -> str | None:
     """Why a call is better off with tiles of few rows, or with keys that several programs share;
     None if it is not."""
@@ -103,6 +138,18 @@ def unprofitable(call: AttentionCall) -> str | None:
     if 2 * tiles < target_of(call.q.device).multiprocessors and not most_parts(call, False):
         return f"{tiles} tiles do not fill the chip"
     return None
+
+
+def is_guessed(call: AttentionCall, longest: int) -> bool:
+    """Whether sequences have as many queries as tokens that were guessed are, by what is said of
+    the longest one's: so few that all heads of a group fit in the rows of one consumer, and more
+    than the portable kernel is fast at.
+    """
+    if call.block_table is None or call.layout is not None or converts(call):
+        return False
+    group = call.group_size
+    is_even = group & (group - 1) == 0
+    return is_even and LEAST_GUESSED < longest * group <= BLOCK_M
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:
@@ -153,6 +200,15 @@ def is_bound(window: int) -> bool:
     return 0 <= window < UNBOUNDED
 
 
+def gathers(call: AttentionCall) -> bool:
+    """Whether rows of keys are copied one by one, because pages are smaller than a box."""
+    if call.block_table is None or call.layout is not None or call.page_size not in GATHERED:
+        return False
+    if converts(call):
+        return False
+    return all(width_of(d) == d for d in (call.head_dim, call.head_dim_v))
+
+
 def key_bound(call: AttentionCall) -> int:
     """How many keys a sequence may have."""
     if call.block_table is None:
@@ -176,15 +232,15 @@ def sharing_heads(call: AttentionCall) -> int:
     return min(call.group_size, heads_per_layout(call)) if call.layout else call.group_size
 
 
-def most_parts(call: AttentionCall, is_beside: bool) -> int:
-    """How many pieces of tiles there may be: none where tiles are many, or see few keys."""
-    # sums of wider values do not fit beside those that are merged
-    if call.layout is not None or width_of(call.head_dim_v) > MOST_MERGED:
+def most_parts(call: AttentionCall, is_uneven: bool) -> int:
+    """How many pieces of tiles there may be: none where tiles are many, or see few keys, unless
+    they are few or uneven as far as anybody knows."""
+    if call.layout is not None:
         return 0
     keys = key_bound(call)
     if call.block_table is None:
         keys //= max(call.batch, 1)
-    if not is_beside and (_fills(call) or keys < LEAST_CUT):
+    if not is_uneven and (_fills(call) or keys < LEAST_CUT):
         return 0
     return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
 

@@ -81,7 +81,8 @@ def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
     row, head, _ = x.stride()
     shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, x.shape[1], x.shape[2]
     strides = 2**34 - row, row, row, head, 1
-    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width))
+    swizzle = min(128, width * x.itemsize)
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
 
 
 def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:

@@ -7,8 +7,9 @@ the end.
 
 import dataclasses
 
-# fewer keys than this in a piece cost more in merging than they gain
-MIN_KEYS = 64
+# fewer keys than this in a piece cost more in merging than they gain; for each row where few warps
+# merge many rows
+MIN_KEYS, MIN_KEYS_OF_ROW = 64, 16
 
 # of so many programs one may be left out to have the others end together: memory, not they, is busy
 LEAST_BUSY = 16
@@ -34,10 +35,11 @@ class SplitPlan:
 
 
 def plan_splits(
-    tiles: int, heads: int, busy: int, key_bound: int, slots: int, is_decode: bool
+    tiles: int, heads: int, busy: int, key_bound: int, slots: int, is_decode: bool, tall: int = 0
 ) -> SplitPlan:
     """For at most `tiles` tiles of at most `key_bound` keys in each of `heads` heads, about `busy`
-    of them not empty, on a chip that runs `slots` programs at once.
+    of them not empty, on a chip that runs `slots` programs at once. `tall` is the rows of
+    a part that few warps merge, 0 of other parts.
 
     Decode is split even if it fills the chip, for its lengths may differ; prefill only if it does
     not. A cache of few keys is not worth it.
@@ -45,7 +47,8 @@ def plan_splits(
     if key_bound <= MIN_KEYS or not (is_decode or 2 * busy * heads <= slots):
         return SplitPlan()
     programs = _evenly(max(slots // heads, 1), max(busy, 1))
-    return SplitPlan(min(programs, tiles * -(-key_bound // MIN_KEYS)))
+    least = max(MIN_KEYS, MIN_KEYS_OF_ROW * tall)
+    return SplitPlan(min(programs, tiles * -(-key_bound // least)), least)
 
 
 def _evenly(programs: int, tiles: int) -> int:

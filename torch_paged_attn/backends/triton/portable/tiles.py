@@ -39,6 +39,9 @@ MOST_PACKED = 64
 # pairs of 8-bit numbers are taken apart for tiles of at most so many rows
 MOST_PAIRED_ROWS = 32
 
+# few warps, which are slow to merge parts of more than so many rows
+MOST_FEW_WARPS, MOST_LOW_ROWS = 2, 16
+
 # sequences that a program looks at at a time, to find its work: few kernels for all batches
 SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
 
@@ -211,7 +214,10 @@ def choose_tiles(
     elif splits is None:
         busy = max(min(batch, total_q), 0 if is_beside else total_q // tokens)
         slots = config.resident * target.multiprocessors
-        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, config.BLOCK_M <= 64)
+        rows = next_power_of_2(tokens * pack)
+        tall = rows if config.num_warps <= MOST_FEW_WARPS and rows > MOST_LOW_ROWS else 0
+        of_decode = config.BLOCK_M <= 64, tall
+        splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, *of_decode)
     # the device counts units in 32 bits
     is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
     grid: tuple[int, ...] = (grid_tiles, grid_heads)

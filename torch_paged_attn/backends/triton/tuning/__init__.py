@@ -3,6 +3,8 @@
 from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, choose_backward_config
 from torch_paged_attn.backends.triton.tuning.hopper import (
     HopperConfig,
+    choose_8_bit_config,
+    choose_guessed_config,
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
@@ -17,9 +19,11 @@ __all__ = [
     "BackwardConfig",
     "Config",
     "HopperConfig",
+    "choose_8_bit_config",
     "choose_backward_config",
     "choose_config",
     "choose_config_in_turns",
+    "choose_guessed_config",
     "choose_hopper_config",
     "choose_narrow_config",
     "choose_short_config",

@@ -19,11 +19,13 @@ class HopperConfig:
 
 
 def choose_hopper_config(
-    width: int, mean_length: int, is_causal: bool, has_layout: bool
+    width: int, mean_length: int, is_causal: bool, has_layout: bool, is_copied: bool = False
 ) -> HopperConfig:
-    """`width` is head_dim as it lies in shared memory: 64, 128 or 256."""
+    """`width` is head_dim as it lies in shared memory: 64, 128 or 256. With `is_copied`, producers
+    copy rows of keys."""
     if width == 256:
-        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=232, PINGPONG=False)
+        registers = 224 if is_copied else 232
+        return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=registers, PINGPONG=False)
     stages = 2 if width == 128 else 3
     # a third consumer hides more of the exponentials, but makes tiles that reach further past a
     # causal diagonal, and that are no power of two, as rows of a layout are
@@ -38,6 +40,24 @@ def choose_short_config(width: int) -> HopperConfig:
     if width == 64:
         return HopperConfig(KV_STAGES=3)
     return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
+
+
+def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
+    """Of 8-bit keys and values, with float8 queries or with 16-bit ones; registers are left to the
+    warps that convert them."""
+    if width == 256:
+        stages = 2 if is_float8 else 1
+        return HopperConfig(BLOCK_N=64, KV_STAGES=stages, Q_STAGES=1, REGISTERS=208, PINGPONG=False)
+    return HopperConfig(Q_STAGES=2 if is_float8 else 1, REGISTERS=208)
+
+
+def choose_guessed_config(width: int) -> HopperConfig:
+    """Where the rows of one consumer hold all queries of a sequence: as many keys on their way as
+    there is room for."""
+    stages = {64: 6, 128: 3, 256: 3}[width]
+    queries = 1 if width == 256 else 2
+    keys = 64 if width == 256 else 128
+    return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
 
 
 def choose_narrow_config(width: int) -> HopperConfig:

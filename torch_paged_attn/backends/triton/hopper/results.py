@@ -1,0 +1,59 @@
+"""The end of a consumer's tile: its rows' logsumexp, and the result by way of shared memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_paged_attn.backends.triton.hopper.softmax import LN2, with_sink
+from torch_paged_attn.backends.triton.hopper.tma import store_rows
+
+# what Triton 3.6 has as a private method
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory in another shape."""
+    if HAS_REINTERPRET:
+        return smem.reinterpret(smem.dtype, shape, layout)
+    else:
+        return smem._reinterpret(smem.dtype, shape, layout)
+
+
+@gluon.jit
+def store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constexpr):
+    """Write the rows' logsumexp; returns what divides their results."""
+    pointers = params.pointers
+    gain = 1.0
+    m_i *= LN2
+    if pointers.sinks is not None:
+        sink_ptr = pointers.sinks + rows.head + r % PACKED_HEADS
+        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
+        m_i, total, gain = with_sink(m_i, total, sink)
+    lse = m_i + gl.log2(total) * LN2
+    token = rows.position - rows.context_len
+    head = (rows.head + r % PACKED_HEADS).to(gl.int64)
+    row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
+    gl.store(row, lse, mask=token < stop_token)
+    return gl.where(total > 0.0, gain / total, 0.0) * rows.v_descale
+
+
+@gluon.jit
+def place_of_result(box, out_desc):
+    """Where a result goes on its way out, (rows, width): most often where the queries lay."""
+    box_shape: gl.constexpr = out_desc.block_shape
+    box_layout: gl.constexpr = out_desc.layout
+    if box_shape[-1] < box.shape[-1]:
+        box = seen_as(box, box_shape, box_layout)
+    return box.reshape([box_shape[2] * box_shape[3], box_shape[4]])
+
+
+@gluon.jit
+def store_result(out, rows, stop_token, out_desc):
+    """Write the result from there."""
+    box_shape: gl.constexpr = out_desc.block_shape
+    box_layout: gl.constexpr = out_desc.layout
+    if box_shape[-1] < out.shape[-1]:
+        out = seen_as(out, box_shape, box_layout)
+    fence_async_shared()
+    store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)

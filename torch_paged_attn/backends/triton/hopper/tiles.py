@@ -1,0 +1,334 @@
+"""What Hopper's kernels are compiled for, and the sizes of a launch: all that follows from a call's
+description and sizes. No tensor is read.
+
+- `choose_tiles` and `options_of` need the description of a call: its dtypes, strides, head dims and
+  options, its mean length and its `Form`. They give what the kernels are compiled for, and the
+  scalars.
+- `sizes_of` and `grid_of` need total_q, batch, num_pages, the block table's stride and, with a
+  layout, how many rows it has.
+- `Boxes` make a tensor map of an address: it depends on that and on the description, not on sizes.
+"""
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
+from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
+from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
+from torch_paged_attn.backends.triton.hopper.support import (
+    BLOCK_M,
+    DESCALES,
+    LEAST_BOX,
+    MOSTLY_CHUNKS,
+    UNBOUNDED,
+    columns_of,
+    converts,
+    gathers,
+    heads_per_layout,
+    is_bound,
+    is_float8,
+    key_bound,
+    mean_length,
+    most_parts,
+    sharing_heads,
+    width_of,
+)
+from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
+    TileOptions,
+    list_shape,
+    most_tiles,
+)
+from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
+from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.backends.triton.tuning import (
+    HopperConfig,
+    choose_8_bit_config,
+    choose_guessed_config,
+    choose_hopper_config,
+    choose_narrow_config,
+    choose_short_config,
+)
+
+if TYPE_CHECKING:
+    from torch_paged_attn.backends.triton.hopper.tma import Boxes
+
+# what another launch takes to begin and to end, in tiles of keys, by width of a head
+NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
+
+# windows of few tiles of keys
+NARROW = range(1025)
+
+# of the rows of tiles of one head, the share that may be empty
+MOST_EMPTY = 0.05
+
+# where another kernel takes short sequences, the queries of the shortest that are left
+LEAST_LENGTH = 32
+
+
+class Form(NamedTuple):
+    """What is known of a batch's lengths before they are there."""
+
+    short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
+    longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
+    is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
+
+
+FORM = Form()
+
+
+def _pages_in_atoms(call: AttentionCall) -> bool:
+    """Whether pages are so small that their boxes are better loaded whole: see `atoms_of_rows`."""
+    is_small = LEAST_BOX <= call.page_size < 32 and call.layout is None and not converts(call)
+    return is_small and all(
+        x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
+    )
+
+
+def pack_heads(call: AttentionCall, most: int) -> int:
+    """Of `most` heads that could share a tile, how many do: all, or one where tiles of one head are
+    as good as full of queries, or hold a row of a layout's blocks."""
+    length, layout = mean_length(call), call.layout
+    if layout is not None:
+        length, pack = min(length, layout.q_block_size), 1
+        while pack < most and pack * length < 2 * BLOCK_M:
+            pack *= 2
+        return pack
+    is_even = call.total_q == length * call.batch
+    empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
+    return most if empty > MOST_EMPTY * length else 1
+
+
+def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
+    """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
+    says nothing where another kernel takes the short sequences."""
+    layout, is_causal = call.layout, call.window_right == 0
+    width = width_of(call.head_dim)
+    # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
+    # fewer keys a window hides from most of them
+    sharing = sharing_heads(call)
+    most_packed = min(sharing & -sharing, BLOCK_M)
+    if converts(call):
+        return choose_8_bit_config(width, is_float8(call)), (
+            most_packed if form != FORM else pack_heads(call, most_packed)
+        )
+    if form.longest:
+        return choose_short_config(width), most_packed
+    if form.is_guessed:
+        return choose_guessed_config(width), most_packed
+    if form.short:
+        beside = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+        # what decodes cost this kernel is underestimated where heads are narrow
+        return beside, min(most_packed, 4) if width == 64 else most_packed
+    if is_causal and call.window_size_left in NARROW and layout is None and width <= 128:
+        return choose_narrow_config(width), most_packed
+    config = choose_hopper_config(
+        width, mean_length(call), is_causal, layout is not None, gathers(call)
+    )
+    return config, pack_heads(call, most_packed)
+
+
+def options_of(
+    call: AttentionCall,
+    config: HopperConfig,
+    packed_heads: int,
+    form: Form = FORM,
+) -> Options:
+    """What the kernel is compiled for; no size and no address is part of it."""
+    layout = call.layout
+    # parts of wide values are slow to merge: not beside decodes, which fill the chip too
+    is_slow = form.short and width_of(call.head_dim_v) > 128 and mean_length(call) < MOSTLY_CHUNKS
+    is_cut = not (form.longest or is_slow)
+    parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
+    tokens = BLOCK_M // packed_heads
+    queries_per_list, keys_per_entry = 0, config.BLOCK_N
+    if layout is not None:
+        queries_per_list, keys_per_entry = shape_of_lists(
+            layout.q_block_size, layout.k_block_size, config.CONSUMERS * tokens, config.BLOCK_N
+        )
+    is_whole = _pages_in_atoms(call) or is_float8(call)
+    boxes = config.BLOCK_N // _rows_of_box(call.page_size, keys_per_entry)
+    return Options(
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        WIDTH=width_of(call.head_dim),
+        WIDTH_V=width_of(call.head_dim_v),
+        COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
+        PACKED_HEADS=packed_heads,
+        TOKENS=tokens,
+        GROUP_SIZE=call.group_size,
+        PAGE_SIZE=call.page_size,
+        IS_CAUSAL=call.window_right == 0,
+        HAS_LEFT=is_bound(call.window_size_left),
+        HAS_RIGHT=is_bound(call.window_right),
+        HAS_SOFTCAP=call.softcap > 0.0,
+        HAS_LAYOUT=layout is not None,
+        Q_BLOCK_SIZE=layout.q_block_size if layout else 0,
+        KEYS_PER_ENTRY=keys_per_entry,
+        QUERIES_PER_LIST=queries_per_list,
+        HEADS_PER_LAYOUT=heads_per_layout(call),
+        KV_STEP=config.BLOCK_N // keys_per_entry if layout else config.BLOCK_N,
+        # many boxes to a tile are loaded by two producers
+        KV_PARTS=2 if call.page_size > 0 and boxes >= 4 else 1,
+        CONSUMERS=config.CONSUMERS,
+        KV_STAGES=config.KV_STAGES,
+        Q_STAGES=config.Q_STAGES,
+        REGISTERS=config.REGISTERS,
+        PINGPONG=config.PINGPONG,
+        MOST_PARTS=parts,
+        COUNTERS=config.CONSUMERS * parts,
+        LETS_FOLLOW=form.short > 0,
+        IS_LISTED=form.longest == 0,
+        GATHERS=gathers(call),
+        CONVERTS_K=converts(call) and not is_float8(call),
+        CONVERTS_V=converts(call),
+    )
+
+
+def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
+    """Rows of keys that the accelerator loads at once: of one page and of one entry of a list. What
+    is less is copied."""
+    return max(math.gcd(page_size or keys_per_entry, keys_per_entry), LEAST_BOX)
+
+
+def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
+    """Numbers that follow from the description and the tiles, which no kernel is compiled for."""
+    k, v, slopes, layout = call.k, call.v, call.alibi_slopes, call.layout
+    is_paged, strides = call.page_size > 0, {}
+    if gathers(call):
+        of_k, of_v = (("stride_k", k), ("stride_v", v))
+        strides = {name: x.stride(2) for name, x in (of_k, of_v)}
+        strides |= {f"{name}_head": x.stride(1) for name, x in (of_k, of_v)}
+    batched = layout is not None and layout.crow_indices.dim() == 3 and len(layout.crow_indices) > 1
+    alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    # scores are q . k or, with a softcap, the tanh of it
+    unit = call.softcap or call.scale
+    return Scalars(
+        num_heads=call.num_heads,
+        heads_per_unit=call.group_size // packed_heads,
+        stride_layout_batch=layout.crow_indices.shape[-2] if layout and batched else 0,
+        k_page_rows=k.stride(0) // k.stride(2) if is_paged else 0,
+        v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
+        stride_alibi_batch=alibi_strides[0],
+        stride_alibi_head=alibi_strides[1],
+        window_left=max(call.window_size_left, 0) if is_bound(call.window_size_left) else 0,
+        window_right=call.window_right if is_bound(call.window_right) else 0,
+        scale_log2=unit * LOG2E.value,
+        softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
+        alibi_scale=1.0 / unit,
+        **strides,
+        **_strides_of_descales(call),
+    )
+
+
+def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
+    strides: dict[str, int] = {}
+    for name in DESCALES:
+        given = getattr(call, name)
+        of_batch, of_head = (0, 0) if given is None else (0, 0, *given.stride())[-2:]
+        strides |= {f"{name}_batch": of_batch, f"{name}_head": of_head}
+    return strides
+
+
+def sizes_of(call: AttentionCall, lists_per_head: int) -> Sizes:
+    """Numbers that differ from call to call."""
+    return Sizes(
+        num_pages=call.k.shape[0],
+        batch=call.batch,
+        total_q=call.total_q,
+        lists_per_head=lists_per_head,
+        stride_table=0 if call.block_table is None else call.block_table.stride(0),
+    )
+
+
+def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
+    """Units of work of a sequence, for each head, that take its tiles in turns; 0 where tiles are
+    listed.
+    """
+    if not form.longest:
+        return 0
+    tokens = options.CONSUMERS * options.TOKENS
+    return programs_in_turns(call.total_q, call.batch, form.longest, tokens)
+
+
+def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
+    """Programs: one for each multiprocessor, if there are as many tiles."""
+    tokens = options.CONSUMERS * options.TOKENS
+    tiles = units_in_turns(call, options, form) * (call.batch + 1)
+    if options.IS_LISTED:
+        tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
+    units = max(tiles * (call.num_heads // options.PACKED_HEADS), options.MOST_PARTS)
+    return min(units, target_of(call.q.device).multiprocessors)
+
+
+def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
+    """How the accelerator finds rows of tensors like q, k, v and out."""
+    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
+
+    # (rows, heads, dim), whether the rows are tokens or slots of pages
+    k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
+    of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
+    rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
+    heads, tokens = options.PACKED_HEADS, options.TOKENS
+    return (
+        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        of_keys(k, rows=rows, width=options.WIDTH),
+        of_keys(v, rows=rows, width=options.WIDTH_V),
+        ragged_rows(out, rows=tokens, heads=heads, width=options.WIDTH_V),
+    )
+
+
+def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
+    """What the kernel that lists the tiles is compiled for."""
+    return TileOptions(
+        IS_PAGED=options.PAGE_SIZE > 0,
+        IS_CAUSAL=options.IS_CAUSAL,
+        IS_ALIGNED=options.HAS_LAYOUT,
+        TOKENS=options.CONSUMERS * options.TOKENS,
+        BLOCK_N=options.BLOCK_N,
+        MOST_PARTS=options.MOST_PARTS,
+        COUNTERS=options.COUNTERS,
+        SHORT=form.short,
+        **_form_of_list(options, form.short),
+    )
+
+
+def _form_of_list(options: Options, short: int) -> dict[str, Any]:
+    """What is looked at at a time while tiles are listed, and by how many warps."""
+    if short:
+        return dict(LOOKED_AT=64, STARTS=128, WEIGHED=64, WARPS=8)
+    if options.MOST_PARTS:
+        return {}
+    return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
+
+
+def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
+    """What the estimate goes by of how long tiles take."""
+    left = call.window_size_left
+    return Chip(
+        programs=target_of(call.q.device).multiprocessors,
+        units_per_tile=call.num_heads // packed_heads,
+        num_kv_heads=call.num_kv_heads,
+        window_left=left if is_bound(left) else UNBOUNDED,
+        next_cost=NEXT_COST[width_of(call.head_dim)],
+    )
+
+
+def part_elements(options: Options) -> int:
+    """Elements that pieces of tiles leave: rows of values, then their references and sums."""
+    rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
+    return rows * (options.WIDTH_V + 2)
+
+
+def sizes_of_list(call: AttentionCall) -> tuple[int, int, int]:
+    """Sequences, queries, and keys that a sequence may have."""
+    return call.batch, call.total_q, min(key_bound(call), 2**31 - 1)
+
+
+def shape_of_tiles(call: AttentionCall, tile_options: TileOptions) -> tuple[int, int]:
+    """The shape of the list of a call's tiles, int32."""
+    return list_shape(*sizes_of_list(call), tile_options)
