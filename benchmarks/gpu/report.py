@@ -135,10 +135,11 @@ def tables(read_ceiling: float) -> list[Table]:
                     "not deterministic": figure("fast"),
                     "portable": figure("portable"),
                     "cuDNN": figure("cuDNN"),
+                    **({"FA4": figure("FA4")} if kind == "backward" else {}),
                     "FA2": figure("FA2"),
                     "FlexAttention": figure("flex"),
                 },
-                peers=("cuDNN", "FA2", "flex"),
+                peers=("cuDNN", "FA4", "FA2", "flex"),
             )
             for kind in ("backward", "forward+backward")
         ),
