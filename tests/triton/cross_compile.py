@@ -80,7 +80,6 @@ KNOWN = {
     ("sm90", "d256/prefill_softcap/bf16"): 256,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
-    ("sm90", "backward/training/zigzag/bf16"): 320,
     ("sm90", "backward/training/long/bf16"): 128,
     ("sm90", "backward/tiny_head/bf16"): 128,
     ("sm90", "backward/d64/causal/bf16"): 128,
