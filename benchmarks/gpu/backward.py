@@ -1,9 +1,10 @@
-"""Backward, and forward with backward, beside cuDNN, FlashAttention-2 and FlexAttention.
+"""Backward, and forward with backward, beside cuDNN, FlashAttention-2, 4 and FlexAttention.
 
 `ours` are the kernels that this GPU takes, `fast` the same with deterministic=False, `portable` the
-kernels that every other GPU takes. cuDNN and FA2 are not deterministic. TFLOP/s counts 2.5 times
-the forward's operations for a backward, whatever a kernel really multiplies, and of a window or of
-causality the pairs that are seen.
+kernels that every other GPU takes. cuDNN, FA2 and FA4 are not deterministic; FA4 comes as its
+backward alone (`--fa4`), compiled beforehand, and is given our forward's results. TFLOP/s counts
+2.5 times the forward's operations for a backward, whatever a kernel really multiplies, and of a
+window or of causality the pairs that are seen.
 
 The gradients of the first KV head are compared with those of a float32 formula before anything is
 timed. Medians of bursts that take turns, so that everyone meets the chip equally hot.
@@ -239,7 +240,27 @@ def flex(c: Case, x: Inputs) -> Contender:
     return by_autograd(lambda q, k, v: compiled(q, k, v, block_mask=mask, **grouped), inputs)
 
 
-PEERS = {"cuDNN": cudnn, "FA2": flash_attention_2, "flex": flex}
+def flash_attention_4(peer: Any, c: Case, x: Inputs) -> Contender:
+    """`peer.backward` takes (batch, length, heads, dim), and lse as (batch, heads, length)."""
+    if x.dense is None or c.left >= 0:
+        raise NotImplementedError("it was compiled for sequences of one length, without windows")
+    shape, longest = (len(c.lengths), c.lengths[0]), max(c.lengths)
+    q, k, v, dout = (t.unflatten(0, shape) for t in (x.q, x.k, x.v, x.dout))
+
+    def run() -> tuple[Tensor, Tensor]:
+        out, lse = flash_varlen(x.q, x.k, x.v, x.cu, None, longest, longest, causal=c.causal)
+        return out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1).contiguous()
+
+    def backward(saved: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        gradients = peer.backward(q, k, v, saved[0], dout, saved[1], c.causal)
+        return tuple(t.flatten(0, 1) for t in gradients)
+
+    return run, backward
+
+
+PEERS: dict[str, Callable[[Case, Inputs], Contender]] = {
+    "cuDNN": cudnn, "FA2": flash_attention_2, "flex": flex
+}  # fmt: skip
 
 
 def want_of_first_head(c: Case, x: Inputs) -> tuple[Tensor, ...]:
@@ -328,6 +349,8 @@ def checked(c: Case, wanted: tuple[str, ...] = ()) -> tuple[dict[str, Contender]
 def measure(c: Case, with_forward: bool, wanted: tuple[str, ...] = ()) -> dict[str, Any]:
     """TFLOP/s of everyone."""
     found, error = checked(c, wanted)
+    if with_forward:  # whose forward is ours
+        found = {name: pair for name, pair in found.items() if name != "FA4"}
     calls: dict[str, Callable[[], Any]] = {}
     for name, (run, backward) in found.items():
         if with_forward:
@@ -340,6 +363,8 @@ def measure(c: Case, with_forward: bool, wanted: tuple[str, ...] = ()) -> dict[s
 
 
 def problems(peers: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    if "FA4" in peers:
+        PEERS["FA4"] = functools.partial(flash_attention_4, peers["FA4"])
     return {
         f"{kind} {c}": functools.partial(measure, c, kind != "backward")
         for c in CASES

@@ -150,10 +150,11 @@ def tables(read_ceiling: float) -> list[Table]:
                     "not deterministic": figure("fast"),
                     "portable": figure("portable"),
                     "cuDNN": figure("cuDNN"),
+                    "FA4": figure("FA4"),
                     "FA2": figure("FA2"),
                     "FlexAttention": figure("flex"),
                 },
-                peers=("cuDNN", "FA2", "flex"),
+                peers=("cuDNN", "FA4", "FA2", "flex"),
             )
             for kind in ("backward", "forward+backward")
         ),
@@ -220,10 +221,16 @@ def markdown(document: dict[str, Any]) -> str:
     for table in tables(document["ceilings"]["read TB/s"]):
         if not (rows := table.rows(document)):
             continue
-        lines += ["", "| " + " | ".join([table.title, *table.columns]) + " |"]
-        lines += ["|---" + "|---:" * len(table.columns) + "|"]
+        # without a contender that took no part in the run
+        columns = {
+            title: (form, number)
+            for title, (form, number) in table.columns.items()
+            if any(number(row) is not None for row in rows.values())
+        }
+        lines += ["", "| " + " | ".join([table.title, *columns]) + " |"]
+        lines += ["|---" + "|---:" * len(columns) + "|"]
         for name, row in rows.items():
-            numbers = ((form, number(row)) for form, number in table.columns.values())
+            numbers = ((form, number(row)) for form, number in columns.values())
             texts = ["" if number is None else form.format(number) for form, number in numbers]
             lines.append("| " + " | ".join([name, *texts]) + " |")
     return "\n".join(lines)

@@ -49,12 +49,15 @@ def load(file: Path) -> ModuleType:
     return importlib.import_module(file.stem)
 
 
-def find_peers(fa3: Path | None, vllm: Path | None) -> dict[str, Any]:
+def find_peers(fa3: Path | None, fa4: Path | None, vllm: Path | None) -> dict[str, Any]:
     """The peers that torch does not bring along."""
     peers = {}
     if fa3:
         peers["FA3"] = load(fa3.with_name("fa3_peer.py"))
         peers["FA3"].load(str(fa3))
+    if fa4:
+        peers["FA4"] = load(fa4.with_name("fa4_peer.py"))
+        peers["FA4"].load(str(fa4))
     if vllm:
         peers["vLLM"] = load(vllm)
     return peers
@@ -106,6 +109,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fa3", type=Path, metavar="SO", help="FA3's library, fa3_peer.py beside it"
     )
+    parser.add_argument(
+        "--fa4", type=Path, metavar="SO", help="FA4's backward, fa4_peer.py beside it"
+    )
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="vLLM's block-sparse kernel")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results")
     parser.add_argument("--commit", default=git_commit(), help="where git does not say it")
@@ -114,7 +120,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    peers = find_peers(options.fa3, options.vllm)
+    peers = find_peers(options.fa3, options.fa4, options.vllm)
     parts: dict[str, list[dict[str, Any]]] = {}
     machine, ceilings = describe_machine(options.commit), attention.ceilings()
     document = {"machine": machine, "ceilings": ceilings, "parts": parts}

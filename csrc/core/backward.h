@@ -6,7 +6,7 @@
 namespace paged_attn {
 
 // Keys of a task. Their gradients are summed in float32 in the caches of a core.
-constexpr int KEY_TILE = 128;
+constexpr int KEY_TILE = 256;
 
 // Query tokens of a sequence under the heads of a group: row r is token r / group_size under head
 // r % group_size.

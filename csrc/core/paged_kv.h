@@ -12,7 +12,8 @@ namespace {
 using paged_attn::read_once;
 
 constexpr int ALIGN = 16;
-constexpr int MAX_COLUMNS = 128;
+constexpr int MAX_COLUMNS = 128;  // of a block that the forward walks over
+constexpr int MOST_COLUMNS = 256;  // that a block has room for: a key tile of the backward's
 constexpr int CACHE_LINE = 64;
 
 struct Segment {
@@ -23,8 +24,8 @@ struct Segment {
 
 struct KeyBlock {
   int num_columns, num_segments;
-  Segment segments[MAX_COLUMNS / ALIGN];
-  int64_t k_offset[MAX_COLUMNS], v_offset[MAX_COLUMNS];  // in elements; the head is added later
+  Segment segments[MOST_COLUMNS / ALIGN];
+  int64_t k_offset[MOST_COLUMNS], v_offset[MOST_COLUMNS];  // in elements; the head is added later
 };
 
 struct KeyWalk {

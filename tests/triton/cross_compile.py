@@ -74,10 +74,10 @@ KNOWN = {
     ("sm90", "d256/prefill_softcap/bf16"): 256,
     # not timed: the tiles of calls without the argument
     ("sm90", "eagle/tree_verify/bf16"): 192,
-    ("sm90", "backward/training/zigzag/bf16"): 320,
     ("sm90", "backward/training/long/bf16"): 128,
     ("sm90", "backward/tiny_head/bf16"): 128,
     ("sm90", "backward/d64/causal/bf16"): 128,
+    ("sm90", "backward/d64/everything/bf16"): 128,
     ("sm90", "backward/training/mqa_window/f16"): 384,
     ("sm90", "backward/training/gpt_oss/bf16"): 384,
     ("sm90", "backward/llama3_8b/prefill_ragged/bf16"): 448,

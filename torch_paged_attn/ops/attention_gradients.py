@@ -4,6 +4,7 @@ Both have a backward that is an operator of its own. Where there is none, the fo
 need it is refused, by what stands here on every device, or by what a backend says of itself.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -67,19 +68,41 @@ def refuse_gradients(call: AttentionCall, asking: Sequence[str]) -> None:
         if name != "alibi_slopes" and getattr(call, name) is not None:
             came = f"came {where}, and there is no backward for 8 bits"
             refuse(name, came, f"none, or {ALLOWED}")
-    if call.q_latent is not None:
-        came = f"came {where}, and there is no backward for it yet"
-        refuse("q_latent", came, f"q and k with the latents' columns, or {ALLOWED}")
     if call.block_table is not None:
         came = f"came {where}, and there is no backward for paged keys"
         refuse("block_table", came, f"packed k and v, or {ALLOWED}")
     for name, dtype, allowed in (
         ("q", call.q.dtype, FLOAT),
         ("k", call.k.dtype, (call.q.dtype,)),
+        ("v", call.v.dtype, (call.q.dtype,)),
         ("out_dtype", call.result_dtype, (call.q.dtype,)),
     ):
         if dtype not in allowed:
             refuse(name, f"is {names((dtype,))} {where}", f"{names(allowed)}, or {ALLOWED}")
+
+
+def _with_latents(given: dict[str, Any], latent: Tensor) -> dict[str, Any]:
+    """A backward's arguments for q with the latents' columns, and k with those of v: their product
+    is `q . k + q_latent . v`."""
+    q, k, v, scale = (given[name] for name in ("q", "k", "v", "softmax_scale"))
+    return given | {
+        "q": torch.cat((q, latent), -1),
+        "k": torch.cat((k, v), -1),
+        "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale,
+    }
+
+
+def _of_latents(results: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """The gradients of q, q_latent, k and v from those of such a call. That of v is the sum of two,
+    each rounded, as autograd has it where a tensor is used twice."""
+    found = dict(results)
+    if (dq := results["q"]).numel() > 0:
+        found["q"], found["q_latent"] = dq[..., :head_dim], dq[..., head_dim:]
+    if (dk := results["k"]).numel() > 0:
+        found["k"] = dk[..., :head_dim]
+        if results["v"].numel() > 0:
+            found["v"] = results["v"] + dk[..., head_dim:]
+    return found
 
 
 class AttentionDerivative:
@@ -100,6 +123,11 @@ class AttentionDerivative:
         if call.q.is_meta:
             return
         backend, _ = serving_device(call.q.device)
+        if call.q_latent is not None:  # what the backward is called with has its columns
+            q, k = call.q, call.k
+            columns = q.shape[-1] + call.head_dim_v
+            wide = [x.new_empty(1).expand(*x.shape[:-1], columns) for x in (q, k)]
+            call = dataclasses.replace(call, q=wide[0], k=wide[1], q_latent=None)
         reason = None if backend is None else backend.why_no_gradients(call)
         if reason is not None:
             came = f"requires grad, and {reason}"
@@ -109,21 +137,30 @@ class AttentionDerivative:
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
     ) -> None:
         given = getattr(AttentionCall, self.op)(*args, **options).given()
-        ctx.save_for_backward(*(given[name] for name in self.tensors), *results)
+        tensors = [given[name] for name in self.tensors]
+        ctx.save_for_backward(*tensors, given["q_latent"], *results)
         ctx.options = {name: given[name] for name in self.options}
 
     def backward(
         self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        *tensors, out, softmax_lse = ctx.saved_tensors
+        *tensors, latent, out, softmax_lse = ctx.saved_tensors
         dout, dlse = gradients
         given = ctx.options | dict(zip(self.tensors, tensors, strict=True))
         given |= {"out": out, "softmax_lse": softmax_lse, "dlse": dlse}
         given["dout"] = torch.zeros_like(out) if dout is None else dout
         is_asked = dict(zip(self.inputs, asked, strict=False))
-        given["output_mask"] = [is_asked.get(name, False) for name in GRADIENTS.values()]
+        asked_for = {name: is_asked.get(name, False) for name in GRADIENTS.values()}
+        head_dim = given["q"].shape[-1]
+        if latent is not None:
+            asked_for["q"] |= is_asked["q_latent"]
+            asked_for["k"] |= asked_for["v"]
+            given = _with_latents(given, latent)
+        given["output_mask"] = [*asked_for.values()]
         args = [given.pop(name) for name in self.positional]
         operator = getattr(torch.ops.paged_attn, f"{self.op}_backward").default
         operator = paths.profiled(f"{self.op}_backward", operator)
         results = dict(zip(GRADIENTS.values(), operator(*args, **given), strict=True))
+        if latent is not None:
+            results = _of_latents(results, head_dim)
         return tuple(results[name] if is_asked[name] else None for name in is_asked)

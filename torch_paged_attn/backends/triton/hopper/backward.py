@@ -99,7 +99,8 @@ def choose_configs(call: BackwardCall) -> Configs:
         has_window = is_bound(forward.window_size_left)
         one_pass = choose_one_pass_config(width, mean_length, has_window)
     if one_pass is None:
-        return Configs(choose_keys_config(width, width_v), choose_queries_config(width))
+        queries = choose_queries_config(width, width_v, columns_of(forward.head_dim))
+        return Configs(choose_keys_config(width, width_v), queries)
     if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
         one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)
     return Configs(one_pass, None)

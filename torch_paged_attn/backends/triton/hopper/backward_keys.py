@@ -31,6 +31,7 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     FIRST_STAY,
     HEAD,
     KEY_LEN,
+    QUERY_LEN,
     STATISTICS_TILE,
     STEPS,
     slope_of,
@@ -160,11 +161,43 @@ def _wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
+def _seen_tiles(first, steps, query_len, keys, params, OPTIONS: gl.constexpr):
+    """Which of the queries that pass by see a consumer's keys: the number of the first tile of
+    them, and how many. It lets go of one between heads, of whose last it holds another."""
+    gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.FIRST_STAGES >= 3)
+    PASS: gl.constexpr = OPTIONS.PASS
+    scalars = params.scalars
+    first_key, context_len, key_len = keys
+    skipped = 0
+    seen = steps
+    if OPTIONS.HAS_RIGHT:
+        skipped = gl.maximum(first_key - context_len - scalars.window_right - first, 0) // PASS
+    if OPTIONS.HAS_LEFT:
+        last_key = gl.minimum(first_key + OPTIONS.STAY, key_len) - 1
+        stop = gl.minimum(query_len, last_key - context_len + scalars.window_left + 1)
+        seen = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+    seen = gl.maximum(gl.where(first_key < key_len, seen, 0) - skipped, 0)
+    return gl.minimum(skipped, steps - seen), seen
+
+
+@gluon.jit
+def _pass_by(pipelines, n, count):
+    """Let go of fills that a consumer has no use for."""
+    for i in range(n, n + count):
+        pipelines.q.consumer_wait(i)
+        pipelines.q.consumer_release(i)
+        pipelines.dout.consumer_wait(i)
+        pipelines.dout.consumer_release(i)
+    return n + count
+
+
+@gluon.jit
 def _two_results(
-    k, v, dk, dv, n, steps, first, first_live, head, b, keys, params, pipelines,
+    k, v, dk, dv, n, steps, skipped, seen, first, first_live, head, b, keys, params, pipelines,
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile. The scores of the next queries are asked for together with the last
+    """dK and dV of a tile, for a consumer that has a use for `seen` of the `steps` tiles of each
+    head, after `skipped` ones. The scores of the next queries are asked for together with the last
     product of these: both run while the next probabilities are computed."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
@@ -173,29 +206,35 @@ def _two_results(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     queries = pipelines.q
-    if steps > 0:
+    if seen == 0:
+        n = _pass_by(pipelines, n, steps * GROUP_SIZE)
+    else:
         m = 0
         slope = slope_of(b, head, params)
+        n = _pass_by(pipelines, n, skipped)
+        first += skipped * PASS
         q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         ds, dv = _gradients_of(s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS)
-        for _ in range(1, steps * GROUP_SIZE):
+        for _ in range(1, seen * GROUP_SIZE):
             m += 1
-            if GROUP_SIZE > 1 and m == steps:
+            n_was = n
+            n += 1
+            if GROUP_SIZE > 1 and m == seen:
                 m = 0
                 head += 1
                 slope = slope_of(b, head, params)
+                n = _pass_by(pipelines, n, steps - seen)
             row = first + m * PASS
-            q_was = queries.tile(n).reshape([PASS, WIDTH])
-            q = _wait_for_queries(pipelines, n + 1, row, first_live, OPTIONS)
+            q_was = queries.tile(n_was).reshape([PASS, WIDTH])
+            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
             dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
-            dp_pending = _ask_for_dp(v, zeros, n + 1, pipelines, OPTIONS)
+            dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
             s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
-            queries.consumer_release(n)
-            n += 1
+            queries.consumer_release(n_was)
             ds, dv = _gradients_of(
                 s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS
             )
@@ -203,7 +242,7 @@ def _two_results(
         dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
         dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
         queries.consumer_release(n)
-        n += 1
+        n = _pass_by(pipelines, n + 1, steps - skipped - seen)
     return dk, dv, n
 
 
@@ -294,6 +333,7 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         b = 0
         if params.pointers.alibi_slopes is not None:
             b = info.get(tile, BATCH)
+        query_len = info.get(tile, QUERY_LEN)
         claims.consumer_release(tile)
         k_tile = pipelines.k.tile(tile).reshape([TILE, WIDTH])
         v_tile = pipelines.v.tile(tile).reshape([TILE, WIDTH_V])
@@ -314,9 +354,10 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
         if DQ_SUMS == NONE:
+            skipped, seen = _seen_tiles(first, steps, query_len, keys, params, OPTIONS)
             dk, dv, n = _two_results(
-                k_operand, v_operand, dk, dv, n, steps, first, first_live, head, b, keys, params,
-                pipelines, OPTIONS,
+                k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head, b,
+                keys, params, pipelines, OPTIONS,
             )  # fmt: skip
         else:
             dk, dv, n = _three_results(

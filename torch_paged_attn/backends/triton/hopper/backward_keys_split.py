@@ -91,6 +91,14 @@ def _leave_gradient(p, capped, dp, pipelines, n, OPTIONS: gl.constexpr, INDEX: g
     fence_async_shared()
 
 
+@gluon.constexpr_function
+def _columns_of(width, columns, consumers, index):
+    """How many columns of dK a consumer has, from width / consumers * index on. A product takes a
+    power of two of them."""
+    share = width // consumers
+    return min(share, columns - index * share)
+
+
 @gluon.jit
 def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Ask for what the queries of fill n add to a consumer's columns."""
@@ -98,10 +106,10 @@ def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    COLUMNS: gl.constexpr = WIDTH // CONSUMERS
+    COLUMNS: gl.constexpr = _columns_of(WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
     COLUMNS_V: gl.constexpr = WIDTH_V // CONSUMERS
     q = pipelines.q.tile(n).reshape([PASS, WIDTH])
-    q = q.slice(INDEX * COLUMNS, COLUMNS, dim=1)
+    q = q.slice(INDEX * WIDTH // CONSUMERS, COLUMNS, dim=1)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dout = dout.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1)
     at = n % OPTIONS.DS_STAGES
@@ -117,11 +125,15 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
+    FIRST: gl.constexpr = WIDTH // OPTIONS.CONSUMERS * INDEX
+    COLUMNS: gl.constexpr = _columns_of(WIDTH, OPTIONS.COLUMNS, OPTIONS.CONSUMERS, INDEX)
     COLUMNS_V: gl.constexpr = WIDTH_V // OPTIONS.CONSUMERS
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS_V, 16])
+    HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
     dtype: gl.constexpr = pipelines.k.tiles.dtype
     n = 0
@@ -147,13 +159,16 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
         if OPTIONS.HAS_LEFT and first_key < context_len - scalars.window_left:
             clear_before(k, context_len - scalars.window_left - first_key)
             clear_before(v, context_len - scalars.window_left - first_key)
+        v_operand = v
+        if OPTIONS.OPERANDS > 0:
+            v_operand = v.load(stays)
         dk = gl.zeros([STAY, COLUMNS], gl.float32, of_k)
         dv = gl.zeros([STAY, COLUMNS_V], gl.float32, of_v)
         for g in range(GROUP_SIZE):
             slope = slope_of(b, kv_head * GROUP_SIZE + g, params)
             if steps > 0:
                 s_pending, dp_pending = _ask_for_scores(
-                    pipelines, n, first, first_live, k, v, OPTIONS, INDEX
+                    pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX
                 )
                 s = warpgroup_mma_wait(1, deps=[s_pending])
                 p, capped = _probabilities_of(
@@ -166,7 +181,7 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                     row = first + m * PASS
                     dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
                     s_pending, dp_pending = _ask_for_scores(
-                        pipelines, n + 1, row, first_live, k, v, OPTIONS, INDEX
+                        pipelines, n + 1, row, first_live, k, v_operand, OPTIONS, INDEX
                     )
                     s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
                     pipelines.q.consumer_release(n)
@@ -184,7 +199,7 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                 pipelines.dout.consumer_release(n)
                 n += 1
         meet()
-        k.slice(INDEX * COLUMNS, COLUMNS, dim=1).store((dk * scalars.scale).to(dtype))
+        k.slice(FIRST, COLUMNS, dim=1).store((dk * scalars.scale).to(dtype))
         v.slice(INDEX * COLUMNS_V, COLUMNS_V, dim=1).store(dv.to(dtype))
         fence_async_shared()
         mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)

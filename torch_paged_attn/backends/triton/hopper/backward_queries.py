@@ -39,6 +39,13 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     publish,
     slope_of,
 )
+from torch_paged_attn.backends.triton.hopper.column_parts import (
+    as_operand,
+    ask_for_sums,
+    new_sums,
+    store_sums,
+    wait_for_sums,
+)
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
     finish_gradient,
@@ -166,6 +173,37 @@ def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
+def _seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
+    """Which of a tile's keys the STAY queries from `first_token` on see: the number of the first
+    tile of them, and how many."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    scalars = params.scalars
+    first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
+    context_len, stop_token = info.get(tile, CONTEXT_LEN), info.get(tile, STOP_STAY)
+    last = gl.minimum(first_token + OPTIONS.STAY, stop_token)
+    skipped = 0
+    stop = key_len
+    if OPTIONS.HAS_LEFT:
+        skipped = gl.maximum(context_len + first_token - scalars.window_left - first, 0) // PASS
+    if OPTIONS.HAS_RIGHT:
+        stop = gl.minimum(stop, context_len + last + scalars.window_right)
+    steps = gl.maximum((stop - first + PASS - 1) // PASS - skipped, 0)
+    steps = gl.where(first_token < stop_token, steps, 0)
+    return gl.minimum(skipped, info.get(tile, STEPS) - steps), steps
+
+
+@gluon.jit
+def _pass_by(pipelines, n, count):
+    """Let go of fills that a consumer has no use for."""
+    for i in range(n, n + count):
+        pipelines.k.consumer_wait(i)
+        pipelines.k.consumer_release(i)
+        pipelines.v.consumer_wait(i)
+        pipelines.v.consumer_release(i)
+    return n + count
+
+
+@gluon.jit
 def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows [INDEX * STAY, ...) of every tile."""
     STAY: gl.constexpr = OPTIONS.STAY
@@ -174,8 +212,6 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
-    of_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, of_q, 2)
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, douts, keys, values = pipelines.q, pipelines.dout, pipelines.k, pipelines.v
@@ -195,6 +231,8 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         position = info.get(tile, CONTEXT_LEN) + first_token
         head, stop_token = info.get(tile, HEAD), info.get(tile, STOP_STAY)
         q_start = info.get(tile, Q_START)
+        skipped, seen_steps = _seen_tiles(info, tile, first_token, params, OPTIONS)
+        unseen = steps - skipped - seen_steps
         number = head * params.sizes.statistics_tiles + info.get(tile, STATISTICS_TILE)
         b = 0
         if pointers.alibi_slopes is not None:
@@ -220,9 +258,11 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         if OPTIONS.OPERANDS > 1:
             q_operand = q.load(stays)
             queries.consumer_release(tile)
-        dq = gl.zeros([STAY, WIDTH], gl.float32, of_q)
+        dq = new_sums(STAY, OPTIONS)
         start = zeros - delta
-        if steps > 0:
+        n = _pass_by(pipelines, n, skipped)
+        first_key += skipped * PASS
+        if seen_steps > 0:
             keys.consumer_wait(n)
             k = keys.tile(n).reshape([PASS, WIDTH])
             s_pending = ask_for_scores(q_operand, k.permute((1, 0)), zeros, OPTIONS)
@@ -236,8 +276,8 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             values.consumer_release(n)
             ds = finish_gradient(p, capped, dp, OPTIONS)
-            ds = gl.convert_layout(ds.to(dtype), operand)
-            for _ in range(1, steps):
+            ds = as_operand(ds.to(dtype), OPTIONS)
+            for _ in range(1, seen_steps):
                 first_key += PASS
                 keys.consumer_wait(n + 1)
                 k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
@@ -246,23 +286,24 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 v = values.tile(n + 1).reshape([PASS, WIDTH_V])
                 dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
                 k = keys.tile(n).reshape([PASS, WIDTH])
-                dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
-                s = warpgroup_mma_wait(2, deps=[s_pending])
+                dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
+                s = warpgroup_mma_wait(1 + len(dq_pending), deps=[s_pending])
                 p, capped = probabilities(
                     s, lse, first_key, position, key_len, slope, params, OPTIONS, False
                 )
-                dp = warpgroup_mma_wait(1, deps=[dp_pending])
+                dp = warpgroup_mma_wait(len(dq_pending), deps=[dp_pending])
                 values.consumer_release(n + 1)
                 ds_next = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
-                dq, ds = warpgroup_mma_wait(0, deps=[dq_pending, ds])
+                dq, ds = wait_for_sums(dq_pending, ds)
                 keys.consumer_release(n)
-                ds = gl.convert_layout(ds_next, operand)
+                ds = as_operand(ds_next, OPTIONS)
                 n += 1
             k = keys.tile(n).reshape([PASS, WIDTH])
-            dq_pending = warpgroup_mma(ds, k, dq, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=[dq_pending])
+            dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
+            dq, ds = wait_for_sums(dq_pending, ds)
             keys.consumer_release(n)
             n += 1
+        n = _pass_by(pipelines, n, unseen)
         if OPTIONS.OPERANDS < 1:
             douts.consumer_release(tile)
         if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
@@ -270,14 +311,13 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         # a row that has seen no key may hold NaN, and with a sink a finite lse
         if OPTIONS.HAS_RIGHT:
             lse_row = gl.where(position + r + scalars.window_right < 0, float("inf"), lse_row)
-        seen = gl.convert_layout(lse_row, gl.SliceLayout(1, of_q)) < float("inf")
-        dq = gl.where(gl.expand_dims(seen, 1), dq * scalars.scale, 0.0)
         if OPTIONS.IN_PLACE:
             out = queries.tiles.index(box)
         else:
             out = pipelines.dq.index(INDEX)
             tma.store_wait(0)
-        out.reshape([STAY, WIDTH]).store(dq.to(dtype))
+        seen = lse_row < float("inf")
+        store_sums(dq, out.reshape([STAY, WIDTH]), seen, scalars.scale, OPTIONS)
         fence_async_shared()
         store_rows(params.first_desc, q_start, stop_token, first_token, head, out)
         if OPTIONS.IN_PLACE:

@@ -84,8 +84,10 @@ class _Kernels:
         self.call, self.target = call, target_of(forward.q.device)
         self.formats = formats_of(forward, self.target, False)
         self.traits = traits = traits_of(forward, self.target)
+        # positions that the host does not know, and a mask of pairs, take registers as well
+        is_plain = traits.is_plain and forward.tail_mask is None and forward.q_position is None
         self.config = config or choose_backward_config(
-            self.target.arch, traits.head_dim, traits.itemsize, traits.is_plain, traits.is_full
+            self.target.arch, traits.head_dim, traits.itemsize, is_plain, traits.is_full
         )
 
     def _launch(

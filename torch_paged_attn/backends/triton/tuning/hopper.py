@@ -98,15 +98,18 @@ class HopperBackwardConfig:
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
     """For dK and dV; widths are those of heads as they lie in shared memory."""
     if width == 256:
-        stages = 2 if width_v == 256 else 3
-        return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=stages, SECOND_STAGES=stages)
+        if width_v == 256:
+            return HopperBackwardConfig(IS_SPLIT=True)
+        return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=1)
     if width == 64:
         return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
     return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
 
 
-def choose_queries_config(width: int) -> HopperBackwardConfig:
-    """For dQ."""
+def choose_queries_config(width: int, width_v: int, columns: int) -> HopperBackwardConfig:
+    """For dQ, of which `columns` of the width hold numbers."""
+    if width == 256 and width_v == 128 and columns <= 192:
+        return HopperBackwardConfig(SECOND_STAGES=3, IN_PLACE=True)
     if width == 256:
         return HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
     return HopperBackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)

@@ -1,0 +1,87 @@
+"""Results that are as wide as a head lies in shared memory, of which COLUMNS hold numbers.
+
+A product has as many columns as a power of two. So 192 of 256 columns are two products, of 128 and
+of 64, and the sums of both are a tuple.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.constexpr_function
+def _first(width, columns, part):
+    """The first column of a part, and behind the last one the number of columns."""
+    return (0, width if columns == width else width // 2, columns)[part]
+
+
+@gluon.constexpr_function
+def _size(width, columns, part):
+    return _first(width, columns, part + 1) - _first(width, columns, part)
+
+
+@gluon.constexpr_function
+def _layout(width, columns, part):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _size(width, columns, part), 16])
+
+
+@gluon.jit
+def new_sums(ROWS: gl.constexpr, OPTIONS: gl.constexpr):
+    """Zeros."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
+    first = gl.zeros([ROWS, _size(WIDTH, COLUMNS, 0)], gl.float32, _layout(WIDTH, COLUMNS, 0))
+    if WIDTH == COLUMNS:
+        return (first,)
+    else:
+        return first, gl.zeros(
+            [ROWS, _size(WIDTH, COLUMNS, 1)], gl.float32, _layout(WIDTH, COLUMNS, 1)
+        )
+
+
+@gluon.jit
+def as_operand(rows, OPTIONS: gl.constexpr):
+    """Rows in registers, as `ask_for_sums` takes them."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
+    return gl.convert_layout(rows, gl.DotOperandLayout(0, _layout(WIDTH, COLUMNS, 0), 2))
+
+
+@gluon.jit
+def ask_for_sums(rows, columns, sums, OPTIONS: gl.constexpr):
+    """Ask for the product of rows and columns, (rows, WIDTH) in shared memory, added to sums."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
+    if WIDTH == COLUMNS:
+        return (warpgroup_mma(rows, columns, sums[0], is_async=True),)
+    else:
+        low = columns.slice(0, _size(WIDTH, COLUMNS, 0), dim=1)
+        high = columns.slice(_first(WIDTH, COLUMNS, 1), _size(WIDTH, COLUMNS, 1), dim=1)
+        # the same registers, as the other product's layout names them
+        same = gl.convert_layout(rows, gl.DotOperandLayout(0, _layout(WIDTH, COLUMNS, 1), 2), True)
+        first = warpgroup_mma(rows, low, sums[0], is_async=True)
+        return first, warpgroup_mma(same, high, sums[1], is_async=True)
+
+
+@gluon.jit
+def wait_for_sums(pending, rows):
+    """The sums, once all products are there, and the rows, which live until then."""
+    if len(pending) == 1:
+        first, rows = warpgroup_mma_wait(0, deps=[pending[0], rows])
+        return (first,), rows
+    else:
+        first, second, rows = warpgroup_mma_wait(0, deps=[pending[0], pending[1], rows])
+        return (first, second), rows
+
+
+@gluon.jit
+def store_sums(sums, to, seen, scale, OPTIONS: gl.constexpr):
+    """Store sums times scale to shared memory, (rows, WIDTH), and 0 in rows that are not seen."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
+    for i in gl.static_range(len(sums)):
+        of_part = gl.expand_dims(gl.convert_layout(seen, gl.SliceLayout(1, sums[i].type.layout)), 1)
+        part = gl.where(of_part, sums[i] * scale, 0.0)
+        to.slice(_first(WIDTH, COLUMNS, i), _size(WIDTH, COLUMNS, i), dim=1).store(
+            part.to(to.dtype)
+        )
