@@ -80,9 +80,9 @@ def batches(call: Call) -> list[Batch]:
         q = call.args["q"][rows].transpose(1, 2).contiguous()
         dense = [keys_and_values(call, b) for b in members]
         k, v = (torch.stack(x) for x in zip(*dense, strict=True))
-        causal = call.op == "flash_varlen" and query_len == key_len > 1
+        causal = call.op == "flash_varlen" and query_len == key_len > 1 and call.args["causal"]
         mask = None
-        if not causal and (query_len > 1 or call.op == "blocksparse"):
+        if call.args["causal"] and not causal and (query_len > 1 or call.op == "blocksparse"):
             mask = visible(call, members[0])
             if len(mask) > 1:
                 mask = mask.repeat_interleave(q.shape[1] // len(mask), 0)
@@ -212,7 +212,7 @@ class Flex:
 
     def unavailable(self, call: Call) -> str | None:
         lengths = sequence_lengths(call)
-        if len(lengths) > 1 or lengths[0][0] != lengths[0][1]:
+        if len(lengths) > 1 or lengths[0][0] != lengths[0][1] or not call.args["causal"]:
             return "measured on one causal prompt only"
         return None
 

@@ -67,6 +67,13 @@ def prefill(length: int, suffix: str, **options) -> Attention:
     )
 
 
+def encoder(name: str, batch: int, length: int, head_dim: int) -> Attention:
+    """12 heads in float32: MiniLM (head_dim 32), global layers of ModernBERT (64)."""
+    seqs = ((length, 0),) * batch
+    name = f"{name}/encoder_{batch}x{length}/f32"
+    return Attention(Problem(name, seqs, 12, 12, head_dim, lengths="none", causal=False), "matmul")
+
+
 def training(
     name: str, seqs: tuple[tuple[int, int], ...], both: bool = False, **options
 ) -> Backward:
@@ -104,6 +111,10 @@ BENCHMARKS = {
         prefill(4096, "f16", dtype=f16),
         prefill(1024, "bf16_dropout", dtype=bf16, dropout_p=0.1),
         llama("prefill_ragged/bf16", PROMPTS, "matmul", dtype=bf16, lengths="none"),
+        encoder("minilm", 8, 128, 32),
+        encoder("modernbert", 8, 128, 64),
+        encoder("modernbert", 8, 256, 64),
+        encoder("modernbert", 8, 512, 64),
         llama("mixed/bf16", MIXED, "matmul", dtype=bf16, page_size=16),
         training("1x1024/bf16", ((1024, 0),), dtype=bf16),
         training("1x4096/bf16", ((4096, 0),), dtype=bf16),

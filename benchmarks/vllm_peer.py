@@ -75,6 +75,8 @@ class Vllm:
             return reason
         if call.op == "blocksparse":
             return "no block-sparse attention"
+        if not call.args["causal"]:
+            return "called for causal attention only"
         if call.args["q"].shape[-1] % 32:
             return "head_dim must be a multiple of 32"
         if self.page_size % 32 and call.args["k"].dtype in FLOAT8:
@@ -122,6 +124,8 @@ class Sglang:
             return reason
         if call.op == "blocksparse":
             return "no block-sparse attention"
+        if not call.args["causal"]:
+            return "called for causal attention only"
         dtypes = (torch.bfloat16, torch.float16)
         if call.args["q"].dtype not in dtypes or call.args["k"].dtype not in dtypes:
             return "bfloat16 and float16 only"

@@ -36,6 +36,7 @@ class AttentionWorkload:
     def __init__(self, benchmark: Attention) -> None:
         self.name, self.bound = benchmark.name, benchmark.bound
         self.call = build(benchmark.problem)
+        self.written = as_written(self.call)
         problem, q, k, v = benchmark.problem, *(self.call.args[name] for name in "qkv")
         self.lengths = list(zip(problem.query_lens, problem.key_lens, strict=True))
         row_bytes = (k.shape[-1] * k.itemsize + v.shape[-1] * v.itemsize) * problem.num_kv_heads
@@ -46,7 +47,7 @@ class AttentionWorkload:
         self.spans = list(self._spans())
 
     def run(self) -> tuple[Tensor, Tensor]:
-        return self.call.run()
+        return self.written.run()
 
     def ceiling(self) -> Ceiling | None:
         if self.bound == "read":
@@ -88,17 +89,32 @@ class AttentionWorkload:
         return torch.cat(spans)
 
 
+def as_written(call: Call) -> Call:
+    """The call as people write it: without what is its default, which would cost time to pass."""
+    schema = getattr(torch.ops.paged_attn, call.op).default._schema
+    defaults = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+
+    def is_said(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) or name not in defaults or value != defaults[name]
+
+    args = {name: value for name, value in call.args.items() if is_said(name, value)}
+    return dataclasses.replace(call, args=args)
+
+
 def visible_pairs(call: Call, b: int) -> int:
-    """Pairs of a query row and a key that causal sequence `b` computes, over all query heads."""
+    """Pairs of a query row and a key that sequence `b` computes, over all query heads."""
     masks = visible(call, b)
     return sum(int(mask.sum()) for mask in masks) * (call.args["q"].shape[1] // len(masks))
 
 
 def visible(call: Call, b: int) -> Tensor:
-    """Bool (layout heads or 1, Lq, Lk): which keys causal sequence `b` sees."""
+    """Bool (layout heads or 1, Lq, Lk): which keys sequence `b` sees."""
     query_len, key_len = sequence_lengths(call)[b]
     positions, keys = torch.arange(key_len - query_len, key_len), torch.arange(key_len)
+    assert call.args["window_size_left"] == call.args["window_size_right"] == -1
     causal = (keys <= positions[:, None])[None]
+    if not call.args["causal"]:
+        causal = torch.ones_like(causal)
     if call.op == "flash_varlen":
         return causal
     names = ("crow_indices", "col_indices", "q_block_size", "k_block_size")
@@ -115,11 +131,13 @@ def sequence_lengths(call: Call) -> list[tuple[int, int]]:
 
 
 def rows_alone(call: Call, b: int, first: int, stop: int) -> Call:
-    """Rows `first:stop` of causal sequence `b`, and the keys up to the last one, as one call."""
+    """Rows `first:stop` of sequence `b` as one call: of a causal one with the keys up to the last
+    row, of another all its rows.
+    """
     query_len, key_len = sequence_lengths(call)[b]
     alone = call.alone(b)
     args = dict(alone.args)
-    assert args["causal"] and args["window_size_left"] == -1
+    assert args["causal"] or (first, stop) == (0, query_len)
     args["q"] = args["q"][first:stop]
     args["cu_seqlens_q"] = cumulative([stop - first])
     if "block_table" not in args:
