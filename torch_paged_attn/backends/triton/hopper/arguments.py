@@ -26,6 +26,8 @@ class Pointers(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
+    # (total_q, num_heads, head_dim_v) float32; None where the accelerator stores the result
+    out: Any = None
 
 
 class Sizes(NamedTuple):
@@ -93,6 +95,7 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
+    FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
 
 
 class Params(NamedTuple):

@@ -66,9 +66,7 @@ if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
 
 # tensors that the kernels read by address, and those of a layout
-READ_BY_ADDRESS = (
-    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
-)  # fmt: skip
+READ_BY_ADDRESS = (*Lengths._fields, "block_table", "alibi_slopes", "sinks")
 LAYOUT = ("crow_indices", "col_indices")
 
 # what another launch takes to begin and to end, in tiles of keys, by width of a head
@@ -172,6 +170,7 @@ def options_of(
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=is_beside,
         IS_LISTED=is_listed,
+        FLOAT32_COLUMNS=0 if call.result_dtype == call.q.dtype else call.head_dim_v,
     )
 
 
@@ -244,11 +243,12 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
     heads, tokens = options.PACKED_HEADS, options.TOKENS
+    stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
     return (
         ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        ragged_rows(out, rows=tokens, heads=heads, width=options.WIDTH_V),
+        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 
 
@@ -385,7 +385,9 @@ def plan_launches(
         launch_pdl=True,
     )
 
-    none = (None,) * len(Lengths._fields)
+    is_float32 = options.FLOAT32_COLUMNS > 0
+    # the lengths that the kernel reads itself where tiles are not listed
+    none = (None,) * 3
 
     def start(
         tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
@@ -397,22 +399,23 @@ def plan_launches(
         parts = None if new_parts is None else new_parts()
         if not launch.is_ready or addresses is None:
             q, k, v = tensors[:3]
-            tile_list, unlisted = None, lengths
+            tile_list, unlisted = None, lengths[: len(none)]
             if list_tiles is not None:
                 tile_list, unlisted = list_tiles(Lengths(*lengths)), none
             launch(
                 q_boxes.at(q.data_ptr()),
                 k_boxes.at(k.data_ptr()),
                 v_boxes.at(v.data_ptr()),
-                out_boxes.at(out.data_ptr()),
+                out_boxes.at((q if is_float32 else out).data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
-                    *unlisted,
+                    *unlisted, out if is_float32 else None,
                 ),
             )  # fmt: skip
             return tile_list, parts
         *starts, table, slopes, sink = pick((*addresses, None))
-        tile_list, at_list, unlisted = None, None, starts
+        tile_list, at_list, unlisted = None, None, starts[: len(none)]
+        at_out = out.data_ptr()
         if list_tiles is not None:
             tile_list, unlisted = list_tiles(Lengths(*lengths), tuple(starts)), none
             at_list = tile_list.data_ptr()
@@ -423,8 +426,11 @@ def plan_launches(
             *boxes_at(0, q_boxes, addresses[0]),
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
-            *boxes_at(3, out_boxes, out.data_ptr()),
-            (lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted),
+            *boxes_at(3, out_boxes, addresses[0] if is_float32 else at_out),
+            (
+                *(lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, *unlisted),
+                at_out if is_float32 else None,
+            ),
         )
         return tile_list, parts
 

@@ -203,6 +203,22 @@ def _store_lse(m_i, total, rows, stop_token, r, params, PACKED_HEADS: gl.constex
 
 
 @gluon.jit
+def _store_float32(acc, rows, stop_token, params, OPTIONS: gl.constexpr):
+    """Write a float32 result from registers: it is twice as wide as the queries."""
+    COLUMNS: gl.constexpr = OPTIONS.FLOAT32_COLUMNS
+    layout: gl.constexpr = acc.type.layout
+    r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
+    token = rows.first_token + r // OPTIONS.PACKED_HEADS
+    head = rows.head + r % OPTIONS.PACKED_HEADS
+    start = ((rows.q_start + token).to(gl.int64) * params.scalars.num_heads + head) * COLUMNS
+    exists = gl.expand_dims(token < stop_token, 1)
+    if COLUMNS < acc.shape[1]:
+        exists = exists & (column < COLUMNS)
+    gl.store(params.pointers.out + gl.expand_dims(start, 1) + column, acc, mask=exists)
+
+
+@gluon.jit
 def _store_result(acc, rows, stop_token, out_desc):
     """Write a result from where the queries lay."""
     out = rows.box
@@ -307,7 +323,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
         n += 1
-        _store_result(scale_rows(acc, share), rows, stop_token, params.out_desc)
+        if OPTIONS.FLOAT32_COLUMNS > 0:
+            _store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
+        else:
+            _store_result(scale_rows(acc, share), rows, stop_token, params.out_desc)
         if queries.STAGES == 1:
             tma.store_wait(0)
             queries.consumer_release(tile)

@@ -36,8 +36,10 @@ MOST_SHORT, MOST_SEQUENCES = 512, 65534
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
+# where a sequence's keys and its first query lie, which only lists of tiles know
+OF_LISTS = ("k_start", "q_position")
 # whether results must not depend on the batch is the caller's question
-LACKS = tuple(x for x in OPTIONAL if x != "batch_invariant")
+LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS))
 
 
 def unsupported_device(device: torch.device | None = None) -> str | None:
@@ -56,7 +58,7 @@ def unsupported(call: AttentionCall) -> str | None:
         return reason
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
-    if call.result_dtype != q.dtype:
+    if call.result_dtype not in (q.dtype, torch.float32):
         return f"out_dtype is {call.out_dtype}"
     dims = call.head_dim, call.head_dim_v
     if max(dims) > 256 or any(d % 8 for d in dims) or width_of(dims[1]) > width_of(dims[0]):
@@ -86,6 +88,8 @@ def unsupported(call: AttentionCall) -> str | None:
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
         return "q, k or v is not aligned to 16 bytes"
     if call.layout is not None:
+        if (lacked := lacking(call, OF_LISTS)) is not None:
+            return f"it has no {lacked} beside a layout"
         if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
             return "it has no windows beside a layout"
         if key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
@@ -110,6 +114,8 @@ def is_short(call: AttentionCall, longest: int) -> bool:
     that their tiles need no list: who takes which follows from shapes.
     """
     if not 0 < longest <= MOST_SHORT or call.block_table is not None or call.layout is not None:
+        return False
+    if lacking(call, OF_LISTS) is not None:
         return False
     # what was measured: encoders, and of few tiles those of short sequences
     is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
