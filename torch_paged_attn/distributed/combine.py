@@ -6,7 +6,6 @@ key (lse -inf) has no weight. Which is fastest is a matter of latency: of 32 seq
 of 128 half a megabyte travels.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import all_gather
+from torch_paged_attn.distributed.symmetric import symmetric_memory
 from torch_paged_attn.ops import merge_states
 from torch_paged_attn.ops.checks import fail
 
@@ -103,7 +103,7 @@ class SymmetricCombine:
         self.ranks = Ranks.of("SymmetricCombine", group)
         self.limits = max_tokens, num_heads, head_dim_v
         device = torch.device(device)
-        memory = _symmetric_memory(device)
+        memory = symmetric_memory("SymmetricCombine", device, "combine='all_to_all'")
         self.size = max_tokens * num_heads * (head_dim_v + 1)
         self.buffer = memory.empty(2 * self.size, dtype=torch.float32, device=device)
         self.handle = memory.rendezvous(self.buffer, self.ranks.group)
@@ -141,18 +141,6 @@ class SymmetricCombine:
         get = self.handle.get_buffer
         behind = start + out.numel()
         return get(rank, out.shape, out.dtype, start), get(rank, lse.shape, lse.dtype, behind)
-
-
-def _symmetric_memory(device: torch.device) -> Any:
-    memory: Any = None
-    if importlib.util.find_spec("torch.distributed._symmetric_memory") is not None:
-        memory = importlib.import_module("torch.distributed._symmetric_memory")
-    missing = [name for name in ("empty", "rendezvous") if not hasattr(memory, name)]
-    if device.type != "cuda" or missing:
-        came = f"is {device}" if device.type != "cuda" else f"is cuda, and torch has no {missing}"
-        allowed = "a GPU, with a torch that has symmetric memory; or combine='all_to_all'"
-        fail("SymmetricCombine", "device", came, allowed, NotImplementedError)
-    return memory
 
 
 def _own(heads: int, ranks: Ranks) -> slice:

@@ -25,9 +25,11 @@ def check_call(
     options: dict[str, Any],
     allowed: tuple[str, ...],
     check: Callable[[AttentionCall], None],
+    *more: Any,
 ) -> None:
     """Raise on all ranks for what any of them must not call: arguments that a scheme has not, that
-    no `flash_varlen` takes, that are not the same everywhere, or that `check` refuses.
+    no `flash_varlen` takes, that are not the same everywhere, nor is `more`, or that `check`
+    refuses.
     """
 
     def check_all() -> None:
@@ -50,7 +52,7 @@ def check_call(
         check(call)
 
     said = {name: _described(x) for name, x in sorted(options.items())}
-    same = _described(q), _described(k), _described(v), said
+    same = _described(q), _described(k), _described(v), said, *more
     agree(op, shards.ranks, q.device, same, check_all)
 
 

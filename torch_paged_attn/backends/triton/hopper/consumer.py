@@ -213,7 +213,7 @@ def _store_float32(acc, rows, stop_token, params, OPTIONS: gl.constexpr):
     head = rows.head + r % OPTIONS.PACKED_HEADS
     start = ((rows.q_start + token).to(gl.int64) * params.scalars.num_heads + head) * COLUMNS
     exists = gl.expand_dims(token < stop_token, 1)
-    if COLUMNS < acc.shape[1]:
+    if acc.shape[1] > COLUMNS:
         exists = exists & (column < COLUMNS)
     gl.store(params.pointers.out + gl.expand_dims(start, 1) + column, acc, mask=exists)
 
