@@ -22,16 +22,16 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.exchange import Exchange, Fetch, Mask
 from torch_paged_attn.distributed.local_call import KNOWN, check_call, is_default, refuse_lacking
 from torch_paged_attn.distributed.ring import ring_attention
-from torch_paged_attn.distributed.shared_keys import SharedKeys
 from torch_paged_attn.distributed.shards import Shards
+from torch_paged_attn.distributed.shared_keys import SharedKeys
 from torch_paged_attn.distributed.ulysses import ulysses_attention
 from torch_paged_attn.ops import flash_varlen
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 
 __all__ = [
-    "SharedKeys",
     "Shards",
+    "SharedKeys",
     "all_gather_attention",
     "ring_attention",
     "ulysses_attention",

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_paged_attn.distributed.shared_keys import Placement
 from torch_paged_attn.distributed.shards import Shards, cumulative
+from torch_paged_attn.distributed.shared_keys import Placement
 
 # more pieces of keys than these are brought together row by row
 MOST_RUNS = 64

@@ -7,7 +7,7 @@ For calls without gradients: those of rows that sequences share would be added u
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist

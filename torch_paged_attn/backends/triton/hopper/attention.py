@@ -409,8 +409,8 @@ def plan_launches(
                 out_boxes.at((q if is_float32 else out).data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
-                    *unlisted, out if is_float32 else None,
-                ),
+                    *unlisted,
+                )._replace(out=out if is_float32 else None),
             )  # fmt: skip
             return tile_list, parts
         *starts, table, slopes, sink = pick((*addresses, None))
