@@ -81,7 +81,7 @@ def all_gather_attention(
     def check(call: AttentionCall) -> None:
         _check(call)
         if memory is not None:
-            _check_memory(memory, call, shards)
+            _check_memory(memory, (q, k, v, *options.values()), shards)
 
     check_call(OP, q, k, v, shards, options, ALLOWED, check, memory is not None)
     exchange = exchange_of(shards, options)
@@ -121,9 +121,9 @@ def _wants_gradients(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _check_memory(memory: SharedKeys, call: AttentionCall, shards: Shards) -> None:
-    memory.check(OP, call.k, call.v, shards.ranks)
-    if _wants_gradients(call.given_tensors().values()):
+def _check_memory(memory: SharedKeys, given: tuple[Any, ...], shards: Shards) -> None:
+    memory.check(OP, given[1], given[2], shards.ranks)
+    if _wants_gradients(x for x in given if isinstance(x, Tensor)):
         fail(OP, "memory", "came where gradients are wanted", "None", NotImplementedError)
 
 

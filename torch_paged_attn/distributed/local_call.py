@@ -53,7 +53,9 @@ def check_call(
 
     said = {name: _described(x) for name, x in sorted(options.items())}
     same = _described(q), _described(k), _described(v), said, *more
-    agree(op, shards.ranks, q.device, same, check_all)
+    # calls of later layers are like the first one's
+    is_first = not torch.compiler.is_compiling() and shards.is_first(op)
+    agree(op, shards.ranks, q.device, same, check_all, is_first)
 
 
 def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: str) -> None:

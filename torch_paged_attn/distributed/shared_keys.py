@@ -71,7 +71,7 @@ class SharedKeys:
         self.buffer = memory.empty(size, dtype=dtype, device=device)
         self.handle = memory.rendezvous(self.buffer, self.ranks.group)
         # copies to other GPUs run beside those to this one
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.get_device_module(device).Stream(device)
 
     def check(self, op: str, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         """Raise for keys that this was not made for."""
@@ -93,9 +93,10 @@ class SharedKeys:
         others = [x for x in pieces if x.source == rank and x.target != rank]
         # every rank has read what the call before left
         self.handle.barrier(channel=0)
-        here = torch.cuda.current_stream(device)
+        streams = torch.get_device_module(device)
+        here = streams.current_stream(device)
         self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
+        with streams.stream(self.stream):
             for piece in others:
                 for to, x in zip(whole[piece.target], (k, v), strict=True):
                     _place(to, piece).copy_(_rows(x, piece))
