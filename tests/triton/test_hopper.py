@@ -80,12 +80,6 @@ SHAPES = tuple(
             bf16,
             dict(k_ranges="shared", q_positions=SHARDS, out_dtype=f32, head_dim=128, **PADDED),
         ),
-        (
-            "positions_window_alibi",
-            MIXED,
-            f16,
-            dict(page_size=16, q_positions=SHARDS, window_size_left=70, alibi="heads"),
-        ),
         ("f32_v40", MIXED, bf16, dict(head_dim=128, head_dim_v=40, out_dtype=f32, causal=False)),
         (
             "d64_long_f32",

@@ -9,7 +9,7 @@ from torch_paged_attn import reference
 from torch_paged_attn.backends.triton.merge_remote import Slots, merge_remote
 from torch_paged_attn.testing import Truth, assert_accurate
 
-TOKENS, DIM = 30, 24
+TOKENS, DIM = 20, 24
 RAISED = 2**30
 
 
@@ -51,7 +51,7 @@ class Group:
 @pytest.mark.parametrize("size, heads, dtype", [(2, 3, torch.bfloat16), (4, 1, torch.float32)])
 def test_merges_what_is_put(size, heads, dtype, device):
     group = Group(size, heads, TOKENS, device)
-    for call, tokens in enumerate((TOKENS, 3, TOKENS, 0, 9)):
+    for call, tokens in enumerate((TOKENS, 3, TOKENS, 0)):
         g = torch.Generator().manual_seed(call)
         parts = []
         for rank in range(size):
@@ -72,4 +72,4 @@ def test_merges_what_is_put(size, heads, dtype, device):
                 group.calls[rank].tolist(),
                 [0] * group.slots.programs,  # of its own rows
             )
-    assert group.calls[0][0] == 4 and group.calls[0][-1] == 2
+    assert group.calls[0][0] == 3 and group.calls[0][-1] == 2
