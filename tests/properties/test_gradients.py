@@ -21,6 +21,18 @@ trained = st.one_of(
     problems(trains=True, optional=HAS),
     problems(layouts, trains=True, optional=HAS - {"key_ranks"}),
 )
+# the window of the last query lies between the keys of this rank
+WINDOW_OF_ANOTHER_RANK = Problem(
+    "window_of_another_rank",
+    ((2, 16),),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    window_size_left=1,
+    tail=True,
+    key_ranks=2,
+    key_interleave=16,
+)
 masks = st.one_of(st.just((True,) * 5), st.tuples(*[st.booleans()] * 5))
 
 
@@ -67,6 +79,7 @@ FEW_NUMBERS = Problem(
 
 
 @given(trained, st.integers(0, 2**16))
+@example(WINDOW_OF_ANOTHER_RANK, 0)
 @example(FEW_NUMBERS, 20373)
 def test_gradients_agree_with_the_reference(problem, seed):
     call, *given = backward_of(problem, seed)
