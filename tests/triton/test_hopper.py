@@ -22,8 +22,6 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
 LONG = ((2100, 0), (2500, 300))
-# positions of first queries: before all keys, among them, behind them
-SHARDS = (250, -7, 500, 3, 60, 0, 299, -15)
 PADDED = dict(padding_rows=140)
 SHAPES = tuple(
     Problem(f"{name}/{'f16' if dtype == f16 else 'bf16'}", seqs, dtype=dtype, **options)
@@ -78,14 +76,14 @@ SHAPES = tuple(
             "zigzag_f32",
             MIXED,
             bf16,
-            dict(k_ranges="shared", q_positions=SHARDS, out_dtype=f32, head_dim=128, **PADDED),
+            dict(k_ranges="shared", out_dtype=f32, head_dim=128, **PADDED),
         ),
         ("f32_v40", MIXED, bf16, dict(head_dim=128, head_dim_v=40, out_dtype=f32, causal=False)),
         (
             "d64_long_f32",
             LONG,
             bf16,
-            dict(k_ranges="apart", q_positions=(60, 2000), out_dtype=f32, sinks=True),
+            dict(k_ranges="apart", out_dtype=f32, sinks=True),
         ),
         ("layout_empty", MIXED, bf16, dict(layout=Layout(density=0.0))),
     )
@@ -113,6 +111,7 @@ def test_supported(problem):
         (dict(attn_bias=torch.zeros(1)), "attn_bias"),
         (dict(k_descale=torch.ones(())), "k_descale"),
         (dict(dropout_p=0.1), "dropout_p"),
+        (dict(q_position=torch.zeros(8, dtype=torch.int32)), "q_position"),
         (dict(out_dtype=torch.float16), "out_dtype"),
         (dict(softmax_scale=0.0), "softmax_scale"),
         (dict(q=torch.zeros(4, 4, 64)), "float32"),
