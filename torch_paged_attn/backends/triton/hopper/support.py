@@ -36,8 +36,8 @@ MOST_SHORT, MOST_SEQUENCES = 512, 65534
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias", "q_descale", "k_descale", "v_descale")
-# where a sequence's keys lie, which only lists of tiles know; a causal mask here takes the last query
-# for standing at the last key, so that `q_position` is the portable kernel's
+# where a sequence's keys lie, which only lists of tiles know; a causal mask here takes the last
+# query for standing at the last key, so that `q_position` is the portable kernel's
 OF_LISTS = ("k_start",)
 # whether results must not depend on the batch is the caller's question
 LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS))
