@@ -30,7 +30,9 @@ from torch_paged_attn import reference
 from torch_paged_attn.distributed import combine, decode
 from torch_paged_attn.distributed.context_parallel import (
     Shards,
+    SharedKeys,
     all_gather_attention,
+    exchange_of,
     ring_attention,
     ulysses_attention,
 )
@@ -141,12 +143,15 @@ def check_schemes(m: Machine) -> dict[str, Any]:
         truth = Truth.of(reference.flash_varlen, **args)
         dlse = dlse.float()
         gradients = Gradients.by_reference("flash_varlen", args, dout.to(dtype).cpu(), dlse.cpu())
+        memory = shared_keys(m, inputs[1], dtype)
         for cut in ("contiguous", "head_tail", "documents"):
             shards = Shards(cu, load_balance=cut, device=m.device)
             for scheme in SCHEMES:
                 own = [shards.shard(x).detach().requires_grad_(trains) for x in inputs]
                 out, lse = scheme(*own, shards, causal=True)
                 key = f"{scheme.__name__} {cut} {str(dtype).removeprefix('torch.')}"
+                if scheme is all_gather_attention:
+                    found |= _without_gradients(memory, own, shards, truth, key)
                 whole = shards.unshard(out.detach()), shards.unshard(lse.detach().mT).mT
                 found[key] = verdict(assert_accurate, *whole, truth)
                 if trains:
@@ -156,6 +161,28 @@ def check_schemes(m: Machine) -> dict[str, Any]:
                     grads += [grads[0].new_empty(0)] * 2
                     found[f"{key} gradients"] = verdict(assert_accurate_gradients, grads, gradients)
     return summary(found)
+
+
+def shared_keys(m: Machine, k: Tensor, dtype: torch.dtype) -> SharedKeys | None:
+    """Memory for keys and values of a batch like k; None on CPUs."""
+    tokens, heads, dim = k.shape
+    return None if m.dry else SharedKeys(None, tokens, heads, dim, dim, dtype, m.device)
+
+
+def _without_gradients(
+    memory: SharedKeys | None, own: list[Tensor], shards: Shards, truth: Truth, key: str
+) -> dict[str, str]:
+    """Where keys lie once: by messages, and by shared memory the same bits, twice."""
+    found = {}
+    with torch.no_grad():
+        out, lse = all_gather_attention(*own, shards, causal=True)
+        whole = shards.unshard(out), shards.unshard(lse.mT).mT
+        found[f"{key} without gradients"] = verdict(assert_accurate, *whole, truth)
+        for again in range(2 if memory is not None else 0):
+            result = all_gather_attention(*own, shards, causal=True, memory=memory)
+            same = torch.equal(result[0], out) and torch.equal(result[1], lse)
+            found[f"{key} shared memory {again}"] = "right" if same else "WRONG: other bits"
+    return found
 
 
 def summary(found: dict[str, str]) -> dict[str, str]:
@@ -231,11 +258,10 @@ def check_decode(m: Machine) -> dict[str, Any]:
     }
     args = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in args.items()}
     truth = Truth.of(reference.flash_varlen, **args)
-    for name, by, begin in contenders(m, cache):
+    for name, by in contenders(m, cache):
         kept: list[Tensor] = []
 
-        def step(by: Any = by, begin: Any = begin, kept: list[Tensor] = kept) -> None:
-            begin()
+        def step(by: Any = by, kept: list[Tensor] = kept) -> None:
             kept[:] = cache.all(by)
 
         step()
@@ -243,20 +269,22 @@ def check_decode(m: Machine) -> dict[str, Any]:
         whole, lses = decode.gather_heads(out), decode.gather_heads(lse.mT[..., None])
         found[name] = verdict(assert_accurate, whole, lses[..., 0].mT, truth)
         if not m.dry:
-            m.captured(step)()
+            replay = m.captured(step)
+            for _ in range(3):
+                replay()
             torch.cuda.synchronize()
             same = torch.equal(kept[0], out) and torch.equal(kept[1], lse)
             found[f"{name} in a graph"] = "same bits" if same else "WRONG: other bits"
     return found
 
 
-def contenders(m: Machine, cache: DealtCache) -> list[tuple[str, Any, Callable[[], None]]]:
-    """Ways to combine: name, argument, what begins a step."""
-    found: list[tuple[str, Any, Callable[[], None]]] = [(n, n, lambda: None) for n in COMBINES]
+def contenders(m: Machine, cache: DealtCache) -> list[tuple[str, Any]]:
+    """Ways to combine: name, argument."""
+    found: list[tuple[str, Any]] = [(n, n) for n in COMBINES]
     try:
         tokens, heads, dim = cache.q.shape
         by = decode.SymmetricCombine(None, tokens, heads, dim, m.device)
-        found.append(("symmetric", by, by.begin))
+        found.append(("symmetric", by))
     except Exception as error:
         m.say("symmetric memory:", type(error).__name__, str(error)[:300])
     return found
@@ -307,17 +335,24 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
     }
     wanted, _ = calls["one GPU"]()
     off = {}
+    memory = shared_keys(m, whole[1], m.dtype)
     for cut in cuts:
         shards = Shards(cu, load_balance=cut, device=m.device)
         own = [shards.shard(x) for x in whole]
-        for scheme in schemes:
-            name = f"{scheme.__name__} {cut}"
+        ways: list[tuple[str, Callable[..., Any]]] = [(f"{x.__name__} {cut}", x) for x in schemes]
+        if memory is not None:
+            by_memory = functools.partial(all_gather_attention, memory=memory)
+            ways.insert(1, (f"all_gather_attention {cut}, shared memory", by_memory))
+        for name, scheme in ways:
             calls[name] = functools.partial(scheme, *own, shards, causal=True)
             found = shards.unshard(calls[name]()[0])
             off[name] = float((found.float() - wanted.float()).abs().max())
-            if scheme is all_gather_attention and not m.dry:
-                exchange = next(x for x in shards.kept.values() if hasattr(x, "fetch"))
-                calls[f"  its exchange {cut}"] = functools.partial(exchange.fetch, *own[1:])
+        placement = exchange_of(shards, {"causal": True}).placement
+        if placement is None or memory is None:
+            continue
+        calls[f"  its exchange {cut}"] = functools.partial(placement.fetch, *own[1:], None)
+        calls[f"  ... shared memory {cut}"] = functools.partial(placement.fetch, *own[1:], memory)
+        calls[f"  its attention {cut}"] = attention_alone(own, shards)
     seconds = m.times(calls, 5)
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     work = 4 * pairs * heads * dim
@@ -334,6 +369,17 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
     return found
 
 
+def attention_alone(own: list[Tensor], shards: Shards) -> Callable[[], Any]:
+    """A rank's call, its keys fetched before."""
+    exchange = exchange_of(shards, {"causal": True})
+    assert exchange.placement is not None
+    k, v = exchange.placement.fetch(*own[1:], None)
+    start = exchange.placement.k_start
+    return functools.partial(
+        tpa.flash_varlen, own[0], k, v, **exchange.lengths, k_start=start, causal=True
+    )
+
+
 def decoding(m: Machine) -> dict[str, Any]:
     """32 sequences of 131072 keys, 32/8 heads of 128, pages of 16."""
     batch, context, heads, kv_heads = (4, 128, 8, 2) if m.dry else (32, 131072, 32, 8)
@@ -346,17 +392,11 @@ def decoding(m: Machine) -> dict[str, Any]:
         cache.own_table,
         out_dtype=torch.float32,
     )
-    for name, by, begin in contenders(m, cache):
-
-        def step(by: Any = by, begin: Callable[[], None] = begin) -> None:
-            begin()
-            cache.all(by)
-
-        calls[name] = m.captured(step)
+    for name, by in contenders(m, cache):
+        calls[name] = m.captured(functools.partial(cache.all, by))
         merge = combine.COMBINES.get(by, by) if isinstance(by, str) else by
 
-        def merges(merge: Any = merge, begin: Callable[[], None] = begin) -> None:
-            begin()
+        def merges(merge: Any = merge) -> None:
             for _ in range(10):
                 merge(out, lse, m.ranks, m.dtype)
 

@@ -1,6 +1,10 @@
 """Tokens cut over ranks: the bits, or by the accuracy rule, of one process; errors on all ranks."""
 
+import contextlib
+import shutil
+import tempfile
 from functools import partial
+from unittest import mock
 
 import packs
 import torch
@@ -11,8 +15,10 @@ from worlds import World, only_of
 
 import torch_paged_attn as tpa
 from torch_paged_attn import reference
+from torch_paged_attn.distributed import shared_keys
 from torch_paged_attn.distributed.context_parallel import (
     Shards,
+    SharedKeys,
     all_gather_attention,
     ring_attention,
     ulysses_attention,
@@ -50,6 +56,11 @@ def run(scheme, pack, shards):
     out, lse = scheme(*inputs, shards, **options)
     assert out.shape == (shards.rows, pack.num_heads, pack.head_dim)
     assert (out[len(shards.indices) :] == 0).all()
+    if scheme is all_gather_attention:
+        # without gradients keys lie elsewhere, each row once
+        with torch.no_grad():
+            again = scheme(*inputs, shards, **options)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
     dout, dlse = pack.gradients_in()
     given = [shared(shards, dout), shared(shards, dlse.mT).mT]
     torch.autograd.backward([out, lse], given)
@@ -123,6 +134,68 @@ def case_bits_wherever_it_is_cut(world: World) -> None:
             found, found_lse = scheme(*own, shards, **pack.call())
             assert torch.equal(shards.unshard(found), out), (cut, scheme.__name__)
             assert torch.equal(shards.unshard(found_lse.mT).mT, lse), (cut, scheme.__name__)
+
+
+class FileMemory:
+    """Memory that all ranks see, in files; what is asked of torch's symmetric memory."""
+
+    def __init__(self, folder):
+        self.folder, self.made = folder, 0
+
+    def empty(self, size, dtype, device):
+        self.made, self.size = self.made + 1, size
+        return self._of(dist.get_rank(), dtype)
+
+    def rendezvous(self, buffer, group):
+        dist.barrier(group)
+        self.barrier = lambda channel: dist.barrier(group)
+        return self
+
+    def get_buffer(self, rank, shape, dtype, offset=0):
+        found = self._of(rank, dtype)[offset:]
+        return found[: torch.Size(shape).numel()].view(shape)
+
+    def _of(self, rank, dtype):
+        name = f"{self.folder}/{self.made}-{rank}"
+        return torch.from_file(name, shared=True, size=self.size, dtype=dtype)
+
+
+def case_shared_memory(world: World) -> None:
+    """Keys written into other ranks' memory give the bits of those that are sent."""
+    folder = [tempfile.mkdtemp()] if world.rank == 0 else [None]
+    dist.broadcast_object_list(folder)
+    on_host = mock.patch.object(torch, "get_device_module", lambda device: Host)
+    files = FileMemory(folder[0])
+    with on_host, mock.patch.object(shared_keys, "symmetric_memory", lambda *args: files):
+        pack = Pack((33, 0, 70, 5), options=(("causal", True),))
+        memory = SharedKeys(None, 108, pack.num_kv_heads, 16, 16, torch.float32, "cpu")
+        for cut in CUTS:
+            shards = Shards(pack.cu_seqlens, load_balance=cut)
+            own = [shards.shard(x) for x in pack.inputs()]
+            wanted = all_gather_attention(*own, shards, causal=True)
+            for _ in range(2):
+                found = all_gather_attention(*own, shards, causal=True, memory=memory)
+                assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+        own[0].requires_grad_()
+        trains = partial(all_gather_attention, *own, shards, memory=memory)
+        world.refuses(trains, NotImplementedError, "memory", "gradients")
+        other = partial(all_gather_attention, *(x.detach().bfloat16() for x in own), shards)
+        world.refuses(partial(other, memory=memory), ValueError, "memory", "bfloat16")
+    if world.rank == 0:
+        shutil.rmtree(folder[0])
+
+
+class Host(contextlib.nullcontext):
+    """A device's module, and a stream of it: the host does one thing after the other."""
+
+    def __init__(self, device=None):
+        super().__init__()
+
+    def wait_stream(self, other):
+        pass
+
+
+Host.Stream = Host.current_stream = Host.stream = Host
 
 
 def case_nothing_at_all(world: World) -> None:
@@ -222,6 +295,9 @@ def case_errors_are_everyones(world: World) -> None:
     world.refuses(odd, ValueError, "num_heads", "is 3")
     bounds = pack.cu_seqlens + (world.rank == 0) * torch.tensor([0, 0, 1], dtype=torch.int32)
     world.refuses(partial(Shards, bounds), ValueError, "the same on every rank")
+    # ranks speak on the host about tensors that lie elsewhere
+    elsewhere = partial(Shards, bounds, device="meta")
+    world.refuses(elsewhere, ValueError, "the same on every rank")
     bounds = pack.cu_seqlens
     world.refuses(partial(Shards, bounds.flip(0)), ValueError, "falls")
     world.refuses(partial(Shards, bounds, load_balance="x"), ValueError, "head_tail")

@@ -43,6 +43,11 @@ def case_heads(world: World) -> None:
         found, found_lse = sharding.flash_varlen(*own[:3], pack.cu_seqlens, **options)
         assert found.placements == (Shard(1),) and found_lse.placements == (Shard(0),)
         assert_accurate(found.full_tensor(), found_lse.full_tensor(), pack.truth())
+        with torch.no_grad():  # past DTensor's dispatcher
+            again = sharding.flash_varlen(*own[:3], pack.cu_seqlens, **options)
+        for x, y in zip(again, (found, found_lse), strict=True):
+            assert torch.equal(x.to_local(), y.to_local())
+            assert x._spec == y._spec and not x.requires_grad
         given = [*placed(mesh, Shard(1), dout), *placed(mesh, Shard(0), dlse)]
         torch.autograd.backward([found, found_lse], given)
         grads = [x.grad.full_tensor() for x in own]
@@ -183,7 +188,8 @@ def case_uneven_heads_are_refused_by_all(world: World) -> None:
 
 def case_hints_find_their_rule_again(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,))
-    (x,) = placed(mesh, Shard(1), world.randn(64, 8, 16))
+    # tokens that travel: a call that is DTensor's
+    (x,) = placed(mesh, Shard(0), world.randn(64, 8, 16))
     bounds = torch.tensor([0, 64], dtype=torch.int32)
     calls = []
     rule = sharding.attention_rule

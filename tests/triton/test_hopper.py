@@ -18,10 +18,11 @@ from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate,
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER = Target.of_arch("sm90", 132)
-bf16, f16 = torch.bfloat16, torch.float16
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
 LONG = ((2100, 0), (2500, 300))
+PADDED = dict(padding_rows=140)
 SHAPES = tuple(
     Problem(f"{name}/{'f16' if dtype == f16 else 'bf16'}", seqs, dtype=dtype, **options)
     for name, seqs, dtype, options in (
@@ -70,6 +71,20 @@ SHAPES = tuple(
             bf16,
             dict(layout=Layout(), alibi="heads", softcap=9.0, sinks=True),
         ),
+        # of another rank's keys
+        (
+            "zigzag_f32",
+            MIXED,
+            bf16,
+            dict(k_ranges="shared", out_dtype=f32, head_dim=128, **PADDED),
+        ),
+        ("f32_v40", MIXED, bf16, dict(head_dim=128, head_dim_v=40, out_dtype=f32, causal=False)),
+        (
+            "d64_long_f32",
+            LONG,
+            bf16,
+            dict(k_ranges="apart", out_dtype=f32, sinks=True),
+        ),
         ("layout_empty", MIXED, bf16, dict(layout=Layout(density=0.0))),
     )
 )
@@ -105,7 +120,8 @@ def test_supported(problem):
         (dict(attn_bias=torch.zeros(1)), "attn_bias"),
         (dict(k_descale=torch.ones(())), "k_descale"),
         (dict(dropout_p=0.1), "dropout_p"),
-        (dict(out_dtype=torch.float32), "out_dtype"),
+        (dict(q_position=torch.zeros(8, dtype=torch.int32)), "q_position"),
+        (dict(out_dtype=torch.float16), "out_dtype"),
         (dict(softmax_scale=0.0), "softmax_scale"),
         (dict(q=torch.zeros(4, 4, 64)), "float32"),
         (dict(q=torch.zeros(4, 4, 36).bfloat16()), "head_dim"),
@@ -121,6 +137,10 @@ def test_unsupported(changes, word):
 @pytest.mark.parametrize("window", [dict(window_size_left=9), dict(window_size_right=9)], ids=str)
 def test_unsupported_windows_beside_a_layout(window):
     assert "window" in unsupported(SHAPES[-1], causal=False, **window)
+
+
+def test_unsupported_places_beside_a_layout():
+    assert "k_start" in unsupported(SHAPES[-1], k_start=torch.zeros(len(MIXED), dtype=torch.int32))
 
 
 def test_unsupported_pages_and_chips():

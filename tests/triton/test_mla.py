@@ -67,6 +67,7 @@ def test_supported(problem):
         (dict(out_dtype=torch.float32), "out_dtype"),
         (dict(softmax_scale=-1.0), "softmax_scale"),
         (dict(q=torch.zeros(9, 16, 64, dtype=bf16)), "no latent"),
+        (dict(q_position=torch.zeros(1, dtype=torch.int32)), "q_position"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -54,6 +54,29 @@ def test_every_tile_once_and_the_longest_first(name, padding, is_causal, is_alig
     assert [tuple(e) for e in order[1 : 1 + len(expected), :7].tolist()] == expected
 
 
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_queries_and_keys_that_lie_elsewhere(is_causal, device):
+    """Before all keys, among them and behind them; keys that sequences share."""
+    queries, keys, tokens, block_n = (100, 70, 64, 1, 129, 40), (300, 90, 64, 500, 0, 129), 32, 64
+    positions, starts = (250, -50, 90, 3, 7, 0), (0, 290, 0, 1, 500, 371)
+    cu_seqlens_q = cumulative(queries)
+    given = [torch.tensor(x, dtype=torch.int32, device=device) for x in (keys, starts, positions)]
+    options = TileOptions(False, is_causal, False, TOKENS=tokens, BLOCK_N=block_n)
+    list_tiles = plan_tile_list(len(queries), sum(queries), 501, options, device)
+    order = list_tiles(Lengths(cu_seqlens_q.to(device), None, *given)).cpu()
+
+    expected = []
+    for b, rows in enumerate(zip(queries, keys, starts, positions, strict=True)):
+        query_len, key_len, start, position = rows
+        for first in range(0, query_len, tokens):
+            last = min(first + tokens, query_len)
+            where = int(cu_seqlens_q[b]), key_len - position, start, key_len, last
+            stop = min(key_len, position + first + tokens) if is_causal else key_len
+            expected.append((-(-max(stop, 0) // block_n), (b, first, *where)))
+    expected = [entry for _, entry in sorted(expected, key=lambda e: (-e[0], e[1][:2]))]
+    assert [tuple(e) for e in order[1 : 1 + len(expected), :7].tolist()] == expected
+
+
 CUT = {
     # queries and keys; short sequences left to another kernel
     "one": ([(100, 5000)], 0),

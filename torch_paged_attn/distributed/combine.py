@@ -16,8 +16,11 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import all_gather
+from torch_paged_attn.distributed.symmetric import symmetric_memory
 from torch_paged_attn.ops import merge_states
 from torch_paged_attn.ops.checks import fail
+
+OP, INSTEAD = "SymmetricCombine", "combine='all_to_all'"
 
 
 def by_all_gather(
@@ -75,12 +78,11 @@ COMBINES = {
 
 
 class SymmetricCombine:
-    """Combine by memory that all GPUs of a group see: one barrier, then one kernel that reads and
-    merges what is this rank's on every GPU. No multicast is used.
+    """Combine by memory that all GPUs of a group see: one kernel puts this rank's parts where they
+    are merged, and merges those that are put here. No multicast is used.
 
-    Made once for a group; two buffers take turns. Before the first layer of each step call `begin`,
-    in a CUDA graph inside of the capture: it keeps a rank that is ahead from writing what another
-    one still reads.
+    Made once for a group, for all layers; calls of a group come in the same order on all ranks. May
+    be captured in a CUDA graph.
 
     Args:
         group: a process group, or a mesh of one dimension, of GPUs that reach each other's memory.
@@ -89,7 +91,8 @@ class SymmetricCombine:
         device: this rank's GPU.
 
     Raises:
-        NotImplementedError: no such memory on this device, or not in this torch.
+        ValueError: num_heads is not divisible by the ranks.
+        NotImplementedError: no such memory on this device, or not in this torch; no Triton.
     """
 
     def __init__(
@@ -100,19 +103,29 @@ class SymmetricCombine:
         head_dim_v: int,
         device: torch.device | str,
     ) -> None:
-        self.ranks = Ranks.of("SymmetricCombine", group)
+        self.ranks = ranks = Ranks.of(OP, group)
         self.limits = max_tokens, num_heads, head_dim_v
         device = torch.device(device)
-        memory = _symmetric_memory(device)
-        self.size = max_tokens * num_heads * (head_dim_v + 1)
-        self.buffer = memory.empty(2 * self.size, dtype=torch.float32, device=device)
-        self.handle = memory.rendezvous(self.buffer, self.ranks.group)
-        self.next: int | None = None
+        memory = symmetric_memory(OP, device, INSTEAD)
+        if num_heads % ranks.size:
+            fail(OP, "num_heads", f"is {num_heads}", f"a multiple of the {ranks.size} ranks")
+        if importlib.util.find_spec("triton") is None:
+            came = f"is {device}, and Triton is not installed"
+            fail(OP, "device", came, f"Triton; or {INSTEAD}", NotImplementedError)
+        from torch_paged_attn.backends.triton.merge_remote import Slots
 
-    def begin(self) -> None:
-        """Wait, on the GPU, until all ranks have come here."""
-        self.handle.barrier(channel=0)
-        self.next = 0
+        slots = Slots.of(ranks.size, max_tokens * num_heads // ranks.size, head_dim_v)
+        self.calls = torch.zeros(slots.programs, dtype=torch.int32, device=device)
+        made = []
+        for size, dtype in ((slots.elements, torch.float32), (slots.flags, torch.int32)):
+            own = memory.empty(size, dtype=dtype, device=device)
+            own.zero_()
+            handle = memory.rendezvous(own, ranks.group)
+            made.append([handle.get_buffer(rank, (size,), dtype) for rank in range(ranks.size)])
+            # nobody raises a flag that is still to be lowered
+            handle.barrier(channel=0)
+            self.kept = [*getattr(self, "kept", []), own, handle]
+        self.slots, self.flags = made
 
     def check(self, call: AttentionCall, ranks: Ranks) -> None:
         """Raise for a call that this was not made for."""
@@ -121,38 +134,14 @@ class SymmetricCombine:
         if call.total_q > tokens or sizes != (heads, dim) or ranks.group != self.ranks.group:
             came = f"was made for {tokens} queries, {heads} heads of {dim} and its own group"
             fail(call.op, "combine", came, f"one for {call.total_q} queries, heads {sizes}")
-        if self.next is None:
-            fail(call.op, "combine", "has not begun a step", "combine.begin() before each step")
 
     def __call__(
         self, out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        assert self.next is not None
-        start = self.next * self.size
-        self.next = 1 - self.next
-        own = _own(out.shape[1], ranks)
-        buffers = [self._buffers(rank, out, lse, start) for rank in range(ranks.size)]
-        torch._foreach_copy_(list(buffers[ranks.rank]), [out, lse])
-        self.handle.barrier(channel=0)
-        outs, lses = [x[:, own] for x, _ in buffers], [x[own] for _, x in buffers]
-        return merge_states(outs, lses, out_dtype=out_dtype)
+        from torch_paged_attn.backends.triton.merge_remote import merge_remote
 
-    def _buffers(self, rank: int, out: Tensor, lse: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        get = self.handle.get_buffer
-        behind = start + out.numel()
-        return get(rank, out.shape, out.dtype, start), get(rank, lse.shape, lse.dtype, behind)
-
-
-def _symmetric_memory(device: torch.device) -> Any:
-    memory: Any = None
-    if importlib.util.find_spec("torch.distributed._symmetric_memory") is not None:
-        memory = importlib.import_module("torch.distributed._symmetric_memory")
-    missing = [name for name in ("empty", "rendezvous") if not hasattr(memory, name)]
-    if device.type != "cuda" or missing:
-        came = f"is {device}" if device.type != "cuda" else f"is cuda, and torch has no {missing}"
-        allowed = "a GPU, with a torch that has symmetric memory; or combine='all_to_all'"
-        fail("SymmetricCombine", "device", came, allowed, NotImplementedError)
-    return memory
+        given = out, lse, self.calls, self.slots, self.flags
+        return merge_remote(*given, rank=ranks.rank, out_dtype=out_dtype)
 
 
 def _own(heads: int, ranks: Ranks) -> slice:

@@ -5,14 +5,17 @@ rows of `out` and `softmax_lse`, as `flash_varlen` of the whole batch has them. 
 has what. All are differentiable where `flash_varlen` is.
 
     all_gather_attention   each rank fetches the keys and values that its queries see; every option,
-                           and the bits of one process. The first choice with grouped queries
+                           and the bits of one process. The first choice with grouped queries.
+                           `SharedKeys` has GPUs write them into each other's memory
     ring_attention         keys and values go round; a rank never holds more than two shards
     ulysses_attention      tokens of some heads instead of heads of some tokens; the bits of one
                            process. `num_heads` has to be divisible by the ranks
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -20,10 +23,19 @@ from torch_paged_attn.distributed.exchange import Exchange, Fetch, Mask
 from torch_paged_attn.distributed.local_call import KNOWN, check_call, is_default, refuse_lacking
 from torch_paged_attn.distributed.ring import ring_attention
 from torch_paged_attn.distributed.shards import Shards
+from torch_paged_attn.distributed.shared_keys import SharedKeys
 from torch_paged_attn.distributed.ulysses import ulysses_attention
 from torch_paged_attn.ops import flash_varlen
+from torch_paged_attn.ops.backend import serving_device
+from torch_paged_attn.ops.checks import fail
 
-__all__ = ["Shards", "all_gather_attention", "ring_attention", "ulysses_attention"]
+__all__ = [
+    "Shards",
+    "SharedKeys",
+    "all_gather_attention",
+    "ring_attention",
+    "ulysses_attention",
+]
 
 OP = "all_gather_attention"
 ALLOWED = (
@@ -33,7 +45,13 @@ ALLOWED = (
 
 
 def all_gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, shards: Shards, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    *,
+    memory: SharedKeys | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the whole batch, where each rank fetches the keys that its queries see.
 
@@ -44,6 +62,8 @@ def all_gather_attention(
         q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
         shards: who has which tokens; any cut.
+        memory: where ranks write each other's keys, without gradients; None, and for keys in many
+            pieces, messages. Given on all ranks or on none.
         options: as `flash_varlen` takes them: attn_bias `(1 or num_heads, shards.rows, >= longest
             document)` of this rank's rows, alibi_slopes, sinks, softmax_scale, causal,
             window_size_left, window_size_right, softcap, deterministic, batch_invariant.
@@ -55,11 +75,22 @@ def all_gather_attention(
     Raises:
         ValueError: on all ranks, what `flash_varlen` refuses, or calls that differ from rank to
             rank (on accelerators: with PAGED_ATTN_CHECK=1).
-        NotImplementedError: on all ranks, another option.
+        NotImplementedError: on all ranks, another option, or `memory` with gradients.
     """
-    check_call(OP, q, k, v, shards, options, ALLOWED, _check)
+
+    def check(call: AttentionCall) -> None:
+        _check(call)
+        if memory is not None:
+            _check_memory(memory, (q, k, v, *options.values()), shards)
+
+    check_call(OP, q, k, v, shards, options, ALLOWED, check, memory is not None)
     exchange = exchange_of(shards, options)
-    k, v = Fetch.apply(k, v, exchange)
+    placement = exchange.placement
+    if placement is not None and _may_share((q, k, v, *options.values())):
+        k, v = placement.fetch(k, v, memory)
+        options["k_start"] = placement.k_start
+    else:
+        k, v = Fetch.apply(k, v, exchange)
     slopes = options.get("alibi_slopes")
     if slopes is not None and slopes.dim() == 2:  # of documents
         options["alibi_slopes"] = slopes.index_select(0, exchange.documents)
@@ -74,6 +105,26 @@ def _check(call: AttentionCall) -> None:
     for name in ("alibi_slopes", "window_size_left", "window_size_right"):
         if not is_default(getattr(call, name), KNOWN[name]):
             refuse_lacking(OP, call.q.device, ("q_position",), name)
+
+
+def _may_share(given: tuple[Any, ...]) -> bool:
+    """Whether sequences may share rows of keys: no gradient of theirs is wanted, the backend can
+    be told where keys lie, and no graph is made, which has no messages between two ranks."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if torch.compiler.is_compiling() or _wants_gradients(tensors):
+        return False
+    backend, _ = serving_device(tensors[0].device)
+    return backend is not None and "k_start" not in backend.lacks
+
+
+def _wants_gradients(tensors: Iterable[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _check_memory(memory: SharedKeys, given: tuple[Any, ...], shards: Shards) -> None:
+    memory.check(OP, given[1], given[2], shards.ranks)
+    if _wants_gradients(x for x in given if isinstance(x, Tensor)):
+        fail(OP, "memory", "came where gradients are wanted", "None", NotImplementedError)
 
 
 def exchange_of(shards: Shards, options: dict[str, Any]) -> Exchange:

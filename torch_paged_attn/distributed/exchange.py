@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.distributed.shards import Shards, cumulative
+from torch_paged_attn.distributed.shared_keys import Placement
 
 # more pieces of keys than these are brought together row by row
 MOST_RUNS = 64
@@ -73,6 +74,7 @@ class Exchange:
         lengths: cu_seqlens_q and cu_seqlens_k, `(sequences + 1,)` int32, and hints.
         q_position: `(sequences,)` int32 where the last query does not stand at the last key; else
             None.
+        placement: for calls without gradients, where each row lies once; None where it does not.
     """
 
     def __init__(self, shards: Shards, mask: Mask) -> None:
@@ -92,6 +94,8 @@ class Exchange:
             self.q_position = shards.to_device((own.first - own.low).int())
 
         needed = [_needed(shards, sequences_of(shards, other, mask)) for other in range(size)]
+        starts = shards.starts[own.document] + own.low
+        self.placement = Placement.of(shards, needed, starts)
         self.own_rows = len(shards.indices)
         owner = shards.owner_of_row
         sent = [(needed[other] & (owner == rank)).nonzero().flatten() for other in range(size)]
@@ -111,7 +115,7 @@ class Exchange:
         lies_at = torch.full((shards.tokens,), -1)
         lies_at[shards.owned[rank]] = torch.arange(self.own_rows)
         lies_at[torch.cat(came)] = self.own_rows + torch.arange(sum(self.came_rows))
-        keys = lies_at[_ranges(shards.starts[own.document] + own.low, own.high - own.low)]
+        keys = lies_at[_ranges(starts, own.high - own.low)]
         total = self.own_rows + sum(self.came_rows)
         self.in_order = len(keys) == total and bool((keys == torch.arange(total)).all())
         self.keys = shards.to_device(keys)

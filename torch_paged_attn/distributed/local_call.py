@@ -25,9 +25,11 @@ def check_call(
     options: dict[str, Any],
     allowed: tuple[str, ...],
     check: Callable[[AttentionCall], None],
+    *more: Any,
 ) -> None:
     """Raise on all ranks for what any of them must not call: arguments that a scheme has not, that
-    no `flash_varlen` takes, that are not the same everywhere, or that `check` refuses.
+    no `flash_varlen` takes, that are not the same everywhere, nor is `more`, or that `check`
+    refuses.
     """
 
     def check_all() -> None:
@@ -50,8 +52,10 @@ def check_call(
         check(call)
 
     said = {name: _described(x) for name, x in sorted(options.items())}
-    same = _described(q), _described(k), _described(v), said
-    agree(op, shards.ranks, q.device, same, check_all)
+    same = _described(q), _described(k), _described(v), said, *more
+    # calls of later layers are like the first one's
+    is_first = not torch.compiler.is_compiling() and shards.is_first(op)
+    agree(op, shards.ranks, q.device, same, check_all, is_first)
 
 
 def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: str) -> None:

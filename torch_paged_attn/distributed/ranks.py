@@ -49,20 +49,29 @@ class Ranks(NamedTuple):
 
 
 def agree(
-    op: str, ranks: Ranks, device: torch.device, call: tuple[Any, ...], check: Callable[[], None]
+    op: str,
+    ranks: Ranks,
+    device: torch.device,
+    call: tuple[Any, ...],
+    check: Callable[[], None],
+    is_first: bool = False,
 ) -> None:
     """Run `check` on every rank, and raise on all of them what it raises on one.
 
     Raises ValueError, too, where ranks came with different calls: `call` is what has to be equal
-    everywhere. Both cost a collective of 16 bytes; on accelerators, which would wait for it, ranks
-    speak to each other with PAGED_ATTN_CHECK=1 only.
+    everywhere. Both cost a collective of 16 bytes. On accelerators, which would wait for it, ranks
+    speak to each other with PAGED_ATTN_CHECK=1 and, where it `is_first` of many calls and the group
+    has a backend for the CPU, there.
     """
     problem: Exception | None = None
     try:
         check()
     except Exception as error:
         problem = error
-    if torch.compiler.is_compiling() or (device.type != "cpu" and not environment.CHECK):
+    is_heard = device.type == "cpu" or environment.CHECK
+    if not is_heard and is_first and not torch.compiler.is_compiling() and _has_host(ranks):
+        is_heard, device = True, torch.device("cpu")
+    if torch.compiler.is_compiling() or not is_heard:
         if problem is not None:
             raise problem
         return
@@ -78,6 +87,11 @@ def agree(
     what = None if problem is None else (type(problem).__name__, str(problem))
     dist.all_gather_object(said, (what, text), ranks.group)
     _raise(op, ranks, problem, said)
+
+
+def _has_host(ranks: Ranks) -> bool:
+    """Whether the group has a backend for tensors on the CPU, as "cpu:gloo,cuda:nccl" has."""
+    return "cpu:" in dist.get_backend_config(ranks.group)
 
 
 def _all_gather(found: torch.Tensor, mine: torch.Tensor, ranks: Ranks) -> None:

@@ -135,22 +135,29 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.ranks, ctx.steps, ctx.options = ranks, steps, options
         packed = torch.cat([k.flatten(1), v.flatten(1)], 1)
-        out = q.new_zeros(len(q), q.shape[1], v.shape[2], dtype=torch.float32)
-        lse = out.new_full((q.shape[1], len(q)), float("-inf"))
-        seen = False
+        found: tuple[Tensor, Tensor] | None = None
+        last = max((t for t, step in enumerate(steps) if step.lengths is not None), default=-1)
         for t, step in enumerate(steps):
             arriving = _Passing(packed, ranks) if t + 1 < len(steps) else None
             sink = sinks if t == 0 else None
             if step.lengths is not None:
                 keys, values = _unpacked(packed, k, v)
+                # parts are float32; the whole is rounded once
+                dtype = q.dtype if t == last else torch.float32
+                part_dtype = dtype if found is None else torch.float32
                 part = flash_varlen(
-                    q, keys, values, **step.lengths, **options, sinks=sink, out_dtype=torch.float32
+                    q, keys, values, **step.lengths, **options, sinks=sink, out_dtype=part_dtype
                 )
-                out, lse = merge_states(out, lse, *part) if seen else part
-                seen = True
+                if found is not None:
+                    outs, lses = zip(found, part, strict=True)
+                    part = merge_states(outs, lses, out_dtype=dtype)
+                found = part
             if arriving is not None:
                 packed = arriving.wait()
-        out = out.to(q.dtype)
+        if found is None:
+            out = q.new_zeros(len(q), q.shape[1], v.shape[2])
+            found = out, out.new_full(out.shape[1::-1], float("-inf"), dtype=torch.float32)
+        out, lse = found
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out, lse
 

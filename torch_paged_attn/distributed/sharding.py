@@ -26,6 +26,7 @@ from torch_paged_attn import ops
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.backward_call import arguments as backward_arguments
+from torch_paged_attn.distributed.placed_calls import attend_locally, placed_alike
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.flash_varlen import fill_hints
 
@@ -204,13 +205,29 @@ def _register() -> None:
     rules[write.split] = functools.partial(write_rule, "reshape_and_cache", 1, 2)
     for op, rule in rules.items():
         register_sharding(op)(rule)
+        info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op]
         # results' dtypes and which of them there are depend on options
-        propagator = DTensor._op_dispatcher.sharding_propagator
         options = [x.name for x in op._schema.arguments if x.kwarg_only]
-        propagator.op_to_schema_info[op].static_kwargkey = options or None
+        info.static_kwargkey = options or None
+        # lists of tensors are looked for in Python, call by call: where there can be none, C++ does
+        info.needs_pytree = any(_is_list(x.type) for x in op._schema.arguments)
+
+
+def _is_list(of: torch.Type) -> bool:
+    return isinstance(of, torch.ListType)
 
 
 _register()
+
+
+# by operator, the arguments that may come by position
+POSITIONAL = {
+    op: tuple(x.name for x in arguments(op) if not x.keyword_only)
+    for op in ("flash_varlen", "blocksparse")
+}
+
+
+RULES = {op: functools.partial(attention_rule, op, False) for op in POSITIONAL}
 
 
 def _lift(mesh: DeviceMesh, x: Any) -> Any:
@@ -226,8 +243,9 @@ def _rounded(hint: int) -> int:
 
 
 def _attend(op: str, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    listed = [x.name for x in arguments(op) if not x.keyword_only]
-    given = dict(zip(listed, args, strict=False)) | options
+    given = dict(zip(POSITIONAL[op], args, strict=False)) | options
+    if (placed := placed_alike(POSITIONAL[op], given, RULES[op])) is not None:
+        return attend_locally(getattr(ops, op), given, placed)
     q, k = given["q"], given["k"]
     mesh = next((x.device_mesh for x in given.values() if isinstance(x, DTensor)), None)
     if mesh is None:

@@ -60,7 +60,9 @@ class Shards:
         agree(
             *(OP, ranks, self.device, (_listed(given), load_balance, rows)),
             lambda: _check(given, ranks.size, load_balance, rows),
+            is_first=True,
         )
+        self.called: set[str] = set()
         self.load_balance = load_balance
         bounds = given.long()
         self.lengths = lengths = bounds.diff()
@@ -108,6 +110,13 @@ class Shards:
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
+
+    def is_first(self, op: str) -> bool:
+        """Whether nobody has asked that of this batch and a scheme before."""
+        if op in self.called:
+            return False
+        self.called.add(op)
+        return True
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's rows `(rows, ...)` of a tensor `(tokens or more, ...)` of the whole batch;

@@ -80,6 +80,13 @@ def key_span(
 
 
 @triton.jit
+def keys_of(b, lengths, batch, max_keys, IS_PAGED: tl.constexpr):
+    """`key_span` by all that says where keys lie: cu_seqlens_q, cu_seqlens_k, seqused_k, k_start,
+    and q_position, which does not."""
+    return key_span(b, lengths[0], lengths[1], lengths[2], batch, max_keys, IS_PAGED, lengths[3])
+
+
+@triton.jit
 def position_of_first(b, query_len, key_len, q_position_ptr, batch):
     """The position of sequence b's first query: its keys end where its queries do, unless
     `q_position` says otherwise.

@@ -33,6 +33,8 @@ class Pointers(NamedTuple):
     # None where boxes of keys are loaded
     k: Any = None
     v: Any = None
+    # (total_q, num_heads, head_dim_v) float32; None where the accelerator stores the result
+    out: Any = None
 
 
 class Sizes(NamedTuple):
@@ -115,6 +117,7 @@ class Options(NamedTuple):
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
+    FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
 
 
 class Params(NamedTuple):

@@ -26,10 +26,7 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.tuning import HopperConfig
 
 # tensors that the kernels read by address, and those of a layout
-READ_BY_ADDRESS = (
-    *DESCALES,
-    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes", "sinks",
-)  # fmt: skip
+READ_BY_ADDRESS = (*DESCALES, *Lengths._fields, "block_table", "alibi_slopes", "sinks")
 LAYOUT = ("crow_indices", "col_indices")
 
 
@@ -110,7 +107,9 @@ def plan_launches(
         launch_pdl=True,
     )
 
-    none = (None,) * len(Lengths._fields)
+    is_float32 = options.FLOAT32_COLUMNS > 0
+    # the lengths that the kernel reads itself where tiles are not listed
+    none = (None,) * 3
 
     def start(
         tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
@@ -122,23 +121,24 @@ def plan_launches(
         parts = None if new_parts is None else new_parts()
         if not launch.is_ready or addresses is None:
             q, k, v = tensors[:3]
-            tile_list, unlisted = None, lengths
+            tile_list, unlisted = None, lengths[: len(none)]
             if list_tiles is not None:
                 tile_list, unlisted = list_tiles(Lengths(*lengths)), none
             launch(
                 q_boxes.at(q.data_ptr()),
                 k_boxes.at(k.data_ptr()),
                 v_boxes.at(v.data_ptr()),
-                out_boxes.at(out.data_ptr()),
+                out_boxes.at((q if is_float32 else out).data_ptr()),
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
                     of_q, of_k, of_v, *unlisted,
-                    *((k, v) if options.GATHERS else (None, None)),
+                    *((k, v) if options.GATHERS else (None, None)), out if is_float32 else None,
                 ),
             )  # fmt: skip
             return tile_list, parts
         of_q, of_k, of_v, *starts, table, slopes, sink = pick((*addresses, None))
-        tile_list, at_list, unlisted = None, None, starts
+        tile_list, at_list, unlisted = None, None, starts[: len(none)]
+        at_out = out.data_ptr()
         if list_tiles is not None:
             tile_list, unlisted = list_tiles(Lengths(*lengths), tuple(starts)), none
             at_list = tile_list.data_ptr()
@@ -154,8 +154,8 @@ def plan_launches(
             *boxes_at(0, q_boxes, addresses[0]),
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
-            *boxes_at(3, out_boxes, out.data_ptr()),
-            (*pointers, *slots),
+            *boxes_at(3, out_boxes, addresses[0] if is_float32 else at_out),
+            (*pointers, *slots, at_out if is_float32 else None),
         )
         return tile_list, parts
 

@@ -22,6 +22,7 @@ from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardScalars,
 )
 from torch_paged_attn.backends.triton.hopper.support import (
+    OF_LISTS,
     columns_of,
     is_bound,
     is_misaligned,
@@ -46,6 +47,7 @@ from torch_paged_attn.backends.triton.tuning.hopper import (
     choose_queries_config,
 )
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.lacking import lacking
 
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
@@ -76,6 +78,8 @@ def unsupported(call: BackwardCall) -> str | None:
     forward = call.forward
     if (reason := forward_unsupported(forward)) is not None:
         return reason
+    if (lacked := lacking(forward, OF_LISTS)) is not None:
+        return f"it has no {lacked}"
     if forward.block_table is not None or forward.layout is not None:
         return "it has no backward through pages or layouts"
     widths = width_of(forward.head_dim), width_of(forward.head_dim_v)

@@ -28,6 +28,7 @@ from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.results import (
     place_of_result,
     seen_as,
+    store_float32,
     store_lse,
     store_result,
 )
@@ -301,13 +302,19 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             else:
                 share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
                 place.store(scale_rows(acc, share).to(place.dtype))
+        elif OPTIONS.FLOAT32_COLUMNS > 0:
+            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+            acc = warpgroup_mma_wait(0, deps=[pending])
+            values.consumer_release(n)
+            store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
             share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             place.store(scale_rows(acc, share).to(place.dtype))
         n += 1
-        store_result(out, rows, stop_token, params.out_desc)
+        if OPTIONS.FLOAT32_COLUMNS == 0:
+            store_result(out, rows, stop_token, params.out_desc)
         if IS_FLOAT8:
             queries.consumer_release(tile)
         elif queries.STAGES == 1:

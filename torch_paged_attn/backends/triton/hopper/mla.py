@@ -22,6 +22,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     LEAST_BOX,
     LEAST_SCALE,
     NOT_CARRIED,
+    OF_LISTS,
     is_bound,
     is_misaligned,
     key_bound,
@@ -80,7 +81,7 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"it has no {name}"
     if call.dropout_p > 0.0 or call.softcap:
         return "it has no dropout_p and no softcap"
-    if (lacked := lacking(call, LACKS)) is not None:
+    if (lacked := lacking(call, (*LACKS, *OF_LISTS))) is not None:
         return f"it has no {lacked}"
     if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
         return "it has no windows"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
+from torch_paged_attn.backends.triton.seqlen_info import keys_of, query_span
 
 # how many numbers of pieces are tried for the longest tile
 TRIED = tl.constexpr(32)
@@ -69,12 +69,9 @@ def pack_piece(first_part, piece, pieces):
 @triton.jit
 def _lengths_of(b, lengths, batch, total_q, max_keys, OPTIONS: tl.constexpr):
     """Queries, none past the last sequence, and keys."""
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
-    first_row, last_row = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    first_row, last_row = query_span(b, lengths[0], batch, total_q)
     query_len = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
-    _, key_len = key_span(
-        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, OPTIONS.IS_PAGED
-    )
+    _, key_len = keys_of(b, lengths, batch, max_keys, OPTIONS.IS_PAGED)
     return tl.where(b < batch, tl.maximum(query_len, 0), 0), key_len
 
 

@@ -57,3 +57,19 @@ def store_result(out, rows, stop_token, out_desc):
         out = seen_as(out, box_shape, box_layout)
     fence_async_shared()
     store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
+
+
+@gluon.jit
+def store_float32(acc, rows, stop_token, params, OPTIONS: gl.constexpr):
+    """Write a float32 result from registers: it is twice as wide as the queries."""
+    COLUMNS: gl.constexpr = OPTIONS.FLOAT32_COLUMNS
+    layout: gl.constexpr = acc.type.layout
+    r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
+    token = rows.first_token + r // OPTIONS.PACKED_HEADS
+    head = rows.head + r % OPTIONS.PACKED_HEADS
+    start = ((rows.q_start + token).to(gl.int64) * params.scalars.num_heads + head) * COLUMNS
+    exists = gl.expand_dims(token < stop_token, 1)
+    if acc.shape[1] > COLUMNS:
+        exists = exists & (column < COLUMNS)
+    gl.store(params.pointers.out + gl.expand_dims(start, 1) + column, acc, mask=exists)

@@ -47,8 +47,11 @@ MOSTLY_CHUNKS = 128
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias",)
 DESCALES = ("q_descale", "k_descale", "v_descale")
+# where a sequence's keys lie, which only lists of tiles know; a causal mask here takes the last
+# query for standing at the last key, so that `q_position` is the portable kernel's
+OF_LISTS = ("k_start",)
 # whether results must not depend on the batch is the caller's question
-LACKS = tuple(x for x in OPTIONAL if x != "batch_invariant")
+LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS))
 
 
 def unsupported_device(device: torch.device | None = None) -> str | None:
@@ -95,6 +98,8 @@ def unsupported(call: AttentionCall) -> str | None:
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
         return "q, k or v is not aligned to 16 bytes"
     if call.layout is not None:
+        if (lacked := lacking(call, OF_LISTS)) is not None:
+            return f"it has no {lacked} beside a layout"
         if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
             return "it has no windows beside a layout"
         if key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
@@ -110,7 +115,8 @@ def _unsupported_types(call: AttentionCall) -> str | None:
         is_known = q.dtype in IN_16_BITS and k.dtype == v.dtype and k.dtype in (q.dtype, *IN_8_BITS)
     if not is_known:
         return f"q is {q.dtype}, k {k.dtype} and v {v.dtype}"
-    is_result = call.result_dtype in (IN_16_BITS if is_float8(call) else (q.dtype,))
+    results = (q.dtype,) if converts(call) else (q.dtype, torch.float32)
+    is_result = call.result_dtype in (IN_16_BITS if is_float8(call) else results)
     if not is_result:
         return f"q is {q.dtype} and out_dtype {call.result_dtype}"
     if converts(call) and (call.alibi_slopes is not None or call.layout is not None):
@@ -157,6 +163,8 @@ def is_short(call: AttentionCall, longest: int) -> bool:
     that their tiles need no list: who takes which follows from shapes.
     """
     if not 0 < longest <= MOST_SHORT or call.block_table is not None or call.layout is not None:
+        return False
+    if lacking(call, OF_LISTS) is not None:
         return False
     # what was measured: encoders, and of few tiles those of short sequences
     is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)

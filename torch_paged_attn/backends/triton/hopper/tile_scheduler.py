@@ -23,7 +23,12 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gd
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.backends.triton.seqlen_info import key_span, num_tiles, query_span
+from torch_paged_attn.backends.triton.seqlen_info import (
+    keys_of,
+    num_tiles,
+    position_of_first,
+    query_span,
+)
 
 # int32 words of a tile's entry, and of the header before the entries
 ENTRY = tl.constexpr(8)
@@ -39,6 +44,8 @@ class Lengths(NamedTuple):
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
+    k_start: Tensor | None = None
+    q_position: Tensor | None = None
 
 
 class TileOptions(NamedTuple):
@@ -64,20 +71,19 @@ class TileOptions(NamedTuple):
 
 
 @triton.jit
-def _missing_tokens(query_len, key_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr):
+def _missing_tokens(context_len, TOKENS: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """How many tokens the first tile lacks."""
-    context_len = key_len - query_len
     return context_len & (TOKENS - 1) if IS_ALIGNED else tl.zeros_like(context_len)
 
 
 @triton.jit
-def _tiles_from(cost, query_len, key_len, missing, OPTIONS: tl.constexpr):
+def _tiles_from(cost, query_len, key_len, context_len, missing, OPTIONS: tl.constexpr):
     """How many tiles of a sequence visit at least `cost` tiles of keys: its last ones."""
     tiles = tl.where(query_len > 0, tl.cdiv(query_len + missing, OPTIONS.TOKENS), 0)
     before = (cost - 1) * OPTIONS.BLOCK_N  # a tile must see a key past these
     first = tl.zeros_like(tiles)
     if OPTIONS.IS_CAUSAL:
-        context_len = key_len - query_len - missing
+        context_len -= missing
         first = tl.minimum(tl.maximum(before - context_len, 0) // OPTIONS.TOKENS, tiles)
     return tl.where(cost <= 0, tiles, tl.where(key_len > before, tiles - first, 0))
 
@@ -152,34 +158,30 @@ def _spans(b, lengths, batch, total_q, total_k):
     """Of sequence b: first row and number of queries, first row and number of keys, and rows of
     keys that are its own, whether `seqused_k` counts them or not. The rows past the last key are
     one more sequence; what comes after that is empty."""
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
-    bounds_ptr = cu_seqlens_q_ptr if cu_seqlens_k_ptr is None else cu_seqlens_k_ptr
-    q_start, q_stop = query_span(b, cu_seqlens_q_ptr, batch, total_q)
+    bounds_ptr = lengths[0] if lengths[1] is None else lengths[1]
+    q_start, q_stop = query_span(b, lengths[0], batch, total_q)
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
     query_len = tl.where(b < batch, tl.maximum(q_stop - q_start, 0), 0)
     k_start, k_stop = query_span(b, bounds_ptr, batch, total_k)
     k_start, k_stop = tl.maximum(k_start, 0), tl.minimum(k_stop, total_k)
     span = tl.where(b <= batch, tl.maximum(k_stop - k_start, 0), 0)
-    _, key_len = key_span(
-        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, total_k, False
-    )
+    _, key_len = keys_of(b, lengths, batch, total_k, False)
     return q_start, query_len, k_start, tl.minimum(key_len, span), span
 
 
 @triton.jit
 def _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS: tl.constexpr):
-    """Of sequences: number of queries, as far as they have tiles here, number of keys, and how many
-    tokens the first tile lacks."""
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
-    first_row, last_row = query_span(other, cu_seqlens_q_ptr, batch, total_q)
+    """Of sequences: number of queries, as far as they have tiles here, number of keys, position of
+    the first query, and how many tokens the first tile lacks."""
+    first_row, last_row = query_span(other, lengths[0], batch, total_q)
     length = tl.minimum(last_row, total_q) - tl.maximum(first_row, 0)
     length = tl.where(other <= batch, tl.maximum(length, 0), 0)
     if OPTIONS.SHORT > 0:
         length = tl.where((length > limit) & (other < batch), length, 0)
-    _, keys = key_span(
-        other, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, OPTIONS.IS_PAGED
-    )
-    return length, keys, _missing_tokens(length, keys, OPTIONS.TOKENS, OPTIONS.IS_ALIGNED)
+    _, keys = keys_of(other, lengths, batch, max_keys, OPTIONS.IS_PAGED)
+    context_len = position_of_first(other, length, keys, lengths[4], batch)
+    missing = _missing_tokens(context_len, OPTIONS.TOKENS, OPTIONS.IS_ALIGNED)
+    return length, keys, context_len, missing
 
 
 @triton.jit(do_not_specialize=("batch", "total_q", "max_keys"))
@@ -207,7 +209,7 @@ def _tile_order_kernel(
     PLACED: tl.constexpr = OPTIONS.PLACED
     LOOKED_AT: tl.constexpr = OPTIONS.LOOKED_AT
     STARTS: tl.constexpr = OPTIONS.STARTS
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr = lengths
+    cu_seqlens_q_ptr = lengths[0]
     # sequences of up to so many queries are left out, and keys are cut in runs of so many tiles
     limit, run = -1, 0
     if IS_CUT or OPTIONS.SHORT > 0:
@@ -227,10 +229,9 @@ def _tile_order_kernel(
     # rows nobody checked must not lead outside the tensors
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, total_q)
     query_len = tl.maximum(q_stop - q_start, 0)
-    k_start, key_len = key_span(
-        b, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, batch, max_keys, IS_PAGED
-    )
-    missing = _missing_tokens(query_len, key_len, TOKENS, IS_ALIGNED)
+    k_start, key_len = keys_of(b, lengths, batch, max_keys, IS_PAGED)
+    context_len = position_of_first(b, query_len, key_len, lengths[4], batch)
+    missing = _missing_tokens(context_len, TOKENS, IS_ALIGNED)
     tile = number - q_start // TOKENS - GAP * b
     first_token = tl.maximum(tile * TOKENS - missing, 0)
     stop_token = tl.minimum((tile + 1) * TOKENS - missing, query_len)
@@ -239,7 +240,7 @@ def _tile_order_kernel(
         exists = exists & (query_len > limit) & (b < batch)
     stop = key_len
     if OPTIONS.IS_CAUSAL:
-        stop = tl.minimum(stop, key_len - query_len - missing + (tile + 1) * TOKENS)
+        stop = tl.minimum(stop, context_len - missing + (tile + 1) * TOKENS)
     cost = tl.cdiv(tl.maximum(stop, 0), BLOCK_N)
     pieces = tl.full([PLACED], 1, tl.int32)
     if IS_CUT:
@@ -252,12 +253,14 @@ def _tile_order_kernel(
     entries = tl.zeros([LOOKED_AT], tl.int32)
     for b0 in tl.range(0, batch + 1, LOOKED_AT):
         other = b0 + tl.arange(0, LOOKED_AT)
-        length, keys, lacking = _spans_of(other, lengths, batch, total_q, max_keys, limit, OPTIONS)
+        length, keys, context, lacking = _spans_of(
+            other, lengths, batch, total_q, max_keys, limit, OPTIONS
+        )
         # of decodes among few chunks, most have nothing here
         is_any = True if OPTIONS.SHORT == 0 else tl.max(length, 0) > 0
         if is_any:
             each = tl.where(length > 0, tl.cdiv(length + lacking, TOKENS), 0)
-            spans = length[None, :], keys[None, :], lacking[None, :]
+            spans = length[None, :], keys[None, :], context[None, :], lacking[None, :]
             if IS_CUT:
                 cut = pieces_of(length, keys, run, chip, OPTIONS)
                 entries += each * cut
@@ -284,7 +287,8 @@ def _tile_order_kernel(
         tl.store(entry, b, mask=is_piece)
         tl.store(entry + 1, first_token, mask=is_piece)
         tl.store(entry + 2, q_start, mask=is_piece)
-        tl.store(entry + 3, query_len, mask=is_piece)
+        # with `q_position`, how many rows its keys reach past the first query
+        tl.store(entry + 3, key_len - context_len, mask=is_piece)
         tl.store(entry + 4, k_start, mask=is_piece)
         tl.store(entry + 5, key_len, mask=is_piece)
         tl.store(entry + 6, stop_token, mask=is_piece)

@@ -13,6 +13,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -142,7 +143,9 @@ def options_of(
     layout = call.layout
     # parts of wide values are slow to merge: not beside decodes, which fill the chip too
     is_slow = form.short and width_of(call.head_dim_v) > 128 and mean_length(call) < MOSTLY_CHUNKS
-    is_cut = not (form.longest or is_slow)
+    # pieces are merged on the way to a result of 16 bits
+    is_float32 = call.result_dtype == torch.float32
+    is_cut = not (form.longest or is_slow or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
@@ -186,6 +189,7 @@ def options_of(
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
+        FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
     )
 
 
@@ -274,11 +278,12 @@ def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
     heads, tokens = options.PACKED_HEADS, options.TOKENS
+    stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
     return (
         ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        ragged_rows(out, rows=tokens, heads=heads, width=options.WIDTH_V),
+        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 
 

@@ -1,0 +1,222 @@
+"""Parts of attention on several GPUs, put where they are merged and merged, by one kernel.
+
+Each rank has, in memory that all GPUs of a group see, a slot for each of the other ranks' rows, and
+a flag for each slot. A program puts its rows of every rank's heads into their slots, raises their
+flags, waits for its own, and merges what came with what lies here. Program p of one GPU waits for
+program p of the others alone, so that nothing else has to run at the same time.
+
+Flags count calls, and two slots take turns: what a program puts in its next call but one is put
+after the others have raised flags of the next, so after they have read this one. So nothing is
+reset, and calls may be replayed from a CUDA graph.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_paged_attn.backends.triton.dequant import as_stored, encode, stored_format
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
+
+# elements that a program merges
+BLOCK = 512
+
+
+class Slots(NamedTuple):
+    """How memory is shared out among programs."""
+
+    ranks: int
+    programs: int
+    rows: int  # of a program
+    dim: int
+
+    @classmethod
+    def of(cls, ranks: int, max_rows: int, dim: int) -> "Slots":
+        """For up to `max_rows` rows, of a token and one head each, that a rank merges."""
+        rows = max(1, BLOCK // next_power_of_2(dim))
+        return cls(ranks, triton.cdiv(max_rows, rows), rows, dim)
+
+    @property
+    def elements(self) -> int:
+        """float32 that a rank has room for: rows of values, then their softmax_lse."""
+        return 2 * self.ranks * self.programs * self.rows * (self.dim + 1)
+
+    @property
+    def flags(self) -> int:
+        """int32 of a rank."""
+        return self.ranks * self.programs
+
+
+@triton.jit
+def _lse_of(lse_ptr, slots_ptr, row_of_lse, at_lse, exists, IS_OWN: tl.constexpr):
+    if IS_OWN:
+        return tl.load(lse_ptr + row_of_lse, mask=exists, other=float("-inf"))
+    else:
+        # written by another GPU: not from a cache of this multiprocessor
+        return tl.load(slots_ptr + at_lse, mask=exists, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=("tokens",))
+def _merge_remote_kernel(
+    out_ptr,
+    lse_ptr,
+    calls_ptr,
+    slots,  # of each rank, as this one sees them
+    flags,
+    result_ptr,
+    result_lse_ptr,
+    tokens,
+    heads,  # of one rank
+    stride_token,
+    stride_head,
+    stride_lse,
+    RANK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    RANKS: tl.constexpr = len(slots)
+    # where softmax_lse begins, behind all values
+    BEHIND: tl.constexpr = 2 * RANKS * PROGRAMS * ROWS * HEAD_DIM
+    program = tl.program_id(0)
+    call = tl.load(calls_ptr + program) + 1
+    i = tl.arange(0, ROWS)
+    r = program * ROWS + i
+    token, head = r // heads, r % heads
+    exists = token < tokens
+    dims = tl.arange(0, WIDTH)
+    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    within = i[:, None] * HEAD_DIM + dims[None, :]
+    row = token.to(tl.int64) * stride_token + head * stride_head
+    row_of_lse = head.to(tl.int64) * stride_lse + token
+    turn = (call & 1) * RANKS
+
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            slot = ((turn + RANK) * PROGRAMS + program).to(tl.int64) * ROWS
+            at = out_ptr + row[:, None] + other * heads * stride_head + dims[None, :]
+            x = tl.load(at, mask=inside, other=0.0)
+            tl.store(slots[other] + slot * HEAD_DIM + within, x, mask=inside)
+            # a rank's heads are `heads` rows of softmax_lse
+            lse = tl.load(lse_ptr + row_of_lse + other * heads * stride_lse, mask=exists, other=0.0)
+            tl.store(slots[other] + BEHIND + slot + i, lse, mask=exists)
+    # all threads have written before one of them says so
+    tl.debug_barrier()
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            flag = flags[other] + RANK * PROGRAMS + program
+            tl.atomic_xchg(flag, call, sem="release", scope="sys")
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            flag = flags[RANK] + other * PROGRAMS + program
+            raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            # calls are counted round 2**32
+            while raised - call < 0:
+                raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+    own_lse = row_of_lse + RANK * heads * stride_lse
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    for other in tl.static_range(RANKS):
+        slot = ((turn + other) * PROGRAMS + program).to(tl.int64) * ROWS
+        at_lse = BEHIND + slot + i
+        m = tl.maximum(m, _lse_of(lse_ptr, slots[RANK], own_lse, at_lse, exists, other == RANK))
+    shift = finite_or_zero(m)
+    total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, WIDTH], tl.float32)
+    for other in tl.static_range(RANKS):
+        slot = ((turn + other) * PROGRAMS + program).to(tl.int64) * ROWS
+        at_lse = BEHIND + slot + i
+        lse = _lse_of(lse_ptr, slots[RANK], own_lse, at_lse, exists, other == RANK)
+        weight = tl.exp2((lse - shift) * LOG2E)
+        total += weight
+        # a part that saw no key may hold anything
+        counts = inside & (weight > 0.0)[:, None]
+        if other == RANK:
+            at = out_ptr + row[:, None] + RANK * heads * stride_head + dims[None, :]
+            x = tl.load(at, mask=counts, other=0.0)
+        else:
+            at = slots[RANK] + slot * HEAD_DIM + within
+            x = tl.load(at, mask=counts, other=0.0, cache_modifier=".cg")
+        merged += x * weight[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
+    tl.store(result_lse_ptr + head.to(tl.int64) * tokens + token, lse, mask=exists)
+    at = result_ptr + r.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    stored = encode(merged / divisor[:, None], result_ptr.dtype.element_ty, FORMAT)
+    tl.store(at, stored, mask=inside)
+    tl.store(calls_ptr + program, call)
+
+
+def merge_remote(
+    out: Tensor,
+    lse: Tensor,
+    calls: Tensor,
+    slots: list[Tensor],
+    flags: list[Tensor],
+    *,
+    rank: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """What the parts of all ranks are together, for the heads of this one.
+
+    Args:
+        out: `(tokens, num_heads, head_dim_v)` float32, this rank's part, contiguous.
+        lse: `(num_heads, tokens)` float32, contiguous.
+        calls: `(programs,)` int32, this rank's own, zeros at first.
+        slots: of each rank, `Slots.elements` float32.
+        flags: of each rank, `Slots.flags` int32, zeros at first.
+        rank: this one.
+        out_dtype: of the result.
+    """
+    options = {"rank": rank, "out_dtype": out_dtype}
+    return launch_cache.call("merge_remote", _plan, (out, lse, calls, *slots, *flags), options)
+
+
+def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype) -> Plan:
+    out, lse, calls, *shared = tensors
+    ranks = len(shared) // 2
+    tokens, num_heads, dim = out.shape
+    heads, programs = num_heads // ranks, len(calls)
+    slots = Slots.of(ranks, tokens * heads, dim)
+    is_empty = tokens == 0
+    target = target_of(out.device)
+    new_out = Allocation((tokens, heads, dim), out_dtype, out.device)
+    new_lse = Allocation((heads, tokens), torch.float32, out.device)
+    launch = Launch(
+        _merge_remote_kernel,
+        (slots.programs,),
+        tokens=tokens,
+        heads=heads,
+        stride_token=out.stride(0),
+        stride_head=out.stride(1),
+        stride_lse=lse.stride(0),
+        RANK=rank,
+        PROGRAMS=programs,
+        HEAD_DIM=dim,
+        WIDTH=next_power_of_2(dim),
+        ROWS=slots.rows,
+        FORMAT=stored_format(out_dtype, target),
+    )
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
+        result, result_lse = new_out(), new_lse()
+        if is_empty:
+            return result, result_lse
+        given = addresses if launch.is_ready else tensors
+        shared = tuple(given[3 : 3 + ranks]), tuple(given[3 + ranks :])
+        if launch.is_ready:
+            launch.start(*given[:3], *shared, result.data_ptr(), result_lse.data_ptr())
+        else:
+            launch(*given[:3], *shared, as_stored(result, target)[0], result_lse)
+        return result, result_lse
+
+    return run
