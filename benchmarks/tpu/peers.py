@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from generations import Generation
 from jax import ShapeDtypeStruct
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 PEER = Path(__file__).parents[2] / ".peer"
 MIB = 2**20
@@ -39,9 +41,13 @@ def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
             raise Missing("refuses TPU v4")
         if str(PEER) not in sys.path:
             sys.path.insert(0, str(PEER))
-        # the one thing that its kernels want of the rest of the package
-        logging = types.SimpleNamespace(init_logger=lambda _name: mock.MagicMock())
-        sys.modules.setdefault("tpu_inference.logger", logging)  # type: ignore[arg-type]
+        # what its kernels want of the rest of the package
+        rest = types.SimpleNamespace(
+            init_logger=lambda _name: mock.MagicMock(),
+            get_device_name=lambda _number=None: aot.device_kind(generation),
+        )
+        for module_name in ("logger", "utils"):
+            sys.modules[f"tpu_inference.{module_name}"] = rest  # type: ignore[assignment]
         from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
 
         is_narrow = batch.head_dim == 64
@@ -78,7 +84,9 @@ def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
 def _devices_are(generation: Generation) -> Iterator[None]:
     """RPA v3 asks `jax.devices()` what it is traced for."""
     device = types.SimpleNamespace(device_kind=aot.device_kind(generation), platform="tpu")
-    with mock.patch.object(jax, "devices", lambda *_: [device]):
+    # where the kernel for heads of 64 looks for it
+    moved = mock.patch.object(pltpu, "reciprocal", pl.reciprocal, create=True)
+    with mock.patch.object(jax, "devices", lambda *_: [device]), moved:
         yield
 
 

@@ -75,11 +75,20 @@ class Heads:
         x = x.transpose(0, 3, 1, 2, 4).reshape(num_tiles * self.tile_q, -1, width)
         return x[cut.tile_of * self.tile_q + cut.place_of]
 
-    def of_heads(self, values: Array) -> Array:
-        """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1)."""
+    def folded(self, q: Array, fold: int) -> Array:
+        """Rows of `fold * n` numbers, as often as a row of keys holds keys: a row's own numbers
+        stand where this one of the keys does, among zeros.
+        """
+        width = q.shape[-1]
+        lanes = ((i * width, (fold - 1 - i) * width) for i in range(fold))
+        axes = ((0, 0),) * (q.ndim - 1)
+        return jnp.concatenate([jnp.pad(q, (*axes, both)) for both in lanes], axis=2)
+
+    def of_heads(self, values: Array, fold: int = 1) -> Array:
+        """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1), all rows `fold` times."""
         x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, self.group_size, 1)
         x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q))
-        return self.pad(x.reshape(*x.shape[:2], -1, 1))
+        return jnp.tile(self.pad(x.reshape(*x.shape[:2], -1, 1)), (1, 1, fold, 1))
 
     def of_bias(self, bias: Array, cut: Cut, block_k: int) -> Array:
         """(1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, whole blocks)."""
@@ -131,7 +140,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     compute_dtype = compute_dtype_of(call)
     config = config.fit(
         call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
-        (call.head_dim, pages.head_dim_v),
+        pages.widths,
         (compute_dtype.itemsize, pages.k.dtype.itemsize),
     )
     q = call.q.astype(compute_dtype)
@@ -141,7 +150,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
 
     results = []
     for tile_q in tile_sizes:
-        options = choose_options(call, config, pages.page_size, tile_q, interpret)
+        options = choose_options(call, config, pages.page_size, tile_q, interpret, pages.fold)
         is_whole = len(tile_sizes) > 1 and tile_q == tile_sizes[0]
         cut = cut_queries(
             lengths,
@@ -191,9 +200,9 @@ def compute_dtype_of(call: Call) -> Any:
 
 
 def choose_options(
-    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any
+    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1
 ) -> Options:
-    """What the kernel of tiles of `tile_q` tokens is compiled for."""
+    """What the kernel of tiles of `tile_q` tokens is compiled for; rows of keys hold `fold`."""
     layout = call.layout
     # heads with a layout each have tiles each
     apart, block_sizes, most_k = 1, (1, 1), config.block_k
@@ -202,9 +211,10 @@ def choose_options(
         most_k = min(most_k, WORD * layout.k_block_size)
     group_size, stack = call.num_heads // apart, 1
     if apart == 1:
-        stack = math.gcd(call.num_kv_heads, max(1, SUBLANES // (call.group_size * tile_q)))
+        if fold == 1:
+            stack = math.gcd(call.num_kv_heads, max(1, SUBLANES // (call.group_size * tile_q)))
         group_size = call.group_size * stack
-    unit = math.lcm(keys_per_step(page_size), block_sizes[1])
+    unit = math.lcm(keys_per_step(page_size, fold), block_sizes[1])
     block_k = max(1, most_k // unit) * unit
     step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
     # with a bias every step is masked
@@ -227,6 +237,7 @@ def choose_options(
         # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
         out_dtype=jnp.dtype(jnp.bfloat16 if call.result_dtype == jnp.bfloat16 else jnp.float32),
         interpret=interpret,
+        fold=fold,
     )
 
 
@@ -248,9 +259,12 @@ def _attend_cut(
         if (entries := layout.visits.size) > MOST_ENTRIES:
             refuse(call.op, f"col_indices of {entries} blocks; supported: {MOST_ENTRIES}")
     queries = heads.of_tokens(q, cut)
+    if options.fold > 1:
+        queries = heads.folded(queries, options.fold)
+
     modifiers = Modifiers(
         sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
-        slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E),
+        slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E, options.fold),
         score_scale=factors.score_scale,
         out_factor=factors.out_factor,
         bias=None

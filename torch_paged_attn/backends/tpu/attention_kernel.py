@@ -65,9 +65,12 @@ class TileAttention:
         refs = self.refs
         for head in heads:
             sink = None if refs.sinks is None else refs.sinks[0, head]
-            out, lse = self.softmax.finish(head, sink, self.options.compute_dtype)
+            out, lse = self.softmax.finish(
+                head, sink, self.options.compute_dtype, self.options.fold
+            )
             if refs.out_factor is not None:
-                out = out * across(self.factor(refs.out_factor, head), out.shape[1])
+                factor = self.factor(refs.out_factor, head)[: out.shape[0]]
+                out = out * across(factor, out.shape[1])
             refs.out[0, head] = out.astype(refs.out.dtype)
             refs.lse[0, pl.ds(head, 1), :] = lse
 
@@ -110,38 +113,46 @@ class TileAttention:
         """Fold piece `place` of a block, `width` keys, into the softmax."""
         refs, loader, options = self.refs, self.loader, self.options
         rows, dtype = self.softmax.m_i.shape[1], options.compute_dtype
-        piece = Scores.of_piece(refs, options, self.tile, first + place * width, (rows, width))
+        first_key, columns = first + place * width, width // options.fold
+        piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
 
         def stored(buffers: Any, head: Any) -> list[Array]:
             heads = (head * options.stack + i for i in range(options.stack))
             return [loader.piece_of(buffers, slot, place, width, i) for i in heads]
 
-        def score(head: Any, bias: Array | None) -> Array:
-            keys = stored(refs.k_buffers, head)
+        def score(head: Any, keys: list[Array], bias: Array | None) -> Array:
             scale: Any = options.softmax_scale
             if refs.score_scale is not None:
-                scale = across(self.factor(refs.score_scale, head) * scale, width)
+                scale = across(self.factor(refs.score_scale, head) * scale, columns)
             products = self.of_own_head([product(refs.q[0, head], k, 1) for k in keys])
             return piece.of(head, products, scale, bias)[0]
+
+        def without_unseen(stacks: list[list[Array]], seen: list[Array]) -> list[list[Array]]:
+            return [
+                [jnp.where(is_seen, x, jnp.zeros_like(x)) for x in stack]
+                for stack, is_seen in zip(stacks, seen, strict=True)
+            ]
 
         def attend_heads(heads: list[Any]) -> None:
             biases = [
                 loader.bias_of(slot, head, place, width) if refs.bias is not None else None
                 for head in heads
             ]
-            scores = [score(head, bias) for head, bias in zip(heads, biases, strict=True)]
+            keys = [stored(refs.k_buffers, head) for head in heads]
             values = [stored(refs.v_buffers, head) for head in heads]
             if masked:
                 # without a bias all heads see the same
                 is_sparse = layout is not None or refs.bias is not None
-                masks = [piece.visible(place, width, layout, bias) for bias in biases]
+                masks = [piece.visible(place, columns, layout, bias) for bias in biases]
+                seen = [piece.is_seen(visible, is_sparse) for visible in masks]
+                values = without_unseen(values, seen)
+                if options.fold > 1:
+                    # a row's zeros meet the other keys that lie beside its own
+                    keys = without_unseen(keys, seen)
+            scores = [score(*of_head) for of_head in zip(heads, keys, biases, strict=True)]
+            if masked:
                 scores = [
                     jnp.where(visible, x, MASKED) for x, visible in zip(scores, masks, strict=True)
-                ]
-                seen = [piece.is_seen(visible, is_sparse) for visible in masks]
-                values = [
-                    [jnp.where(is_seen, v, jnp.zeros_like(v)) for v in stack]
-                    for stack, is_seen in zip(values, seen, strict=True)
                 ]
 
             def weigh(i: int, p: Array) -> Array:

@@ -29,6 +29,7 @@ class Options:
     out_dtype: Any
     interpret: Any
     first_head: int = 0  # the launch's first query head among the call's
+    fold: int = 1  # keys of a row of `k_buffers`
 
 
 class Refs(NamedTuple):

@@ -72,16 +72,18 @@ def attend_tiles(
     options: Options,
 ) -> tuple[Array, Array]:
     """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
-    the last axis, padded to whole lanes.
+    the last axis, padded to whole lanes. Where a row of keys holds several, `q` is `Heads.folded`.
 
     Stacked KV heads count as one. With `heads_apart` heads that have a layout each, `q` is
     (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.
     """
     num_tiles, heads, rows, _ = q.shape
+    out_rows = rows // options.fold
+    width_k, width_v = pages.widths
     apart, config, bias = options.heads_apart, options.config, modifiers.bias
     num_cores, num_buffers = config.num_cores, config.num_buffers
     block_pages = options.block_k // pages.page_size
-    lse_width = -(-rows // LANES) * LANES
+    lse_width = -(-out_rows // LANES) * LANES
 
     def whole(x: Array, memory: Any) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec(memory_space=memory)
@@ -104,14 +106,14 @@ def attend_tiles(
         words = layout.words.reshape(num_tiles, 1, -1)
         inputs["layout"] = words, of_tile(words.shape, num_cores, memory_space=pltpu.SMEM)
 
-    buffer = (num_buffers, block_pages, heads * options.stack, pages.page_size)
+    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     scratch: dict[str, Any] = {
-        "k_buffers": pltpu.VMEM((*buffer, pages.head_dim), pages.k.dtype),
-        "v_buffers": pltpu.VMEM((*buffer, pages.head_dim_v), pages.k.dtype),
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
         "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, pages.head_dim_v), jnp.float32),
+        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if bias is not None:
@@ -120,7 +122,7 @@ def attend_tiles(
 
     names = (*scalars, *inputs, "out", "lse", *scratch)
     kernel = functools.partial(attention_kernel, names=names, options=options, num_tiles=num_tiles)
-    out = (num_tiles, heads, rows, pages.head_dim_v)
+    out = (num_tiles, heads, out_rows, width_v // options.fold)
     lse = (num_tiles, heads, lse_width)
     return pl.pallas_call(
         kernel,

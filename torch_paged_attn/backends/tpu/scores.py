@@ -38,10 +38,16 @@ class Scores:
         sizes: tuple[int, int],
         query_axis: int = 0,
     ) -> "Scores":
-        """`sizes` are the numbers of rows and of keys."""
+        """`sizes` are the numbers of rows and of keys, or of rows of keys.
+
+        Where a row of keys holds several, the rows of queries stand there as often, each time for
+        another one of these keys.
+        """
         shape = sizes if query_axis == 0 else sizes[::-1]
         row, key = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         row, key = (row, key) if query_axis == 0 else (key, row)
+        if options.fold > 1:
+            key = key * options.fold + lax.div(row, jnp.int32(sizes[0] // options.fold))
         return cls(refs, options, tile, first_key, row, key)
 
     @property
@@ -92,9 +98,15 @@ class Scores:
         return visible
 
     def is_seen(self, visible: Array, is_sparse: bool) -> Array:
-        """True for keys (width, 1) that some row of the tile sees; rows are the first axis."""
-        tiles = self.refs.tiles
-        key = lax.broadcasted_iota(jnp.int32, (visible.shape[1], 1), 0)
+        """True for keys (width, 1) that some row of the tile sees, or for the numbers (rows of
+        keys, LANES) of those keys; the tile's rows are the first axis of `visible`.
+        """
+        tiles, fold = self.refs.tiles, self.options.fold
+        shape = (visible.shape[1], LANES if fold > 1 else 1)
+        key = lax.broadcasted_iota(jnp.int32, shape, 0)
+        if fold > 1:
+            lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+            key = key * fold + lax.div(lane, jnp.int32(LANES // fold))
         start, stop = (x[self.tile] - self.first_key for x in (tiles.start, tiles.stop))
         is_seen = (key >= start) & (key < stop)
         if is_sparse:
