@@ -26,7 +26,8 @@ from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
 from torch_paged_attn.backends.tpu.scores import Scores
-from torch_paged_attn.backends.tpu.softmax import MASKED, Softmax, across, product
+from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
+from torch_paged_attn.backends.tpu.token_rows import TokenRows, clear_padding, plan_tiles
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
@@ -46,6 +47,39 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_t
     attention.for_heads(attention.finish)
 
 
+def attention_of_tokens_kernel(
+    *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
+) -> None:
+    """The same with tokens as they lie; it makes its tiles itself, of which there may be fewer."""
+    named = Refs.named(names, refs)
+    core, step = pl.program_id(0), pl.program_id(1)
+    num_cores = options.config.num_cores
+    tile = step * num_cores + core
+    loader = KvLoader(named, options, num_tiles)
+    softmax = Softmax(named.m_i, named.l_i, named.acc)
+    attention = TileAttention(named, loader, softmax, options, tile)
+    rows = TokenRows(named, options, tile)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        plan_tiles(named, options, num_tiles)
+        if options.clears_padding:
+            pl.when(core == 0)(lambda: clear_padding(named, options, FLOOR))
+        attention.for_heads(softmax.reset)
+        pl.when(tile < named.num_tiles[0])(rows.fetch)
+
+    @pl.when(tile < named.num_tiles[0])
+    def _() -> None:
+        rows.arrange()
+        following = dataclasses.replace(rows, tile=tile + num_cores)
+        has_following = following.tile < named.num_tiles[0]
+        pl.when(has_following)(following.fetch)
+        loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
+        rows.begin_results(step > 0)
+        attention.for_heads(lambda heads: attention.finish(heads, rows))
+        rows.write_results(~has_following)
+
+
 @dataclasses.dataclass(frozen=True)
 class TileAttention:
     """One tile against the blocks of keys that it sees."""
@@ -60,19 +94,21 @@ class TileAttention:
         """`body(heads)` for all heads, as many at a time as are computed on together."""
         for_heads(self.softmax.m_i.shape[:2], self.options, body)
 
-    def finish(self, heads: list[Any]) -> None:
+    def finish(self, heads: list[Any], rows: TokenRows | None = None) -> None:
         """Write the results of some heads, of which every key has been folded in."""
-        refs = self.refs
+        refs, options = self.refs, self.options
         for head in heads:
             sink = None if refs.sinks is None else refs.sinks[0, head]
-            out, lse = self.softmax.finish(
-                head, sink, self.options.compute_dtype, self.options.fold
-            )
+            finish = self.softmax.finish if rows is None else self.softmax.finish_rows
+            out, *lse = finish(head, sink, options.compute_dtype, options.fold)
             if refs.out_factor is not None:
                 factor = self.factor(refs.out_factor, head)[: out.shape[0]]
                 out = out * across(factor, out.shape[1])
+            if rows is not None:
+                rows.put(head, out, *lse)
+                continue
             refs.out[0, head] = out.astype(refs.out.dtype)
-            refs.lse[0, pl.ds(head, 1), :] = lse
+            refs.lse[0, pl.ds(head, 1), :] = lse[0]
 
     def of_own_head(self, parts: Sequence[Array]) -> Array:
         """One array (rows, n) of several, one for each stacked KV head: a row is its own head's."""

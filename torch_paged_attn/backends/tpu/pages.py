@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
@@ -111,7 +112,8 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     table = jnp.clip(block_table, 0, num_pages - 1)
     whole = SUBLANES if fold > 1 else 32 // k.dtype.itemsize
     if k.shape[-2] % whole == 0 and keys_per_step(page_size, fold) <= widest_step:
-        start = jnp.arange(batch, dtype=jnp.int32) * max_pages
+        # a constant: XLA has nothing to compute for it
+        start = jnp.asarray(np.arange(batch, dtype=np.int32) * max_pages)
         return Pages(to_bits(k), None if v is None else to_bits(v), table.reshape(-1), start, fold)
     k, v = (None if x is None else with_rows(x, call.head_dim, packed=False) for x in (k, v))
 

@@ -53,7 +53,7 @@ class Scores:
     @property
     def token(self) -> Array:
         """The row's token within the tile."""
-        return self.row & (self.options.tile_q - 1)
+        return (self.row >> (self.options.paired - 1)) & (self.options.tile_q - 1)
 
     def of(
         self, head: Any, products: Array, scale: Any, bias: Array | None
@@ -117,7 +117,9 @@ class Scores:
         """True for the probabilities that dropout keeps."""
         tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
         query = tiles.first_query[self.tile] + self.token
-        of_group = lax.shift_right_logical(self.row, tile_q.bit_length() - 1)
+        paired = self.options.paired
+        of_group = lax.shift_right_logical(self.row, (tile_q * paired).bit_length() - 1)
+        of_group = of_group * paired + (self.row & (paired - 1))
         head = self.options.first_head + head * self.options.group_size + of_group
         head = (tiles.sequence[self.tile] << 16) | head
         column, query, head = (

@@ -138,7 +138,15 @@ class Softmax:
     def finish(
         self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
     ) -> tuple[Array, Array]:
-        """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head.
+        """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head."""
+        out, m, divisor = self.finish_rows(head, sink, dtype, fold)
+        return out, _as_row(m) + jnp.log2(_as_row(divisor))
+
+    def finish_rows(
+        self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
+    ) -> tuple[Array, Array, Array]:
+        """The output (rows, head_dim_v), and the terms of lse in base 2, `m + log2(divisor)`,
+        (rows, LANES), all lanes alike; resets the head.
 
         `sink` (rows, 1) is one logit more. The stores of the reset cost nothing here, where the
         arithmetic takes longer. Rows that stand here `fold` times, each time with some of the keys,
@@ -161,4 +169,4 @@ class Softmax:
         else:
             guess = pl.reciprocal(divisor, approx=True)
             out = acc * across(guess * (2.0 - divisor * guess), acc.shape[1])  # Newton's step
-        return out, _as_row(m) + jnp.log2(_as_row(divisor))
+        return out, m, divisor
