@@ -26,7 +26,9 @@ class Batch:
     has_sinks: bool = False
 
     @classmethod
-    def equal(cls, sequences: int, keys: int, queries: int, page_size: int, **heads: int) -> "Batch":
+    def equal(
+        cls, sequences: int, keys: int, queries: int, page_size: int, **heads: int
+    ) -> "Batch":
         return cls((keys,) * sequences, (queries,) * sequences, page_size, **heads)
 
     @property
@@ -48,7 +50,7 @@ class Batch:
 
     @property
     def live_bytes(self) -> int:
-        """What has to cross HBM whatever the kernel: keys that some query sees, and their values."""
+        """What has to cross HBM whatever the kernel: keys that some query sees, their values."""
         seen = [
             keys if self.window < 0 else min(keys, self.window + queries)
             for keys, queries in zip(self.keys, self.queries, strict=True)
@@ -71,7 +73,10 @@ class Batch:
     def cache(self) -> ShapeDtypeStruct:
         """As the op has it; rows of less than 128 numbers are packed to whole lanes."""
         row = self.page_size * self.head_dim // 128, 128
-        page = (self.num_kv_heads, *(row if self.head_dim < 128 else (self.page_size, self.head_dim)))
+        page = (
+            self.num_kv_heads,
+            *(row if self.head_dim < 128 else (self.page_size, self.head_dim)),
+        )
         return ShapeDtypeStruct((2, self.num_pages, *page), jnp.bfloat16)
 
     @property
@@ -98,7 +103,9 @@ class Batch:
         slots = []
         for row, keys, queries in zip(self.block_table, self.keys, self.queries, strict=True):
             position = np.arange(keys - queries, keys)
-            slots.append(row[position // self.page_size] * self.page_size + position % self.page_size)
+            slots.append(
+                row[position // self.page_size] * self.page_size + position % self.page_size
+            )
         return np.concatenate(slots).astype(np.int32)
 
 

@@ -20,7 +20,9 @@ _INSTRUCTION = re.compile(
     r"^ +(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\("
     r"(?P<operands>[^)]*)\)(?P<rest>.*)$"
 )
-_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<sizes>[\d,]*)\](?:\{(?P<layout>[^}]*)\})?")
+_ARRAY = re.compile(
+    r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<sizes>[\d,]*)\](?:\{(?P<layout>[^}]*)\})?"
+)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 KERNEL = 'custom_call_target="tpu_custom_call"'

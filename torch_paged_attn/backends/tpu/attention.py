@@ -287,12 +287,12 @@ def _attend_tokens(
     factors: Factors,
     launches: list[Options],
 ) -> tuple[Array, Array]:
-    """`out`, and base-2 lse (total_q, num_heads): one launch after the other into the same memory."""
+    """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
     results = None
     for i, options in enumerate(launches):
         if len(launches) > 1:
-            of_launch = {"most_queries": 1} if i == 0 else {"least_queries": 2}
-            options = dataclasses.replace(options, **of_launch)
+            least, most = (1, 1) if i == 0 else (2, options.most_queries)
+            options = dataclasses.replace(options, least_queries=least, most_queries=most)
         options = dataclasses.replace(options, clears_padding=i == 0)
         heads = Heads(
             call.num_heads // options.group_size,

@@ -79,7 +79,9 @@ class Call(_Arguments):
 
     @property
     def head_dim_v(self) -> int:
-        return (self.k if self.v is None else self.v).shape[-1]
+        width = (self.k if self.v is None else self.v).shape[-1]
+        # rows of a cache may hold several keys
+        return width // (self.k.shape[-1] // self.head_dim)
 
     @property
     def scale(self) -> float:

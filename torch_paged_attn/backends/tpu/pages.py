@@ -26,7 +26,7 @@ LEAST_NUMBERS = 16  # of a row that is packed with others
 class Pages(NamedTuple):
     """Page `n` of sequence `b` is `table[table_start[b] + n]`."""
 
-    # (num_pages, num_kv_heads, page_size // fold, fold * head_dim), or k and v as one with 2 in front
+    # (num_pages, num_kv_heads, page_size // fold, fold * head_dim), or k and v as one, 2 in front
     k: Array
     v: Array | None
     table: Array
@@ -105,7 +105,8 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
             (k, v), lambda x, b, j: x[jnp.minimum(first_key[b] + j, x.shape[0] - 1)], lengths, bound
         )
 
-    k, v = (None if x is None else with_rows(x, call.head_dim, packed=fold > 1) for x in (k, v))
+    k = with_rows(k, call.head_dim, packed=fold > 1)
+    v = None if v is None else with_rows(v, call.head_dim_v, packed=fold > 1)
     num_pages, page_size = k.shape[-4], k.shape[-2] * fold
     batch, max_pages = block_table.shape
     # ids are not checked on the device: a wrong one must not read outside the cache
@@ -115,7 +116,8 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
         # a constant: XLA has nothing to compute for it
         start = jnp.asarray(np.arange(batch, dtype=np.int32) * max_pages)
         return Pages(to_bits(k), None if v is None else to_bits(v), table.reshape(-1), start, fold)
-    k, v = (None if x is None else with_rows(x, call.head_dim, packed=False) for x in (k, v))
+    k = with_rows(k, call.head_dim, packed=False)
+    v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
     def stored(x: Array, b: Array, j: Array) -> Array:
         column = jnp.minimum(j // page_size, max_pages - 1)

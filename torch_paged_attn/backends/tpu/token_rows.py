@@ -14,7 +14,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 
 
@@ -175,13 +174,15 @@ class TokenRows:
             first = head * options.group_size
             parts = [(self._part(i), first + at) for i, at in enumerate(firsts)]
         # a query head's statistics go to its lane
+        whole_m, whole_l = refs.lse_m[...], refs.lse_l[...]
         for part, first_head in parts:
             is_own = lane == row + first_head
-            refs.lse_m[...] += jnp.where(is_own, m[part], 0.0)
-            refs.lse_l[...] += jnp.where(is_own, total[part], 0.0)
+            whole_m = jnp.where(is_own, m[part], whole_m)
+            whole_l = jnp.where(is_own, total[part], whole_l)
+        refs.lse_m[...], refs.lse_l[...] = whole_m, whole_l
 
     def _lane_and_row(self) -> tuple[Array, Array]:
-        """Lanes, and which of the heads that lie side by side a row of the statistics belongs to."""
+        """Lanes of the statistics, and which of the heads that take turns a row belongs to."""
         shape = self.refs.lse_m.shape
         lane, row = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 0))
         return lane, row if self.options.tile_q == 1 else row & (self.options.paired - 1)
@@ -192,9 +193,7 @@ class TokenRows:
         if options.tile_q > 1:
             width = refs.out_tokens.shape[2]
             for head, i in self._runs():
-                self._store(
-                    refs.out_tokens, head, i, refs.q[0, head, self._part(i), :width]
-                )
+                self._store(refs.out_tokens, head, i, refs.q[0, head, self._part(i), :width])
         total = refs.lse_l[...]
         lse = refs.lse_m[...] + jnp.log2(jnp.where(total > 0.0, total, 1.0))
         if options.tile_q == 1:
