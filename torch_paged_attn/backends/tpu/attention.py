@@ -273,8 +273,8 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
         and rows % SUBLANES == 0
-        # shorter loads with strides fill no register
-        and (options.tile_q == 1 or options.tile_q >= SUBLANES)
+        # loads with strides are of whole registers, and of rows of 128 numbers
+        and (options.tile_q == 1 or options.tile_q >= SUBLANES and set(pages.widths) == {LANES})
         and options.group_size % options.paired == 0
     )
 

@@ -78,10 +78,12 @@ class TokenRows:
         tiles = self.refs.tiles
         return self.refs.cu_seqlens[tiles.sequence[self.tile]] + tiles.first_query[self.tile]
 
-    def _copies(self, kind: str, at: Array, count: Any) -> list[Any]:
-        """Copies of `count` tokens from `at` on: of queries, or of results."""
+    def _copies(self, kind: str, first: Any, at: Array, count: Any) -> list[Any]:
+        """Copies between tokens here from `first` on and `count` tokens from `at` on in HBM: of
+        queries, or of results.
+        """
         refs = self.refs
-        here, there = pl.ds(0, count), pl.ds(at, count)
+        here, there = pl.ds(first, count), pl.ds(at, count)
         if kind == "queries":
             pair = refs.q_hbm.at[there], refs.q_tokens.at[here]
             return [pltpu.make_async_copy(*pair, refs.token_semaphores.at[0])]
@@ -93,8 +95,19 @@ class TokenRows:
 
     def _move(self, kind: str, do: str) -> None:
         """Start this tile's copies, or wait for them."""
-        for copy in self._copies(kind, self._first_token, self.refs.tiles.num_tokens[self.tile]):
-            getattr(copy, do)()
+        self.move(kind, self._first_token, self.refs.tiles.num_tokens[self.tile], do)
+
+    def move(self, kind: str, at: Array, count: Array, do: str) -> None:
+        """Start copies of `count` tokens from `at` on, or wait for them."""
+
+        def move_some(first: Any, count: Any) -> None:
+            for copy in self._copies(kind, first, at + first, count):
+                getattr(copy, do)()
+
+        if self.options.interpret is True:  # which knows no size that is not a number
+            lax.fori_loop(0, count, lambda i, _: move_some(i, 1), None)
+        else:
+            move_some(0, count)
 
     def fetch(self) -> None:
         """Start the copy of the tile's queries."""
@@ -224,8 +237,7 @@ def clear_padding(refs: Refs, options: Options, absent: float) -> None:
 
         def clear(i: Array, _: None) -> None:
             at = first + i * size
-            for copy in rows._copies("results", at, jnp.minimum(size, total_q - at)):
-                copy.start()
-                copy.wait()
+            for do in ("start", "wait"):
+                rows.move("results", at, jnp.minimum(size, total_q - at), do)
 
         lax.fori_loop(0, lax.div(total_q - first + (size - 1), jnp.int32(size)), clear, None)
