@@ -274,7 +274,7 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         and (slopes is None or slopes.ndim == 1)
         and rows % SUBLANES == 0
         # loads with strides are of whole registers, and of rows of 128 numbers
-        and (options.tile_q == 1 or options.tile_q >= SUBLANES and set(pages.widths) == {LANES})
+        and (options.tile_q == 1 or (options.tile_q >= SUBLANES and set(pages.widths) == {LANES}))
         and options.group_size % options.paired == 0
     )
 
