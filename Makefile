@@ -185,6 +185,7 @@ thorough: install
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/properties
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/triton/test_cross_compile.py
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/neuron tests/tpu -k fuzz
+	$(PYTHON) tests/neuron/mutants.py
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/backends
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/backends --backend triton-interpreter
 

@@ -1,6 +1,7 @@
 """What is installed, which backend answers which op, and what is wrong, for `__main__.py`."""
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import platform
@@ -23,7 +24,9 @@ DEVICES = {
     "tpu / neuron (torch_xla)": "XLA",
     "tpu / neuron (native)": "PrivateUse1",
 }
-PACKAGES = (*_versions.TESTED, "nki", "sentence-transformers", "flash-attn", "rich", "matplotlib")
+# Neuron's packages, and the modules that they bring
+NEURON = {"nki": "nki", "neuronx-cc": "neuronxcc", "torch-neuronx": "torch_neuronx"}
+PACKAGES = (*_versions.TESTED, *NEURON, "sentence-transformers", "flash-attn", "rich", "matplotlib")
 
 
 def missing(key: str) -> str | None:
@@ -76,6 +79,24 @@ def why_no_amx(
     if "amx" in missing:
         return f"the processor has AMX, which is not used: {missing['amx']}"
     return f"the processor has AMX, and PAGED_ATTN_CPU_ISA={forced} asks for {isa}"
+
+
+def neuron_stubs() -> list[str]:
+    """Of each of Neuron's packages that is installed and does not import, what is the matter."""
+    found = []
+    for package, module in NEURON.items():
+        version = _versions.installed(package)
+        if version is None:
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a stub raises ImportError, a broken package whatever it likes
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            found.append(
+                f"{package} {version} does not import ({reason}): PyPI has stubs under the names of"
+                " Neuron's packages, the packages themselves are in Neuron's own repository"
+            )
+    return found
 
 
 def vllm_custom() -> dict[str, Any] | None:
@@ -132,6 +153,7 @@ def report() -> dict[str, Any]:
         version = packages[package]
         if version and (said := _versions.compared(package, version)) != "tested":
             (problems if _versions.is_too_old(package, version) else notes).append(said)
+    notes += neuron_stubs()
     custom = vllm_custom()
     if custom and custom["error"]:
         problems.append(custom["error"])

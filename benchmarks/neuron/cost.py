@@ -24,7 +24,7 @@ from nki_emulator import emulated
 from torch_paged_attn.backends.neuron import BACKEND
 from torch_paged_attn.testing import Layout, Problem, build
 
-LONG = 512  # bytes of a descriptor from which a DMA is efficient
+SHORT, LONG = 512, 2048  # bytes of a descriptor: what a DMA needs at least, and is efficient from
 P = 128
 
 LLAMA = Problem("llama3_8b", (), 32, 8, 128, dtype=torch.bfloat16, page_size=16, cache_layout="hnd")
@@ -52,7 +52,9 @@ class Cost:
     matmuls: int  # products and transpositions on TensorE
     columns: int  # that move through it
     dma_bytes: int
-    long_share: float  # of the bytes, those in descriptors of LONG bytes or more
+    descriptors: int
+    short_share: float  # of the bytes, those in descriptors of less than SHORT bytes
+    long_share: float  # and those in descriptors of LONG bytes or more
     peak: dict[str, int]  # bytes of a partition, by memory
     kv_bytes: int  # every key and value of every sequence once
     least_bytes: int  # that, the queries and the results
@@ -73,6 +75,7 @@ def cost_of(problem: Problem, generation: int = 3, backward: bool = False) -> Co
         engines[engine] += count
         matmuls += count if instruction in ("nc_matmul", "nc_transpose") else 0
     total = sum(t.num_bytes for t in machine.transfers)
+    short = sum(t.num_bytes for t in machine.transfers if t.descriptor_bytes < SHORT)
     long = sum(t.num_bytes for t in machine.transfers if t.descriptor_bytes >= LONG)
     row = 2 * problem.head_dim * problem.dtype.itemsize
     kv_bytes = sum(problem.key_lens) * problem.num_kv_heads * row
@@ -81,6 +84,8 @@ def cost_of(problem: Problem, generation: int = 3, backward: bool = False) -> Co
         matmuls=matmuls,
         columns=machine.tensor_columns,
         dma_bytes=total,
+        descriptors=sum(-(-t.num_bytes // t.descriptor_bytes) for t in machine.transfers),
+        short_share=short / total,
         long_share=long / total,
         peak=dict(machine.peak),
         kv_bytes=kv_bytes,
@@ -88,14 +93,24 @@ def cost_of(problem: Problem, generation: int = 3, backward: bool = False) -> Co
     )
 
 
-def vllm_design(problem: Problem, large_tile: int = 2048) -> tuple[int, int]:
-    """DMA bytes and TensorE instructions of vLLM's `flash_paged_attention` on the same batch.
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """Arithmetic on the source of another kernel, for one call."""
+
+    dma_bytes: int
+    long_share: float  # of the bytes, those in descriptors of LONG bytes or more
+    matmuls: int
+
+
+def vllm_design(problem: Problem, generation: int = 3, large_tile: int = 2048) -> Design:
+    """What vLLM's `flash_paged_attention` needs for the same batch.
 
     Every program serves one KV head. Contexts of all sequences are laid end to end and padded to
     `large_tile` keys; all queries, padded to whole tiles of P (beyond 2048 to a multiple of that),
     meet all of it under a mask from the host, one byte an element here. A context tile is read
     once; the mask, and the queries of each head, once for every context tile and once more for the
-    new keys, whose part above the diagonal is skipped by tiles of 512.
+    new keys, whose part above the diagonal is skipped by tiles of 512. Probabilities are turned by
+    TensorE on the second generation, by DMA after it. Pages are gathered whole, a descriptor each.
     """
     item, dim = problem.dtype.itemsize, problem.head_dim
     group = problem.num_heads // problem.num_kv_heads
@@ -106,15 +121,23 @@ def vllm_design(problem: Problem, large_tile: int = 2048) -> tuple[int, int]:
     tiles = -(-context // large_tile)
     query_tiles = tokens // P
 
-    # keys and values; masks; queries for each context tile and for the new keys; results
-    per_head = tiles * large_tile * 2 * dim * item
-    per_head += query_tiles * P * (tiles * large_tile + tokens)
-    per_head += (tiles + 1) * group * tokens * dim * item
-    per_head += tokens * 2 * dim * item + group * tokens * dim * item
+    pages = problem.page_size or 1
+    # by how long their pieces are: pages; masks of the context; masks of what is new; the queries
+    # of a head along tokens, for each context tile and for the new keys; new keys, results
+    pieces = [
+        (tiles * large_tile * 2 * dim * item, pages * dim * item),
+        (query_tiles * P * tiles * large_tile, large_tile),
+        (query_tiles * P * tokens, tokens),
+        ((tiles + 1) * group * tokens * dim * item, step * item),
+        (tokens * 2 * dim * item + group * tokens * dim * item, dim * item),
+    ]
+    per_head = sum(num_bytes for num_bytes, _ in pieces)
+    long = sum(num_bytes for num_bytes, piece in pieces if piece >= LONG)
+    turned = 1 if generation < 3 else 0
 
     def products(keys: int, score_tiles: int) -> int:
-        """Scores by 512 keys, then a transposition and a product for each 128."""
-        return score_tiles + 2 * (keys // P)
+        """Scores by 512 keys, then a product, and maybe a transposition, for each 128."""
+        return score_tiles + (1 + turned) * (keys // P)
 
     matmuls = tiles * (large_tile // P)  # keys are turned
     matmuls += tiles * query_tiles * group * products(large_tile, large_tile // 512)
@@ -122,7 +145,8 @@ def vllm_design(problem: Problem, large_tile: int = 2048) -> tuple[int, int]:
     for tile in range(query_tiles):
         live = min(-(-tokens // width), tile * P // width + 1)
         matmuls += group * products(tokens, live)
-    return per_head * problem.num_kv_heads, matmuls * problem.num_kv_heads
+    kv_heads = problem.num_kv_heads
+    return Design(per_head * kv_heads, long / per_head, matmuls * kv_heads)
 
 
 def flash_attn_bwd_design(problem: Problem) -> Cost:
@@ -154,6 +178,8 @@ def flash_attn_bwd_design(problem: Problem) -> Cost:
         matmuls=problem.num_heads * (key_tiles * steps + pairs * (6 + 2 * steps)),
         columns=problem.num_heads * (key_tiles * width + pairs * (2 * P + 6 * width)),
         dma_bytes=problem.num_heads * num_bytes,
+        descriptors=0,
+        short_share=0.0,
         long_share=0.0,
         peak={},
         kv_bytes=0,
@@ -205,20 +231,26 @@ def backward_table(generation: int) -> list[str]:
 def table(generation: int) -> list[str]:
     """A Markdown table, one row for each case."""
     lines = [
-        "| call | DMA, MiB | least | in descriptors of 512 bytes or more | TensorE | VectorE |"
-        " ScalarE | SBUF peak, KiB | DMA, vLLM's design | TensorE, vLLM's design |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| call | DMA, MiB | least | descriptors | bytes in those of 512 B or more |"
+        " of 2 KiB or more | TensorE | VectorE | ScalarE | SBUF peak, KiB |"
+        " vLLM's design: DMA | of 2 KiB or more | TensorE |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for problem in CASES:
         cost = cost_of(problem, generation)
-        dense = "", ""
+        dense = "", "", ""
         if problem.layout is None:
-            num_bytes, matmuls = vllm_design(problem)
-            dense = f"{num_bytes / 2**20:.0f}", f"{matmuls:,}"
+            design = vllm_design(problem, generation)
+            dense = (
+                f"{design.dma_bytes / 2**20:.0f}",
+                f"{design.long_share:.0%}",
+                f"{design.matmuls:,}",
+            )
         engines = (cost.instructions.get(e, 0) for e in ("vector", "scalar"))
         lines.append(
             f"| {problem.name.partition('/')[2]} | {cost.dma_bytes / 2**20:.1f} |"
-            f" {cost.least_bytes / 2**20:.1f} | {cost.long_share:.1%} | {cost.matmuls:,} |"
+            f" {cost.least_bytes / 2**20:.1f} | {cost.descriptors:,} |"
+            f" {1 - cost.short_share:.1%} | {cost.long_share:.0%} | {cost.matmuls:,} |"
             f" {' | '.join(f'{n:,}' for n in engines)} | {cost.peak['sbuf'] / 1024:.0f} |"
             f" {' | '.join(dense)} |"
         )

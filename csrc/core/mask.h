@@ -180,7 +180,8 @@ PAGED_ATTN_INLINE bool all_visible(const Attention& a, const Sequence& s, int64_
   const KeyRange of_last = visible_keys(a, s, last);
   KeyRange of_first = visible_keys(a, s, first);
   if (a.tail) of_first.end = min64(of_first.end, s.k_len - s.q_len);
-  bool all = !has_ragged_blocks(a);
+  // the last tokens may see nothing: windows that lie past all keys, or between keys dealt out
+  bool all = !has_ragged_blocks(a) && of_last.end > of_last.begin;
   for (int i = 0; i < block.num_segments; ++i) {
     const Segment& segment = block.segments[i];
     const int64_t shift = segment.key - segment.begin;

@@ -99,6 +99,26 @@ def test_the_kernels_of_hopper(total_q, said, kernel):
     assert path.kernel == kernel and path.workspace > 0
 
 
+@pytest.mark.parametrize("is_paged", [False, True], ids=["packed", "paged"])
+def test_no_bit_depends_on_a_hint_where_the_batch_may_not_matter(is_paged):
+    """On Hopper a hint chooses among kernels and tiles; with batch_invariant there is no choice."""
+    args, options = paged(64, device="cuda")
+    if not is_paged:
+        q = empty(args[0].fake_mode, 2048, 16, 64, device="cuda")
+        starts = empty(args[0].fake_mode, 33, dtype=torch.int32, device="cuda")
+        args, options = (q, q, q, starts), {}
+
+    def paths(**more):
+        found = [
+            explain("flash_varlen", *args, max_seqlen_q=hint, max_seqlen_k=hint, **options, **more)
+            for hint in (1, 8, 200, 512, 4096)
+        ]
+        return {f"{x.paths['triton'].kernel} {x.paths['triton'].details}" for x in found}
+
+    assert len(paths(batch_invariant=True, target="sm90:132")) == 1
+    assert len(paths(target="sm90:132")) > 1
+
+
 def test_another_chip_has_the_portable_kernel():
     args, options = paged(8192, device="cuda")
     path = explain("flash_varlen", *args, **options, target="gfx942:304").paths["triton"]

@@ -16,7 +16,7 @@ CASES = {problem.name.partition("/")[2]: problem for problem in cost.CASES}
 @pytest.mark.parametrize("name", ["prefill_1024", "chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
 def test_little_is_read_twice_and_in_long_pieces(name):
     counted = cost.cost_of(CASES[name])
-    assert counted.long_share >= 0.95
+    assert counted.short_share <= 0.05
     assert counted.dma_bytes <= 1.15 * counted.least_bytes
     # half of a bank's eight, and two items' keys fit beside what a stack keeps
     assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
@@ -24,9 +24,9 @@ def test_little_is_read_twice_and_in_long_pieces(name):
 
 @pytest.mark.parametrize("name", ["prefill_1024", "decode_b8_ctx1k", "mixed"])
 def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
-    counted = cost.cost_of(CASES[name])
-    num_bytes, matmuls = cost.vllm_design(CASES[name])
-    assert counted.dma_bytes < num_bytes and counted.matmuls < matmuls
+    """On the second generation, where either turns probabilities by products."""
+    counted, design = cost.cost_of(CASES[name]), cost.vllm_design(CASES[name], generation=2)
+    assert counted.dma_bytes < design.dma_bytes and counted.matmuls < design.matmuls
 
 
 @pytest.mark.parametrize("name", ["2048, causal", "2048"])

@@ -109,7 +109,7 @@ def test_predicated_copy_selects_and_does_not_multiply():
     out = tile(x)
     nisa.tensor_copy_predicated(out, 0.0, tile(mask))
     np.testing.assert_array_equal(out.read(), np.where(mask, 0, x))
-    nisa.tensor_copy_predicated(out, tile(np.ones_like(x)), tile(mask), reverse_pred=True)
+    nisa.tensor_copy_predicated(out, 1.0, tile(mask), reverse_pred=True)
     np.testing.assert_array_equal(out.read(), np.where(mask, 0.0, 1.0))
 
 

@@ -205,6 +205,22 @@ FAULTS = {
         "a predicate of float32",
         lambda: nisa.tensor_copy_predicated(ones(8, 4), 0.0, ones(8, 4)),
     ),
+    "a constant of another kind": (
+        "int into float32",
+        lambda: nisa.tensor_copy_predicated(ones(8, 4), 0, ones(8, 4, dtype=nl.uint8)),
+    ),
+    "a tensor where the predicate is 0": (
+        "reverse_pred with a tensor",
+        lambda: nisa.tensor_copy_predicated(
+            ones(8, 4), ones(8, 4), ones(8, 4, dtype=nl.uint8), reverse_pred=True
+        ),
+    ),
+    "a predicate of rank 5": (
+        "rank 5; at most 4",
+        lambda: nisa.tensor_copy_predicated(
+            ones(8, 1, 1, 1, 4), 0.0, ones(8, 1, 1, 1, 4, dtype=nl.uint8)
+        ),
+    ),
     "integers overflow": (
         "overflows uint32",
         lambda: nisa.tensor_tensor(

@@ -13,6 +13,7 @@ from nki_emulator.signatures import (
     ISA,
     LANGUAGE,
     METHODS,
+    NEWER,
     same_parameters,
 )
 from nki_emulator.tensor import NkiTensor
@@ -50,6 +51,14 @@ FAULTS = {
     "unexpected keyword argument 'mask'": "nisa.tensor_copy(dst=x, src=x, mask=x)",
     "missing a required argument: 'src'": "nisa.tensor_copy(dst=x)",
     "which no kernel file defines": "print(x)",
+    "unexpected keyword argument 'engine'": "nisa.activation(x, x, x, engine=x)",
+    "a branch on t, which": "t = nl.ndarray((1, 1), nl.float32)\n    if t:\n        pass",
+    "a branch on r, which": "r = nisa.register_alloc(1)\n    y = 1 if r == 2 else 3",
+    "a branch on i, which": "def body(i):\n        if i == 0:\n            pass\n"
+    "    nl.fori_loop(0, 2, body)",
+    "an operator on a register": "r = nisa.register_alloc(1)\n    y = r + 1",
+    "inner closes over a tile": "t = nl.ndarray((1, 1), nl.float32)\n"
+    "    def inner():\n        nisa.memset(dst=t, value=0.0)\n    inner()",
     "body rebinds y": "y = 1\n    def body(i):\n        y = 2\n    nl.fori_loop(0, 2, body)",
 }
 
@@ -69,6 +78,11 @@ CLASSES = {
     "no plain @dataclass": "@dataclass(frozen=True)\nclass A(nl.NKIObject):\n    x: int",
     "else than fields": "@dataclass\nclass A(nl.NKIObject):\n    def f(self):\n        pass",
 }
+
+
+def test_shapes_are_known_to_a_branch():
+    body = "t = nl.ndarray((1, 1), nl.float32)\n    if t.shape[0] == 1:\n        pass"
+    assert lint(f"def kernel(x):\n    {body}") == []
 
 
 @pytest.mark.parametrize("fault", CLASSES)
@@ -91,4 +105,7 @@ def modules():
 def test_signatures_are_the_documented_ones(table, module):
     for name, documented in table.items():
         found = inspect.signature(getattr(module, name))
-        assert same_parameters(documented, found), f"{name}{found}"
+        allowed = [documented]
+        if table is ISA and module is not nisa:  # the emulator has what both releases have
+            allowed.append(NEWER.get(name, documented))
+        assert any(same_parameters(x, found) for x in allowed), f"{name}{found}"

@@ -67,6 +67,17 @@ def test_the_self_test_finds_a_wrong_kernel(monkeypatch):
     assert "the self-test of cpu failed: AssertionError" in known["problems"][0]
 
 
+def test_a_stub_of_neurons_packages_is_named(tmp_path, monkeypatch):
+    metadata = tmp_path / "nki-0.0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nki\nVersion: 0.0.1\n")
+    (tmp_path / "nki.py").write_text("raise ImportError('WRONG PACKAGE')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nki", raising=False)
+    [said] = _doctor.neuron_stubs()
+    assert "nki 0.0.1 does not import (WRONG PACKAGE): PyPI has stubs" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "isa", "missing", "said"),
     [

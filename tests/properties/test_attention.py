@@ -127,6 +127,43 @@ LARGE_LOGITS = Problem(
     page_size=32,
     softmax_scale=1.0,
 )
+# and a row of hundreds whose one large logit is unlucky
+UNLUCKY_LOGIT = Problem(
+    "unlucky_logit",
+    ((24, 0),),
+    num_heads=24,
+    num_kv_heads=3,
+    head_dim=128,
+    head_dim_v=8,
+    kv_dtype=torch.int8,
+    out_dtype=torch.float32,
+    page_size=1,
+    causal=False,
+    alibi="heads",
+    dropout_p=0.1,
+    tail=True,
+    batch_invariant=True,
+)
+# the window of the last query lies between the keys of this rank
+WINDOW_OF_ANOTHER_RANK = Problem(
+    "window_of_another_rank",
+    ((2, 16),),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    window_size_left=1,
+    key_ranks=2,
+    key_interleave=16,
+)
+WINDOW_PAST_ALL_KEYS = Problem(
+    "window_past_all_keys",
+    ((2, 14),),
+    num_heads=1,
+    num_kv_heads=1,
+    dtype=torch.bfloat16,
+    window_size_left=1,
+    q_positions=(16,),
+)
 LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 
 
@@ -138,6 +175,9 @@ LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 @example(LONG_SUMS)
 @example(LEFT_BY_DROPOUT)
 @example(LARGE_LOGITS)
+@example(UNLUCKY_LOGIT)
+@example(WINDOW_OF_ANOTHER_RANK)
+@example(WINDOW_PAST_ALL_KEYS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())

@@ -3,14 +3,29 @@
 import dataclasses
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 import torch_paged_attn
-from torch_paged_attn.testing import assert_accurate, build
+from torch_paged_attn.testing import Problem, assert_accurate, build
 from torch_paged_attn.testing.strategies import problems
+
+# all rows of a sequence have one result, and its luck
+ROWS_ALIKE = Problem(
+    "rows_alike",
+    ((1, 0), (27, -20)),
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=1,
+    padding_rows=1,
+    causal=False,
+    softmax_scale=0.0,
+    descale="scalar",
+    seed=2482,
+)
 
 
 @given(problems())
+@example(ROWS_ALIKE)
 def test_what_is_written_is_attended(problem):
     page_size = problem.page_size or 5
     if problem.cache_layout == "mla":  # one storage for keys and values cannot be written twice

@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_paged_attn import reference
@@ -12,6 +12,7 @@ from torch_paged_attn.ops.lacking import OF_BACKWARD
 from torch_paged_attn.reference import BASELINE
 from torch_paged_attn.testing import assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
+from torch_paged_attn.testing.problems import Problem
 from torch_paged_attn.testing.strategies import layouts, problems
 
 # what the CPU's backward has of the arguments that a backend may lack
@@ -19,6 +20,18 @@ HAS = frozenset(OF_BACKWARD) - frozenset(BACKEND.lacks_in_backward)
 trained = st.one_of(
     problems(trains=True, optional=HAS),
     problems(layouts, trains=True, optional=HAS - {"key_ranks"}),
+)
+# the window of the last query lies between the keys of this rank
+WINDOW_OF_ANOTHER_RANK = Problem(
+    "window_of_another_rank",
+    ((2, 16),),
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    window_size_left=1,
+    tail=True,
+    key_ranks=2,
+    key_interleave=16,
 )
 masks = st.one_of(st.just((True,) * 5), st.tuples(*[st.booleans()] * 5))
 
@@ -46,7 +59,28 @@ def test_the_rule_lets_the_formula_pass(problem, seed):
         assert_accurate_gradients(found, truth)
 
 
+# 24 numbers, whose probabilities a kernel scales by what dropout leaves after it rounds them
+FEW_NUMBERS = Problem(
+    "few_numbers",
+    ((3, 5),),
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=1,
+    dtype=torch.bfloat16,
+    lengths="cu_seqlens_k",
+    fused_qkv=True,
+    dropout_p=0.1,
+    tail=True,
+    key_ranks=2,
+    key_rank=1,
+    key_interleave=3,
+    seed=14382,
+)
+
+
 @given(trained, st.integers(0, 2**16))
+@example(WINDOW_OF_ANOTHER_RANK, 0)
+@example(FEW_NUMBERS, 20373)
 def test_gradients_agree_with_the_reference(problem, seed):
     call, *given = backward_of(problem, seed)
     assert_accurate_gradients(call.backward(*given).run(), call.gradients(*given[:2]))

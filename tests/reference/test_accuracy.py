@@ -115,6 +115,21 @@ def test_lse(error, rows, dtype):
         assert_accurate(out, lse, truth)
 
 
+def test_products_added_up_one_by_one():
+    """Products that point one way have long partial sums, each of which float32 rounds."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, 1, 128, generator=g) + 0.5 for n in (2048, 1))
+    k, v = (64 * k).round(), torch.ones(1, 1, 128)
+    truth = Truth.of(flash_varlen, q, k, v, cumulative([2048]), cumulative([1]))
+    dots = torch.zeros(2048)
+    for x, y in zip(q[:, 0].T, k[0, 0], strict=True):
+        dots += x * y
+    lse = dots[None] * 128**-0.5
+    assert_accurate(v.expand_as(q), lse, truth)
+    with pytest.raises(AssertionError, match="softmax_lse is off by"):
+        assert_accurate(v.expand_as(q), lse * (1 + 2e-6), truth)
+
+
 def test_rows_without_a_key_are_exact():
     _, truth = problem(64)
     out, lse = torch.zeros(17, 4, 64), torch.full((4, 17), -math.inf)

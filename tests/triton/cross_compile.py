@@ -239,6 +239,7 @@ class Kernel:
     matrix_instructions: int
     is_float32: bool  # its products run on the plain units
     own_float8: int  # instructions that convert to or from float8, in the chip's sense of it
+    fused: int  # products that the compiler fused with sums without being asked, on NVIDIA's chips
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -253,6 +254,9 @@ class Kernel:
             found.append("no matrix instruction")
         if self.own_float8 and arch == "gfx942":
             found.append("float8 in the chip's own format, which is not OCP's")
+        if call in INVARIANT and self.fused > 0:
+            # which of two it takes differs from row to row of a tile
+            found.append(f"{self.fused} sums whose rounding is the compiler's choice")
         return found
 
 
@@ -343,6 +347,9 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
 
 CALLS = _calls()
 
+# calls of which the bits of a row do not depend on the others
+INVARIANT = {n for n, problem in (PROBLEMS | MORE | EXTENDED).items() if problem.batch_invariant}
+
 
 def _local_memory(cubin: bytes) -> tuple[int, int]:
     """Registers, and bytes of stack and local memory, of a kernel for NVIDIA."""
@@ -358,8 +365,16 @@ def _local_memory(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack) + int(local)
 
 
+def _fused(ptx: str, llvm: str) -> int:
+    """How many products are fused with sums in PTX beyond those that LLVM's code asks for (some of
+    which are in branches that PTX does without).
+    """
+    asked = re.findall(r"call .*@llvm\.(?:nvvm\.)?fma(?:\.v(\d+))?", llvm)
+    return max(len(re.findall(r"\bfma\.rn\.\S*f32\b", ptx)) - sum(int(n or 1) for n in asked), 0)
+
+
 def _read(arch: str, name: str, binary) -> Kernel:
-    scalar_spills = 0
+    scalar_spills = fused = 0
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
 
@@ -372,13 +387,16 @@ def _read(arch: str, name: str, binary) -> Kernel:
     else:
         text = binary.asm["ptx"]
         registers, spills = _local_memory(binary.asm["cubin"])
+        fused = _fused(text, binary.asm["llir"])
     # Gluon's kernels begin further down
     code = binary.asm.get("ttir") or binary.asm["ttgir"]
     is_float32 = not re.search(r"(tt\.dot|warp_group_dot) .*x(bf16|f16|f8E\w+)", code)
     count = len(re.findall(CHIPS[arch][4], text))
     shared = binary.metadata.shared
     own_float8 = len(re.findall(r"\bv_cvt_\w*(fp8|bf8)", text))
-    return Kernel(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8)
+    return Kernel(
+        name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused
+    )
 
 
 @contextlib.contextmanager

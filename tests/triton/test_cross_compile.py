@@ -27,6 +27,7 @@ FEW = {
     # of the arguments that a backend may lack
     ("sm90", "deepseek_mla/latent/bf16"),
     ("gfx942", "dcp/window_alibi/f32"),
+    ("sm90", "rl/invariant/f16"),
 }
 
 

@@ -10,9 +10,11 @@ import inspect
 from collections.abc import Iterator
 
 from nki_emulator import language
-from nki_emulator.signatures import ISA, LANGUAGE, METHODS, signature
+from nki_emulator.signatures import ISA, LANGUAGE, METHODS, NEWER, signature
 
 ENUMS = {"dge_mode", "engine", "matmul_perf_mode", "nc_version", "oob_mode", "reduce_cmd"}
+TILES = "nl.ndarray", "nl.shared_identity_matrix"
+REGISTERS = ("nisa.register_alloc",)
 BUILTINS = {"float", "int", "len", "max", "min", "range"}
 
 REFUSED: dict[type[ast.AST], str] = {
@@ -66,7 +68,9 @@ def _lint_class(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
 
 
 def _lint(function: ast.FunctionDef, callees: set[str]) -> Iterator[tuple[int, str]]:
-    tiles = _tiles(function)
+    tiles = _made_by(function, TILES)
+    on_chip = tiles | _made_by(function, REGISTERS) | _loop_numbers(function)
+    bodies = _loop_bodies(function)
     for node in ast.walk(function):
         line = getattr(node, "lineno", function.lineno)
         if type(node) in REFUSED:
@@ -80,10 +84,17 @@ def _lint(function: ast.FunctionDef, callees: set[str]) -> Iterator[tuple[int, s
             if node is not function:
                 for name in sorted(_bound(node) & _bound(function, inner=False)):
                     yield node.lineno, f"{node.name} rebinds {name} of the function around it"
+                if node.name not in bodies and _read(node) & tiles:
+                    yield node.lineno, f"{node.name} closes over a tile, and is no loop's body"
+        elif isinstance(node, ast.If | ast.IfExp | ast.Assert):
+            for name in sorted(_tested(node.test) & on_chip):
+                yield line, f"a branch on {name}, which is known on the chip alone"
         elif isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare):
             operands = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
             if any(_root(operand) in tiles for operand in operands):
                 yield line, "an operator on a tile"
+            elif any(_root(operand) in on_chip for operand in operands):
+                yield line, "an operator on a register"
         elif isinstance(node, ast.For) and not _is_call(node.iter, "range"):
             yield line, "a loop over something else than range"
         elif isinstance(node, ast.Attribute):
@@ -118,20 +129,21 @@ def _lint_call(call: ast.Call, callees: set[str]) -> Iterator[tuple[int, str]]:
         yield call.lineno, f"a call of {name}, which has no documented signature"
         return
     keywords = {k.arg or "**": None for k in call.keywords}
-    bound: inspect.Signature = signature(table[attribute])
-    try:
-        bound.bind(*[None] * len(call.args), **keywords)
-    except TypeError as error:
-        yield call.lineno, f"{name}: {error}"
+    newer = [NEWER[attribute]] if table is ISA and attribute in NEWER else []
+    for parameters in (table[attribute], *newer):
+        bound: inspect.Signature = signature(parameters)
+        try:
+            bound.bind(*[None] * len(call.args), **keywords)
+        except TypeError as error:
+            yield call.lineno, f"{name}: {error}"
 
 
 def _is_call(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 
-def _tiles(function: ast.FunctionDef) -> set[str]:
-    """Names that hold what `nl.ndarray` and its views return."""
-    makers = ("nl.ndarray", "nl.shared_identity_matrix")
+def _made_by(function: ast.FunctionDef, makers: tuple[str, ...]) -> set[str]:
+    """Names that hold what one of these calls returns."""
     return {
         target.id
         for node in ast.walk(function)
@@ -139,6 +151,46 @@ def _tiles(function: ast.FunctionDef) -> set[str]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+
+
+def _loop_bodies(function: ast.FunctionDef) -> set[str]:
+    """Names of the functions that `nl.fori_loop` takes."""
+    return {
+        node.args[2].id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and _is_call(node, "nl.fori_loop")
+        if len(node.args) > 2 and isinstance(node.args[2], ast.Name)
+    }
+
+
+def _loop_numbers(function: ast.FunctionDef) -> set[str]:
+    """The parameter of each loop body: a register."""
+    bodies = _loop_bodies(function)
+    return {
+        argument.arg
+        for node in ast.walk(function)
+        if isinstance(node, ast.FunctionDef) and node.name in bodies
+        for argument in node.args.args
+    }
+
+
+def _read(function: ast.FunctionDef) -> set[str]:
+    """Names that a function reads."""
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    return {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
+
+
+def _tested(test: ast.expr) -> set[str]:
+    """Names whose value decides a test: not those of which it asks for a shape or a dtype."""
+    if isinstance(test, ast.Attribute):
+        return set()
+    if isinstance(test, ast.Name):
+        return {test.id}
+    return {name for node in ast.iter_child_nodes(test) for name in _tested_of(node)}
+
+
+def _tested_of(node: ast.AST) -> set[str]:
+    return _tested(node) if isinstance(node, ast.expr) else set()
 
 
 def _root(node: ast.expr) -> str:

@@ -1,7 +1,8 @@
 """The signatures of NKI 0.6 that kernels here may use, as its documentation gives them.
 
-The emulator is checked against this table, the linter binds every call to it, and where the wheel
-is installed the wheel is checked against it too.
+The emulator is checked against this table, the linter binds every call to it and to what 0.7 has
+otherwise (`NEWER`), and where the wheel is installed the wheel is checked against both, too.
+`tests/neuron/test_published.py` holds the tables against what AWS publishes.
 """
 
 import inspect
@@ -33,6 +34,13 @@ ISA = {
     "tensor_scalar": "dst, data, op0, operand0, reverse0=False, op1=None, operand1=None,"
     " reverse1=False, engine=0, name=None",
     "tensor_tensor": "dst, data1, data2, op, engine=0, name=None",
+}
+# what 0.7 has otherwise
+NEWER = {
+    "activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None,"
+    " reduce_cmd=0, engine=0, name=None",
+    "scalar_tensor_tensor": "dst, data, op0, operand0, op1, operand1, reverse0=False,"
+    " reverse1=False, reduce_cmd=0, reduce_op=0, reduce_res=None, name=None",
 }
 LANGUAGE = {
     "ds": "start, size",

@@ -1,6 +1,6 @@
 """Contract of `paged_attn::merge_states`: attention over the union of disjoint key sets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,22 +23,24 @@ OP = "merge_states"
 
 def check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Raise for metadata the contract forbids."""
-    check_parts(OP, out_a, lse_a, out_b, lse_b)
+    check_parts(OP, {"out_a": out_a, "out_b": out_b}, {"lse_a": lse_a, "lse_b": lse_b})
 
 
-def check_parts(op: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """The rules for two parts, for the backward too."""
-    check_dim(op, "out_a", out_a, "(total_q, num_heads, head_dim_v)")
-    check_dtype(op, "out_a", out_a, FLOAT)
-    check_dtype(op, "out_b", out_b, (out_a.dtype,))
-    check_shape(op, "out_b", out_b, tuple(out_a.shape), "out_a's shape")
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_dtype(op, name, lse, (torch.float32,))
-        check_shape(op, name, lse, (out_a.shape[1], out_a.shape[0]), "(num_heads, total_q)")
-    check_devices(op, out_a.device, {"lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
+def check_parts(op: str, outs: dict[str, Tensor], lses: dict[str, Tensor]) -> None:
+    """The rules for parts, for the backward too: one or more, by the names of their arguments."""
+    name, first = next(iter(outs.items()))
+    check_dim(op, name, first, "(total_q, num_heads, head_dim_v)")
+    check_dtype(op, name, first, FLOAT)
+    for other, out in outs.items():
+        check_dtype(op, other, out, (first.dtype,))
+        check_shape(op, other, out, tuple(first.shape), f"{name}'s shape")
+    for other, lse in lses.items():
+        check_dtype(op, other, lse, (torch.float32,))
+        check_shape(op, other, lse, (first.shape[1], first.shape[0]), "(num_heads, total_q)")
+    check_devices(op, first.device, {**outs, **lses})
 
 
-def check_values(*_args: Tensor) -> None:
+def check_values(*_args: Any, **_options: Any) -> None:
     """Every value is allowed."""
 
 
@@ -61,14 +63,24 @@ class MergeDerivative:
     def backward(
         self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
+        *parts, out, softmax_lse = ctx.saved_tensors
         dout, dlse = gradients
-        saved = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(saved[4])
+        dout = torch.zeros_like(out) if dout is None else dout
+        dtype = parts[0].dtype  # a part is of one dtype with what it is a part of
         operator = torch.ops.paged_attn.merge_states_backward.default
         function = paths.profiled("merge_states_backward", operator)
-        found = function(dout, dlse, *saved)
+
+        def of_two(*pair: Tensor) -> tuple[Tensor, ...]:
+            return function(dout.to(dtype), dlse, *pair, out.to(dtype), softmax_lse)
+
+        found = self.gradients(parts, of_two)
         return tuple(x if is_asked else None for x, is_asked in zip(found, asked, strict=True))
+
+    def gradients(
+        self, parts: list[Tensor], of_two: Callable[..., tuple[Tensor, ...]]
+    ) -> Sequence[Tensor]:
+        """Those of all arguments, from a function that has those of two parts."""
+        return of_two(*parts)
 
 
 _merge_states = define(
@@ -89,22 +101,13 @@ def check_list(
         fail(OP, "outs", "is empty", "at least one part")
     if len(lses) != len(outs):
         fail(OP, "lses", f"has {len(lses)} parts", f"as many as outs, {len(outs)}")
-    first = outs[0]
-    check_dim(OP, "outs[0]", first, "(total_q, num_heads, head_dim_v)")
-    check_dtype(OP, "outs[0]", first, FLOAT)
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_dtype(OP, f"outs[{i}]", out, (first.dtype,))
-        check_shape(OP, f"outs[{i}]", out, tuple(first.shape), "the first part's shape")
-        check_dtype(OP, f"lses[{i}]", lse, (torch.float32,))
-        sizes = (first.shape[1], first.shape[0])
-        check_shape(OP, f"lses[{i}]", lse, sizes, "(num_heads, total_q)")
-        check_devices(OP, first.device, {f"outs[{i}]": out, f"lses[{i}]": lse})
+    check_parts(
+        OP,
+        {f"outs[{i}]": out for i, out in enumerate(outs)},
+        {f"lses[{i}]": lse for i, lse in enumerate(lses)},
+    )
     if out_dtype is not None and out_dtype not in FLOAT:
         fail(OP, "out_dtype", f"is {names((out_dtype,))}", names(FLOAT))
-
-
-def check_values_list(*_args: Any, **_options: Any) -> None:
-    """Every value is allowed."""
 
 
 def fake_list(
@@ -131,46 +134,31 @@ def composed_list(
     return merged.to(out_dtype or outs[0].dtype), lse
 
 
-class ListDerivative:
+class ListDerivative(MergeDerivative):
     """The derivative of the list form, whose arguments come here one after the other: each part's
     is that of `merge_states`, which knows nothing of the other parts but the results.
     """
 
-    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Every call has one."""
-
-    def save(
-        self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
-    ) -> None:
-        ctx.save_for_backward(*args, *results)
-
-    def backward(
-        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor | None, ...]:
-        *parts, out, softmax_lse = ctx.saved_tensors
-        dout, dlse = gradients
-        number, dtype = len(parts) // 2, parts[0].dtype
+    def gradients(
+        self, parts: list[Tensor], of_two: Callable[..., tuple[Tensor, ...]]
+    ) -> Sequence[Tensor]:
+        number = len(parts) // 2
         outs, lses = parts[:number], parts[number:]
-        dout = torch.zeros_like(out) if dout is None else dout
-        # a part is of one dtype with what it is a part of
-        whole = dout.to(dtype), dlse, out.to(dtype), softmax_lse
-        douts, dlses = [], []
+        douts: list[Tensor] = []
+        dlses: list[Tensor] = []
         for i in range(0, number, 2):
             j = min(i + 1, number - 1)
-            found = torch.ops.paged_attn.merge_states_backward.default(
-                *whole[:2], outs[i], lses[i], outs[j], lses[j], *whole[2:]
-            )
+            found = of_two(outs[i], lses[i], outs[j], lses[j])
             douts += found[:1] if i == j else found[::2]
             dlses += found[1:2] if i == j else found[1::2]
-        found = (*douts, *dlses)
-        return tuple(x if is_asked else None for x, is_asked in zip(found, asked, strict=True))
+        return *douts, *dlses
 
 
 _merge_states_list = define(
     "merge_states.list(Tensor[] outs, Tensor[] lses, *, ScalarType? out_dtype=None)"
     " -> (Tensor out, Tensor softmax_lse)",
     check=check_list,
-    check_values=check_values_list,
+    check_values=check_values,
     fake=fake_list,
     derivative=ListDerivative(),
     composed=composed_list,

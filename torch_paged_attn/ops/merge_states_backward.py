@@ -24,7 +24,7 @@ def check(
     softmax_lse: Tensor,
 ) -> None:
     """Raise for metadata the contract forbids."""
-    check_parts(OP, out_a, lse_a, out_b, lse_b)
+    check_parts(OP, {"out_a": out_a, "out_b": out_b}, {"lse_a": lse_a, "lse_b": lse_b})
     for name, tensor in (("dout", dout), ("out", out)):
         check_dtype(OP, name, tensor, (out_a.dtype,))
         check_shape(OP, name, tensor, tuple(out_a.shape), "out_a's shape")

@@ -137,11 +137,22 @@ class Scored:
         return p.masked_fill(~self.keep, 0.0) / (1.0 - self.call.dropout_p)
 
     def magnitudes(self) -> Tensor:
-        """What each logit adds up, in size."""
-        products = self.q.abs() @ self.k.abs().mT
+        """What each logit adds up, in size.
+
+        Added up one by one, n products are rounded as n partial sums. Where all point one way, as
+        those of the key that wins a row do, these are larger together than the products: in any
+        order, their squares are a third of n times the sum's and a sixth of n times the products'.
+        """
+        pairs = [(self.q, self.k)]
         if self.latent is not None:
-            products = products + self.latent.abs() @ self.v.abs().mT
-        products = products * abs(self.call.scale)
+            pairs.append((self.latent, self.v))
+        none = self.q.new_zeros(())
+        sizes = sum((x.abs() @ y.abs().mT for x, y in pairs), none)
+        whole = sum((x @ y.mT for x, y in pairs), none)
+        squares = sum((x.square() @ y.square().mT for x, y in pairs), none)
+        count = sum(x.shape[-1] for x, _ in pairs)
+        partial = (count * (whole.square() / 3.0 + squares / 6.0)).sqrt()
+        products = sizes.maximum(partial) * abs(self.call.scale)
         terms = (term.abs() for term in self.terms)
         return sum(terms, products).masked_fill(~self.visible, 0.0)
 

@@ -167,7 +167,12 @@ class GradientObserver:
         row_along = rounded + (golden.abs() * float32).sum(-1)
         row_along += 2.0 * ((off * parts).norm(dim=-1) + (golden.abs() * together).sum(-1))
 
-        luck = 2.0 * EPS_FLOAT32 * magnitude + DEVIATION * self._eps * spread + deviation
+        draws = DEVIATION * self._eps * spread
+        if self._call.forward.dropout_p > 0.0:
+            # a kernel may scale what dropout leaves before or after it rounds: other draws, and of
+            # the last rounding, too, which the mean is granted nothing for
+            draws = 2.0 * DEVIATION * self._eps * (spread.square() + golden.square()).sqrt()
+        luck = 2.0 * EPS_FLOAT32 * magnitude + draws + deviation
         found = GradientScale(deviation + together, luck, shared, row_error, row_along)
         scale = self.scales[name]
         is_shared = scale.row_error[rows] > 0.0  # keys of another sequence, too

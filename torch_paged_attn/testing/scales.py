@@ -16,9 +16,9 @@ to half an eps of the sum instead. What errors come from:
   each may be off by half the distance of two such numbers, before dropout magnifies it.
 
 The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
-roundings of its probabilities and of its sums. So n rows are granted `luck` over sqrt(n): two
-roundings of the sums and, where the result is finer than the probabilities, two deviations of what
-rounding these does.
+roundings of its probabilities and of its sums. So n rows, those that are alike counted once, are
+granted `luck` over sqrt(n): two roundings of the sums and, where the result is finer than the
+probabilities, two deviations of what rounding these does.
 """
 
 import dataclasses
@@ -103,12 +103,12 @@ class Observer:
                 whole[field.name][rows] = part
         return Scales(**whole)
 
-    def luck(self, scales: Scales, dtype: torch.dtype) -> Tensor:
-        """What each number of a result of `dtype` owes to chance."""
+    def luck(self, golden: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
+        """What each number of a result of `dtype` owes to chance, each row by itself."""
         luck = 2.0 * EPS_FLOAT32 * scales.magnitude
         if self._probability_eps > torch.finfo(dtype).eps:
             luck += 2.0 * DEVIATION * self._probability_eps * scales.spread
-        return luck
+        return luck * _alike(golden, luck) ** 0.5
 
     @property
     def exponential(self) -> float:
@@ -117,6 +117,12 @@ class Observer:
 
 
 ELEMENTS = ("magnitude", "spread", "logits")
+
+
+def _alike(golden: Tensor, luck: Tensor) -> float:
+    """How many rows are one draw of luck, being alike: all of a sequence's where the scale is 0."""
+    rows = golden[luck.any(-1)].sum(-1).float()
+    return rows.numel() / max(1, rows.unique().numel())
 
 
 def _probability_eps(sums: Sums) -> float:

@@ -63,6 +63,11 @@ def tensor_copy_predicated(
         predicate.dtype in (uint8, uint16, uint32),
         f"tensor_copy_predicated: a predicate of {predicate.dtype}; allowed: uint8, uint16, uint32",
     )
+    require(len(dst.shape) <= 4, f"tensor_copy_predicated: rank {len(dst.shape)}; at most 4")
+    require(
+        not (reverse_pred and isinstance(src, NkiTensor)),
+        "tensor_copy_predicated: reverse_pred with a tensor; allowed with a scalar",
+    )
     chosen = (predicate.read().reshape(dst.shape) != 0) != reverse_pred
     if isinstance(src, NkiTensor):
         check_tiles("tensor_copy_predicated", src)
@@ -71,7 +76,12 @@ def tensor_copy_predicated(
         require(src.dtype == dst.dtype, f"tensor_copy_predicated: {src.dtype} into {dst.dtype}")
         values = src.read().reshape(dst.shape)
     else:
-        values = np.full(dst.shape, src, np.float32)
+        kind = float if is_float(dst.dtype) else int
+        require(
+            isinstance(src, kind),
+            f"tensor_copy_predicated: {type(src).__name__} into {dst.dtype}",
+        )
+        values = np.full(dst.shape, src, np.float32 if kind is float else np.int64)
     dst.write(values, chosen)
 
 

@@ -100,6 +100,8 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
         return "a graph holds no kernels in Gluon and no tensor maps"
     if config.triton.cudagraphs:
         return "in a CUDA graph one launch is faster than it and the copies that a graph makes"
+    if call.is_batch_invariant:
+        return "a graph does not say that products and sums are not to be fused"
     if any(x.itemsize == 1 for x in (call.q, call.k, call.v)) or call.result_dtype.itemsize == 1:
         return "a graph would copy a tensor that a kernel reads as another type"
     masks = call.attn_bias, call.tail_mask

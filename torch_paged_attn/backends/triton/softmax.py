@@ -47,7 +47,8 @@ def fold_scores(m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.const
     elif IS_HUGE:
         p = tl.exp2((s - shift[:, None]) * factor)
     else:
-        p = tl.exp2(s * factor - (shift * factor)[:, None])  # one fused multiply-add
+        # said, not left to the compiler: of two products it fuses one here and the other there
+        p = tl.exp2(tl.fma(s, factor, -(shift * factor)[:, None]))
     shrink = exp(m_i - shift) if IS_PRECISE else tl.exp2((m_i - shift) * factor)
     return p, m_new, l_i * shrink + tl.sum(p, 1), shrink
 

@@ -409,6 +409,9 @@ def compiler_options(tiles: Tiles, target: Target) -> dict[str, int]:
     """What the compiler is told."""
     config = tiles.config
     told = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if tiles.fixed_units > 0:
+        # which products it fuses with sums depends on where in a tile a row is
+        told["enable_fp_fusion"] = False
     if target.is_hip and config.waves_per_eu:
         told["waves_per_eu"] = config.waves_per_eu
     if config.maxnreg and target.arch.startswith("sm"):

@@ -102,7 +102,8 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
                     sums_ptr + part_row, mask=is_part, other=0.0, cache_modifier=".cg"
                 )
             shrink = tl.exp2((m - shift) * LOG2E)
-            acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+            # left to the compiler, some elements would have the one product fused, some the other
+            acc = tl.fma(acc, shrink[:, None], tl.sum(values * weight[:, :, None], 1))
             total = total * shrink + tl.sum(weight, 1)
             m = m_new
 

@@ -1,0 +1,390 @@
+"""Seeded faults in the Neuron backend: each has to make a test fail.
+
+    python tests/neuron/mutants.py [NAME ...]      (make thorough)
+
+A fault is one replacement in one file of a copy of the package. The tests that are to see it, which
+pass without it, run first, alone; where they pass, every test of the backend runs, and the fault
+has survived if all do.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BYTES = ("tests/neuron/test_eight_bits.py",)
+EVERYTHING = ("tests/neuron", "tests/backends", "--backend", "neuron")
+
+
+def suite(which, *, on=3):
+    """Tests of the conformance suite on one generation, by a part of their names."""
+    return "tests/backends", "--backend", f"neuron-{on}", "-k", which
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str  # within backends/neuron
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+DEQUANT, GATHER, LOAD = "kernels/dequant.py", "kernels/gather_scatter.py", "kernels/load_item.py"
+TILE, ATTENTION, PHILOX = "kernels/query_tile.py", "kernels/attention.py", "kernels/philox.py"
+TILE_BACK, BACKWARD = "kernels/backward_tile.py", "kernels/attention_backward.py"
+
+SINKS = suite("agrees and gpt_oss and not gradients")
+MIXED = suite("test_agrees and llama3_8b/mixed/bf16")
+BIAS = suite("test_agrees and t5")
+DROPOUT = suite("test_agrees and dropout")
+WINDOW = suite("test_agrees and mistral/window/f32")
+SPARSE = suite("test_agrees and phi3")
+WRITES = suite("test_write and not bfloat16")
+GRADIENTS = suite("gradients_agree and more_queries")
+GRADIENTS_OPTIONS = suite("gradients_agree and gpt_oss")
+
+FAULTS = (
+    Fault(
+        "448 is NaN",
+        DEQUANT,
+        "op0=nl.equal, operand0=NAN_BITS",
+        "op0=nl.greater_equal, operand0=NAN_BITS - 128.0",
+        BYTES,
+    ),
+    Fault("NaN is a number", DEQUANT, "operand0=14)", "operand0=13)", BYTES),
+    Fault("e4m3fn without signs", DEQUANT, "operand0=0x80", "operand0=0x00", BYTES),
+    Fault("e4m3fn without its top bit", DEQUANT, "operand0=0x7F, op1", "operand0=0x3F, op1", BYTES),
+    Fault("e4m3fn halved", DEQUANT, "operand0=256.0", "operand0=128.0", BYTES),
+    Fault(
+        "e4m3 of generation 3 taken for e4m3fn",
+        DEQUANT,
+        "nc_version.gen4",
+        "nc_version.gen3",
+        BYTES,
+    ),
+    Fault(
+        "keys leave a bad row out",
+        LOAD,
+        "heads, options.run, nisa.oob_mode.error",
+        "heads, options.run, nisa.oob_mode.skip",
+        BYTES,
+    ),
+    Fault("page ids unchecked", "plan.py", ".clamp(0, options.num_pages - 1)", "", BYTES),
+    Fault(
+        "page ids one short", "plan.py", "options.num_pages - 1)", "options.num_pages - 2)", BYTES
+    ),
+    Fault(
+        "gather takes heads by tokens",
+        GATHER,
+        "[layout.head_stride, heads]",
+        "[layout.token_stride, heads]",
+        MIXED,
+    ),
+    Fault(
+        "gather without its offset",
+        GATHER,
+        (
+            "offset=layout.offset,\n"
+            "            vector_offset=index,\n"
+            "            indirect_dim=0,\n"
+            "        )\n        nisa.dma_copy(dst=tile"
+        ),
+        (
+            "offset=0,\n"
+            "            vector_offset=index,\n"
+            "            indirect_dim=0,\n"
+            "        )\n        nisa.dma_copy(dst=tile"
+        ),
+        suite("test_agrees and vllm_cache"),
+    ),
+    Fault(
+        "scatter refuses what it has to skip",
+        GATHER,
+        "dst=scattered, src=tile, oob_mode=nisa.oob_mode.skip",
+        "dst=scattered, src=tile, oob_mode=nisa.oob_mode.error",
+        MIXED,
+    ),
+    Fault(
+        "queries refuse what they have to skip",
+        LOAD,
+        "part, 1, 1, nisa.oob_mode.skip)\n        if",
+        "part, 1, 1, nisa.oob_mode.error)\n        if",
+        MIXED,
+    ),
+    Fault(
+        "key range one late",
+        LOAD,
+        "columns.key_start, columns.key_stop)",
+        "columns.key_stop, columns.key_stop)",
+        MIXED,
+    ),
+    Fault("bias shows absent keys", LOAD, "op=nl.logical_or)", "op=nl.logical_and)", BIAS),
+    Fault(
+        "unseen values are multiplied",
+        ATTENTION,
+        "    clear_unseen(values, at, item.unseen)\n",
+        "",
+        suite("unseen_memory or nan_stays"),
+    ),
+    Fault(
+        "the last stack's maxima stay",
+        ATTENTION,
+        (
+            "nisa.tensor_copy_predicated(dst=stack.maxima, src=FLOOR, "
+            "predicate=spread(begins, 0, cells))"
+        ),
+        "pass",
+        MIXED,
+    ),
+    Fault(
+        "the last stack's sums stay",
+        ATTENTION,
+        (
+            "nisa.tensor_copy_predicated(dst=stack.sums, src=0.0, "
+            "predicate=spread(begins, 0, cells))"
+        ),
+        "pass",
+        MIXED,
+    ),
+    Fault(
+        "softmax_lse without the maximum",
+        ATTENTION,
+        ("nisa.tensor_tensor(dst=lse_tile, data1=lse_tile, data2=top, op=nl.add)"),
+        "pass",
+        MIXED,
+    ),
+    Fault(
+        "sinks twice",
+        ATTENTION,
+        "nisa.tensor_tensor(dst=total, data1=total, data2=tail, op=nl.add)",
+        "nisa.tensor_tensor(dst=total, data1=total, data2=total, op=nl.add)",
+        SINKS,
+    ),
+    Fault(
+        "sinks below the maximum",
+        ATTENTION,
+        "data1=maxima, data2=sink, op=nl.maximum",
+        "data1=maxima, data2=sink, op=nl.minimum",
+        SINKS,
+    ),
+    Fault(
+        "values without their descale",
+        ATTENTION,
+        ("dst=weight, data1=weight, data2=scalars[:, :, VALUE_SCALE], op=nl.multiply"),
+        "dst=weight, data1=weight, data2=weight, op=nl.maximum",
+        suite("test_agrees and kv_e4m3"),
+    ),
+    Fault(
+        "scores without their descale",
+        ATTENTION,
+        ("        factor = stack.scalars[:, level, head, SCORE_SCALE : SCORE_SCALE + 1]\n"),
+        "        pass\n",
+        suite("test_agrees and kv_e4m3"),
+    ),
+    Fault(
+        "dropout of the first head",
+        ATTENTION,
+        "first_of_group = (program.first_head + head) * options.group_size",
+        "first_of_group = 0",
+        DROPOUT,
+    ),
+    Fault(
+        "the sum is not rescaled",
+        TILE,
+        "dst=l_i, data=l_i, op0=nl.multiply, operand0=acc_scale",
+        "dst=l_i, data=l_i, op0=nl.multiply, operand0=1.0",
+        suite("test_agrees and prefill_2048"),
+    ),
+    Fault(
+        "the result is not rescaled",
+        TILE,
+        "dst=acc, data=acc, op0=nl.multiply, operand0=acc_scale",
+        "dst=acc, data=acc, op0=nl.multiply, operand0=1.0",
+        suite("test_agrees and prefill_2048"),
+    ),
+    Fault(
+        "the new maximum alone counts",
+        TILE,
+        ("nisa.tensor_tensor(dst=row_max, data1=row_max, data2=m_i, op=nl.maximum)"),
+        "pass",
+        suite("test_agrees and prefill_2048"),
+    ),
+    Fault(
+        "the last visible key is hidden",
+        TILE,
+        "comp_op1=nl.less,",
+        "comp_op1=nl.less_equal,",
+        MIXED,
+    ),
+    Fault(
+        "the first visible key is hidden",
+        TILE,
+        "comp_op0=nl.greater_equal,",
+        "comp_op0=nl.greater,",
+        WINDOW,
+    ),
+    Fault(
+        "no softcap",
+        TILE,
+        "nisa.activation(dst=scores, op=nl.tanh, data=product, scale=scale)",
+        "nisa.activation(dst=scores, op=nl.copy, data=product, scale=scale)",
+        suite("test_agrees and gemma2"),
+    ),
+    Fault(
+        "ALiBi in one direction",
+        TILE,
+        "op1=nl.minimum,",
+        "op1=nl.maximum,",
+        suite("test_agrees and bloom"),
+    ),
+    Fault(
+        "a low bias overflows",
+        TILE,
+        "op0=nl.maximum, operand0=LOWEST",
+        "op0=nl.maximum, operand0=3.0 * MASKED",
+        ("tests/neuron/test_bias.py",),
+    ),
+    Fault(
+        "products of the last step alone",
+        TILE,
+        "            accumulate=step > 0,\n        )\n    scale_scores",
+        "            accumulate=False,\n        )\n    scale_scores",
+        suite("test_agrees and deepseek/prefill"),
+    ),
+    Fault(
+        "nine rounds of Philox",
+        PHILOX,
+        "for step in range(ROUNDS):",
+        "for step in range(ROUNDS - 1):",
+        DROPOUT,
+    ),
+    Fault(
+        "Philox loses a carry",
+        PHILOX,
+        "upper = combined(top, bits_of(cross, nl.right_shift, 16), nl.add)",
+        "upper = top",
+        DROPOUT,
+    ),
+    Fault(
+        "a block more than is listed",
+        "columns.py",
+        "(block * size < stop[stack])",
+        "(block * size < stop[stack] - size)",
+        SPARSE,
+    ),
+    Fault(
+        "the first of two tokens for a slot wins",
+        "reshape_and_cache.py",
+        "F.pad(ordered[1:] != ordered[:-1], (0, 1), value=True)",
+        "F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)",
+        WRITES,
+    ),
+    Fault(
+        "8-bit writes wrap round",
+        "reshape_and_cache.py",
+        "real.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)",
+        "real",
+        WRITES,
+    ),
+    Fault(
+        "int8 writes are cut off",
+        "reshape_and_cache.py",
+        "real.round().clamp",
+        "real.trunc().clamp",
+        WRITES,
+    ),
+    Fault(
+        "padding tokens see sinks",
+        "row_scalars.py",
+        "is_padding | (sinks",
+        "(sinks",
+        suite("padding_rows"),
+    ),
+    Fault(
+        "no delta",
+        TILE_BACK,
+        "op0=nl.subtract, operand0=delta",
+        "op0=nl.subtract, operand0=0.0",
+        GRADIENTS,
+    ),
+    Fault(
+        "hidden keys have gradients",
+        TILE_BACK,
+        "comp_op1=nl.less,",
+        "comp_op1=nl.less_equal,",
+        GRADIENTS,
+    ),
+    Fault(
+        "dq of the first chunk alone",
+        BACKWARD,
+        "accumulate=chunk > 0",
+        "accumulate=False",
+        suite("gradients_agree and training/long"),
+    ),
+    Fault(
+        "dk of the last tile alone",
+        BACKWARD,
+        "sum_over_queries(dk, stack.q[:, level], dx, level > begin)",
+        "sum_over_queries(dk, stack.q[:, level], dx, False)",
+        suite("gradients_agree and training/long"),
+    ),
+    Fault(
+        "dq without its scale",
+        BACKWARD,
+        ("nisa.activation(dst=columns, op=nl.copy, data=part, scale=options.out_scale)"),
+        "nisa.activation(dst=columns, op=nl.copy, data=part, scale=1.0)",
+        GRADIENTS_OPTIONS,
+    ),
+)
+
+
+def passes(folder, tests):
+    """Whether tests pass on the package in a folder. None that runs is an error."""
+    # not `python -m`, which would find the package of the working directory first
+    pytest = Path(sys.executable).with_name("pytest")
+    command = [pytest, "-x", "-q", "-p", "no:cacheprovider", *tests]
+    paths = {"PYTHONPATH": f"{folder}:{ROOT / 'tools'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(tests)}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return done.returncode == 0
+
+
+def survives(fault):
+    """Whether every test passes with a fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder, "torch_paged_attn")
+        shutil.copytree(ROOT / "torch_paged_attn", package)
+        file = package / "backends/neuron" / fault.file
+        text = file.read_text()
+        if text.count(fault.old) != 1:
+            raise SystemExit(
+                f"{fault.name}: {fault.file} has its text {text.count(fault.old)} times"
+            )
+        file.write_text(text.replace(fault.old, fault.new))
+        return passes(folder, fault.tests) and passes(folder, EVERYTHING)
+
+
+def main(names):
+    unknown = set(names) - {fault.name for fault in FAULTS}
+    if unknown:
+        raise SystemExit(f"no such fault: {', '.join(unknown)}")
+    chosen = [fault for fault in FAULTS if not names or fault.name in names]
+    for tests in dict.fromkeys(fault.tests for fault in chosen):
+        if not passes(ROOT, tests):
+            raise SystemExit(f"{' '.join(tests)}: fails without a fault")
+    survivors = []
+    for fault in chosen:
+        alive = survives(fault)
+        print(f"{'SURVIVES' if alive else 'caught'}: {fault.name}", flush=True)
+        survivors += [fault.name] * alive
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
