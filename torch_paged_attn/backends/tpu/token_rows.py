@@ -208,7 +208,7 @@ class TokenRows:
             for head, i in self._runs():
                 self._store(refs.out_tokens, head, i, refs.q[0, head, self._part(i), :width])
         total = refs.lse_l[...]
-        lse = refs.lse_m[...] + jnp.log2(jnp.where(total > 0.0, total, 1.0))
+        lse = refs.lse_m[...] + jnp.log2(jnp.where(total == 0.0, 1.0, total))  # NaN stay
         if options.tile_q == 1:
             refs.lse_tokens[0] = jnp.sum(lse, axis=0, keepdims=True)
         elif options.paired == 1:
