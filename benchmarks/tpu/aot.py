@@ -31,6 +31,7 @@ from emulator import Counts, run  # noqa: E402
 from generations import Generation  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding  # noqa: E402
+from operations import Operations, read_operations  # noqa: E402
 
 # an argument whose values no schedule depends on needs no values
 Argument = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -55,12 +56,29 @@ class Kernel:
         return run(read_program(self.schedule), generation, self.operands)
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled function: its Pallas kernels, and what XLA does around them."""
+
+    kernels: list[Kernel]
+    operations: Operations  # kernels among them
+    temporary_bytes: int
+
+
 def compile_kernels(
     function: Callable[..., Any], arguments: Sequence[Any], generation: Generation
 ) -> list[Kernel]:
-    """Compile `function` with libtpu and return its Pallas kernels. What does not fit raises.
+    """The Pallas kernels of `compile_program`."""
+    return compile_program(function, arguments, generation).kernels
+
+
+def compile_program(
+    function: Callable[..., Any], arguments: Sequence[Any], generation: Generation
+) -> Program:
+    """Compile `function` with libtpu. What does not fit raises.
 
     `arguments` may be nested and hold None; tables must have values if kernels are to be counted.
+    A `function` that is under `jax.jit` keeps what it donates.
     """
     before = set(os.listdir(_DUMPS.name))
     with _target(generation) as device:
@@ -68,13 +86,17 @@ def compile_kernels(
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-        traced = jax.jit(function).trace(*shapes)
-        traced.lower(lowering_platforms=("tpu",)).compile()
+        traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*shapes)
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     dumped = [Path(_DUMPS.name, name) for name in set(os.listdir(_DUMPS.name)) - before]
     hlo = _only(dumped, "TLP-hlo.txt").read_text()
     memory = _only(dumped, "schedule-analysis_bundles-pre-codegen.txt").read_text()
     calls = kernel_operands(traced.jaxpr, jax.tree.leaves(arguments))
-    return [_kernel(name, operands, hlo, memory, dumped) for name, operands in calls]
+    return Program(
+        [_kernel(name, operands, hlo, memory, dumped) for name, operands in calls],
+        read_operations(compiled.as_text()),
+        compiled.memory_analysis().temp_size_in_bytes,
+    )
 
 
 @contextlib.contextmanager

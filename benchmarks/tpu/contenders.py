@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import aot
+import jax
 import jax.numpy as jnp
 import numpy as np
+from batches import SERVED, Batch
 from generations import Generation
 from jax import ShapeDtypeStruct
 from peers import jax_paged_attention, rpa_v3, splash
@@ -23,9 +25,7 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
 
 # what tests/schedules holds our kernels to
 BUDGET = Path(__file__).parent / "budget.json"
-BUDGETED = ("bundles", "hbm_bytes", "dmas")
-
-LEAST_SLOTS = 1 << 18  # 1 GiB of Llama-3-8B's keys and values in one layer
+BUDGETED = ("bundles", "hbm_bytes", "dmas", "around_cycles")
 
 # a function and its arguments for one generation
 Build = Callable[[Generation], tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -41,89 +41,36 @@ class Problem:
     kernels: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Sequences of equal length over a paged bfloat16 cache, pages in random order."""
-
-    sequences: int
-    keys: int
-    queries: int
-    page_size: int
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.queries
-
-    @property
-    def num_pages(self) -> int:
-        """Of a cache that is larger than VMEM, as any is that serves."""
-        return max(self.sequences * self.keys, LEAST_SLOTS) // self.page_size
-
-    @property
-    def live_bytes(self) -> int:
-        return 2 * 2 * self.sequences * self.keys * self.num_kv_heads * self.head_dim
-
-    @property
-    def q(self) -> ShapeDtypeStruct:
-        return ShapeDtypeStruct((self.tokens, self.num_heads, self.head_dim), jnp.bfloat16)
-
-    @property
-    def new_keys(self) -> ShapeDtypeStruct:
-        return ShapeDtypeStruct((self.tokens, self.num_kv_heads, self.head_dim), jnp.bfloat16)
-
-    @property
-    def cache(self) -> ShapeDtypeStruct:
-        page = (self.num_kv_heads, self.page_size, self.head_dim)
-        return ShapeDtypeStruct((2, self.num_pages, *page), jnp.bfloat16)
-
-    @property
-    def cu_seqlens(self) -> np.ndarray:
-        return np.arange(self.sequences + 1, dtype=np.int32) * self.queries
-
-    @property
-    def seqused_k(self) -> np.ndarray:
-        return np.full(self.sequences, self.keys, np.int32)
-
-    @property
-    def block_table(self) -> np.ndarray:
-        pages = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
-        return pages[: self.sequences * self.keys // self.page_size].reshape(self.sequences, -1)
-
-    @property
-    def slot_mapping(self) -> np.ndarray:
-        """Where the keys of the queries' tokens go: the last ones of each sequence."""
-        position = np.arange(self.keys - self.queries, self.keys)
-        page = self.block_table[:, position // self.page_size]
-        return (page * self.page_size + position % self.page_size).astype(np.int32).reshape(-1)
-
-
 def config_for(generation: Generation) -> Config:
     """What the kernels choose on this generation."""
     return CHIPS[aot.device_kind(generation)]
 
 
 def ours(batch: Batch, *, writes: bool = False) -> Build:
-    """The op as the adapters call it, cache passed whole; if it `writes`, behind the other one."""
+    """The op as the adapters call it, cache passed whole; if it `writes`, behind the other one,
+    which is given the cache's memory.
+    """
 
     def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         config = config_for(generation)
 
-        def attend(q: Any, cache: Any, cu_seqlens: Any, seqused_k: Any, block_table: Any) -> Any:
+        def attend(
+            q: Any, cache: Any, cu_seqlens: Any, seqused_k: Any, block_table: Any, sinks: Any
+        ) -> Any:
             return flash_varlen(
-                q, cache, None, cu_seqlens, None, seqused_k, block_table,
-                max_seqlen_q=batch.queries, causal=True, config=config,
+                q, cache, None, cu_seqlens, None, seqused_k, block_table, sinks=sinks,
+                max_seqlen_q=max(batch.queries), window_size_left=batch.window, causal=True,
+                config=config,
             )  # fmt: skip
 
-        def write_and_attend(keys: Any, slots: Any, q: Any, cache: Any, *tables: Any) -> Any:
-            return attend(q, reshape_and_cache(keys, keys, cache, slots), *tables)
+        def write_and_attend(cache: Any, keys: Any, slots: Any, q: Any, *tables: Any) -> Any:
+            cache = reshape_and_cache(keys, keys, cache, slots)
+            return cache, attend(q, cache, *tables)
 
-        tables = (batch.cu_seqlens, batch.seqused_k, batch.block_table)
+        tables = (batch.cu_seqlens, batch.seqused_k, batch.block_table, batch.sinks)
         if writes:
-            written = (batch.new_keys, batch.slot_mapping)
-            return write_and_attend, (*written, batch.q, batch.cache, *tables)
+            function = jax.jit(write_and_attend, donate_argnums=0)
+            return function, (batch.cache, batch.new_keys, batch.slot_mapping, batch.q, *tables)
         return attend, (batch.q, batch.cache, *tables)
 
     return build
@@ -190,10 +137,13 @@ def backward_causal(tokens: int, num_heads: int, head_dim: int, block: int) -> P
 
 
 def measure(build: Build, generation: Generation, names: str = "") -> dict[str, Any]:
-    """Counts of the kernels of one contender that have `names` in theirs: together, of each."""
+    """Counts of one contender: of its kernels that have `names` in theirs, together and of each,
+    and what XLA estimates for everything around the kernels.
+    """
     function, arguments = build(generation)
+    program = aot.compile_program(function, arguments, generation)
     kernels = []
-    for kernel in aot.compile_kernels(function, arguments, generation):
+    for kernel in program.kernels:
         if names not in kernel.name:
             continue
         counts = kernel.counts(generation)
@@ -215,14 +165,19 @@ def measure(build: Build, generation: Generation, names: str = "") -> dict[str, 
     summed = ("bundles", "issued", "dmas", "hbm_bytes", "microseconds", "hbm_microseconds")
     total: dict[str, Any] = {key: sum(kernel[key] for kernel in kernels) for key in summed}
     total["vmem_bytes"] = max(kernel["vmem_bytes"] for kernel in kernels)
+    around = [operation for operation in program.operations if not operation.is_kernel]
+    total |= {
+        "operations": len(around),
+        "unestimated": sum(operation.cycles is None for operation in around),
+        "around_cycles": sum(operation.cycles or 0 for operation in around),
+        "temporary_bytes": program.temporary_bytes,
+    }
+    total["program_cycles"] = total["bundles"] + total["around_cycles"]
     return total | {"kernels": kernels}
 
 
 PROBLEMS = [
-    attention("decode_b64_kv4096_page16", Batch(64, 4096, 1, 16), seed=True),
-    attention("decode_b64_kv4096_page128", Batch(64, 4096, 1, 128), seed=True),
-    attention("prefill_b2_2048_page16", Batch(2, 2048, 2048, 16)),
-    attention("prefill_b2_2048_page128", Batch(2, 2048, 2048, 128)),
+    *(attention(name, batch, seed="kv4096_page" in name) for name, batch in SERVED.items()),
     blocksparse_causal(4096, 8, 128, 512),
     blocksparse_causal(4096, 8, 128, 1024),
     backward_causal(4096, 8, 128, 512),

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from generations import Generation
 from jax import ShapeDtypeStruct
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 PEER = Path(__file__).parents[2] / ".peer"
 MIB = 2**20
@@ -39,27 +41,40 @@ def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
             raise Missing("refuses TPU v4")
         if str(PEER) not in sys.path:
             sys.path.insert(0, str(PEER))
-        from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
+        # what its kernels want of the rest of the package
+        rest = types.SimpleNamespace(
+            init_logger=lambda _name: mock.MagicMock(),
+            get_device_name=lambda _number=None: aot.device_kind(generation),
+        )
+        for module_name in ("logger", "utils"):
+            sys.modules[f"tpu_inference.{module_name}"] = rest  # type: ignore[assignment]
+        from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
 
-        blocks = {}
-        if batch.queries > 1 and generation.name in RPA_PREFILL_BLOCKS:
-            blocks = {"m_block_sizes": RPA_PREFILL_BLOCKS[generation.name]}
+        is_narrow = batch.head_dim == 64
+        module = kernel_hd64 if is_narrow else kernel
+        options: dict[str, Any] = {"sm_scale": batch.head_dim**-0.5}
+        if batch.window >= 0:
+            options["sliding_window"] = batch.window + 1
+        if max(batch.queries) > 1 and generation.name in RPA_PREFILL_BLOCKS:
+            options["m_block_sizes"] = RPA_PREFILL_BLOCKS[generation.name]
 
-        def call(*arguments: Any) -> Any:
+        def call(cache: Any, q: Any, keys: Any, *tables: Any) -> Any:
             with _devices_are(generation):
-                return kernel.ragged_paged_attention(
-                    *arguments, sm_scale=batch.head_dim**-0.5, **blocks
-                )
+                attend = kernel.ragged_paged_attention
+                if is_narrow:
+                    attend = kernel_hd64.ragged_paged_attention_hd64
+                return attend(q, keys, keys, cache, *tables, **options)
 
-        cache = kernel.get_kv_cache_shape(
+        cache = module.get_kv_cache_shape(
             batch.num_pages, batch.page_size, batch.num_kv_heads, batch.head_dim, jnp.bfloat16
         )
-        decodes = batch.sequences if batch.queries == 1 else 0
+        decodes = sum(queries == 1 for queries in batch.queries)
         # sequences that only decode, those and plain prefills, all
         distribution = np.array([decodes, decodes, batch.sequences], np.int32)
-        return call, (
-            batch.q, batch.new_keys, batch.new_keys, ShapeDtypeStruct(cache, jnp.bfloat16),
-            batch.seqused_k, batch.block_table.reshape(-1), batch.cu_seqlens, distribution,
+        return jax.jit(call, donate_argnums=0), (
+            ShapeDtypeStruct(cache, jnp.bfloat16), batch.q, batch.new_keys, batch.seqused_k,
+            batch.block_table.reshape(-1), batch.cu_seqlens, distribution,
+            *([batch.sinks] if is_narrow else []),
         )  # fmt: skip
 
     return build
@@ -69,7 +84,9 @@ def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
 def _devices_are(generation: Generation) -> Iterator[None]:
     """RPA v3 asks `jax.devices()` what it is traced for."""
     device = types.SimpleNamespace(device_kind=aot.device_kind(generation), platform="tpu")
-    with mock.patch.object(jax, "devices", lambda *_: [device]):
+    # where the kernel for heads of 64 looks for it
+    moved = mock.patch.object(pltpu, "reciprocal", pl.reciprocal, create=True)
+    with mock.patch.object(jax, "devices", lambda *_: [device]), moved:
         yield
 
 

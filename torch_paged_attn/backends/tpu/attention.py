@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.config import Config, choose_config
+from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles
+from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
 from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.refusal import refuse
@@ -47,6 +47,7 @@ class Heads:
     group_size: int
     tile_q: int
     unit: int = SUBLANES  # rows are padded to multiples of it
+    paired: int = 1  # heads of a group whose rows stand alternately
 
     def pad(self, rows: Array, value: float = 0.0) -> Array:
         """(..., rows, n), padded to whole units."""
@@ -75,11 +76,21 @@ class Heads:
         x = x.transpose(0, 3, 1, 2, 4).reshape(num_tiles * self.tile_q, -1, width)
         return x[cut.tile_of * self.tile_q + cut.place_of]
 
-    def of_heads(self, values: Array) -> Array:
-        """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1)."""
-        x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, self.group_size, 1)
-        x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q))
-        return self.pad(x.reshape(*x.shape[:2], -1, 1))
+    def folded(self, q: Array, fold: int) -> Array:
+        """Rows of `fold * n` numbers, as often as a row of keys holds keys: a row's own numbers
+        stand where this one of the keys does, among zeros.
+        """
+        width = q.shape[-1]
+        lanes = ((i * width, (fold - 1 - i) * width) for i in range(fold))
+        axes = ((0, 0),) * (q.ndim - 1)
+        return jnp.concatenate([jnp.pad(q, (*axes, both)) for both in lanes], axis=2)
+
+    def of_heads(self, values: Array, fold: int = 1) -> Array:
+        """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1), all rows `fold` times."""
+        pairs = self.group_size // self.paired, 1, self.paired
+        x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, *pairs)
+        x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q, self.paired))
+        return jnp.tile(self.pad(x.reshape(*x.shape[:2], -1, 1)), (1, 1, fold, 1))
 
     def of_bias(self, bias: Array, cut: Cut, block_k: int) -> Array:
         """(1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, whole blocks)."""
@@ -131,17 +142,24 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     compute_dtype = compute_dtype_of(call)
     config = config.fit(
         call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
-        (call.head_dim, pages.head_dim_v),
+        pages.widths,
         (compute_dtype.itemsize, pages.k.dtype.itemsize),
     )
     q = call.q.astype(compute_dtype)
     factors = _factors(call)
     tile_sizes = _tile_sizes(call.max_seqlen_q or total_q, call.group_size, config)
+    launches = [
+        choose_options(call, config, pages.page_size, tile_q, interpret, pages.fold)
+        for tile_q in tile_sizes
+    ]
+    of_tokens = [_paired(options) for options in launches]
+    if all(reads_tokens(call, pages, options) for options in of_tokens):
+        out, lse = _attend_tokens(call, q, pages, lengths, factors, of_tokens)
+        return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
     is_short = lengths.query <= tile_sizes[0]
 
     results = []
-    for tile_q in tile_sizes:
-        options = choose_options(call, config, pages.page_size, tile_q, interpret)
+    for tile_q, options in zip(tile_sizes, launches, strict=True):
         is_whole = len(tile_sizes) > 1 and tile_q == tile_sizes[0]
         cut = cut_queries(
             lengths,
@@ -191,9 +209,9 @@ def compute_dtype_of(call: Call) -> Any:
 
 
 def choose_options(
-    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any
+    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1
 ) -> Options:
-    """What the kernel of tiles of `tile_q` tokens is compiled for."""
+    """What the kernel of tiles of `tile_q` tokens is compiled for; rows of keys hold `fold`."""
     layout = call.layout
     # heads with a layout each have tiles each
     apart, block_sizes, most_k = 1, (1, 1), config.block_k
@@ -202,9 +220,13 @@ def choose_options(
         most_k = min(most_k, WORD * layout.k_block_size)
     group_size, stack = call.num_heads // apart, 1
     if apart == 1:
-        stack = math.gcd(call.num_kv_heads, max(1, SUBLANES // (call.group_size * tile_q)))
+        if fold == 1:
+            stack = math.gcd(call.num_kv_heads, max(1, SUBLANES // (call.group_size * tile_q)))
         group_size = call.group_size * stack
-    unit = math.lcm(keys_per_step(page_size), block_sizes[1])
+    unit = math.lcm(keys_per_step(page_size, fold), block_sizes[1])
+    if tile_q <= SHORT and call.window.left >= 0:
+        # a block is fetched page by page, asked for or not: no larger than what a window shows
+        most_k = min(most_k, -(-(call.window.left + tile_q) // unit) * unit)
     block_k = max(1, most_k // unit) * unit
     step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
     # with a bias every step is masked
@@ -227,6 +249,75 @@ def choose_options(
         # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
         out_dtype=jnp.dtype(jnp.bfloat16 if call.result_dtype == jnp.bfloat16 else jnp.float32),
         interpret=interpret,
+        fold=fold,
+    )
+
+
+def _paired(options: Options) -> Options:
+    """As `token_rows.py` has rows: of numbers of 16 bits, two share a register's row."""
+    paired = 4 // options.compute_dtype.itemsize if options.tile_q > 1 else 1
+    return dataclasses.replace(options, paired=paired)
+
+
+def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
+    """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
+    rows = options.group_size * options.tile_q
+    slopes = call.alibi_slopes
+    return (
+        call.layout is None
+        and call.attn_bias is None
+        and pages.fold == 1
+        and all(width % LANES == 0 for width in pages.widths)
+        and pages.widths[1] <= call.head_dim
+        and call.num_heads <= LANES
+        and options.compute_dtype == options.out_dtype
+        and (slopes is None or slopes.ndim == 1)
+        and rows % SUBLANES == 0
+        # loads with strides are of whole registers, and of rows of 128 numbers
+        and (options.tile_q == 1 or (options.tile_q >= SUBLANES and set(pages.widths) == {LANES}))
+        and options.group_size % options.paired == 0
+    )
+
+
+def _attend_tokens(
+    call: Call,
+    q: Array,
+    pages: Pages,
+    lengths: Lengths,
+    factors: Factors,
+    launches: list[Options],
+) -> tuple[Array, Array]:
+    """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
+    results = None
+    for i, options in enumerate(launches):
+        if len(launches) > 1:
+            least, most = (1, 1) if i == 0 else (2, options.most_queries)
+            options = dataclasses.replace(options, least_queries=least, most_queries=most)
+        options = dataclasses.replace(options, clears_padding=i == 0)
+        heads = Heads(
+            call.num_heads // options.group_size,
+            options.group_size,
+            options.tile_q,
+            paired=options.paired,
+        )
+        modifiers = _modifiers(call, heads, factors)
+        bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
+        results = attend_tokens(q, results, pages, bounds, modifiers, options)
+    assert results is not None
+    out, lse = results
+    return out, lse[:, 0, : call.num_heads]
+
+
+def _modifiers(call: Call, heads: Heads, factors: Factors, fold: int = 1) -> Modifiers:
+    """All but the bias."""
+    slopes = call.alibi_slopes
+    return Modifiers(
+        sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
+        slopes=None if slopes is None else heads.of_heads(slopes * LOG2_E, fold),
+        score_scale=factors.score_scale,
+        out_factor=factors.out_factor,
+        bias=None,
+        rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
     )
 
 
@@ -248,16 +339,12 @@ def _attend_cut(
         if (entries := layout.visits.size) > MOST_ENTRIES:
             refuse(call.op, f"col_indices of {entries} blocks; supported: {MOST_ENTRIES}")
     queries = heads.of_tokens(q, cut)
-    modifiers = Modifiers(
-        sinks=None if call.sinks is None else heads.of_heads(base_2(call.sinks)),
-        slopes=None if call.alibi_slopes is None else heads.of_heads(call.alibi_slopes * LOG2_E),
-        score_scale=factors.score_scale,
-        out_factor=factors.out_factor,
-        bias=None
-        if call.attn_bias is None
-        else heads.of_bias(call.attn_bias, cut, options.block_k),
-        rng=rng_words_of(call.rng_state) if call.dropout_p > 0.0 else None,
-    )
+    if options.fold > 1:
+        queries = heads.folded(queries, options.fold)
+
+    modifiers = _modifiers(call, heads, factors, options.fold)
+    if call.attn_bias is not None:
+        modifiers = modifiers._replace(bias=heads.of_bias(call.attn_bias, cut, options.block_k))
     num_tiles, num_kv_heads, *of_head = queries.shape
     queries = queries.reshape(-1, num_kv_heads // apart, *of_head)
     out, lse = attend_tiles(queries, pages, tiles, modifiers, layout, options)

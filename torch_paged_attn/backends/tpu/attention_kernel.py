@@ -26,7 +26,8 @@ from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
 from torch_paged_attn.backends.tpu.scores import Scores
-from torch_paged_attn.backends.tpu.softmax import MASKED, Softmax, across, product
+from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
+from torch_paged_attn.backends.tpu.token_rows import TokenRows, clear_padding, plan_tiles
 
 
 def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_tiles: int) -> None:
@@ -46,6 +47,39 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_t
     attention.for_heads(attention.finish)
 
 
+def attention_of_tokens_kernel(
+    *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
+) -> None:
+    """The same with tokens as they lie; it makes its tiles itself, of which there may be fewer."""
+    named = Refs.named(names, refs)
+    core, step = pl.program_id(0), pl.program_id(1)
+    num_cores = options.config.num_cores
+    tile = step * num_cores + core
+    loader = KvLoader(named, options, num_tiles)
+    softmax = Softmax(named.m_i, named.l_i, named.acc)
+    attention = TileAttention(named, loader, softmax, options, tile)
+    rows = TokenRows(named, options, tile)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        plan_tiles(named, options, num_tiles)
+        if options.clears_padding:
+            pl.when(core == 0)(lambda: clear_padding(named, options, FLOOR))
+        attention.for_heads(softmax.reset)
+        pl.when(tile < named.num_tiles[0])(rows.fetch)
+
+    @pl.when(tile < named.num_tiles[0])
+    def _() -> None:
+        rows.arrange()
+        following = dataclasses.replace(rows, tile=tile + num_cores)
+        has_following = following.tile < named.num_tiles[0]
+        pl.when(has_following)(following.fetch)
+        loader.run_tile(named.cursor, tile, step == 0, attention.attend_block)
+        rows.begin_results(step > 0)
+        attention.for_heads(lambda heads: attention.finish(heads, rows))
+        rows.write_results(~has_following)
+
+
 @dataclasses.dataclass(frozen=True)
 class TileAttention:
     """One tile against the blocks of keys that it sees."""
@@ -60,16 +94,21 @@ class TileAttention:
         """`body(heads)` for all heads, as many at a time as are computed on together."""
         for_heads(self.softmax.m_i.shape[:2], self.options, body)
 
-    def finish(self, heads: list[Any]) -> None:
+    def finish(self, heads: list[Any], rows: TokenRows | None = None) -> None:
         """Write the results of some heads, of which every key has been folded in."""
-        refs = self.refs
+        refs, options = self.refs, self.options
         for head in heads:
             sink = None if refs.sinks is None else refs.sinks[0, head]
-            out, lse = self.softmax.finish(head, sink, self.options.compute_dtype)
+            finish = self.softmax.finish if rows is None else self.softmax.finish_rows
+            out, *lse = finish(head, sink, options.compute_dtype, options.fold)
             if refs.out_factor is not None:
-                out = out * across(self.factor(refs.out_factor, head), out.shape[1])
+                factor = self.factor(refs.out_factor, head)[: out.shape[0]]
+                out = out * across(factor, out.shape[1])
+            if rows is not None:
+                rows.put(head, out, *lse)
+                continue
             refs.out[0, head] = out.astype(refs.out.dtype)
-            refs.lse[0, pl.ds(head, 1), :] = lse
+            refs.lse[0, pl.ds(head, 1), :] = lse[0]
 
     def of_own_head(self, parts: Sequence[Array]) -> Array:
         """One array (rows, n) of several, one for each stacked KV head: a row is its own head's."""
@@ -110,38 +149,46 @@ class TileAttention:
         """Fold piece `place` of a block, `width` keys, into the softmax."""
         refs, loader, options = self.refs, self.loader, self.options
         rows, dtype = self.softmax.m_i.shape[1], options.compute_dtype
-        piece = Scores.of_piece(refs, options, self.tile, first + place * width, (rows, width))
+        first_key, columns = first + place * width, width // options.fold
+        piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
 
         def stored(buffers: Any, head: Any) -> list[Array]:
             heads = (head * options.stack + i for i in range(options.stack))
             return [loader.piece_of(buffers, slot, place, width, i) for i in heads]
 
-        def score(head: Any, bias: Array | None) -> Array:
-            keys = stored(refs.k_buffers, head)
+        def score(head: Any, keys: list[Array], bias: Array | None) -> Array:
             scale: Any = options.softmax_scale
             if refs.score_scale is not None:
-                scale = across(self.factor(refs.score_scale, head) * scale, width)
+                scale = across(self.factor(refs.score_scale, head) * scale, columns)
             products = self.of_own_head([product(refs.q[0, head], k, 1) for k in keys])
             return piece.of(head, products, scale, bias)[0]
+
+        def without_unseen(stacks: list[list[Array]], seen: list[Array]) -> list[list[Array]]:
+            return [
+                [jnp.where(is_seen, x, jnp.zeros_like(x)) for x in stack]
+                for stack, is_seen in zip(stacks, seen, strict=True)
+            ]
 
         def attend_heads(heads: list[Any]) -> None:
             biases = [
                 loader.bias_of(slot, head, place, width) if refs.bias is not None else None
                 for head in heads
             ]
-            scores = [score(head, bias) for head, bias in zip(heads, biases, strict=True)]
+            keys = [stored(refs.k_buffers, head) for head in heads]
             values = [stored(refs.v_buffers, head) for head in heads]
             if masked:
                 # without a bias all heads see the same
                 is_sparse = layout is not None or refs.bias is not None
-                masks = [piece.visible(place, width, layout, bias) for bias in biases]
+                masks = [piece.visible(place, columns, layout, bias) for bias in biases]
+                seen = [piece.is_seen(visible, is_sparse) for visible in masks]
+                values = without_unseen(values, seen)
+                if options.fold > 1:
+                    # a row's zeros meet the other keys that lie beside its own
+                    keys = without_unseen(keys, seen)
+            scores = [score(*of_head) for of_head in zip(heads, keys, biases, strict=True)]
+            if masked:
                 scores = [
                     jnp.where(visible, x, MASKED) for x, visible in zip(scores, masks, strict=True)
-                ]
-                seen = [piece.is_seen(visible, is_sparse) for visible in masks]
-                values = [
-                    [jnp.where(is_seen, v, jnp.zeros_like(v)) for v in stack]
-                    for stack, is_seen in zip(values, seen, strict=True)
                 ]
 
             def weigh(i: int, p: Array) -> Array:

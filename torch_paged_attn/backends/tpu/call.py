@@ -79,7 +79,9 @@ class Call(_Arguments):
 
     @property
     def head_dim_v(self) -> int:
-        return (self.k if self.v is None else self.v).shape[-1]
+        width = (self.k if self.v is None else self.v).shape[-1]
+        # rows of a cache may hold several keys
+        return width // (self.k.shape[-1] // self.head_dim)
 
     @property
     def scale(self) -> float:
@@ -101,7 +103,9 @@ class Call(_Arguments):
         if self.op != "blocksparse":
             return None
         pages = self.block_table
-        max_keys = self.k.shape[0] if pages is None else pages.shape[1] * self.k.shape[-2]
+        max_keys = self.k.shape[0]
+        if pages is not None:
+            max_keys = pages.shape[1] * self.k.shape[-2] * (self.k.shape[-1] // self.head_dim)
         blocks = self.q_block_size, self.k_block_size
         return Layout(self.crow_indices, self.col_indices, *blocks, max_keys)
 

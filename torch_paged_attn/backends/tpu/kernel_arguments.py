@@ -29,6 +29,12 @@ class Options:
     out_dtype: Any
     interpret: Any
     first_head: int = 0  # the launch's first query head among the call's
+    fold: int = 1  # keys of a row of `k_buffers`
+    # where the kernel reads tokens as they lie (`token_rows.py`)
+    paired: int = 1  # query heads whose rows stand alternately
+    least_queries: int = 1  # of the sequences that the launch is for
+    most_queries: int = 2**30
+    clears_padding: bool = False
 
 
 class Refs(NamedTuple):
@@ -63,6 +69,21 @@ class Refs(NamedTuple):
     l_i: Any = None
     acc: Any = None
     cursor: Any = None  # where the loader stands between two tiles
+
+    # tokens as they lie: tables, inputs, outputs, scratch
+    cu_seqlens: Any = None  # (batch + 1,)
+    key_lens: Any = None  # (batch,)
+    num_tiles: Any = None  # (1,)
+    q_tokens: Any = None  # (tile_q, num_heads, head_dim), or the heads of a token as (kv, rows)
+    out_hbm: Any = None  # (total_q, num_heads, head_dim_v), or heads as above
+    out_tokens: Any = None  # (tile_q, ...) of it
+    lse_hbm: Any = None  # (total_q, 1, LANES), in base 2, a lane for a head
+    lse_tokens: Any = None  # (tile_q, 1, LANES)
+    earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch
+    earlier_lse: Any = None
+    lse_m: Any = None  # (rows, LANES) maxima and sums of the heads, each in its lane
+    lse_l: Any = None
+    token_semaphores: Any = None  # of queries, of out, of lse
 
     # gradients of queries: inputs and outputs of a tile, scratch
     dout: Any = None  # (1, num_kv_heads, rows, head_dim_v)

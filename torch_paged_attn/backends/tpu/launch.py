@@ -9,7 +9,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.attention_kernel import attention_kernel
+from torch_paged_attn.backends.tpu.attention_kernel import (
+    attention_kernel,
+    attention_of_tokens_kernel,
+)
 from torch_paged_attn.backends.tpu.config import LANES, Config
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.layout_mask import TileLayout
@@ -72,16 +75,18 @@ def attend_tiles(
     options: Options,
 ) -> tuple[Array, Array]:
     """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
-    the last axis, padded to whole lanes.
+    the last axis, padded to whole lanes. Where a row of keys holds several, `q` is `Heads.folded`.
 
     Stacked KV heads count as one. With `heads_apart` heads that have a layout each, `q` is
     (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.
     """
     num_tiles, heads, rows, _ = q.shape
+    out_rows = rows // options.fold
+    width_k, width_v = pages.widths
     apart, config, bias = options.heads_apart, options.config, modifiers.bias
     num_cores, num_buffers = config.num_cores, config.num_buffers
     block_pages = options.block_k // pages.page_size
-    lse_width = -(-rows // LANES) * LANES
+    lse_width = -(-out_rows // LANES) * LANES
 
     def whole(x: Array, memory: Any) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec(memory_space=memory)
@@ -104,14 +109,14 @@ def attend_tiles(
         words = layout.words.reshape(num_tiles, 1, -1)
         inputs["layout"] = words, of_tile(words.shape, num_cores, memory_space=pltpu.SMEM)
 
-    buffer = (num_buffers, block_pages, heads * options.stack, pages.page_size)
+    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     scratch: dict[str, Any] = {
-        "k_buffers": pltpu.VMEM((*buffer, pages.head_dim), pages.k.dtype),
-        "v_buffers": pltpu.VMEM((*buffer, pages.head_dim_v), pages.k.dtype),
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
         "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, pages.head_dim_v), jnp.float32),
+        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if bias is not None:
@@ -120,7 +125,7 @@ def attend_tiles(
 
     names = (*scalars, *inputs, "out", "lse", *scratch)
     kernel = functools.partial(attention_kernel, names=names, options=options, num_tiles=num_tiles)
-    out = (num_tiles, heads, rows, pages.head_dim_v)
+    out = (num_tiles, heads, out_rows, width_v // options.fold)
     lse = (num_tiles, heads, lse_width)
     return pl.pallas_call(
         kernel,
@@ -139,3 +144,97 @@ def attend_tiles(
         interpret=options.interpret,
         name=f"paged_attn_{'flash_varlen' if layout is None else 'blocksparse'}_q{options.tile_q}",
     )(*scalars.values(), *(x for x, _ in inputs.values()))
+
+
+def attend_tokens(
+    q: Array,
+    results: tuple[Array, Array] | None,
+    pages: Pages,
+    lengths: tuple[Array, Array],
+    modifiers: Modifiers,
+    options: Options,
+) -> tuple[Array, Array]:
+    """`q` (total_q, num_heads, head_dim) to out of that shape, and to base-2 lse
+    (total_q, 1, LANES), a lane for a head: of the sequences that the launch is for.
+
+    What an earlier launch has written is in `results`, whose memory is given away. `lengths` are
+    cu_seqlens_q and the numbers of keys.
+    """
+    total_q, num_heads, _ = q.shape
+    config, tile_q = options.config, options.tile_q
+    num_cores, num_buffers = config.num_cores, config.num_buffers
+    width_k, width_v = pages.widths
+    heads, rows = num_heads // options.group_size, options.group_size * tile_q
+    block_pages = options.block_k // pages.page_size
+    cu_seqlens, key_lens = lengths
+    batch, longest = key_lens.shape[0], min(options.most_queries, total_q)
+    # of each sequence the last tile may be in part
+    bound = batch if longest <= tile_q else (total_q + batch * (tile_q - 1)) // tile_q
+    bound = min(bound, total_q // options.least_queries + 1, total_q)
+    num_tiles = max(1, -(-bound // num_cores)) * num_cores
+    of_token = (heads, rows) if tile_q == 1 else (num_heads,)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    scalars = {
+        "table_start": pages.table_start,
+        "table": jnp.pad(pages.table, (0, block_pages)),
+        "cu_seqlens": cu_seqlens,
+        "key_lens": key_lens,
+    }
+    inputs = {"q_hbm": (q.reshape(total_q, *of_token, width_k), anywhere)}
+    inputs["k_hbm"] = pages.k, anywhere
+    if pages.v is not None:
+        inputs["v_hbm"] = pages.v, anywhere
+    for name, x in modifiers._asdict().items():
+        if x is not None:
+            spec = pl.BlockSpec(memory_space=pltpu.SMEM)
+            if name in ("sinks", "slopes"):
+                spec = pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
+            inputs[name] = x, spec
+    out = jax.ShapeDtypeStruct((total_q, *of_token, width_v), options.out_dtype)
+    lse = jax.ShapeDtypeStruct((total_q, 1, LANES), jnp.float32)
+    aliases = {}
+    if results is not None:
+        aliases = {len(scalars) + len(inputs) + i: i for i in range(2)}
+        inputs["earlier_out"] = results[0].reshape(out.shape), anywhere
+        inputs["earlier_lse"] = results[1], anywhere
+
+    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
+    of_lse = (rows if tile_q == 1 else tile_q * options.paired, LANES)
+    scratch: dict[str, Any] = {
+        **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
+        "num_tiles": pltpu.SMEM((1,), jnp.int32),
+        "q_tokens": pltpu.VMEM((tile_q, *of_token, width_k), q.dtype),
+        "q": pltpu.VMEM((1, heads, rows, width_k), q.dtype),
+        "out_tokens": pltpu.VMEM((tile_q, *of_token, width_v), options.out_dtype),
+        "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
+        "lse_m": pltpu.VMEM(of_lse, jnp.float32),
+        "lse_l": pltpu.VMEM(of_lse, jnp.float32),
+        "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
+        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
+        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
+        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
+    }
+    names = (*scalars, *inputs, "out_hbm", "lse_hbm", *scratch)
+    out, lse = pl.pallas_call(
+        functools.partial(
+            attention_of_tokens_kernel, names=names, options=options, num_tiles=num_tiles
+        ),
+        out_shape=(out, lse),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(num_cores, num_tiles // num_cores),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=(anywhere, anywhere),
+            scratch_shapes=list(scratch.values()),
+        ),
+        input_output_aliases=aliases,
+        compiler_params=compiler_params(config),
+        interpret=options.interpret,
+        name=f"paged_attn_flash_varlen_q{tile_q}",
+    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    return out.reshape(total_q, num_heads, width_v), lse

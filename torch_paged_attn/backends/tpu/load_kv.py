@@ -47,7 +47,7 @@ class KvLoader(Ring):
 
     @property
     def page_size(self) -> int:
-        return self.refs.k_buffers.shape[3]
+        return self.refs.k_buffers.shape[3] * self.options.fold
 
     @property
     def block_k(self) -> int:
@@ -83,13 +83,16 @@ class KvLoader(Ring):
         return jnp.maximum(first, 0), jnp.minimum(stop - block * self.pages, self.pages)
 
     def piece_of(self, buffers: Any, slot: Array, place: Array, width: int, head: Any) -> Array:
-        """Keys or values (width, n) of one KV head: piece `place` of the block in this buffer."""
+        """Keys or values of one KV head, (width // fold, n): piece `place` of the block in this
+        buffer.
+        """
+        rows = width // self.options.fold
         if width < self.page_size:  # the block is one page
-            keys = pl.ds(pl.multiple_of(place * width, width), width)
+            keys = pl.ds(pl.multiple_of(place * rows, rows), rows)
             stored = buffers[slot, 0, head, keys, :]
         else:
             num_pages = width // self.page_size
-            stored = buffers[slot, pl.ds(place * num_pages, num_pages), head].reshape(width, -1)
+            stored = buffers[slot, pl.ds(place * num_pages, num_pages), head].reshape(rows, -1)
         return widen(stored, self.options.compute_dtype)
 
     def bias_of(self, slot: Array, head: Any, place: Array, width: int) -> Array:

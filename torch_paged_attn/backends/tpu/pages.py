@@ -1,13 +1,16 @@
 """Keys and values are laid out as pages, which one DMA loads whole, all heads of a page together.
 
-A paged cache is read where it is. Packed keys, and pages that are no whole number of register
-tiles, are copied into pages by XLA first: one more pass over the keys.
+A paged cache is read where it is. Rows of 64, 32 or 16 numbers are read as rows of whole lanes that
+hold several keys each: the same memory where it was allocated as such rows (`packed_shape`). Packed
+sequences, and pages that are no whole number of register tiles, are copied into pages by XLA first:
+one more pass over the keys.
 """
 
 import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
@@ -16,15 +19,19 @@ from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
 REPAGED = 128  # keys in a page of our own
+SUBLANES = 8
+LEAST_NUMBERS = 16  # of a row that is packed with others
 
 
 class Pages(NamedTuple):
     """Page `n` of sequence `b` is `table[table_start[b] + n]`."""
 
-    k: Array  # (num_pages, num_kv_heads, page_size, head_dim), or k and v as one with 2 in front
+    # (num_pages, num_kv_heads, page_size // fold, fold * head_dim), or k and v as one, 2 in front
+    k: Array
     v: Array | None
     table: Array
     table_start: Array  # (batch,)
+    fold: int = 1  # keys of one row
 
     @property
     def num_pages(self) -> int:
@@ -36,38 +43,81 @@ class Pages(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        return self.k.shape[-2]
+        return self.k.shape[-2] * self.fold
 
     @property
-    def head_dim(self) -> int:
-        return self.k.shape[-1]
-
-    @property
-    def head_dim_v(self) -> int:
-        return (self.k if self.v is None else self.v).shape[-1]
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a row of keys, and of one of values."""
+        return self.k.shape[-1], (self.k if self.v is None else self.v).shape[-1]
 
 
-def keys_per_step(page_size: int) -> int:
-    """Blocks of keys are whole pages and whole lanes."""
-    return math.lcm(page_size, LANES)
+def keys_per_step(page_size: int, fold: int = 1) -> int:
+    """Blocks of keys are whole pages, and their rows whole lanes of scores."""
+    return math.lcm(page_size, fold * LANES)
+
+
+def keys_per_row(head_dim: int) -> int:
+    """How many keys a row of whole lanes holds: 1 unless they fill it evenly."""
+    return LANES // head_dim if head_dim >= LEAST_NUMBERS and LANES % head_dim == 0 else 1
+
+
+def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of whole rows for a cache `(..., page_size, head_dim)`.
+
+    XLA puts the page's number, and not a row of fewer than 128 numbers, into the lanes of an array,
+    and a kernel would need a copy of it. An array of this shape holds the same numbers in the same
+    order, lies as a kernel reads it, and is taken by the JAX functions in the other one's place.
+    """
+    *front, page_size, head_dim = shape
+    fold = keys_per_row(head_dim)
+    if page_size % (fold * SUBLANES):
+        return shape
+    return (*front, page_size // fold, fold * head_dim)
+
+
+def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
+    """A cache with rows of whole lanes, or with a row for each key; it may have come as either."""
+    fold = cache.shape[-1] // head_dim
+    *front, rows, width = cache.shape
+    shape = (*front, rows * fold, width // fold)
+    return cache.reshape(packed_shape(shape) if packed else shape)
+
+
+def fold_of(call: Call) -> int:
+    """Keys that one row holds where the kernel reads this call's cache: what has scores of another
+    shape, and values of another width, has a row for each key.
+    """
+    is_plain = call.op == "flash_varlen" and call.attn_bias is None and call.dropout_p == 0.0
+    width_v = (call.k if call.v is None else call.v).shape[-1]
+    if not is_plain or width_v != call.k.shape[-1]:
+        return 1
+    page_size = call.k.shape[-2] * (call.k.shape[-1] // call.head_dim)
+    return page_size // packed_shape((page_size, call.head_dim))[0]
 
 
 def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step: int) -> Pages:
     """`first_key` (batch,) is where a packed sequence starts; `widest_step` bounds a block."""
     k, v, block_table = call.k, call.v, call.block_table
+    fold = 1 if block_table is None else fold_of(call)
     if block_table is None:
         bound = (k.shape[0] + lengths.key.shape[0] * (REPAGED - 1)) // REPAGED
         return _repage(
             (k, v), lambda x, b, j: x[jnp.minimum(first_key[b] + j, x.shape[0] - 1)], lengths, bound
         )
 
-    num_pages, page_size = k.shape[-4], k.shape[-2]
+    k = with_rows(k, call.head_dim, packed=fold > 1)
+    v = None if v is None else with_rows(v, call.head_dim_v, packed=fold > 1)
+    num_pages, page_size = k.shape[-4], k.shape[-2] * fold
     batch, max_pages = block_table.shape
     # ids are not checked on the device: a wrong one must not read outside the cache
     table = jnp.clip(block_table, 0, num_pages - 1)
-    if page_size % (32 // k.dtype.itemsize) == 0 and keys_per_step(page_size) <= widest_step:
-        start = jnp.arange(batch, dtype=jnp.int32) * max_pages
-        return Pages(to_bits(k), None if v is None else to_bits(v), table.reshape(-1), start)
+    whole = SUBLANES if fold > 1 else 32 // k.dtype.itemsize
+    if k.shape[-2] % whole == 0 and keys_per_step(page_size, fold) <= widest_step:
+        # a constant: XLA has nothing to compute for it
+        start = jnp.asarray(np.arange(batch, dtype=np.int32) * max_pages)
+        return Pages(to_bits(k), None if v is None else to_bits(v), table.reshape(-1), start, fold)
+    k = with_rows(k, call.head_dim, packed=False)
+    v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
     def stored(x: Array, b: Array, j: Array) -> Array:
         column = jnp.minimum(j // page_size, max_pages - 1)

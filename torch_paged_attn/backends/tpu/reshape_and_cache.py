@@ -6,6 +6,7 @@ changed once for all tokens that fall into it, and of two tokens for one slot th
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,11 @@ def tile_rows(cache: Array) -> int:
     return 32 // cache.dtype.itemsize
 
 
+def _has_tiles(key: Array, cache: Array) -> bool:
+    """Whether the kernel writes this cache: pages are whole tiles, or rows hold several keys."""
+    return cache.shape[-2] % tile_rows(cache) == 0 or cache.shape[-1] > key.shape[2]
+
+
 def _group(slots: Array, num_slots: int, rows: int) -> Groups:
     size = slots.shape[0]
     index = jnp.arange(size, dtype=jnp.int32)
@@ -59,8 +65,11 @@ def _group(slots: Array, num_slots: int, rows: int) -> Groups:
     return Groups(count[None], tile[first], jnp.append(start, num_kept), slot, token)
 
 
-def _write_kernel(*refs: Any, num_caches: int, num_planes: int) -> None:
-    """`refs`: the groups, new rows, caches twice (aliased), then buffers and semaphores of each."""
+def _write_kernel(*refs: Any, num_caches: int, num_planes: int, fold: int) -> None:
+    """`refs`: the groups, new rows, caches twice (aliased), then buffers and semaphores of each.
+
+    A row of the cache holds `fold` keys, and a new row its numbers as often.
+    """
     groups = Groups(*refs[: len(Groups._fields)])
     refs = refs[len(Groups._fields) :]
     rows_hbm, refs = refs[:num_planes], refs[num_planes + num_caches :]
@@ -125,10 +134,14 @@ def _write_kernel(*refs: Any, num_caches: int, num_planes: int) -> None:
         first = groups.start[group]
         for tile, new in zip(tiles, rows, strict=True):
             index = lax.broadcasted_iota(jnp.int32, tile.shape[1:], 1)
+            if fold > 1:
+                lane = lax.broadcasted_iota(jnp.int32, tile.shape[1:], 2)
+                index = index * fold + lax.div(lane, jnp.int32(tile.shape[3] // fold))
 
             def put(i: Array, old: Array, new: Any = new, index: Array = index) -> Array:
                 row = new[slot, i - first].astype(jnp.float32)[:, None]
-                return jnp.where(index == lax.rem(groups.slot[i], jnp.int32(height)), row, old)
+                place = lax.rem(groups.slot[i], jnp.int32(height * fold))
+                return jnp.where(index == place, row, old)
 
             old = tile[slot].astype(jnp.float32)
             changed = lax.fori_loop(first, groups.start[group + 1], put, old)
@@ -153,15 +166,18 @@ def _write(
     """`caches` are one array of two planes, or two arrays; `new` is of their type."""
     dtype = caches[0].dtype
     new, caches = tuple(map(to_bits, new)), tuple(map(to_bits, caches))
-    num_pages, heads, page_size, _ = caches[0].shape[-4:]
-    height = tile_rows(caches[0])
-    groups = _group(slots, num_pages * page_size, height)
+    num_pages, heads, page_rows, width = caches[0].shape[-4:]
+    fold = width // new[0].shape[2]
+    if fold > 1:
+        new = tuple(jnp.tile(x, (1, 1, fold)) for x in new)
+    height = math.gcd(tile_rows(caches[0]), page_rows)
+    groups = _group(slots, num_pages * page_rows * fold, height * fold)
     buffers = [pltpu.VMEM((NUM_BUFFERS, heads, height, x.shape[2]), caches[0].dtype) for x in new]
     rows = [pltpu.VMEM((NUM_BUFFERS, height, heads, x.shape[2]), x.dtype) for x in new]
     somewhere = pl.BlockSpec(memory_space=pl.ANY)
     first_cache = len(groups) + len(new)
     written = pl.pallas_call(
-        functools.partial(_write_kernel, num_caches=len(caches), num_planes=len(new)),
+        functools.partial(_write_kernel, num_caches=len(caches), num_planes=len(new), fold=fold),
         out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(groups),
@@ -233,7 +249,7 @@ def reshape_and_cache(
     new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, kv_cache)
     if slot_mapping.shape[0] == 0 or kv_cache.size == 0:
         return kv_cache
-    if kv_cache.shape[-2] % tile_rows(kv_cache) == 0:
+    if _has_tiles(key, kv_cache):
         return _write(new, (kv_cache,), slot_mapping, interpret)[0]
     for plane, x in enumerate(new):
         kv_cache = _scatter(x, kv_cache, slot_mapping, (plane,))
@@ -258,7 +274,7 @@ def reshape_and_cache_split(
     new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, k_cache)
     if slot_mapping.shape[0] == 0 or k_cache.size == 0:
         return k_cache, v_cache
-    if k_cache.shape[-2] % tile_rows(k_cache) == 0:
+    if _has_tiles(key, k_cache):
         k_cache, v_cache = _write(new, (k_cache, v_cache), slot_mapping, interpret)
         return k_cache, v_cache
     return _scatter(new[0], k_cache, slot_mapping), _scatter(new[1], v_cache, slot_mapping)

@@ -38,16 +38,22 @@ class Scores:
         sizes: tuple[int, int],
         query_axis: int = 0,
     ) -> "Scores":
-        """`sizes` are the numbers of rows and of keys."""
+        """`sizes` are the numbers of rows and of keys, or of rows of keys.
+
+        Where a row of keys holds several, the rows of queries stand there as often, each time for
+        another one of these keys.
+        """
         shape = sizes if query_axis == 0 else sizes[::-1]
         row, key = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         row, key = (row, key) if query_axis == 0 else (key, row)
+        if options.fold > 1:
+            key = key * options.fold + lax.div(row, jnp.int32(sizes[0] // options.fold))
         return cls(refs, options, tile, first_key, row, key)
 
     @property
     def token(self) -> Array:
         """The row's token within the tile."""
-        return self.row & (self.options.tile_q - 1)
+        return (self.row >> (self.options.paired - 1)) & (self.options.tile_q - 1)
 
     def of(
         self, head: Any, products: Array, scale: Any, bias: Array | None
@@ -92,9 +98,15 @@ class Scores:
         return visible
 
     def is_seen(self, visible: Array, is_sparse: bool) -> Array:
-        """True for keys (width, 1) that some row of the tile sees; rows are the first axis."""
-        tiles = self.refs.tiles
-        key = lax.broadcasted_iota(jnp.int32, (visible.shape[1], 1), 0)
+        """True for keys (width, 1) that some row of the tile sees, or for the numbers (rows of
+        keys, LANES) of those keys; the tile's rows are the first axis of `visible`.
+        """
+        tiles, fold = self.refs.tiles, self.options.fold
+        shape = (visible.shape[1], LANES if fold > 1 else 1)
+        key = lax.broadcasted_iota(jnp.int32, shape, 0)
+        if fold > 1:
+            lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+            key = key * fold + lax.div(lane, jnp.int32(LANES // fold))
         start, stop = (x[self.tile] - self.first_key for x in (tiles.start, tiles.stop))
         is_seen = (key >= start) & (key < stop)
         if is_sparse:
@@ -105,7 +117,9 @@ class Scores:
         """True for the probabilities that dropout keeps."""
         tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
         query = tiles.first_query[self.tile] + self.token
-        of_group = lax.shift_right_logical(self.row, tile_q.bit_length() - 1)
+        paired = self.options.paired
+        of_group = lax.shift_right_logical(self.row, (tile_q * paired).bit_length() - 1)
+        of_group = of_group * paired + (self.row & (paired - 1))
         head = self.options.first_head + head * self.options.group_size + of_group
         head = (tiles.sequence[self.tile] << 16) | head
         column, query, head = (

@@ -5,6 +5,7 @@ Scores, maximum and sums are float32; probabilities are rounded for the second p
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,6 +83,20 @@ def _as_row(column: Array) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
+def _merge(m: Array, total: Array, acc: Array, fold: int) -> tuple[Array, Array, Array]:
+    """States of the same rows with different keys as one state."""
+    rows, width = m.shape[0] // fold, acc.shape[1] // fold
+    parts = [slice(i * rows, (i + 1) * rows) for i in range(fold)]
+    m_new = functools.reduce(jnp.maximum, (m[part] for part in parts))
+    rescales = [jnp.exp2(m[part] - m_new) for part in parts]
+    merged = [
+        acc[part, i * width : (i + 1) * width] * across(rescale, width)
+        for i, (part, rescale) in enumerate(zip(parts, rescales, strict=True))
+    ]
+    totals = (total[part] * rescale for part, rescale in zip(parts, rescales, strict=True))
+    return m_new, sum(totals, jnp.zeros_like(m_new)), sum(merged, jnp.zeros_like(merged[0]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Softmax:
     """The running state of a tile: refs `(num_kv_heads, rows, ...)` in VMEM."""
@@ -120,15 +135,28 @@ class Softmax:
             self.l_i[head] = self.l_i[head] * rescale + _fold_lanes(p[i])
             self.acc[head] = self.acc[head] * across(rescale, weighed[i].shape[1]) + weighed[i]
 
-    def finish(self, head: Any, sink: Array | None, dtype: Any) -> tuple[Array, Array]:
-        """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head.
+    def finish(
+        self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
+    ) -> tuple[Array, Array]:
+        """The output (rows, head_dim_v), and lse in base 2 as one row; resets the head."""
+        out, m, divisor = self.finish_rows(head, sink, dtype, fold)
+        return out, _as_row(m) + jnp.log2(_as_row(divisor))
+
+    def finish_rows(
+        self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
+    ) -> tuple[Array, Array, Array]:
+        """The output (rows, head_dim_v), and the terms of lse in base 2, `m + log2(divisor)`,
+        (rows, LANES), all lanes alike; resets the head.
 
         `sink` (rows, 1) is one logit more. The stores of the reset cost nothing here, where the
-        arithmetic takes longer.
+        arithmetic takes longer. Rows that stand here `fold` times, each time with some of the keys,
+        become one; the i-th one's values lie in the i-th part of the lanes.
         """
         m, acc = self.m_i[head], self.acc[head]
         total = jnp.broadcast_to(jnp.sum(self.l_i[head], axis=1, keepdims=True), m.shape)
         self.reset([head])
+        if fold > 1:
+            m, total, acc = _merge(m, total, acc, fold)
         if sink is not None:
             m_new = jnp.maximum(m, sink)
             rescale = jnp.exp2(m - m_new)
@@ -141,4 +169,4 @@ class Softmax:
         else:
             guess = pl.reciprocal(divisor, approx=True)
             out = acc * across(guess * (2.0 - divisor * guess), acc.shape[1])  # Newton's step
-        return out, _as_row(m) + jnp.log2(_as_row(divisor))
+        return out, m, divisor

@@ -1,0 +1,58 @@
+"""Caches whose rows hold several keys of 64 or 32 numbers: read and written as they lie."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+
+SEQS = ((1, 40), (20, 25), (0, 17))
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16)])
+def test_a_packed_cache_is_read_as_it_lies(head_dim, page_size, run):
+    from torch_paged_attn.backends.tpu.pages import packed_shape
+
+    problem = dataclasses.replace(
+        PROBLEMS["llama3_8b/mixed/bf16"], head_dim=head_dim, page_size=page_size, seqs=SEQS,
+        window_size_left=30,
+    )  # fmt: skip
+    call = build(problem)
+    packed = {name: call.args[name].reshape(packed_shape(call.args[name].shape)) for name in "kv"}
+    assert packed["k"].shape[-1] == 128
+    assert_accurate(*run(call, "on_wait", **_as_jax(packed)), call.truth())
+
+
+def test_a_packed_cache_is_written_as_the_other_one():
+    import numpy as np
+    from jax_arrays import to_jax, to_torch
+    from pallas_oracle import watch
+
+    from torch_paged_attn.backends.tpu.pages import packed_shape
+    from torch_paged_attn.backends.tpu.reshape_and_cache import reshape_and_cache
+
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 6, 2, 64, generator=generator).bfloat16()
+    cache = torch.randn(2, 3, 2, 16, 64, generator=generator).bfloat16()
+    # neighbours in one row, one of them twice, a token that is not kept
+    slots = torch.tensor([17, 16, 3, -1, 16, 47])
+
+    def write(shape):
+        arguments = [to_jax(x) for x in (key, value, cache.reshape(shape))]
+        table = np.asarray(slots, np.int32)
+        written = watch(lambda i: reshape_and_cache(*arguments, table, interpret=i), "on_wait")
+        return to_torch(written).reshape(cache.shape)
+
+    expected = cache.clone()
+    for plane, new in enumerate((key, value)):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[plane, slot // 16, :, slot % 16] = new[token]
+    assert torch.equal(write(packed_shape(cache.shape)), expected)
+
+
+def _as_jax(tensors):
+    from jax_arrays import to_jax
+
+    return {name: to_jax(x) for name, x in tensors.items()}
