@@ -132,8 +132,8 @@ def plan_launches(
                 Pointers(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
                     of_q, of_k, of_v, *unlisted,
-                    *((k, v) if options.GATHERS else (None, None)), out if is_float32 else None,
-                ),
+                    *((k, v) if options.GATHERS else (None, None)),
+                )._replace(out=out if is_float32 else None),
             )  # fmt: skip
             return tile_list, parts
         of_q, of_k, of_v, *starts, table, slopes, sink = pick((*addresses, None))
