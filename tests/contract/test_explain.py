@@ -88,7 +88,7 @@ def test_the_engine_of_the_cpu(queries, engine):
         (8, None, "portable"),
         (8192, None, "hopper"),
         (600, None, "hopper and portable"),
-        (64, 8, "portable"),
+        (64, 8, "hopper"),
     ],
 )
 def test_the_kernels_of_hopper(total_q, said, kernel):

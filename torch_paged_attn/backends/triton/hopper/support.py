@@ -149,9 +149,12 @@ def unprofitable(call: AttentionCall) -> str | None:
 def is_guessed(call: AttentionCall, longest: int) -> bool:
     """Whether sequences have as many queries as tokens that were guessed are, by what is said of
     the longest one's: so few that all heads of a group fit in the rows of one consumer, and more
-    than the portable kernel is fast at.
+    than the portable kernel is fast at. Where nothing is said, the tokens of all stand for it: most
+    of few sequences decode then.
     """
     if call.block_table is None or call.layout is not None or converts(call):
+        return False
+    if mean_length(call) < 2:
         return False
     group = call.group_size
     is_even = group & (group - 1) == 0
