@@ -161,6 +161,7 @@ def main() -> int:
         "NVIDIA H200": (
             *("cuda/serving.json", "cuda/h200.json"),
             *("cuda/h200_step.json", "cuda/h200_others.json"),
+            *("cuda/h200_gradients.json", "cuda/h200_float8.json"),
         ),
         "AMD EPYC (Zen 5), 2 threads": ("cpu/epyc_zen5.json",),
         "Intel Xeon with AMX, 2 threads": ("cpu/xeon_emerald_rapids.json",),

@@ -140,7 +140,12 @@ OUT, LSE = torch.randn(3, 2, 4), torch.randn(2, 3)
     [
         ([OUT, OUT], [LSE], {}, "lses has 1 parts; allowed: as many as outs, 2"),
         ([OUT[0]], [LSE], {}, "outs[0] has shape (2, 4); allowed: (total_q"),
-        ([OUT, OUT[:2]], [LSE] * 2, {}, "outs[1] has shape (2, 2, 4); allowed: outs[0]'s shape = (3, 2, 4)"),
+        (
+            [OUT, OUT[:2]],
+            [LSE] * 2,
+            {},
+            "outs[1] has shape (2, 2, 4); allowed: outs[0]'s shape = (3, 2, 4)",
+        ),
         ([OUT, OUT.half()], [LSE] * 2, {}, "outs[1] has dtype float16; allowed: float32"),
         ([OUT.double()], [LSE], {}, "outs[0] has dtype float64"),
         ([OUT, OUT], [LSE, LSE.T], {}, "lses[1] has shape (3, 2)"),

@@ -103,7 +103,7 @@ def choose_configs(call: BackwardCall) -> Configs:
         has_window = is_bound(forward.window_size_left)
         one_pass = choose_one_pass_config(width, mean_length, has_window)
     if one_pass is None:
-        queries = choose_queries_config(width, width_v, columns_of(forward.head_dim))
+        queries = choose_queries_config(width)
         return Configs(choose_keys_config(width, width_v), queries)
     if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
         one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)

@@ -106,10 +106,8 @@ def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
     return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
 
 
-def choose_queries_config(width: int, width_v: int, columns: int) -> HopperBackwardConfig:
-    """For dQ, of which `columns` of the width hold numbers."""
-    if width == 256 and width_v == 128 and columns <= 192:
-        return HopperBackwardConfig(SECOND_STAGES=3, IN_PLACE=True)
+def choose_queries_config(width: int) -> HopperBackwardConfig:
+    """For dQ."""
     if width == 256:
         return HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
     return HopperBackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
