@@ -154,7 +154,7 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     """
     if call.block_table is None or call.layout is not None or converts(call):
         return False
-    if mean_length(call) < 2:
+    if call.total_q < 2 * call.batch:
         return False
     group = call.group_size
     is_even = group & (group - 1) == 0
