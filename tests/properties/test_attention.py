@@ -4,7 +4,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from same_bits import assert_same_bits
-from served import HAS
+from served import HAS, examples
 
 from torch_paged_attn.testing import assert_accurate, build
 from torch_paged_attn.testing.problems import Layout, Problem
@@ -175,9 +175,7 @@ LONG_SUMS = Problem("long_sums", ((400, 0),), 2, 1, head_dim=256, causal=False)
 @example(LONG_SUMS)
 @example(LEFT_BY_DROPOUT)
 @example(LARGE_LOGITS)
-@example(UNLUCKY_LOGIT)
-@example(WINDOW_OF_ANOTHER_RANK)
-@example(WINDOW_PAST_ALL_KEYS)
+@examples(UNLUCKY_LOGIT, WINDOW_OF_ANOTHER_RANK, WINDOW_PAST_ALL_KEYS)
 def test_flash_varlen_agrees_with_the_reference(problem):
     call = build(problem)
     assert_accurate(*call.run(), call.truth())
