@@ -56,6 +56,7 @@ def main():
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), expected[name])
     print("equal to one process")
+    dist.barrier()  # neither leaves while the other is still in a collective
     dist.destroy_process_group()
 
 
