@@ -148,7 +148,7 @@ class FileMemory:
 
     def rendezvous(self, buffer, group):
         dist.barrier(group)
-        self.barrier = lambda channel: dist.barrier(group)
+        self.barrier = lambda channel, timeout_ms: dist.barrier(group)
         return self
 
     def get_buffer(self, rank, shape, dtype, offset=0):
@@ -169,12 +169,14 @@ def case_shared_memory(world: World) -> None:
     with on_host, mock.patch.object(shared_keys, "symmetric_memory", lambda *args: files):
         pack = Pack((33, 0, 70, 5), options=(("causal", True),))
         memory = SharedKeys(None, 108, pack.num_kv_heads, 16, 16, torch.float32, "cpu")
+        ahead = SharedKeys(None, 108, pack.num_kv_heads, 16, 16, torch.float32, "cpu")
+        ahead.least_ahead = 0
         for cut in CUTS:
             shards = Shards(pack.cu_seqlens, load_balance=cut)
             own = [shards.shard(x) for x in pack.inputs()]
             wanted = all_gather_attention(*own, shards, causal=True)
-            for _ in range(2):
-                found = all_gather_attention(*own, shards, causal=True, memory=memory)
+            for way in (memory, ahead, memory, ahead):
+                found = all_gather_attention(*own, shards, causal=True, memory=way)
                 assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
         own[0].requires_grad_()
         trains = partial(all_gather_attention, *own, shards, memory=memory)
