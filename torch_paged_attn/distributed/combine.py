@@ -157,8 +157,8 @@ class SymmetricCombine:
         from torch_paged_attn.backends.triton.merge_remote import merge_remote
 
         given = out, lse, self.calls, self.missing, self.slots, self.flags
-        options = {"rank": ranks.rank, "out_dtype": out_dtype, "seconds": self.seconds}
-        return merge_remote(*given, **options)
+        options: dict[str, Any] = {"rank": ranks.rank, "out_dtype": out_dtype}
+        return merge_remote(*given, **options, seconds=self.seconds)
 
 
 def _own(heads: int, ranks: Ranks) -> slice:

@@ -34,7 +34,7 @@ def attend(given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
 
 def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
     *inputs, out, lse = tensors
-    named = dict(zip(TENSORS, inputs, strict=True))
+    named: dict[str, Any] = dict(zip(TENSORS, inputs, strict=True))
     call = AttentionCall(OP, **named, **options)
     assert out is not None and lse is not None
     if call.total_q == 0 or kernels_of(call, longest)[0] != "hopper":
