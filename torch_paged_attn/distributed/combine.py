@@ -137,8 +137,7 @@ class SymmetricCombine:
         self.slots, self.flags = made
 
     def check(self, call: AttentionCall, ranks: Ranks) -> None:
-        """Raise for a call that this was not made for, and where a rank has not come to one."""
-        self.check_all_came()
+        """Raise for a call that this was not made for."""
         tokens, heads, dim = self.limits
         sizes = call.num_heads, call.head_dim_v
         if call.total_q > tokens or sizes != (heads, dim) or ranks.group != self.ranks.group:

@@ -7,6 +7,7 @@ For calls without gradients: those of rows that sequences share would be added u
 """
 
 import datetime
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,20 @@ class Arriving(NamedTuple):
     k: Tensor
     v: Tensor
     stream: Any
+
+
+class Route(NamedTuple):
+    """Where keys and values of some heads lie in this rank's memory, as rows and as pages of one
+    slot, and what is copied there from which other memory."""
+
+    heads: slice
+    keys: tuple[Tensor, Tensor]
+    pages: tuple[Tensor, Tensor]
+    copies: list[tuple[Tensor, Tensor]]
+
+    def copy(self) -> None:
+        for to, source in self.copies:
+            to.copy_(source)
 
 
 class SharedKeys:
@@ -109,37 +124,49 @@ class SharedKeys:
         """The keys and values that this rank's queries see, of all heads or of the first one and
         then of the others. Each is there on its stream, which the caller's waits for in the end;
         valid until the next call."""
-        rows = placement.rows
+        rows, heads = placement.rows, k.shape[1]
         if max(rows) > self.max_keys:
             fail(OP, "max_keys", f"is {self.max_keys}", f"at least {max(rows)}, which a rank sees")
+        is_much = placement.most_sent * _bytes_of_row(k, v) >= self.least_ahead
+        ahead = AHEAD if heads > AHEAD and is_much else 0
+        routes = placement.keep((self, ahead), lambda: self._routes(placement, ahead))
         streams = torch.get_device_module(k.device)
         here = streams.current_stream(k.device)
-        rank, heads = self.ranks.rank, k.shape[1]
-        came = [x for x in placement.pieces if x.target == rank and x.source != rank]
         # every rank has read what the call before left
         self._barrier(0)
-        groups = [slice(0, heads)]
-        if heads > AHEAD and placement.most_sent * _bytes_of_row(k, v) >= self.least_ahead:
-            groups = [slice(0, AHEAD), slice(AHEAD, heads)]
         found = []
-        for number, group in enumerate(groups):
-            memory = [self._of(other, rows[other], group) for other in range(len(rows))]
-            own = [x.unsqueeze(2) for x in self._heads_of(memory[rank], group)]
-            reshape_and_cache(k[:, group], v[:, group], (own[0], own[1]), placement.slots)
+        for channel, route in enumerate(routes, 1):
+            own = k[:, route.heads], v[:, route.heads]
+            reshape_and_cache(*own, route.pages, placement.slots)
             # all ranks' own rows are where others find them
-            self._barrier(1 + number)
-            # what came before is there, what comes now is on its way
-            here.wait_stream(self.stream)
-            self.stream.wait_stream(here)
-            with streams.stream(self.stream):
-                for x in came:
-                    theirs = memory[x.source][x.at_source : x.at_source + x.rows]
-                    memory[rank][x.place : x.place + x.rows].copy_(theirs)
-            found.append(Arriving(group, *self._heads_of(memory[rank], group), here))
-        if len(found) == 1:
-            here.wait_stream(self.stream)
-        else:
-            found[-1] = found[-1]._replace(stream=self.stream)
+            self._barrier(channel)
+            if len(routes) == 1:
+                route.copy()
+            else:
+                # what came before is there, what comes now is on its way
+                here.wait_stream(self.stream)
+                self.stream.wait_stream(here)
+                with streams.stream(self.stream):
+                    route.copy()
+            is_last = channel == len(routes) > 1
+            stream = self.stream if is_last else here
+            found.append(Arriving(route.heads, route.keys[0], route.keys[1], stream))
+        return found
+
+    def _routes(self, placement: "Placement", ahead: int) -> list["Route"]:
+        """What travels of the first `ahead` heads, and of the others."""
+        rows, rank, heads = placement.rows, self.ranks.rank, self.widths[0][0]
+        groups = [slice(0, ahead), slice(ahead, heads)] if ahead else [slice(0, heads)]
+        found = []
+        for group in groups:
+            memory = [self._of(other, rows[other], group) for other in range(len(rows))]
+            copies = [
+                (_rows(memory[rank], x.place, x.rows), _rows(memory[x.source], x.at_source, x.rows))
+                for x in placement.pieces
+                if x.target == rank and x.source != rank
+            ]
+            k, v = self._heads_of(memory[rank], group)
+            found.append(Route(group, (k, v), (k.unsqueeze(2), v.unsqueeze(2)), copies))
         return found
 
     def _barrier(self, channel: int) -> None:
@@ -181,6 +208,7 @@ class Placement:
         packing's rows where the keys of this rank's sequences begin."""
         self.ranks = ranks = shards.ranks
         self.pieces = pieces
+        self.kept: dict[Any, Any] = {}
         self.rows = [int(x.sum()) for x in needed]
         self.travels = any(x.source != x.target for x in pieces)
         before = torch.nn.functional.pad(needed[ranks.rank].cumsum(0), (1, 0))
@@ -213,12 +241,18 @@ class Placement:
             return None
         return cls(shards, needed, first, pieces)
 
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for all layers."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
     def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that this rank's queries see, by messages."""
         rank, rows = self.ranks.rank, self.rows[self.ranks.rank]
         here = self.lies_here
         whole = tuple(
-            x.new_empty(rows, *x.shape[1:]) if here is None else _rows(x, here) for x in (k, v)
+            x.new_empty(rows, *x.shape[1:]) if here is None else _sent(x, here) for x in (k, v)
         )
         operations = []
         for piece in self.pieces:
@@ -227,7 +261,7 @@ class Placement:
             is_sent = piece.source == rank
             other = self.ranks.global_rank(piece.target if is_sent else piece.source)
             for to, x in zip(whole, (k, v), strict=True):
-                part = _rows(x, piece).contiguous() if is_sent else _place(to, piece)
+                part = _sent(x, piece).contiguous() if is_sent else _place(to, piece)
                 way = dist.isend if is_sent else dist.irecv
                 operations.append(dist.P2POp(way, part, other, self.ranks.group))
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -235,18 +269,22 @@ class Placement:
             for piece in self.pieces:
                 if piece.source == piece.target == rank:
                     for to, x in zip(whole, (k, v), strict=True):
-                        _place(to, piece).copy_(_rows(x, piece))
+                        _place(to, piece).copy_(_sent(x, piece))
         for work in works:
             work.wait()
         return whole[0], whole[1]
 
 
-def _rows(x: Tensor, piece: Piece) -> Tensor:
-    return x[piece.first : piece.first + piece.rows]
+def _rows(x: Tensor, first: int, rows: int) -> Tensor:
+    return x[first : first + rows]
+
+
+def _sent(x: Tensor, piece: Piece) -> Tensor:
+    return _rows(x, piece.first, piece.rows)
 
 
 def _place(x: Tensor, piece: Piece) -> Tensor:
-    return x[piece.place : piece.place + piece.rows]
+    return _rows(x, piece.place, piece.rows)
 
 
 def _pieces(shards: Shards, needed: Tensor, target: int, places: Tensor) -> list[Piece]:

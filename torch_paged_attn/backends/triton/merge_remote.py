@@ -79,17 +79,17 @@ def _time(waited, IS_TIMED: tl.constexpr):
 
 
 @triton.jit
-def _stop(missing, IS_TIMED: tl.constexpr):
-    """End the program and the device's work, once the host can read what was stored."""
+def _do(INSTRUCTION: tl.constexpr, x):
+    tl.inline_asm_elementwise(INSTRUCTION, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _stop(x, IS_TIMED: tl.constexpr):
+    """End the device's work, once the host can read what this program's threads have stored."""
     if IS_TIMED:
-        tl.inline_asm_elementwise(
-            "{ fence.sc.sys; trap; mov.u32 $0, $1; }",
-            "=r,r",
-            [missing],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _do("{ fence.sc.sys; mov.u32 $0, $1; }", x)
+        tl.debug_barrier()
+        _do("{ trap; mov.u32 $0, $1; }", x)
 
 
 @triton.jit(do_not_specialize=("tokens", "patience"))
