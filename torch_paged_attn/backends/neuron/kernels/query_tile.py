@@ -201,27 +201,45 @@ def update_softmax(p, m_i, l_i, acc_scale, scores, row_max):
     )
 
 
-def weigh_values(acc, acc_scale, p, v, head, identity):
-    """acc (P, dim_v) = acc * acc_scale + p (P, tile_k) @ v (P, chunks, heads, run, dim_v)."""
+def new_probabilities(keys, dtype):
+    """Room for p (P, tiles, P), and a view of it whose columns follow the order of keys.
+
+    Tile `chunk * run + t` holds the t-th key of each run of a chunk, as the gathered values lie.
+    """
+    chunks, run = keys.shape[1], keys.shape[3]
+    p = nl.ndarray((P, chunks * run, P), dtype=dtype, buffer=nl.sbuf)
+    pattern = [[chunks * run * P, P], [run * P, chunks], [1, P], [P, run]]
+    return p, p.ap(pattern=pattern)
+
+
+def turn_probabilities(p, identity, by_dma):
+    """Each tile of p (P, tiles, P) transposed, by DMA or on TensorE."""
+    tiles = p.shape[1]
+    turned = nl.ndarray((P, tiles, P), dtype=p.dtype, buffer=nl.sbuf)
+    if by_dma:
+        nisa.dma_transpose(dst=turned, src=p, axes=(2, 1, 0))
+    else:
+        for first in range(0, tiles, TURNED):
+            last = min(first + TURNED, tiles)
+            part = transposed_tile((P, last - first, P), p.dtype)
+            for tile in range(first, last):
+                transpose(part[:, tile - first, :], p[:, tile, :], identity)
+            nisa.tensor_copy(dst=turned[:, first:last, :], src=part)
+    return turned
+
+
+def weigh_values(acc, acc_scale, turned, v, head):
+    """acc (P, dim_v) = acc * acc_scale + p @ v; p turned, v (P, chunks, heads, run, dim_v)."""
     chunks, run = v.shape[1], v.shape[3]
     product = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.psum)
     for chunk in range(chunks):
-        column = chunk * P * run
-        for first in range(0, run, TURNED):
-            count = min(TURNED, run - first)
-            part = transposed_tile((P, count, P), p.dtype)
-            for t in range(count):
-                start = column + first + t
-                transpose(part[:, t, :], p[:, start : column + P * run : run], identity)
-            p_turned = nl.ndarray((P, count, P), dtype=p.dtype, buffer=nl.sbuf)
-            nisa.tensor_copy(dst=p_turned, src=part)
-            for t in range(count):
-                nisa.nc_matmul(
-                    dst=product,
-                    stationary=p_turned[:, t, :],
-                    moving=v[:, chunk, head, first + t, :],
-                    accumulate=column + first + t > 0,
-                )
+        for t in range(run):
+            nisa.nc_matmul(
+                dst=product,
+                stationary=turned[:, chunk * run + t, :],
+                moving=v[:, chunk, head, t, :],
+                accumulate=chunk + t > 0,
+            )
     nisa.scalar_tensor_tensor(
         dst=acc, data=acc, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=product
     )
