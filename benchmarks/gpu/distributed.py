@@ -350,6 +350,8 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
             calls[name] = functools.partial(scheme, *own, shards, causal=True)
             found = shards.unshard(calls[name]()[0])
             off[name] = float((found.float() - wanted.float()).abs().max())
+        if memory is not None:
+            check_graph(m, calls[ways[1][0]])
         placement = exchange_of(shards, {"causal": True}).placement
         if placement is None or memory is None:
             continue
@@ -370,6 +372,23 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
                 f" {off[name]:.1e}"
             )
     return found
+
+
+def check_graph(m: Machine, call: Callable[[], Any]) -> None:
+    """Raise unless replays of a captured call have its bits."""
+    kept: list[Tensor] = []
+
+    def keep() -> None:
+        kept[:] = call()
+
+    keep()
+    wanted = list(kept)
+    replay = m.captured(keep)
+    for _ in range(3):
+        kept[0].zero_()
+        replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, kept, wanted)), "other bits in a graph"
 
 
 def attention_alone(own: list[Tensor], shards: Shards) -> Callable[[], Any]:

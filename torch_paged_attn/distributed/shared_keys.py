@@ -144,7 +144,8 @@ class SharedKeys:
                 route.copy()
             else:
                 # what came before is there, what comes now is on its way
-                here.wait_stream(self.stream)
+                if found:
+                    here.wait_stream(self.stream)
                 self.stream.wait_stream(here)
                 with streams.stream(self.stream):
                     route.copy()
