@@ -134,7 +134,7 @@ class SharedKeys:
         here = streams.current_stream(k.device)
         # every rank has read what the call before left
         self._barrier(0)
-        found = []
+        found: list[Arriving] = []
         for channel, route in enumerate(routes, 1):
             own = k[:, route.heads], v[:, route.heads]
             reshape_and_cache(*own, route.pages, placement.slots)
