@@ -101,9 +101,10 @@ class Vllm:
         @functools.cache
         def plan(_threads: int) -> Tensor:
             heads = (len(lengths), num_heads, num_kv_heads, dim)
-            return torch.ops._C.get_scheduler_metadata(
-                *heads, seq_lens, q.dtype, bounds, True, -1, caches.isa, True, None, caches.kind
-            )
+            make = torch.ops._C.get_scheduler_metadata
+            options = (*heads, seq_lens, q.dtype, bounds, True, -1, caches.isa, True, None, caches.kind)
+            # before 0.25 plans do not depend on the cache's dtype
+            return make(*options[: len(make.default._schema.arguments)])
 
         def run() -> None:
             torch.ops._C.cpu_attention_with_kv_cache(
@@ -126,6 +127,8 @@ class Sglang:
             return "no block-sparse attention"
         if not call.args["causal"]:
             return "called for causal attention only"
+        if not hasattr(torch.ops._C, "decode_attention_cpu"):
+            return "not in this version of vLLM's library"
         dtypes = (torch.bfloat16, torch.float16)
         if call.args["q"].dtype not in dtypes or call.args["k"].dtype not in dtypes:
             return "bfloat16 and float16 only"
