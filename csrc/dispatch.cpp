@@ -34,7 +34,7 @@ struct InstructionSet {
 };
 
 // All work by one table.
-Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k}; }
+Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k}; }
 
 // setup.py defines PAGED_ATTN_WITHOUT_<name> for what the compiler refused.
 [[maybe_unused]] std::string not_built(const char* name) {
@@ -161,7 +161,8 @@ std::vector<InstructionSet> find_instruction_sets() {
 #if defined(PAGED_ATTN_WITHOUT_amx)
   sets.push_back({amx, not_built("amx")});
 #else
-  amx.few_rows = amx.tiles = amx.backward = &kernels_amx;
+  amx.few_rows = amx.float8_rows = amx.tiles = amx.backward = &kernels_amx;
+  amx.int8_rows = &kernels_avx512bf16;  // its 16-bit products; tiles look int8 up as bfloat16
   sets.push_back({amx, has_pairs ? missing_amx() : absent});
 #endif
 #endif

@@ -46,6 +46,10 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
 
 #endif
 
+// The more rows a tile has, the more of them a packed block of keys serves: as many as leave a
+// second-level cache of 1 MiB room for the keys.
+int64_t tile_rows(const Attention& a) { return rows_in_cache(a, 512); }
+
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   return with_product(a, [&](auto product) __attribute__((always_inline)) {
     typedef decltype(product) Product;

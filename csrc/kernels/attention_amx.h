@@ -15,6 +15,11 @@ namespace {
 // By how much, in powers of two, a row's maximum may exceed what its sums are relative to.
 constexpr float HEADROOM = 8.f;
 
+// From one row to the next. Rows a power of two apart would share a few sets of the first-level
+// cache, and a tile is a line of each of sixteen.
+constexpr int64_t PADDING = W;
+constexpr int SCORES = MAX_COLUMNS + int(PADDING);
+
 struct AmxWorkspace {
   int64_t rows, stride_q, stride_acc;
   float *q, *acc, *m, *l, *keys, *values, *scores;
@@ -26,14 +31,14 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
   Workspace space(memory);
   w.rows = round_up(rows, AmxProduct::ROWS);
   w.stride_q = key_depth<AmxProduct>(a);
-  w.stride_acc = round_up(a.head_dim_v, W);
+  w.stride_acc = round_up(a.head_dim_v, W) + PADDING;
   w.q = space.take(w.rows * w.stride_q);
   w.acc = space.take(w.rows * w.stride_acc);
   w.m = space.take(w.rows);
   w.l = space.take(w.rows * W);  // a vector of sums a row
   w.keys = space.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
   w.values = space.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
-  w.scores = space.take(2 * AmxProduct::ROWS * MAX_COLUMNS);
+  w.scores = space.take(2 * AmxProduct::ROWS * SCORES);
   w.floats = space.floats();
   return w;
 }
@@ -74,7 +79,7 @@ PAGED_ATTN_APART void raise_references(const F* top, float scale, float* m, floa
     if (m[r] != -INFINITY) {
       const F rescale = set1(exp2(m[r] - m_new));
       store(l + r * W, load(l + r * W) * rescale);
-      for (int64_t d = 0; d < stride_acc; d += W) {
+      for (int64_t d = 0; d < stride_acc - PADDING; d += W) {
         float* to = acc + r * stride_acc + d;
         store(to, load(to) * rescale);
       }
@@ -95,7 +100,7 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
   for (int r = 0; r < ROWS; ++r) top[r] = set1(-INFINITY);
   for (int c = begin; c < end; c += W)
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * MAX_COLUMNS + c));
+    for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * SCORES + c));
   __mmask16 grown = 0;
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -116,11 +121,11 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
 #pragma GCC unroll 2
       for (int i = 0; i < DEPTH; ++i) {
         if (i > 0 && c + i * W >= end) continue;
-        const F x = load(scores + r * MAX_COLUMNS + c + i * W);
+        const F x = load(scores + r * SCORES + c + i * W);
         p[i] = Product::exp2_for_operand(fma(x, set1(scale), set1(-shift[r])));
         sum[r] += p[i];
       }
-      store(scores + r * MAX_COLUMNS + c / DEPTH, Product::narrow(p));
+      store(scores + r * SCORES + c / DEPTH, Product::narrow(p));
     }
   }
 #pragma GCC unroll 8
@@ -160,7 +165,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
       columns.depth += columns.begin % STEP;
       columns.begin -= columns.begin % STEP;
       if (columns.begin >= columns.end) continue;
-      const AmxTile tile = {row, count, columns, w.scores + turn * ROWS * MAX_COLUMNS};
+      const AmxTile tile = {row, count, columns, w.scores + turn * ROWS * SCORES};
       turn ^= 1;
       row += ROWS;
       return tile;
@@ -171,7 +176,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
     const int begin = tile.columns.begin;
     return AmxWork{w.q + tile.first * w.stride_q, w.stride_q,
                    w.keys + begin * depth,        2 * W * depth,
-                   tile.scores + begin,           MAX_COLUMNS,
+                   tile.scores + begin,           SCORES,
                    int(depth / W),                (tile.columns.end - begin) / W,
                    int(tile.rows + W - 1) / W,    false,
                    0,                             0};
@@ -179,13 +184,13 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
   const auto by_values = [&](const AmxTile& tile, bool add) __attribute__((always_inline)) {
     const int begin = tile.columns.begin;
     return AmxWork{tile.scores + begin / 2,
-                   MAX_COLUMNS,
+                   SCORES,
                    w.values + begin / 2 * 2 * W,
                    MAX_COLUMNS / 2 * 2 * W,
                    w.acc + tile.first * w.stride_acc,
                    w.stride_acc,
                    (tile.columns.depth + STEP - 1) / STEP,
-                   int(w.stride_acc / W),
+                   int(round_up(a.head_dim_v, W) / W),
                    int(tile.rows + W - 1) / W,
                    add,
                    0,
@@ -218,7 +223,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
     const bool add = _mm512_test_epi32_mask((__m512i)seen, (__m512i)seen);
     for (int i = 0; i < tile.rows; i += TOGETHER) {
       const int64_t first = tile.first + i;
-      float* scores = tile.scores + i * MAX_COLUMNS;
+      float* scores = tile.scores + i * SCORES;
       float *m = w.m + first, *l = w.l + first * W, *acc = w.acc + first * w.stride_acc;
       const auto row_at = [&](int r) __attribute__((always_inline)) {
         return score_row(a, s, task.token_begin + (first + r) / a.group_size,
@@ -227,9 +232,9 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
       const int count = int(min64(TOGETHER, tile.rows - i));
       for (int r = 0; r < count && late_scale != scale; ++r)
         for (int c = begin; c < end; c += W)
-          store(scores + r * MAX_COLUMNS + c, load(scores + r * MAX_COLUMNS + c) * set1(scale));
+          store(scores + r * SCORES + c, load(scores + r * SCORES + c) * set1(scale));
       for (int r = 0; r < count && !finished; ++r)
-        finish_row(a, row_at(r), block, begin, end, scores + r * MAX_COLUMNS);
+        finish_row(a, row_at(r), block, begin, end, scores + r * SCORES);
       if (!a.dropout.enabled) {
         update_softmax_lazily<AmxProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
                                                     w.stride_acc, queue);
@@ -238,8 +243,8 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
       update_softmax_lazily<FloatProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
                                                     w.stride_acc, queue);
       for (int r = 0; r < count; ++r) {
-        drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * MAX_COLUMNS);
-        narrow<AmxProduct>(scores + r * MAX_COLUMNS, begin, end);
+        drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * SCORES);
+        narrow<AmxProduct>(scores + r * SCORES, begin, end);
       }
     }
     queue.finish();
@@ -272,7 +277,7 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
     if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
     pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
     // half a tile of keys that are not there
-    for (int64_t d = 0; d < w.stride_acc && block.num_columns % (2 * W); d += 2 * W)
+    for (int64_t d = 0; d < a.head_dim_v && block.num_columns % (2 * W); d += 2 * W)
       memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0,
              W * W * sizeof(float));
     attend_block_by_tiles(a, s, task, block, next, w);

@@ -70,6 +70,12 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
+// Rows of a tile, `most` of them at head_dim 128, whose queries, sums and scores are well inside a
+// cache.
+PAGED_ATTN_INLINE int64_t rows_in_cache(const Attention& a, int64_t most) {
+  return max64(16, min64(most, 384 * most / (a.head_dim + a.head_dim_v + 64)));
+}
+
 // Columns of a block that some rows can see: whole vectors [begin, end), of which only the first
 // `depth` columns can be anything but 0.
 struct VisibleColumns {
