@@ -19,6 +19,10 @@ from workloads import BackwardWorkload, CacheWriteWorkload, sequence_lengths, vi
 from torch_paged_attn.testing import Call
 
 
+# bytes of keys and values that SDPA may repeat for the query heads of a group
+MOST_REPEATED = 2 * 2**30
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """`run` is timed; `out` turns what it returned into (total_q, num_heads, head_dim_v), that of a
@@ -116,7 +120,13 @@ class Sdpa:
     name = "SDPA"
 
     def unavailable(self, call: Call) -> str | None:
-        return "a dense mask per head: seconds a call" if call.op == "blocksparse" else None
+        if call.op == "blocksparse":
+            return "a dense mask per head: seconds a call"
+        keys = sum(key_len for _, key_len in sequence_lengths(call))
+        row = queries(call).shape[-1] + call.args["v"].shape[-1]
+        repeated = keys * call.args["q"].shape[1] * row * call.args["q"].itemsize
+        too_large = repeated > MOST_REPEATED
+        return "repeats keys for each query head: gigabytes" if too_large else None
 
     def prepare(self, call: Call) -> Prepared:
         parts, scale = batches(call), call.args.get("softmax_scale")

@@ -30,7 +30,7 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
   AmxWorkspace w;
   Workspace space(memory);
   w.rows = round_up(rows, AmxProduct::ROWS);
-  w.stride_q = key_depth<AmxProduct>(a);
+  w.stride_q = key_depth<AmxProduct>(a) + PADDING;
   w.stride_acc = round_up(a.head_dim_v, W) + PADDING;
   w.q = space.take(w.rows * w.stride_q);
   w.acc = space.take(w.rows * w.stride_acc);
@@ -55,16 +55,19 @@ struct AmxQueue {
     pace = (left + beats - 1) / beats;
   }
   PAGED_ATTN_INLINE void beat() {
-    for (int i = 0; i < pace && next < 2; ++i) step();
+    for (int i = 0; i < pace && next < 2; ++i) {
+      AmxWork& current = work[next];
+      if (i + 1 < pace && current.has_two()) {
+        current.take_two();
+        ++i;
+      } else {
+        current.take();
+      }
+      next += current.panels <= 0;
+    }
   }
   PAGED_ATTN_INLINE void finish() {
-    while (next < 2) step();
-  }
-
- private:
-  PAGED_ATTN_INLINE void step() {
-    work[next].take();
-    next += work[next].panels <= 0;
+    for (; next < 2; next += work[next].panels <= 0) work[next].take();
   }
 };
 
@@ -146,7 +149,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
   constexpr int ROWS = AmxProduct::ROWS, TOGETHER = 8, STEP = W * AmxProduct::DEPTH;
   const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
   const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  const int64_t depth = w.stride_q;
+  const int64_t depth = key_depth<AmxProduct>(a);
   const float scale = logit_scale(a, s, kv_head);
   // what masks alone change is scaled on the way into the exponential
   const float late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
