@@ -39,7 +39,7 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
 }
 
 void attend(const Attention& a, const Task& task, float* workspace) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const Kernels& engine = task.few_rows ? engine_of_rows(a, rows) : engine_of_tiles(a);
   engine.attend(a, task, workspace);
 }

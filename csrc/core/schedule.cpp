@@ -72,11 +72,11 @@ Splits split_keys(const Attention& a, const Sequence& s, const Task& task) {
 
 // Adds the tasks of one tile under groups [task.group_begin, task.group_end).
 void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const Splits splits = split_keys(a, s, task);
   const int64_t count = splits.count(), groups = task.group_end - task.group_begin;
   const int64_t unit = a.layout.crow ? a.layout.k_block_size : 1;
-  const int64_t stride = groups * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+  const int64_t stride = groups * rows * partial_row_floats(a);
   if (count > 1) {
     plan.merges.push_back({task.sequence, task.token_begin, task.token_end, task.group_begin,
                            task.group_end, int32_t(count), plan.partial_floats, stride});
@@ -124,10 +124,10 @@ void add_sequence(const Attention& a, const Sequence& s, int64_t most_rows, Plan
 template <class T>
 T cut_heads(const Attention& a, const T& whole, int64_t step, int64_t i) {
   T piece = whole;
-  const int64_t rows = (whole.token_end - whole.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, whole);
   piece.group_begin = int32_t(whole.group_begin + i * step);
   piece.group_end = int32_t(std::min<int64_t>(piece.group_begin + step, whole.group_end));
-  if (whole.partial >= 0) piece.partial += i * step * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+  if (whole.partial >= 0) piece.partial += i * step * rows * partial_row_floats(a);
   return piece;
 }
 

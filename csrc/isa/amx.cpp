@@ -39,7 +39,7 @@ bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, flo
 }
 
 void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* workspace) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const int64_t wanted = register_rows(rows);
   const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
                     : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)

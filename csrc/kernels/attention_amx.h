@@ -147,8 +147,8 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
                                   const paged_attn::Task& task, const KeyBlock& block,
                                   const KeyBlock& next, const AmxWorkspace& w) {
   constexpr int ROWS = AmxProduct::ROWS, TOGETHER = 8, STEP = W * AmxProduct::DEPTH;
-  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t kv_head = kv_head_of(a, task.group_begin);
+  const int64_t rows = rows_of(a, task);
   const int64_t depth = key_depth<AmxProduct>(a);
   const float scale = logit_scale(a, s, kv_head);
   // what masks alone change is scaled on the way into the exponential
@@ -162,8 +162,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
                     (row + ROWS) * MAX_COLUMNS / w.rows);
       const int64_t count = min64(ROWS, rows - row);
       const KeyRange range =
-          visible_keys(a, s, task.token_begin + row / a.group_size,
-                       task.token_begin + (row + count - 1) / a.group_size);
+          visible_keys(a, s, token_of(a, task, row), token_of(a, task, row + count - 1));
       VisibleColumns columns = visible_columns(block, range);
       columns.depth += columns.begin % STEP;
       columns.begin -= columns.begin % STEP;
@@ -214,9 +213,9 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
     if (before.rows > 0) queue.work[--queue.next] = by_values(before, add_before);
 
     const int begin = tile.columns.begin, end = tile.columns.end;
-    const int64_t last_token = task.token_begin + (tile.first + tile.rows - 1) / a.group_size;
+    const int64_t last_token = token_of(a, task, tile.first + tile.rows - 1);
     const bool finished =
-        is_plain(a) && all_visible(a, s, task.token_begin + tile.first / a.group_size, last_token,
+        is_plain(a) && all_visible(a, s, token_of(a, task, tile.first), last_token,
                                    block, begin, end);
     const int chunks = int(tile.rows + TOGETHER - 1) / TOGETHER;
     queue.spread(chunks * ((end - begin + STEP - 1) / STEP));
@@ -229,8 +228,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
       float* scores = tile.scores + i * SCORES;
       float *m = w.m + first, *l = w.l + first * W, *acc = w.acc + first * w.stride_acc;
       const auto row_at = [&](int r) __attribute__((always_inline)) {
-        return score_row(a, s, task.token_begin + (first + r) / a.group_size,
-                         task.group_begin * a.group_size + (first + r) % a.group_size);
+        return row_of(a, s, task, task.group_begin, first + r);
       };
       const int count = int(min64(TOGETHER, tile.rows - i));
       for (int r = 0; r < count && late_scale != scale; ++r)
@@ -262,8 +260,8 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
 
 inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                             float* memory) {
-  const int64_t tokens = task.token_end - task.token_begin, rows = tokens * a.group_size;
-  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  const int64_t rows = rows_of(a, task);
+  const int64_t kv_head = kv_head_of(a, task.group_begin);
   const AmxWorkspace w = amx_workspace(a, rows, memory);
   load_queries<AmxProduct>(a, s, task, task.group_begin, w.q, w.stride_q);
   // rows that only fill the last register tile see zeros
@@ -271,20 +269,15 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
   memset(w.l, 0, w.rows * W * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY;
 
-  KeyBlock blocks[2];
-  KeyWalk walk = walk_keys(a, s, task, MAX_COLUMNS);
-  bool more = next_block(walk, blocks[0]);
-  for (int i = 0; more; i ^= 1) {
-    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
-    more = next_block(walk, next);
-    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
+  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
+                                     __attribute__((always_inline)) {
     pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
     // half a tile of keys that are not there
     for (int64_t d = 0; d < a.head_dim_v && block.num_columns % (2 * W); d += 2 * W)
       memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0,
              W * W * sizeof(float));
     attend_block_by_tiles(a, s, task, block, next, w);
-  }
+  });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r],
            reduce_add(load(w.l + r * W)));
