@@ -18,7 +18,6 @@ from workloads import BackwardWorkload, CacheWriteWorkload, sequence_lengths, vi
 
 from torch_paged_attn.testing import Call
 
-
 # bytes of keys and values that SDPA may repeat for the query heads of a group
 MOST_REPEATED = 2 * 2**30
 
