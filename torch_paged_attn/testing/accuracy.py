@@ -72,7 +72,7 @@ class Truth:
             out,
             lse,
             allowed,
-            observer.luck(out, scales, baseline.dtype),
+            observer.luck(out, scales),
             scales.row_error.maximum(2.0 * error.norm(dim=-1)),
             scales.row_along.maximum(2.0 * (error * out).sum(-1).abs()),
             1.1 * lse_error.maximum(scales.lse.T) + observer.exponential,
