@@ -18,13 +18,14 @@ to half an eps of the sum instead. What errors come from:
   for 132, of a largest number that is a small part of what is added up (tests/reference/
   test_float8_sums.py measures 0.1 to 0.4). What is cut off is nearer to 0, so that logits of a row,
   the large ones more than the rest, err alike: by a fifth of a bit.
-- Below the smallest normal number of their dtype probabilities are no longer rounded in proportion:
-  each may be off by half the distance of two such numbers, before dropout magnifies it.
+- Below the smallest normal number of their dtype probabilities, over the largest of their row, are
+  no longer rounded in proportion: each may be off by half the distance of two such numbers, either
+  way, or all of it be lost if it is less than that, before dropout magnifies it.
 
 The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
-roundings of its probabilities and of its sums. So n rows, those that are alike counted once, are
-granted `luck` over sqrt(n): two roundings of the sums and two deviations of what rounding the
-probabilities does.
+roundings of its probabilities and of its sums. `luck` is two roundings of the sums and two
+deviations of what rounding the probabilities does: the largest error is granted all of it, the mean
+of n rows, those that are alike counted once, a part in sqrt(n).
 """
 
 import dataclasses
@@ -73,8 +74,7 @@ class Scales:
         logits = of_one * _times((weights * sums.logits) ** 2, values**2).sqrt()
         lse = of_one * _length(sums.softmax * sums.logits)
         lse = lse + of_all * (sums.softmax * sums.logits).sum(-1)
-        lost = _lost(sums) * values.abs().sum(-2, keepdim=values.dim() == 3)
-        float32 = ROW * magnitude + lost
+        float32 = ROW * magnitude + _lost(sums)
         alike, chance = 0.5 * eps, SURE * DEVIATION * eps
 
         rounded = (alike * square.sqrt()).maximum(chance * _length(spread))
@@ -141,13 +141,20 @@ def _probability_eps(sums: Sums) -> float:
     return eps if eps > EPS_FLOAT32 else 0.0
 
 
-def _lost(sums: Sums) -> float:
-    """How far a probability may be off that is too small for its dtype."""
+def _lost(sums: Sums) -> Tensor:
+    """What numbers of the result miss by probabilities that are too small for their dtype."""
     info = torch.finfo(sums.dtype)
+    # the largest probability, the sink's too, is 1 when they are rounded
+    one = sums.softmax.sum(-1, keepdim=True).neg() + 1.0
+    if sums.softmax.shape[-1]:
+        one = one.maximum(sums.softmax.amax(-1, keepdim=True))
     # float32 may be flushed to zero
-    half = max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
+    half = one * max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
     magnified = (sums.weights / sums.softmax).nan_to_num(0.0)
-    return half * float(magnified.max()) if magnified.numel() else 0.0
+    vanish, values = sums.softmax <= half, sums.values
+    coarse = half * magnified * (~vanish & (sums.softmax < 2.0 * info.tiny * one))
+    alike, chance = _times(coarse, values).abs(), _times(coarse**2, values**2).sqrt()
+    return _times(sums.weights * vanish, values.abs()) + alike.maximum(SURE / 3**0.5 * chance)
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:
