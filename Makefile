@@ -181,6 +181,7 @@ lint: install
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(VENV)/bin/zizmor --quiet --offline .github
+	$(VENV)/bin/torch-abi-audit --check torch torch_paged_attn/_C.abi3.so
 
 # In parts, each of which may run on a machine of its own; EXAMPLES for each property, others each time.
 EXAMPLES ?= 2000
