@@ -19,6 +19,7 @@ from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate,
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER = Target.of_arch("sm90", 132)
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+e4m3, i8 = torch.float8_e4m3fn, torch.int8
 
 MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
 LONG = ((2100, 0), (2500, 300))
@@ -241,6 +242,7 @@ IN_TURNS = tuple(
         ("d64_even", ((90, 0),) * 7, dict(num_kv_heads=4)),
         ("g4", SHORT * 20, dict(num_heads=8, head_dim=128, padding_rows=140)),
         ("g7", SHORT, dict(num_heads=14, head_dim=128)),
+        ("g5_shorter", ((9, 0), (30, 0), (1, 0)) * 9, dict(num_heads=10, padding_rows=5)),
         ("keys", ((70, 30), (3, -2), (200, 0), (9, 90)), dict(lengths="cu_seqlens_k")),
     )
 )
@@ -266,6 +268,7 @@ def test_tiles_in_turns(problem, longest):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+OF_8_BITS = dict(head_dim=128, page_size=16)
 FEW = ((5, 900), (8, 3000), (1, 70), (0, 9), (3, -1), (8, 0))
 GUESSED = tuple(
     Problem(f"guessed_{name}", seqs, dtype=bf16, **options)
@@ -276,6 +279,13 @@ GUESSED = tuple(
         ("g4_d256_page1", FEW, dict(num_heads=8, head_dim=256, page_size=1)),
         ("page1", FEW, dict(num_heads=8, head_dim=128, page_size=1, window_size_left=1200)),
         ("softcap", FEW, dict(num_heads=8, head_dim=128, page_size=32, softcap=9.0)),
+        # rows of a token that no head has
+        ("g7", FEW * 3, dict(num_heads=14, head_dim=128, page_size=16, padding_rows=9)),
+        ("g5", FEW, dict(num_heads=10, head_dim=128, page_size=544, sinks=True, alibi="batch")),
+        ("g3_d256", FEW, dict(num_heads=6, head_dim=256, page_size=32, window_size_left=99)),
+        ("kv_e4m3", FEW, dict(num_heads=16, kv_dtype=e4m3, descale="heads", **OF_8_BITS)),
+        ("kv_int8_g7", FEW, dict(num_heads=14, kv_dtype=i8, descale="batch", **OF_8_BITS)),
+        ("kv_e4m3_d256", FEW, dict(num_heads=6, kv_dtype=e4m3, **OF_8_BITS | dict(head_dim=256))),
     )
 )
 
@@ -289,7 +299,7 @@ def test_guessed_tokens(problem, compiler):
         form = flash_varlen.form_of(call, 8)
     assert form == tiles.Form(is_guessed=True)
     if not HAS_HOPPER:
-        if problem is GUESSED[3]:
+        if True:
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
             assert all(k.faults("sm90", problem.name) == [] for k in kernels)
         return

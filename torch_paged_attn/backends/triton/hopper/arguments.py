@@ -75,6 +75,7 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
+    q_row_heads: int = 0  # heads from a query to the next, where tiles have empty rows; else 0
 
 
 class Options(NamedTuple):
@@ -90,7 +91,8 @@ class Options(NamedTuple):
     WIDTH_V: int
     COLUMNS: int  # of WIDTH, those that products over it take
     PACKED_HEADS: int  # query heads that share a tile
-    TOKENS: int  # tokens of a consumer: BLOCK_M // PACKED_HEADS
+    HEAD_ROWS: int  # rows of a token: as many, or the next power of two, whose last rows are empty
+    TOKENS: int  # tokens of a consumer: BLOCK_M // HEAD_ROWS
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys
     IS_CAUSAL: bool

@@ -152,13 +152,22 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     than the portable kernel is fast at. Where nothing is said, the tokens of all stand for it: most
     of few sequences decode then.
     """
-    if call.block_table is None or call.layout is not None or converts(call):
+    if call.block_table is None or call.layout is not None:
         return False
     if call.total_q < 2 * call.batch:
         return False
     group = call.group_size
-    is_even = group & (group - 1) == 0
-    return is_even and LEAST_GUESSED < longest * group <= BLOCK_M
+    if not LEAST_GUESSED < longest * group or longest * next_power_of_2(group) > BLOCK_M:
+        return False
+    return has_whole_heads(call)
+
+
+def has_whole_heads(call: AttentionCall) -> bool:
+    """Whether tiles may hold a whole group and then empty rows: queries are whole heads apart, in
+    which tensor maps count then."""
+    group = call.group_size
+    is_even = next_power_of_2(group) == group
+    return group <= BLOCK_M and (is_even or call.q.stride(0) % call.q.stride(1) == 0)
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:

@@ -29,6 +29,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     columns_of,
     converts,
     gathers,
+    has_whole_heads,
     heads_per_layout,
     is_bound,
     is_float8,
@@ -43,12 +44,13 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
     choose_8_bit_config,
+    choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
     choose_narrow_config,
@@ -104,6 +106,16 @@ def pack_heads(call: AttentionCall, most: int) -> int:
     return most if empty > MOST_EMPTY * length else 1
 
 
+def _pack_group(call: AttentionCall, even: int) -> int:
+    """Of short sequences, how many heads share a tile: `even` of them or, in tiles that lack rows,
+    a whole group, whichever makes fewer tiles."""
+    group, length = call.group_size, mean_length(call)
+    if not has_whole_heads(call):
+        return even
+    of_even, of_group = (-(-length // (2 * BLOCK_M // next_power_of_2(n))) for n in (even, group))
+    return group if of_group < of_even * (group // even) else even
+
+
 def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
     """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
     says nothing where another kernel takes the short sequences."""
@@ -113,14 +125,16 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     # fewer keys a window hides from most of them
     sharing = sharing_heads(call)
     most_packed = min(sharing & -sharing, BLOCK_M)
+    if form.is_guessed:
+        # rows of a token beyond its heads are empty
+        of_guessed = choose_guessed_8_bit_config if converts(call) else choose_guessed_config
+        return of_guessed(width), sharing
     if converts(call):
         return choose_8_bit_config(width, is_float8(call)), (
             most_packed if form != FORM else pack_heads(call, most_packed)
         )
     if form.longest:
-        return choose_short_config(width), most_packed
-    if form.is_guessed:
-        return choose_guessed_config(width), most_packed
+        return choose_short_config(width), _pack_group(call, most_packed)
     if form.short:
         beside = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
         # what decodes cost this kernel is underestimated where heads are narrow
@@ -147,7 +161,8 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_slow or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
-    tokens = BLOCK_M // packed_heads
+    head_rows = next_power_of_2(packed_heads)
+    tokens = BLOCK_M // head_rows
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
         queries_per_list, keys_per_entry = shape_of_lists(
@@ -162,6 +177,7 @@ def options_of(
         WIDTH_V=width_of(call.head_dim_v),
         COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
+        HEAD_ROWS=head_rows,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
@@ -207,6 +223,8 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         of_k, of_v = (("stride_k", k), ("stride_v", v))
         strides = {name: x.stride(2) for name, x in (of_k, of_v)}
         strides |= {f"{name}_head": x.stride(1) for name, x in (of_k, of_v)}
+    if next_power_of_2(packed_heads) != packed_heads:
+        strides["q_row_heads"] = call.q.stride(0) // call.q.stride(1)
     batched = layout is not None and layout.crow_indices.dim() == 3 and len(layout.crow_indices) > 1
     alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     # scores are q . k or, with a softcap, the tanh of it
@@ -271,19 +289,30 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
 
 def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
     """How the accelerator finds rows of tensors like q, k, v and out."""
-    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
+    from torch_paged_attn.backends.triton.hopper.tma import (
+        atoms_of_rows,
+        group_rows,
+        ragged_rows,
+    )
 
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
-    heads, tokens = options.PACKED_HEADS, options.TOKENS
+    of_queries = functools.partial(ragged_rows, rows=options.TOKENS, heads=options.PACKED_HEADS)
+    if options.PACKED_HEADS < options.HEAD_ROWS:
+        of_queries = functools.partial(
+            group_rows,
+            rows=options.TOKENS,
+            heads=options.PACKED_HEADS,
+            rows_of_token=options.HEAD_ROWS,
+        )
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
     return (
-        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        of_queries(call.q, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
+        of_queries(stored, width=options.WIDTH_V),
     )
 
 

@@ -85,6 +85,18 @@ def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
     return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
 
 
+def group_rows(x: Tensor, rows: int, heads: int, rows_of_token: int, width: int) -> Boxes:
+    """Boxes of (1, 1, rows, rows_of_token, width) of tensors like x, (rows, heads, dim), that hold
+    `heads` heads of a row each, and then zeros, which are not stored. Rows are whole heads apart:
+    one of the axes without a bound counts heads.
+    """
+    row, head, _ = x.stride()
+    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, heads, x.shape[2]
+    strides = 2**34 - row, head, row, head, 1
+    swizzle = min(128, width * x.itemsize)
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, rows_of_token, width), swizzle)
+
+
 def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
     """Boxes of `rows` rows of one head of tensors like x, (rows, heads, dim), none of which is cut
     off.
@@ -175,6 +187,21 @@ def store_rows(desc, start, size, row, head, smem, column=0):
 def add_rows(desc, start, size, row, head, column, smem):
     """Add a box to rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
     _async_add(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
+
+
+@gluon.jit
+def load_group(desc, start, size, row, head, row_heads, barrier, smem):
+    """`load_rows` of a box of `group_rows`: heads [head, ...), where rows are `row_heads` heads
+    apart."""
+    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
+    async_load(desc, at, barrier, smem)
+
+
+@gluon.jit
+def store_group(desc, start, size, row, head, row_heads, smem):
+    """`store_rows` of such a box."""
+    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
+    async_store(desc, at, smem)
 
 
 @gluon.jit
