@@ -157,7 +157,7 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     if call.total_q < 2 * call.batch:
         return False
     group = call.group_size
-    if not LEAST_GUESSED < longest * group or longest * next_power_of_2(group) > BLOCK_M:
+    if longest * group <= LEAST_GUESSED or longest * next_power_of_2(group) > BLOCK_M:
         return False
     return has_whole_heads(call)
 

@@ -25,6 +25,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     DESCALES,
     LEAST_BOX,
     MOSTLY_CHUNKS,
+    OF_LISTS,
     UNBOUNDED,
     columns_of,
     converts,
@@ -56,6 +57,7 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_narrow_config,
     choose_short_config,
 )
+from torch_paged_attn.ops.lacking import lacking
 
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
@@ -161,6 +163,10 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_slow or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
+    is_dealt = form.is_guessed and parts > 0 and lacking(call, OF_LISTS) is None
+    if is_dealt:
+        # of each program
+        parts = 2 * target_of(call.q.device).multiprocessors
     head_rows = next_power_of_2(packed_heads)
     tokens = BLOCK_M // head_rows
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
@@ -201,7 +207,8 @@ def options_of(
         MOST_PARTS=parts,
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=form.short > 0,
-        IS_LISTED=form.longest == 0,
+        IS_LISTED=form.longest == 0 and not is_dealt,
+        IS_DEALT=is_dealt,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
@@ -280,6 +287,8 @@ def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
 def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.CONSUMERS * options.TOKENS
+    if options.IS_DEALT:
+        return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
     if options.IS_LISTED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
