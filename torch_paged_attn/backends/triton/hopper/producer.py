@@ -246,8 +246,8 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     tile = 0
     n = 0
     unit = gl.program_id(0)
+    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
     if OPTIONS.IS_DEALT:
-        STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         share = share_of(unit, programs, params, OPTIONS)
         b, base = share.b, share.base
@@ -282,7 +282,6 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
     else:
-        STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         # units of a sequence, for each head: tiles are dealt to them in turns
         in_turns = params.sizes.lists_per_head
