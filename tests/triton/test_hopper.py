@@ -269,6 +269,7 @@ def test_tiles_in_turns(problem, longest):
 
 
 OF_8_BITS = dict(head_dim=128, page_size=16)
+WIDE = dict(num_heads=16, head_dim=128, causal=False, window_size_right=5)
 FEW = ((5, 900), (8, 3000), (1, 70), (0, 9), (3, -1), (8, 0))
 GUESSED = tuple(
     Problem(f"guessed_{name}", seqs, dtype=bf16, **options)
@@ -286,8 +287,15 @@ GUESSED = tuple(
         ("kv_e4m3", FEW, dict(num_heads=16, kv_dtype=e4m3, descale="heads", **OF_8_BITS)),
         ("kv_int8_g7", FEW, dict(num_heads=14, kv_dtype=i8, descale="batch", **OF_8_BITS)),
         ("kv_e4m3_d256", FEW, dict(num_heads=6, kv_dtype=e4m3, **OF_8_BITS | dict(head_dim=256))),
+        # more sequences than are looked at at a time; all alike; more queries than was said
+        ("many", ((3, 40), (0, 0), (3, 700)) * 100, dict(num_heads=16, head_dim=128, page_size=32)),
+        ("alike", ((4, 1020),) * 33, dict(num_heads=16, head_dim=128, page_size=64)),
+        ("longer", ((70, 300), (5, 900), (300, 0)), dict(num_heads=10, page_size=64)),
+        ("longer_window", ((70, 600), (40, 9)), dict(page_size=16, window_size_left=99, **WIDE)),
     )
 )
+# by machines without a GPU, too
+COMPILED = ("guessed_g4_d256_page1", "guessed_g5", "guessed_kv_e4m3")
 
 
 @pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
@@ -299,7 +307,7 @@ def test_guessed_tokens(problem, compiler):
         form = flash_varlen.form_of(call, 8)
     assert form == tiles.Form(is_guessed=True)
     if not HAS_HOPPER:
-        if True:
+        if problem.name in COMPILED:
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
             assert all(k.faults("sm90", problem.name) == [] for k in kernels)
         return
