@@ -41,9 +41,6 @@ GATHERED = (1, 2, 4, 8)
 # rows of a sequence's tile that the portable kernel is fast at
 LEAST_GUESSED = 16
 
-# mean queries of batches that are mostly chunks of prompts, however many decodes there may be
-MOSTLY_CHUNKS = 128
-
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias",)
 DESCALES = ("q_descale", "k_descale", "v_descale")

@@ -24,7 +24,6 @@ from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
     LEAST_BOX,
-    MOSTLY_CHUNKS,
     UNBOUNDED,
     columns_of,
     converts,
@@ -58,8 +57,11 @@ from torch_paged_attn.backends.triton.tuning import (
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
 
-# what another launch takes to begin and to end, in tiles of keys, by width of a head
+# in tiles of keys, by width of a head: what another launch takes to begin and to end, what leaving
+# a piece of a tile takes, and what merging it takes
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
+PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
+MERGE_COST = {64: 0.75, 128: 0.75, 256: 1.5}
 
 # windows of few tiles of keys
 NARROW = range(1025)
@@ -141,11 +143,9 @@ def options_of(
 ) -> Options:
     """What the kernel is compiled for; no size and no address is part of it."""
     layout = call.layout
-    # parts of wide values are slow to merge: not beside decodes, which fill the chip too
-    is_slow = form.short and width_of(call.head_dim_v) > 128 and mean_length(call) < MOSTLY_CHUNKS
     # pieces are merged on the way to a result of 16 bits
     is_float32 = call.result_dtype == torch.float32
-    is_cut = not (form.longest or is_slow or is_float32)
+    is_cut = not (form.longest or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
@@ -313,13 +313,15 @@ def _form_of_list(options: Options, short: int) -> dict[str, Any]:
 
 def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
     """What the estimate goes by of how long tiles take."""
-    left = call.window_size_left
+    left, width = call.window_size_left, width_of(call.head_dim)
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
         units_per_tile=call.num_heads // packed_heads,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
-        next_cost=NEXT_COST[width_of(call.head_dim)],
+        next_cost=NEXT_COST[width],
+        piece_cost=PIECE_COST[width],
+        merge_cost=MERGE_COST[width],
     )
 
 
