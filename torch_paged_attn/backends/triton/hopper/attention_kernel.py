@@ -89,7 +89,7 @@ def _hopper_attention_fwd_kernel(
     k_layout: gl.constexpr = k_desc.layout
     v_layout: gl.constexpr = v_desc.layout
     q_shape: gl.constexpr = [
-        Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.PACKED_HEADS, OPTIONS.WIDTH,
+        Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.HEAD_ROWS, OPTIONS.WIDTH,
     ]  # fmt: skip
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)

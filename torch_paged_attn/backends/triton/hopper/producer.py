@@ -14,7 +14,7 @@ from torch_paged_attn.backends.triton.hopper.block_runs import find_list, row_ma
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
 from torch_paged_attn.backends.triton.hopper.pieces import keys_of_piece, unpack_piece
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.tma import load_rows
+from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -168,7 +168,12 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     for i in gl.static_range(CONSUMERS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
         row = first_token + i * TOKENS
-        load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
+        if OPTIONS.HEAD_ROWS > PACKED_HEADS:
+            first_head = head * PACKED_HEADS
+            per_row = scalars.q_row_heads
+            load_heads(q_desc, q_start, stop_token, row, first_head, per_row, barrier, box)
+        else:
+            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0

@@ -154,8 +154,7 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     if call.total_q < 2 * call.batch:
         return False
     group = call.group_size
-    is_even = group & (group - 1) == 0
-    return is_even and LEAST_GUESSED < longest * group <= BLOCK_M
+    return longest * group > LEAST_GUESSED and longest * next_power_of_2(group) <= BLOCK_M
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:

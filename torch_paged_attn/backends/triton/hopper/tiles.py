@@ -42,7 +42,7 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
@@ -69,6 +69,10 @@ NARROW = range(1025)
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
 
+# of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
+# ends take longer than products
+MOST_ROWS = 256
+
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
 
@@ -92,10 +96,11 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     )
 
 
-def pack_heads(call: AttentionCall, most: int) -> int:
-    """Of `most` heads that could share a tile, how many do: all, or one where tiles of one head are
-    as good as full of queries, or hold a row of a layout's blocks."""
+def pack_heads(call: AttentionCall) -> int:
+    """How many heads share a tile: all of a group, or one where tiles of one head are as good as
+    full of queries, or hold a row of a layout's blocks."""
     length, layout = mean_length(call), call.layout
+    most = even_heads(call)
     if layout is not None:
         length, pack = min(length, layout.q_block_size), 1
         while pack < most and pack * length < 2 * BLOCK_M:
@@ -103,7 +108,38 @@ def pack_heads(call: AttentionCall, most: int) -> int:
         return pack
     is_even = call.total_q == length * call.batch
     empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
-    return most if empty > MOST_EMPTY * length else 1
+    full = length / (length + empty) * (1 + MOST_EMPTY)
+    for pack in (whole_group(call), most):
+        # rows of a token that are some head's
+        if full < pack / next_power_of_2(pack):
+            return pack
+    return 1
+
+
+def even_heads(call: AttentionCall) -> int:
+    """The most heads of a group that fill as many rows of a tile: a power of two."""
+    sharing = sharing_heads(call)
+    return min(sharing & -sharing, BLOCK_M)
+
+
+def whole_group(call: AttentionCall) -> int:
+    """All heads of a group, where they may share a tile, whatever their number; else `even_heads`.
+    """
+    group, (row, head, _) = sharing_heads(call), call.q.stride()
+    if call.layout is not None or next_power_of_2(group) > BLOCK_M:
+        return even_heads(call)
+    is_addressed = row % head == 0 and call.total_q * max(row // head, call.num_heads) < 2**30
+    return group if is_addressed else even_heads(call)
+
+
+def heads_beside(call: AttentionCall) -> int:
+    """The same where another kernel takes short sequences. Where a group is no power of two, rows
+    are left empty if that makes all work one launch, unless products are most of it."""
+    heads = even_heads(call)
+    if call.total_q * call.num_heads <= MOST_ROWS * target_of(call.q.device).multiprocessors:
+        heads = whole_group(call)
+    # what decodes cost this kernel is underestimated where heads are narrow
+    return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
 
 
 def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
@@ -111,28 +147,31 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     says nothing where another kernel takes the short sequences."""
     layout, is_causal = call.layout, call.window_right == 0
     width = width_of(call.head_dim)
-    # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
-    # fewer keys a window hides from most of them
-    sharing = sharing_heads(call)
-    most_packed = min(sharing & -sharing, BLOCK_M)
-    if converts(call):
-        return choose_8_bit_config(width, is_float8(call)), (
-            most_packed if form != FORM else pack_heads(call, most_packed)
-        )
-    if form.longest:
-        return choose_short_config(width), most_packed
-    if form.is_guessed:
-        return choose_guessed_config(width), most_packed
+    is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if form.short:
-        beside = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
-        # what decodes cost this kernel is underestimated where heads are narrow
-        return beside, min(most_packed, 4) if width == 64 else most_packed
-    if is_causal and call.window_size_left in NARROW and layout is None and width <= 128:
-        return choose_narrow_config(width), most_packed
+        packed = heads_beside(call)
+    elif form.is_guessed:
+        packed = whole_group(call)
+    elif form.longest or is_narrow:
+        # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
+        # fewer keys a window hides from most of them
+        packed = even_heads(call)
+    else:
+        packed = pack_heads(call)
+    if converts(call):
+        return choose_8_bit_config(width, is_float8(call)), packed
+    if form.longest:
+        return choose_short_config(width), packed
+    if form.is_guessed:
+        return choose_guessed_config(width), packed
+    if form.short:
+        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
+    if is_narrow:
+        return choose_narrow_config(width), packed
     config = choose_hopper_config(
         width, mean_length(call), is_causal, layout is not None, gathers(call)
     )
-    return config, pack_heads(call, most_packed)
+    return config, packed
 
 
 def options_of(
@@ -147,7 +186,8 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
-    tokens = BLOCK_M // packed_heads
+    head_rows = next_power_of_2(packed_heads)
+    tokens = BLOCK_M // head_rows
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
         queries_per_list, keys_per_entry = shape_of_lists(
@@ -162,6 +202,7 @@ def options_of(
         WIDTH_V=width_of(call.head_dim_v),
         COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
+        HEAD_ROWS=head_rows,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
@@ -225,8 +266,17 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
         **strides,
+        **_heads_of_rows(call, packed_heads),
         **_strides_of_descales(call),
     )
+
+
+def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
+    """Where rows of a tile are nobody's, heads from one token to the next, of q and of the result."""
+    if next_power_of_2(packed_heads) == packed_heads:
+        return {}
+    row, head, _ = call.q.stride()
+    return dict(q_row_heads=row // head, out_row_heads=call.num_heads)
 
 
 def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
@@ -271,19 +321,22 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
 
 def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
     """How the accelerator finds rows of tensors like q, k, v and out."""
-    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
+    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_heads, ragged_rows
 
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
-    heads, tokens = options.PACKED_HEADS, options.TOKENS
+    heads, tokens = options.HEAD_ROWS, options.TOKENS
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
+    of_queries = ragged_rows
+    if options.HEAD_ROWS > options.PACKED_HEADS:
+        of_queries = functools.partial(ragged_heads, group=options.PACKED_HEADS)
     return (
-        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        of_queries(call.q, rows=tokens, heads=heads, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
+        of_queries(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 
 
