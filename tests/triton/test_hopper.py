@@ -31,6 +31,7 @@ SHAPES = tuple(
         ("packed_mha", MIXED, f16, dict(head_dim=128, num_kv_heads=4, causal=False)),
         ("mqa_packed_heads", MIXED, bf16, dict(num_heads=8, num_kv_heads=1, padding_rows=140)),
         ("three_heads_a_group", MIXED, bf16, dict(num_heads=6, head_dim=80)),
+        ("five_heads", MIXED, bf16, dict(num_heads=10, head_dim=128, alibi="heads", **PADDED)),
         ("d64", MIXED, bf16, dict(causal=False)),
         ("d64_long", LONG, bf16, {}),
         ("d256", MIXED, bf16, dict(head_dim=256)),
@@ -278,6 +279,7 @@ GUESSED = tuple(
         ("g8_d64", FEW, dict(num_heads=8, num_kv_heads=1, page_size=64, sinks=True)),
         ("g4_d256", FEW, dict(num_heads=4, num_kv_heads=1, head_dim=256, page_size=16)),
         ("g4_d256_page1", FEW, dict(num_heads=8, head_dim=256, page_size=1)),
+        ("g7", FEW, dict(num_heads=14, head_dim=128, page_size=64, sinks=True, padding_rows=9)),
         ("page1", FEW, dict(num_heads=8, head_dim=128, page_size=1, window_size_left=1200)),
         ("softcap", FEW, dict(num_heads=8, head_dim=128, page_size=32, softcap=9.0)),
         # rows of a token that no head has

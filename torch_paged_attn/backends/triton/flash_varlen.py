@@ -83,7 +83,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     if reason is not None:
         return reason
     if mixed.is_mixed(call, longest):
-        return mixed.unprofitable(call)
+        return None
     if support.is_guessed(call, longest):
         return None
     if support.is_short(call, longest):

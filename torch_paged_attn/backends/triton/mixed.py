@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
@@ -42,13 +41,6 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
     if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False
     return not 0 < longest <= most_queries(call)
-
-
-def unprofitable(call: AttentionCall) -> str | None:
-    """Why the portable kernel had better do all of such a call; None if it had not."""
-    if support.gathers(call) and support.mean_length(call) < support.MOSTLY_CHUNKS:
-        return f"pages of {call.page_size} tokens are copied row by row, and most sequences decode"
-    return None
 
 
 def form_of(call: AttentionCall) -> Form:

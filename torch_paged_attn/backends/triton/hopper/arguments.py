@@ -77,7 +77,9 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
-    q_row_heads: int = 0  # heads from a query to the next, where tiles have empty rows; else 0
+    # where rows of a tile are nobody's: heads from one token to the next, of q and of the result
+    q_row_heads: int = 0
+    out_row_heads: int = 0
 
 
 class Options(NamedTuple):
@@ -93,7 +95,7 @@ class Options(NamedTuple):
     WIDTH_V: int
     COLUMNS: int  # of WIDTH, those that products over it take
     PACKED_HEADS: int  # query heads that share a tile
-    HEAD_ROWS: int  # rows of a token: as many, or the next power of two, whose last rows are empty
+    HEAD_ROWS: int  # rows of a token: a power of two, not less; rows past the heads are nobody's
     TOKENS: int  # tokens of a consumer: BLOCK_M // HEAD_ROWS
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys

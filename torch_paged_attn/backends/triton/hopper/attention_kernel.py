@@ -111,6 +111,13 @@ def _hopper_attention_fwd_kernel(
             out = new_results(out_desc, CONSUMERS)
         values = new_tiles(gl.float16, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
         pipelines = Pipelines(queries, keys, values, pipelines.work_info, stored[0], stored[1], out)
+    if OPTIONS.GATHERS:
+        row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        rows: gl.constexpr = [PRODUCERS, OPTIONS.BLOCK_N // KV_PARTS]
+        found = gl.allocate_shared_memory(gl.int64, rows, row)
+        pipelines = Pipelines(
+            pipelines.q, pipelines.k, pipelines.v, pipelines.work_info, found=found
+        )
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()

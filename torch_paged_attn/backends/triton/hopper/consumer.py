@@ -26,7 +26,7 @@ from torch_paged_attn.backends.triton.hopper.descale import (
 )
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.results import (
-    has_head,
+    of_heads,
     place_of_result,
     seen_as,
     store_float32,
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
     first_token: Any
     head: Any
     box: Any  # in shared memory: the queries, and later the result
-    is_sequence: Any  # by row: no slope and no sink belong to rows past the last sequence or head
+    is_sequence: Any  # by row: no slope and no sink belong to rows that are nobody's
     context_len: Any
     position: Any  # by row
     slope: Any  # by row
@@ -154,9 +154,7 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     context_len = work_info.get(tile, CONTEXT_LEN)
     position = context_len + first_token + r // HEAD_ROWS
     b = work_info.get(tile, BATCH)
-    is_sequence = (r >= 0) & (b < params.sizes.batch)
-    if OPTIONS.PACKED_HEADS < HEAD_ROWS:
-        is_sequence = is_sequence & has_head(r, OPTIONS)
+    is_sequence = of_heads((r >= 0) & (b < params.sizes.batch), r, OPTIONS)
     slope = 0.0
     if pointers.alibi_slopes is not None:
         slope_ptr = pointers.alibi_slopes + b * scalars.stride_alibi_batch

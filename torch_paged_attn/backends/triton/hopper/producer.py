@@ -19,7 +19,7 @@ from torch_paged_attn.backends.triton.hopper.pieces import (
     visited_of_piece,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.tma import load_group, load_rows
+from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -178,11 +178,12 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     for i in gl.static_range(CONSUMERS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
         row = first_token + i * TOKENS
-        place = q_start, stop_token, row, head * PACKED_HEADS
-        if PACKED_HEADS < OPTIONS.HEAD_ROWS:
-            load_group(q_desc, *place, scalars.q_row_heads, barrier, box)
+        if OPTIONS.HEAD_ROWS > PACKED_HEADS:
+            first_head = head * PACKED_HEADS
+            per_row = scalars.q_row_heads
+            load_heads(q_desc, q_start, stop_token, row, first_head, per_row, barrier, box)
         else:
-            load_rows(q_desc, *place, barrier, box)
+            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0
@@ -195,22 +196,20 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     keys = KeyRange(
         table, k_start, key_len, first_key, kv_head, list_ptr, num_entries, row_mask, position
     )
-    for _ in range(num_kv_tiles):
-        kv_start -= KV_STEP
-        key_loader.load(n, kv_start, keys)
-        n += 1
-    return n
+    return key_loader.load_tiles(n, kv_start, num_kv_tiles, keys)
 
 
 @gluon.jit
 def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
     """What loads part number PART of tiles of keys."""
     scalars = params.scalars
-    # a number where no rows are copied: what is kept cannot be None
+    # numbers where no rows are copied: what is kept cannot be None
     first = scalars.k_page_rows
+    found = scalars.k_page_rows
     if OPTIONS.GATHERS:
         first = params.pointers.k
-    slots = (first, scalars.stride_k, scalars.stride_k_head)
+        found = pipelines.found.index(PART)
+    slots = (first, scalars.stride_k, scalars.stride_k_head, found)
     stored = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
     return KvLoader(
         params.k_desc, slots, stored, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
@@ -222,11 +221,13 @@ def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr)
 def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
     """The same of values."""
     scalars = params.scalars
-    # a number where no rows are copied: what is kept cannot be None
+    # numbers where no rows are copied: what is kept cannot be None
     first = scalars.v_page_rows
+    found = scalars.v_page_rows
     if OPTIONS.GATHERS:
         first = params.pointers.v
-    slots = (first, scalars.stride_v, scalars.stride_v_head)
+        found = pipelines.found.index(2 + PART)
+    slots = (first, scalars.stride_v, scalars.stride_v_head, found)
     stored = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
     return KvLoader(
         params.v_desc, slots, stored, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
@@ -344,18 +345,14 @@ def _key_range(params, work_info, tile, OPTIONS: gl.constexpr):
 @gluon.jit
 def produce_kv(params, pipelines, loader, OPTIONS: gl.constexpr):
     """Load a part of the keys, or of the values, of every tile that is published."""
-    KV_STEP: gl.constexpr = OPTIONS.KV_STEP
     work_info = pipelines.work_info
     n = 0
     tile = 0
     work_info.wait(0)
     num_kv_tiles = work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
-        keys, kv_start = _key_range(params, work_info, tile, OPTIONS)
-        for _ in range(num_kv_tiles):
-            kv_start -= KV_STEP
-            loader.load(n, kv_start, keys)
-            n += 1
+        keys, kv_stop = _key_range(params, work_info, tile, OPTIONS)
+        n = loader.load_tiles(n, kv_stop, num_kv_tiles, keys)
         tile += 1
         work_info.wait(tile)
         num_kv_tiles = work_info.get(tile, NUM_KV_TILES)

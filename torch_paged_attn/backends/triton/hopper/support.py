@@ -41,9 +41,6 @@ GATHERED = (1, 2, 4, 8)
 # rows of a sequence's tile that the portable kernel is fast at
 LEAST_GUESSED = 16
 
-# mean queries of batches that are mostly chunks of prompts, however many decodes there may be
-MOSTLY_CHUNKS = 128
-
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias",)
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -157,17 +154,7 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     if call.total_q < 2 * call.batch:
         return False
     group = call.group_size
-    if longest * group <= LEAST_GUESSED or longest * next_power_of_2(group) > BLOCK_M:
-        return False
-    return has_whole_heads(call)
-
-
-def has_whole_heads(call: AttentionCall) -> bool:
-    """Whether tiles may hold a whole group and then empty rows: queries are whole heads apart, in
-    which tensor maps count then."""
-    group = call.group_size
-    is_even = next_power_of_2(group) == group
-    return group <= BLOCK_M and (is_even or call.q.stride(0) % call.q.stride(1) == 0)
+    return longest * group > LEAST_GUESSED and longest * next_power_of_2(group) <= BLOCK_M
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:

@@ -85,16 +85,14 @@ def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
     return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
 
 
-def group_rows(x: Tensor, rows: int, heads: int, rows_of_token: int, width: int) -> Boxes:
-    """Boxes of (1, 1, rows, rows_of_token, width) of tensors like x, (rows, heads, dim), that hold
-    `heads` heads of a row each, and then zeros, which are not stored. Rows are whole heads apart:
-    one of the axes without a bound counts heads.
-    """
+def ragged_heads(x: Tensor, rows: int, group: int, heads: int, width: int) -> Boxes:
+    """The same boxes, of which the heads past a group's are loaded as zeros and are not stored.
+    Tensors like x have rows that lie a whole number of heads apart."""
     row, head, _ = x.stride()
-    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, heads, x.shape[2]
+    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, group, x.shape[2]
     strides = 2**34 - row, head, row, head, 1
     swizzle = min(128, width * x.itemsize)
-    return _boxes(x.dtype, shape, strides, (1, 1, rows, rows_of_token, width), swizzle)
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
 
 
 def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
@@ -181,6 +179,21 @@ def load_rows(desc, start, size, row, head, barrier, smem, column=0):
 def store_rows(desc, start, size, row, head, smem, column=0):
     """Store a box as rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
     async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
+
+
+@gluon.jit
+def load_heads(desc, start, size, row, head, per_row, barrier, smem):
+    """Load a box of `ragged_heads`, whose first head is `head`, as `load_rows` does. Tokens are
+    `per_row` heads apart."""
+    at = [ROW_BOUND, (start + size) * per_row + head, ROW_BOUND - size + row, 0, 0]
+    async_load(desc, at, barrier, smem)
+
+
+@gluon.jit
+def store_heads(desc, start, size, row, head, per_row, smem):
+    """Store such a box, as `store_rows` does."""
+    at = [ROW_BOUND, (start + size) * per_row + head, ROW_BOUND - size + row, 0, 0]
+    async_store(desc, at, smem)
 
 
 @gluon.jit
