@@ -31,7 +31,6 @@ def of_heads(mask, r, OPTIONS: gl.constexpr):
 @gluon.jit
 def store_lse(m_i, total, rows, stop_token, r, params, OPTIONS: gl.constexpr):
     """Write the rows' logsumexp; returns what divides their results."""
-    HEAD_ROWS: gl.constexpr = OPTIONS.HEAD_ROWS
     pointers = params.pointers
     gain = 1.0
     m_i *= LN2

@@ -126,8 +126,7 @@ def even_heads(call: AttentionCall) -> int:
 
 
 def whole_group(call: AttentionCall) -> int:
-    """All heads of a group, where they may share a tile, whatever their number; else `even_heads`.
-    """
+    """All heads of a group, where they may share a tile, whatever their number; else `even_heads`."""
     group, (row, head, _) = sharing_heads(call), call.q.stride()
     if call.layout is not None or next_power_of_2(group) > BLOCK_M:
         return even_heads(call)
@@ -270,8 +269,6 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         of_k, of_v = (("stride_k", k), ("stride_v", v))
         strides = {name: x.stride(2) for name, x in (of_k, of_v)}
         strides |= {f"{name}_head": x.stride(1) for name, x in (of_k, of_v)}
-    if next_power_of_2(packed_heads) != packed_heads:
-        strides["q_row_heads"] = call.q.stride(0) // call.q.stride(1)
     batched = layout is not None and layout.crow_indices.dim() == 3 and len(layout.crow_indices) > 1
     alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     # scores are q . k or, with a softcap, the tanh of it
@@ -296,7 +293,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 
 
 def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
-    """Where rows of a tile are nobody's, heads from one token to the next, of q and of the result."""
+    """Where rows of a tile are nobody's, heads from a token to the next, of q and of the result."""
     if next_power_of_2(packed_heads) == packed_heads:
         return {}
     row, head, _ = call.q.stride()
