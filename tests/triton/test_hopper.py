@@ -279,11 +279,10 @@ GUESSED = tuple(
         ("g8_d64", FEW, dict(num_heads=8, num_kv_heads=1, page_size=64, sinks=True)),
         ("g4_d256", FEW, dict(num_heads=4, num_kv_heads=1, head_dim=256, page_size=16)),
         ("g4_d256_page1", FEW, dict(num_heads=8, head_dim=256, page_size=1)),
-        ("g7", FEW, dict(num_heads=14, head_dim=128, page_size=64, sinks=True, padding_rows=9)),
         ("page1", FEW, dict(num_heads=8, head_dim=128, page_size=1, window_size_left=1200)),
         ("softcap", FEW, dict(num_heads=8, head_dim=128, page_size=32, softcap=9.0)),
         # rows of a token that no head has
-        ("g7", FEW * 3, dict(num_heads=14, head_dim=128, page_size=16, padding_rows=9)),
+        ("g7", FEW, dict(num_heads=14, head_dim=128, page_size=64, sinks=True, padding_rows=9)),
         ("g5", FEW, dict(num_heads=10, head_dim=128, page_size=544, sinks=True, alibi="batch")),
         ("g3_d256", FEW, dict(num_heads=6, head_dim=256, page_size=32, window_size_left=99)),
         ("kv_e4m3", FEW, dict(num_heads=16, kv_dtype=e4m3, descale="heads", **OF_8_BITS)),
