@@ -120,6 +120,7 @@ class Options(NamedTuple):
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
     IS_DEALT: bool = False  # or are found by each program, with its share of the keys
+    LEAST_SHARE: int = 0  # tiles of keys that it has at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False

@@ -16,9 +16,6 @@ from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 # sequences that are looked at at a time
 LOOKED_AT = gl.constexpr(256)
 
-# tiles of keys that a program takes at least: parts of fewer take longer to merge
-LEAST_SHARE = gl.constexpr(2)
-
 # shares are larger by up to one in so many, where no tile is cut then, or all in as many pieces
 LEAST_EVEN = gl.constexpr(16)
 
@@ -100,13 +97,13 @@ def share_of(program, programs, params, OPTIONS: gl.constexpr):
         longest = gl.maximum(longest, gl.where(found.tiles > 0, found.units, 0))
     total, tiles = gl.sum(total, 0) * heads, gl.sum(tiles, 0) * heads
     longest = gl.max(longest, 0)
-    share = gl.maximum((total + programs - 1) // programs, LEAST_SHARE)
+    share = gl.maximum((total + programs - 1) // programs, OPTIONS.LEAST_SHARE)
     if tiles * longest == total:
         # all are as long
         even = (tiles + programs - 1) // programs * longest
         if tiles <= programs:
             pieces = gl.maximum(programs // gl.maximum(tiles, 1), 1)
-            even = gl.maximum((longest + pieces - 1) // pieces, LEAST_SHARE)
+            even = gl.maximum((longest + pieces - 1) // pieces, OPTIONS.LEAST_SHARE)
         if even * LEAST_EVEN <= share * (LEAST_EVEN + 1):
             share = gl.maximum(even, share)
     begin = program * share

@@ -76,6 +76,9 @@ MOST_EMPTY = 0.05
 # ends take longer than products
 MOST_ROWS = 256
 
+# keys that are dealt out to a program at least: parts of fewer take longer to merge
+LEAST_DEALT = 256
+
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
 
@@ -248,6 +251,7 @@ def options_of(
         LETS_FOLLOW=form.short > 0,
         IS_LISTED=form.longest == 0 and not is_dealt,
         IS_DEALT=is_dealt,
+        LEAST_SHARE=max(LEAST_DEALT // config.BLOCK_N, 1) if is_dealt else 0,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
