@@ -123,14 +123,26 @@ def share_of(program, programs, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def piece_of(number, sequence, base, program, dealt):
+def tiles_of(sequence, base, dealt, heads, OPTIONS: gl.constexpr):
+    """First and last but one of a sequence's tiles, of all heads, in a share. What is no longer
+    than the least share is not cut, but belongs where it begins."""
+    units = sequence.units
+    before = gl.maximum(dealt.begin - base, 0)
+    first = (before + gl.where(units <= OPTIONS.LEAST_SHARE, units - 1, 0)) // units
+    last = gl.minimum(sequence.tiles * heads, (dealt.stop - base + units - 1) // units)
+    return first, last
+
+
+@gluon.jit
+def piece_of(number, sequence, base, program, dealt, OPTIONS: gl.constexpr):
     """Of tile `number` of a sequence, whose first unit is `base`, the piece of this program."""
     start = base + number * sequence.units
     stop = start + sequence.units
+    is_whole = sequence.units <= OPTIONS.LEAST_SHARE
     first = gl.maximum(start, dealt.begin)
-    count = gl.minimum(stop, dealt.stop) - first
+    count = gl.where(is_whole, stop, gl.minimum(stop, dealt.stop)) - first
     first_program = start // dealt.share
-    last_program = (stop - 1) // dealt.share
+    last_program = gl.where(is_whole, program, (stop - 1) // dealt.share)
     pieces = last_program - first_program + 1
     # what a program leaves of the tile that it ends in, and of the one that it begins in
     return Piece(

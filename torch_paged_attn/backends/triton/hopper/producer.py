@@ -11,7 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.block_runs import find_list, row_mask_of
-from torch_paged_attn.backends.triton.hopper.dealt_work import piece_of, sequence_of, share_of
+from torch_paged_attn.backends.triton.hopper.dealt_work import (
+    piece_of,
+    sequence_of,
+    share_of,
+    tiles_of,
+)
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
@@ -254,15 +259,11 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
         b, base = share.b, share.base
         while base < share.stop:
             sequence = sequence_of(b, params, OPTIONS)
-            # tiles of its queries, of all heads
-            first = gl.maximum(share.begin - base, 0) // sequence.units
-            last = gl.minimum(
-                sequence.tiles * heads, (share.stop - base + sequence.units - 1) // sequence.units
-            )
+            first, last = tiles_of(sequence, base, share, heads, OPTIONS)
             for number in range(first, last):
                 first_token = number // heads * STEP
                 stop_token = gl.minimum(first_token + STEP, sequence.query_len)
-                piece = piece_of(number, sequence, base, unit, share)
+                piece = piece_of(number, sequence, base, unit, share, OPTIONS)
                 at = QueryTile(
                     number % heads, 0, b, first_token, sequence.q_start, sequence.query_len,
                     sequence.k_start, sequence.key_len, stop_token, piece,
