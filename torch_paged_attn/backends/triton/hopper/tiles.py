@@ -271,7 +271,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 
 
 def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
-    """Where rows of a tile are nobody's, heads from one token to the next, of q and of the result."""
+    """Where rows of a tile are nobody's, heads from one token to the next, of q and the result."""
     if next_power_of_2(packed_heads) == packed_heads:
         return {}
     row, head, _ = call.q.stride()
