@@ -123,7 +123,7 @@ def even_heads(call: AttentionCall) -> int:
 
 
 def whole_group(call: AttentionCall) -> int:
-    """All heads of a group, where they may share a tile, whatever their number; else `even_heads`."""
+    """All heads of a group, where they may share a tile, whatever their number."""
     group, (row, head, _) = sharing_heads(call), call.q.stride()
     if call.layout is not None or next_power_of_2(group) > BLOCK_M:
         return even_heads(call)
