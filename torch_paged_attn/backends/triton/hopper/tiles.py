@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 # a piece of a tile takes, and what merging it takes
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
-MERGE_COST = {64: 0.75, 128: 0.75, 256: 1.5}
+MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 
 # windows of few tiles of keys
 NARROW = range(1025)
