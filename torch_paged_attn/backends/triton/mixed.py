@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
 from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
@@ -20,6 +21,9 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
 # mean queries of batches whose short sequences, if any, cost less than another launch
 MOST_MEAN = 512
+
+# sequences that Hopper's kernel had better take alone: short ones among them cost less than telling
+MOST_ALONE = 4
 
 # tables with room for fewer keys: nothing to share out
 LEAST_KEYS = 256
@@ -37,6 +41,8 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
     if call.block_table is None or call.layout is not None or call.total_q <= call.batch:
         return False
     if call.batch == 1 or call.total_q > MOST_MEAN * call.batch:
+        return False
+    if call.batch <= MOST_ALONE and support.unprofitable(call) is None:
         return False
     if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False

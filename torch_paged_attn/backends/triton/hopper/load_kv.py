@@ -41,6 +41,12 @@ class KeyRange(NamedTuple):
     position: Any
 
 
+@gluon.constexpr_function
+def _elements_of_piece(dtype):
+    """Of 16 bytes, which a lane copies at a time."""
+    return 128 // dtype.primitive_bitwidth
+
+
 @aggregate
 class KvLoader:
     """Loads part number PART of each tile of keys, or of values, into a pipeline."""
@@ -210,9 +216,10 @@ class KvLoader:
         WIDTH: gl.constexpr = self.desc.block_shape[4]
         ROWS: gl.constexpr = self.OPTIONS.BLOCK_N // self.OPTIONS.KV_PARTS
         FIRST: gl.constexpr = self.PART * ROWS
-        LANES: gl.constexpr = WIDTH // 8  # of a row, 16 bytes each
+        PIECE: gl.constexpr = _elements_of_piece(self.desc.dtype)
+        LANES: gl.constexpr = WIDTH // PIECE  # of a row
         STEP: gl.constexpr = max(4 * 32 // LANES, 8)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+        layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [32 // LANES, LANES], [1, 1], [1, 0])
         column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
         base, _, stride_head, found = self.slots
         columns = gl.expand_dims(base + keys.kv_head.to(gl.int64) * stride_head + column, 0)
@@ -222,7 +229,7 @@ class KvLoader:
         for i in gl.static_range(0, ROWS, STEP):
             row = gl.expand_dims(found.slice(i, STEP).load(gl.SliceLayout(1, layout)), 1)
             target = tile.slice(FIRST + i, STEP)
-            async_copy.async_copy_global_to_shared(target, columns + row * 8, row >= 0)
+            async_copy.async_copy_global_to_shared(target, columns + row * PIECE, row >= 0)
         async_copy.mbarrier_arrive(barrier)
         mbarrier.arrive(barrier, count=1)
 
@@ -234,10 +241,11 @@ class KvLoader:
 
     @gluon.jit
     def _rows_of(self, j, pages, keys):
-        """Where the rows of keys number j begin, in 16 bytes; -1 where nobody sees one."""
+        """Where the rows of keys number j begin, in pieces; -1 where nobody sees one."""
         seen = (j >= keys.first_key) & (j < keys.key_len)
         # a bad id that nobody checked reads the last page: wrong, but inside the cache
         page = gl.minimum(pages.to(gl.uint32), (self.num_pages - 1).to(gl.uint32))
         slot = page.to(gl.int64) * self.page_rows + j % self.OPTIONS.PAGE_SIZE
         _, stride, _, _ = self.slots
-        return gl.where(seen, slot * (stride // 8), -1)
+        PIECE: gl.constexpr = _elements_of_piece(self.desc.dtype)
+        return gl.where(seen, slot * (stride // PIECE), -1)

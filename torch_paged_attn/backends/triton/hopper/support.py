@@ -28,6 +28,8 @@ UNBOUNDED = 2**30
 
 # the fewest keys of a sequence whose tiles may be cut into pieces, and pieces of all tiles
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
+# waves of tiles of keys in pages, from which on no tile is cut
+MOST_WAVES = 4
 
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
@@ -211,8 +213,8 @@ def gathers(call: AttentionCall) -> bool:
     """Whether rows of keys are copied one by one, because pages are smaller than a box."""
     if call.block_table is None or call.layout is not None or call.page_size not in GATHERED:
         return False
-    if converts(call):
-        return False
+    if converts(call) and width_of(call.head_dim) > 128:
+        return False  # registers spill
     return all(width_of(d) == d for d in (call.head_dim, call.head_dim_v))
 
 
@@ -245,14 +247,17 @@ def most_parts(call: AttentionCall, is_uneven: bool) -> int:
     if call.layout is not None:
         return 0
     keys = key_bound(call)
+    multiprocessors = target_of(call.q.device).multiprocessors
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    most_tiles = multiprocessors
     if call.block_table is None:
         keys //= max(call.batch, 1)
-    if not is_uneven and (_fills(call) or keys < LEAST_CUT):
+    else:
+        # chunks of prompts: their contexts are long and differ, and the last wave of tiles counts
+        most_tiles *= MOST_WAVES
+    if not is_uneven and (tiles >= most_tiles or keys < LEAST_CUT):
         return 0
-    return PARTS_PER_MULTIPROCESSOR * target_of(call.q.device).multiprocessors
-
-
-def _fills(call: AttentionCall) -> bool:
-    """Whether there are surely as many tiles as multiprocessors."""
-    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
-    return tiles >= target_of(call.q.device).multiprocessors
+    each = PARTS_PER_MULTIPROCESSOR
+    if tiles >= multiprocessors and width_of(call.head_dim_v) <= 128:
+        each *= 2
+    return each * multiprocessors

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 # a piece of a tile takes, and what merging it takes
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
-MERGE_COST = {64: 0.75, 128: 0.75, 256: 1.5}
+MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 
 # windows of few tiles of keys
 NARROW = range(1025)
@@ -129,7 +129,7 @@ def even_heads(call: AttentionCall) -> int:
 
 
 def whole_group(call: AttentionCall) -> int:
-    """All heads of a group, whatever their number, if they may share a tile; else `even_heads`."""
+    """All heads of a group, where they may share a tile, whatever their number."""
     group, (row, head, _) = sharing_heads(call), call.q.stride()
     if call.layout is not None or next_power_of_2(group) > BLOCK_M:
         return even_heads(call)
@@ -297,7 +297,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
 
 
 def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
-    """Where rows of a tile are nobody's, heads from a token to the next, of q and of the result."""
+    """Where rows of a tile are nobody's, heads from one token to the next, of q and the result."""
     if next_power_of_2(packed_heads) == packed_heads:
         return {}
     row, head, _ = call.q.stride()
