@@ -286,6 +286,7 @@ GUESSED = tuple(
         ("g5", FEW, dict(num_heads=10, head_dim=128, page_size=544, sinks=True, alibi="batch")),
         ("g3_d256", FEW, dict(num_heads=6, head_dim=256, page_size=32, window_size_left=99)),
         ("kv_e4m3", FEW, dict(num_heads=16, kv_dtype=e4m3, descale="heads", **OF_8_BITS)),
+        ("kv_e4m3_page1", FEW, dict(num_heads=16, kv_dtype=e4m3, **OF_8_BITS | dict(page_size=1))),
         ("kv_int8_g7", FEW, dict(num_heads=14, kv_dtype=i8, descale="batch", **OF_8_BITS)),
         ("kv_e4m3_d256", FEW, dict(num_heads=6, kv_dtype=e4m3, **OF_8_BITS | dict(head_dim=256))),
         # more sequences than are looked at at a time; all alike; more queries than was said
