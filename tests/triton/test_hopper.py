@@ -300,16 +300,17 @@ GUESSED = tuple(
 COMPILED = ("guessed_g4_d256_page1", "guessed_g5", "guessed_kv_e4m3")
 
 
+@pytest.mark.parametrize("is_dealt", [False, True], ids=["listed", "dealt"])
 @pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
-def test_guessed_tokens(problem, compiler):
+def test_guessed_tokens(problem, is_dealt, compiler):
     """Few queries of a sequence, in the rows of one consumer."""
+    form = tiles.Form(is_guessed=True, is_dealt=is_dealt)
     with assume(HOPPER):
-        call = hopper_call(problem)
+        call = hopper_call(problem, max_seqlen_k=2**17 if is_dealt else 64)
         assert flash_varlen.kernels_of(call, 8)[0] == "hopper"
-        form = flash_varlen.form_of(call, 8)
-    assert form == tiles.Form(is_guessed=True)
+        assert flash_varlen.form_of(call, 8)._replace(is_dealt=is_dealt) == form
     if not HAS_HOPPER:
-        if problem.name in COMPILED:
+        if problem.name in COMPILED and is_dealt:
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
             assert all(k.faults("sm90", problem.name) == [] for k in kernels)
         return
@@ -318,6 +319,21 @@ def test_guessed_tokens(problem, compiler):
     assert_accurate(*first, build(problem).truth())
     again = hopper.attend(call, form=form)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_many_keys_are_dealt_out():
+    """Of few queries, by what is said of the longest sequence's keys; of decodes, where a group is
+    no power of two."""
+    wide = Problem("wide", ((1, 60),) * 3, 40, 8, dtype=bf16, page_size=64)
+    table = torch.zeros(3, 1024, dtype=torch.int32)
+    with assume(HOPPER):
+        for heads, kernels in ((40, "hopper"), (32, "portable")):
+            call = hopper_call(dataclasses.replace(wide, num_heads=heads), block_table=table)
+            assert flash_varlen.kernels_of(call, 1)[0] == kernels
+        call = hopper_call(wide, block_table=table)
+        assert flash_varlen.form_of(call, 1) == tiles.Form(is_guessed=True, is_dealt=True)
+        call = hopper_call(wide, block_table=table, max_seqlen_k=512)
+        assert flash_varlen.kernels_of(call, 1)[0] == "portable"
 
 
 @pytest.mark.parametrize(

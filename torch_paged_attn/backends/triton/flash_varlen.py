@@ -101,7 +101,9 @@ def in_turns(call: AttentionCall, longest: int) -> int:
 
 def form_of(call: AttentionCall, longest: int) -> Form:
     """What Hopper's kernel is told of a batch that it has for itself."""
-    return Form(longest=in_turns(call, longest), is_guessed=support.is_guessed(call, longest))
+    is_guessed = support.is_guessed(call, longest)
+    is_dealt = is_guessed and support.is_dealt(call)
+    return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:

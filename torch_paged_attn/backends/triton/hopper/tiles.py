@@ -24,6 +24,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
     LEAST_BOX,
+    LEAST_TALL,
     OF_LISTS,
     UNBOUNDED,
     columns_of,
@@ -35,6 +36,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     key_bound,
     mean_length,
     most_parts,
+    reach_of,
     sharing_heads,
     width_of,
 )
@@ -77,7 +79,7 @@ MOST_EMPTY = 0.05
 MOST_ROWS = 256
 
 # keys that are dealt out to a program at least: parts of fewer take longer to merge
-LEAST_DEALT = 256
+LEAST_OF_PROGRAM = 512
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -89,6 +91,7 @@ class Form(NamedTuple):
     short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
     is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
+    is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
 
 
 FORM = Form()
@@ -176,7 +179,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     else:
         packed = pack_heads(call)
     if converts(call) and form.is_guessed:
-        return choose_guessed_8_bit_config(width), packed
+        return choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL), packed
     if converts(call):
         return choose_8_bit_config(width, is_float8(call)), packed
     if form.longest:
@@ -205,7 +208,7 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
-    is_dealt = form.is_guessed and parts > 0 and lacking(call, OF_LISTS) is None
+    is_dealt = form.is_dealt and parts > 0 and lacking(call, OF_LISTS) is None
     if is_dealt:
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
@@ -251,7 +254,7 @@ def options_of(
         LETS_FOLLOW=form.short > 0,
         IS_LISTED=form.longest == 0 and not is_dealt,
         IS_DEALT=is_dealt,
-        LEAST_SHARE=max(LEAST_DEALT // config.BLOCK_N, 1) if is_dealt else 0,
+        LEAST_SHARE=max(LEAST_OF_PROGRAM // config.BLOCK_N, 1) if is_dealt else 0,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
