@@ -166,7 +166,8 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
         return False
     if call.total_q < 2 * call.batch:
         is_few = call.batch * call.num_kv_heads < target_of(call.q.device).multiprocessors
-        return head_rows > group and is_few and not converts(call) and is_dealt(call)
+        is_long = reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call)
+        return head_rows > group and is_few and is_long
     return longest * group > LEAST_GUESSED or (group == 1 and longest > LEAST_TOKENS)
 
 
