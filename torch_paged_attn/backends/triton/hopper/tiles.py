@@ -115,7 +115,8 @@ def pack_heads(call: AttentionCall) -> int:
         while pack < most and pack * length < 2 * BLOCK_M:
             pack *= 2
         return pack
-    is_even = call.total_q == length * call.batch
+    # lengths of chunks of prompts differ
+    is_even = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
     empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
     full = length / (length + empty) * (1 + MOST_EMPTY)
     for pack in (whole_group(call), most):
@@ -140,12 +141,15 @@ def whole_group(call: AttentionCall) -> int:
     return group if is_addressed else even_heads(call)
 
 
+def _has_few_rows(call: AttentionCall, most: int) -> bool:
+    """Whether a multiprocessor has so many rows of queries at most."""
+    return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
+
+
 def heads_beside(call: AttentionCall) -> int:
     """The same where another kernel takes short sequences. Where a group is no power of two, rows
     are left empty if that makes all work one launch, unless products are most of it."""
-    heads = even_heads(call)
-    if call.total_q * call.num_heads <= MOST_ROWS * target_of(call.q.device).multiprocessors:
-        heads = whole_group(call)
+    heads = whole_group(call) if _has_few_rows(call, MOST_ROWS) else even_heads(call)
     # what decodes cost this kernel is underestimated where heads are narrow
     return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
 
@@ -186,8 +190,12 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_short_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
+    if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
+        return choose_guessed_config(width), packed
     if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
+    if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
+        return choose_guessed_config(width), packed
     if is_narrow:
         return choose_narrow_config(width), packed
     config = choose_hopper_config(
