@@ -11,8 +11,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.block_runs import find_list, row_mask_of
+from torch_paged_attn.backends.triton.hopper.dealt_work import (
+    piece_of,
+    sequence_of,
+    share_of,
+    tiles_of,
+)
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
-from torch_paged_attn.backends.triton.hopper.pieces import keys_of_piece, unpack_piece
+from torch_paged_attn.backends.triton.hopper.pieces import (
+    keys_of_piece,
+    unpack_piece,
+    visited_of_piece,
+)
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
@@ -67,6 +77,7 @@ class QueryTile(NamedTuple):
     k_start: Any
     key_len: Any
     stop_token: Any
+    piece: Any = 0  # of `dealt_work.py`, where units of keys are dealt out
 
 
 @gluon.jit
@@ -102,7 +113,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
     number of the next tile of keys."""
-    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = at
+    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt = at
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
@@ -136,7 +147,11 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         num_kv_tiles = (stop + BLOCK_N - 1) // BLOCK_N - first_kv_tile
     # a tile that sees no key visits one, of masked keys, and writes its empty rows
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
-    if OPTIONS.MOST_PARTS > 0:
+    if OPTIONS.IS_DEALT:
+        first_part, piece, pieces = dealt.first_part, dealt.number, dealt.pieces
+        kv_stop = first_kv_tile + num_kv_tiles
+        first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
+    elif OPTIONS.MOST_PARTS > 0:
         first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
         first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
         first_kv_tile += first_of_piece
@@ -237,7 +252,27 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     tile = 0
     n = 0
     unit = gl.program_id(0)
-    if OPTIONS.IS_LISTED:
+    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    if OPTIONS.IS_DEALT:
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        share = share_of(unit, programs, params, OPTIONS)
+        b, base = share.b, share.base
+        while base < share.stop:
+            sequence = sequence_of(b, params, OPTIONS)
+            first, last = tiles_of(sequence, base, share, heads, OPTIONS)
+            for number in range(first, last):
+                first_token = number // heads * STEP
+                stop_token = gl.minimum(first_token + STEP, sequence.query_len)
+                piece = piece_of(number, sequence, base, unit, share, OPTIONS)
+                at = QueryTile(
+                    number % heads, 0, b, first_token, sequence.q_start, sequence.query_len,
+                    sequence.k_start, sequence.key_len, stop_token, piece,
+                )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
+                tile += 1
+            base += sequence.tiles * heads * sequence.units
+            b += 1
+    elif OPTIONS.IS_LISTED:
         num_tiles = gl.load(pointers.tile_list + 1)
         units = num_tiles * (scalars.num_heads // OPTIONS.PACKED_HEADS)
         while unit < units:
@@ -249,7 +284,6 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
     else:
-        STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         # units of a sequence, for each head: tiles are dealt to them in turns
         in_turns = params.sizes.lists_per_head

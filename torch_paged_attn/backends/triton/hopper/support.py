@@ -42,6 +42,12 @@ GATHERED = (1, 2, 4, 8)
 
 # rows of a sequence's tile that the portable kernel is fast at
 LEAST_GUESSED = 16
+# tokens of a sequence, of groups of one head, that it is slow at all the same
+LEAST_TOKENS = 4
+# tiles of 128 keys for each multiprocessor, as far as is said, from which on they are dealt out
+LEAST_DEALT = 64
+# keys of the longest sequence from which on 8-bit tiles are taller
+LEAST_TALL = 4096
 
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias",)
@@ -149,14 +155,33 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     """Whether sequences have as many queries as tokens that were guessed are, by what is said of
     the longest one's: so few that all heads of a group fit in the rows of one consumer, and more
     than the portable kernel is fast at. Where nothing is said, the tokens of all stand for it: most
-    of few sequences decode then.
+    of few sequences decode then. Decodes are among these where the portable kernel is slow at a
+    group, and there are many keys.
     """
-    if call.block_table is None or call.layout is not None or converts(call):
-        return False
-    if call.total_q < 2 * call.batch:
+    if call.block_table is None or call.layout is not None:
         return False
     group = call.group_size
-    return longest * group > LEAST_GUESSED and longest * next_power_of_2(group) <= BLOCK_M
+    head_rows = next_power_of_2(group)
+    if not 0 < longest * head_rows <= BLOCK_M:
+        return False
+    if call.total_q < 2 * call.batch:
+        is_few = call.batch * call.num_kv_heads < target_of(call.q.device).multiprocessors
+        is_long = reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call)
+        return head_rows > group and is_few and is_long
+    return longest * group > LEAST_GUESSED or (group == 1 and longest > LEAST_TOKENS)
+
+
+def reach_of(call: AttentionCall) -> int:
+    """The most keys that a sequence of few queries visits, as far as anybody says."""
+    reach = min(call.max_seqlen_k or UNBOUNDED, key_bound(call))
+    return min(reach, call.window_size_left + BLOCK_M) if is_bound(call.window_size_left) else reach
+
+
+def is_dealt(call: AttentionCall) -> bool:
+    """Whether sequences of few queries have so many keys that they are better dealt out in equal
+    shares: of fewer, a list of tiles makes fewer pieces, which take time to merge."""
+    tiles = call.batch * call.num_kv_heads * (-(-reach_of(call) // (2 * LEAST_KEYS)))
+    return tiles >= LEAST_DEALT * target_of(call.q.device).multiprocessors
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:

@@ -24,6 +24,8 @@ from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
     LEAST_BOX,
+    LEAST_TALL,
+    OF_LISTS,
     UNBOUNDED,
     columns_of,
     converts,
@@ -34,6 +36,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     key_bound,
     mean_length,
     most_parts,
+    reach_of,
     sharing_heads,
     width_of,
 )
@@ -48,11 +51,13 @@ from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
     choose_8_bit_config,
+    choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
 )
+from torch_paged_attn.ops.lacking import lacking
 
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
@@ -73,6 +78,9 @@ MOST_EMPTY = 0.05
 # ends take longer than products
 MOST_ROWS = 256
 
+# keys that are dealt out to a program at least: parts of fewer take longer to merge
+LEAST_OF_PROGRAM = 512
+
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
 
@@ -83,6 +91,7 @@ class Form(NamedTuple):
     short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
     is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
+    is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
 
 
 FORM = Form()
@@ -145,6 +154,17 @@ def heads_beside(call: AttentionCall) -> int:
     return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
 
 
+def _heads_in_turns(call: AttentionCall) -> int:
+    """The same where sequences are short: what makes fewer tiles, of which fewer rows are past the
+    end of a sequence."""
+    length = mean_length(call)
+
+    def tiles(heads: int) -> int:
+        return -(-length * next_power_of_2(heads) // (2 * BLOCK_M)) * (call.group_size // heads)
+
+    return min(even_heads(call), whole_group(call), key=tiles)
+
+
 def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
     """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
     says nothing where another kernel takes the short sequences."""
@@ -155,12 +175,15 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         packed = heads_beside(call)
     elif form.is_guessed:
         packed = whole_group(call)
-    elif form.longest or is_narrow:
-        # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
-        # fewer keys a window hides from most of them
+    elif form.longest:
+        packed = _heads_in_turns(call)
+    elif is_narrow:
+        # the fewer tokens a tile has, the fewer keys a window hides from most of them
         packed = even_heads(call)
     else:
         packed = pack_heads(call)
+    if converts(call) and form.is_guessed:
+        return choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL), packed
     if converts(call):
         return choose_8_bit_config(width, is_float8(call)), packed
     if form.longest:
@@ -193,6 +216,10 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
+    is_dealt = form.is_dealt and parts > 0 and lacking(call, OF_LISTS) is None
+    if is_dealt:
+        # of each program
+        parts = 2 * target_of(call.q.device).multiprocessors
     head_rows = next_power_of_2(packed_heads)
     tokens = BLOCK_M // head_rows
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
@@ -233,7 +260,9 @@ def options_of(
         MOST_PARTS=parts,
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=form.short > 0,
-        IS_LISTED=form.longest == 0,
+        IS_LISTED=form.longest == 0 and not is_dealt,
+        IS_DEALT=is_dealt,
+        LEAST_SHARE=max(LEAST_OF_PROGRAM // config.BLOCK_N, 1) if is_dealt else 0,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
@@ -319,6 +348,8 @@ def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
 def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.CONSUMERS * options.TOKENS
+    if options.IS_DEALT:
+        return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
     if options.IS_LISTED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)

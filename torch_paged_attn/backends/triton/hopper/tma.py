@@ -203,6 +203,21 @@ def add_rows(desc, start, size, row, head, column, smem):
 
 
 @gluon.jit
+def load_group(desc, start, size, row, head, row_heads, barrier, smem):
+    """`load_rows` of a box of `group_rows`: heads [head, ...), where rows are `row_heads` heads
+    apart."""
+    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
+    async_load(desc, at, barrier, smem)
+
+
+@gluon.jit
+def store_group(desc, start, size, row, head, row_heads, smem):
+    """`store_rows` of such a box."""
+    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
+    async_store(desc, at, smem)
+
+
+@gluon.jit
 def start_of_page(desc, page, page_rows, in_page):
     """The coordinate of a slot of a page, for `load_page`; pages are `page_rows` rows apart."""
     UNIT: gl.constexpr = ATOM_ROWS if is_in_atoms(desc.block_shape) else 1

@@ -63,6 +63,16 @@ def choose_guessed_config(width: int) -> HopperConfig:
     return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
 
 
+def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:
+    """The same of 8-bit keys and values: their 16-bit tiles take the room of stages. Tall tiles are
+    for many keys."""
+    if width == 256:
+        return HopperConfig(1, 64, 1, 1, 216, PINGPONG=False)
+    if width == 128 and is_tall:
+        return HopperConfig(1, 128, 2, 1, 216, PINGPONG=False)
+    return HopperConfig(1, 128 if width == 64 else 64, 4, 2, 216, PINGPONG=False)
+
+
 def choose_narrow_config(width: int) -> HopperConfig:
     """Where a window shows few tiles of keys: small ones, of which it hides less."""
     if width == 64:
