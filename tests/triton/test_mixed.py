@@ -1,5 +1,6 @@
 """Batches of long and short sequences: which kernel does what, and the results of both together."""
 
+import dataclasses
 import itertools
 
 import cross_compile
@@ -68,12 +69,30 @@ def tensors_of(call):
         (((1, 70),), 0, False),
         (((600, 0), (700, 0)), 0, False),
         (((70, 9), (1, 9)), 0, False),  # nothing to share out
+        (((70, 3000), (1, 900)), 0, False),  # two are Hopper's alone,
+        (((1, 900),) * 4, 0, False),
+        (((3, 900), (1, 900)), 0, True),  # unless they have few queries
     ],
 )
 def test_which_calls_are_mixed(seqs, longest, expected):
     problem = Problem("p", seqs, 8, 2, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
         assert mixed.is_mixed(call_of(problem), longest) is expected
+
+
+@pytest.mark.parametrize("queries, expected", [(300, (5, 1)), (9000, (1, 2))])
+def test_heads_and_consumers_of_a_tile(queries, expected):
+    """All heads of a group, and one consumer, where rows are few."""
+    problem = Problem("p", ((queries, 0), *DECODES), 40, 8, 128, dtype=bf16, page_size=16)
+    with assume(HOPPER):
+        call = call_of(problem)
+        config, heads = tiles.choose_tiles(call, mixed.form_of(call))
+        assert (heads, config.CONSUMERS) == expected
+        # tokens that are no whole number of heads apart
+        strides = call.q.stride(0) + 8, *call.q.stride()[1:]
+        q = torch.empty(call.q.shape[0] * strides[0], dtype=bf16).as_strided(call.q.shape, strides)
+        call = dataclasses.replace(call, q=q)
+        assert tiles.choose_tiles(call, mixed.form_of(call))[1] == 1
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:3], ids=lambda p: p.name)

@@ -277,7 +277,7 @@ def most_parts(call: AttentionCall, is_uneven: bool) -> int:
     most_tiles = multiprocessors
     if call.block_table is None:
         keys //= max(call.batch, 1)
-    else:
+    elif width_of(call.head_dim) == width_of(call.head_dim_v):  # else registers spill
         # chunks of prompts: their contexts are long and differ, and the last wave of tiles counts
         most_tiles *= MOST_WAVES
     if not is_uneven and (tiles >= most_tiles or keys < LEAST_CUT):
