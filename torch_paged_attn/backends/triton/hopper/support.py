@@ -43,7 +43,7 @@ GATHERED = (1, 2, 4, 8)
 # rows of a sequence's tile that the portable kernel is fast at
 LEAST_GUESSED = 16
 # tokens of a sequence, of groups of one head, that it is slow at all the same
-LEAST_TOKENS = 4
+LEAST_TOKENS = 3
 # tiles of 128 keys for each multiprocessor, as far as is said, from which on they are dealt out
 LEAST_DEALT = 64
 # keys of the longest sequence from which on 8-bit tiles are taller
