@@ -12,7 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.block_runs import find_list, row_mask_of
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
-from torch_paged_attn.backends.triton.hopper.pieces import keys_of_piece, unpack_piece
+from torch_paged_attn.backends.triton.hopper.pieces import (
+    keys_of_piece,
+    tiles_of_stretch,
+    unpack_piece,
+)
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.tma import load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
@@ -138,8 +142,16 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
     if OPTIONS.MOST_PARTS > 0:
         first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
-        first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
-        first_kv_tile += first_of_piece
+        if OPTIONS.STRETCH > 0:
+            first_seen = 0
+            if OPTIONS.HAS_LEFT:
+                first_seen = gl.maximum(context_len - scalars.window_left, 0)
+            first_kv_tile, num_kv_tiles = tiles_of_stretch(
+                piece, pieces, first_kv_tile, num_kv_tiles, first_seen, OPTIONS.STRETCH, BLOCK_N
+            )
+        else:
+            first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
+            first_kv_tile += first_of_piece
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers

@@ -107,6 +107,16 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
+def unordered(call: AttentionCall) -> str | None:
+    """Why the sums of a call that this kernel can take would be in another order here than in other
+    calls of the same sequence; None if they would not."""
+    if call.layout is not None:
+        return "blocks of a layout do not begin at the same keys for all queries"
+    if converts(call):
+        return "keys of 8 bits are not summed up in stretches"
+    return None
+
+
 def _unsupported_types(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     if q.dtype == torch.float8_e4m3fn:
@@ -243,11 +253,22 @@ def sharing_heads(call: AttentionCall) -> int:
     return min(call.group_size, heads_per_layout(call)) if call.layout else call.group_size
 
 
+def is_few_rows(call: AttentionCall) -> bool:
+    """Whether the rows of one consumer hold all queries of a sequence, by sizes: of decodes, or of
+    as many guessed tokens each."""
+    shared = call.group_size & -call.group_size
+    is_even = call.total_q == mean_length(call) * call.batch
+    return is_even and mean_length(call) * min(shared, BLOCK_M) <= BLOCK_M
+
+
 def most_parts(call: AttentionCall, is_uneven: bool) -> int:
     """How many pieces of tiles there may be: none where tiles are many, or see few keys, unless
     they are few or uneven as far as anybody knows."""
     if call.layout is not None:
         return 0
+    if call.is_batch_invariant and call.block_table is not None:
+        # chunks beside decodes
+        is_uneven = is_uneven or mean_length(call) <= MOSTLY_CHUNKS < call.total_q
     keys = key_bound(call)
     if call.block_table is None:
         keys //= max(call.batch, 1)

@@ -61,11 +61,19 @@ if TYPE_CHECKING:
 # what another launch takes to begin and to end, in tiles of keys, by width of a head
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 
+# keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
+# sequence alone
+STRETCH = 512
+
 # windows of few tiles of keys
 NARROW = range(1025)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
+
+# one consumer leaves parts of half the rows, of which few are there: with fixed stretches, which
+# are many, there may be more
+MORE_PARTS = 3
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -113,6 +121,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     # fewer keys a window hides from most of them
     sharing = sharing_heads(call)
     most_packed = min(sharing & -sharing, BLOCK_M)
+    if call.is_batch_invariant:
+        return _choose_invariant_tiles(call, most_packed, form)
     if converts(call):
         return choose_8_bit_config(width, is_float8(call)), (
             most_packed if form != FORM else pack_heads(call, most_packed)
@@ -133,6 +143,22 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     return config, pack_heads(call, most_packed)
 
 
+def _choose_invariant_tiles(
+    call: AttentionCall, most_packed: int, form: Form
+) -> tuple[HopperConfig, int]:
+    """The same where bits depend on a sequence alone: as many keys at a time for all queries of all
+    its calls, and products as high. How many consumers there are, and heads, is free."""
+    width = width_of(call.head_dim)
+    is_narrow = call.window_size_left in NARROW and width <= 128
+    if form.is_guessed:
+        return choose_guessed_config(width, is_narrow), most_packed
+    if is_narrow:
+        return choose_narrow_config(width), most_packed
+    is_causal = call.window_right == 0
+    config = choose_hopper_config(width, mean_length(call), is_causal, False, gathers(call))
+    return config, pack_heads(call, most_packed)
+
+
 def options_of(
     call: AttentionCall,
     config: HopperConfig,
@@ -147,6 +173,8 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_slow or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
+    if call.is_batch_invariant and config.CONSUMERS == 1:
+        parts *= MORE_PARTS
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -190,6 +218,7 @@ def options_of(
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
+        STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
 
 
@@ -298,6 +327,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
         SHORT=form.short,
+        STRETCH=options.STRETCH,
         **_form_of_list(options, form.short),
     )
 
@@ -323,10 +353,12 @@ def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
     )
 
 
-def part_elements(options: Options) -> int:
-    """Elements that pieces of tiles leave: rows of values, then their references and sums."""
-    rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
-    return rows * (options.WIDTH_V + 2)
+def part_elements(options: Options, programs: int) -> int:
+    """Elements that pieces of tiles leave, rows of values, then their references and sums; and rows
+    of values that each consumer of so many programs leaves (`stretches.py`)."""
+    rows = options.CONSUMERS * options.BLOCK_M
+    of_stretches = programs * rows * options.WIDTH_V if options.STRETCH else 0
+    return options.MOST_PARTS * rows * (options.WIDTH_V + 2) + of_stretches
 
 
 def sizes_of_list(call: AttentionCall) -> tuple[int, int, int]:
