@@ -46,7 +46,6 @@ from torch_paged_attn.backends.triton.hopper.stretches import (
     fold,
     join_left,
     leave_or_rescale,
-    memory_of,
     next_reference,
 )
 from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
@@ -230,8 +229,6 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     r = gl.arange(0, BLOCK_M, score_rows)
     n = 0
     tile = 0
-    if STRETCH > 0:
-        left_at = memory_of(params, OPTIONS, INDEX)
     if PINGPONG and INDEX == CONSUMERS - 1:
         _pingpong_arrive(INDEX, CONSUMERS)
     queries.consumer_wait(0)
@@ -287,7 +284,9 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             if STRETCH > 0:
-                acc, state = leave_or_rescale(acc, shrink, weight, old, left_at, state)
+                acc, state = leave_or_rescale(
+                    acc, shrink, weight, old, state, params, OPTIONS, INDEX
+                )
             else:
                 acc = rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
@@ -315,7 +314,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
         if STRETCH > 0:
-            acc, state = leave_or_rescale(acc, shrink, weight, old, left_at, state)
+            acc, state = leave_or_rescale(acc, shrink, weight, old, state, params, OPTIONS, INDEX)
         else:
             acc = scale_rows(acc, shrink)
         pending = warpgroup_mma(p, v, acc, is_async=True)
@@ -332,7 +331,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             if STRETCH > 0:
                 m_i, old, weight = next_reference(m_left, m_i)
                 total = fold(total_left, old, total, weight)
-                acc = join_left(acc, old, weight, left_at, state)
+                acc = join_left(acc, old, weight, state, params, OPTIONS, INDEX)
             if OPTIONS.MOST_PARTS > 0 and pipelines.work_info.get(tile, PIECES) > 1:
                 stop_token = merge_pieces(
                     (acc, m_i, total), place, rows, params, pipelines.work_info, tile, OPTIONS,

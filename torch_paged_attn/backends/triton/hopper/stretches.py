@@ -79,13 +79,16 @@ def fold(x, old, part, weight):
 
 
 @gluon.constexpr_function
-def _address(operand):
+def _address(n, operand, consumers, index):
+    """PTX: where a thread's part of n registers for each begins, in memory from an operand on."""
     return f"""
-        .reg .b32 thread; .reg .b64 at;
+        mov.u32 thread, %ctaid.x;
+        mad.lo.u32 thread, thread, {consumers}, {index};
+        mul.wide.u32 at, thread, {512 * n};
+        add.s64 at, at, ${operand};
         mov.u32 thread, %tid.x;
         and.b32 thread, thread, 127;
-        mul.wide.u32 at, thread, 16;
-        add.s64 at, at, ${operand};"""
+        mad.wide.u32 at, thread, 16, at;"""
 
 
 @gluon.constexpr_function
@@ -101,7 +104,7 @@ def _names(first):
 
 
 @gluon.constexpr_function
-def _leave_or_multiply(n):
+def _leave_or_multiply(n, consumers, index):
     """PTX: leave n registers in memory and make them zeros, if they are pending; else multiply them
     by factors, unless these are 1 in the whole warp."""
     shrink, weight, old, base, state = 2 * n, 3 * n, 4 * n, 5 * n, 6 * n
@@ -119,10 +122,11 @@ def _leave_or_multiply(n):
     products = " ".join(f"mul.f32 ${i}, ${i}, ${shrink + i};" for i in range(n))
     one = "0f3F800000"
     return f"""{{
-        .reg .pred p; .reg .f32 t<4>; {_address(base)}
+        .reg .pred p; .reg .f32 t<4>; .reg .b32 thread; .reg .b64 at;
         and.b32 thread, ${state}, 1;
         setp.eq.s32 p, thread, 0;
         @p bra MULTIPLY;
+        {_address(n, base, consumers, index)}
         setp.eq.s32 p, ${state}, {FIRST.value};
         @p bra STORE;
         setp.eq.f32 p, ${old}, {one};
@@ -148,7 +152,7 @@ def _leave_or_multiply(n):
 
 
 @gluon.constexpr_function
-def _join(n):
+def _join(n, consumers, index):
     """PTX: add what was left, if anything was, to n registers."""
     old, weight, base, state = 2 * n, 3 * n, 4 * n, 5 * n
     lines = []
@@ -161,9 +165,10 @@ def _join(n):
             lines += [f"mul.rn.ftz.f32 ${e}, ${e}, ${weight + e};"]
             lines += [f"add.rn.ftz.f32 ${e}, t{i}, ${e};"]
     return f"""{{
-        .reg .pred p; .reg .f32 t<32>; {_address(base)}
+        .reg .pred p; .reg .f32 t<32>; .reg .b32 thread; .reg .b64 at;
         setp.ne.s32 p, ${state}, {SOME_LEFT.value};
         @p bra DONE;
+        {_address(n, base, consumers, index)}
         {" ".join(lines)}
         DONE:
     }}"""
@@ -183,11 +188,21 @@ def _of_rows(x, acc):
 
 
 @gluon.jit
-def leave_or_rescale(acc, shrink, weight, old, base, state):
+def _memory_of(params, OPTIONS: gl.constexpr):
+    """The address of what consumers leave: behind the parts of pieces."""
+    rows = OPTIONS.MOST_PARTS * OPTIONS.CONSUMERS * OPTIONS.BLOCK_M
+    return (params.pointers.parts + rows * (OPTIONS.WIDTH_V + 2)).to(gl.int64)
+
+
+@gluon.jit
+def leave_or_rescale(
+    acc, shrink, weight, old, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):
     """Leave sums of values that are pending, and return zeros; else acc * shrink by rows, as
     `softmax.rescale`. Returns the new state, too."""
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128  # elements of a thread
-    program: gl.constexpr = _leave_or_multiply(OWN)
+    program: gl.constexpr = _leave_or_multiply(OWN, OPTIONS.CONSUMERS, INDEX)
+    base = _memory_of(params, OPTIONS)
     operands: gl.constexpr = _in_place(OWN, 3)
     acc = gl.inline_asm_elementwise(
         program,
@@ -201,10 +216,11 @@ def leave_or_rescale(acc, shrink, weight, old, base, state):
 
 
 @gluon.jit
-def join_left(acc, old, weight, base, state):
+def join_left(acc, old, weight, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Sums of values with those that were left before."""
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
-    program: gl.constexpr = _join(OWN)
+    program: gl.constexpr = _join(OWN, OPTIONS.CONSUMERS, INDEX)
+    base = _memory_of(params, OPTIONS)
     operands: gl.constexpr = _in_place(OWN, 2)
     return gl.inline_asm_elementwise(
         program,
@@ -214,14 +230,3 @@ def join_left(acc, old, weight, base, state):
         False,
         OWN,
     )
-
-
-@gluon.jit
-def memory_of(params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """The address where a consumer leaves sums: behind the parts of pieces."""
-    ROWS: gl.constexpr = OPTIONS.BLOCK_M
-    WIDTH: gl.constexpr = OPTIONS.WIDTH_V
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    at = OPTIONS.MOST_PARTS * CONSUMERS * ROWS * (WIDTH + 2)
-    at += (gl.program_id(0) * CONSUMERS + INDEX) * (ROWS * WIDTH)
-    return (params.pointers.parts + at).to(gl.int64)

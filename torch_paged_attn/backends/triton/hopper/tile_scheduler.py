@@ -353,6 +353,7 @@ def plan_tile_list(
             chip=chip,
             OPTIONS=options,
             num_warps=options.WARPS,
+            enable_fp_fusion=options.STRETCH == 0,
             **dependent_launch(target_of(device).overlaps_launches),
         )
 
