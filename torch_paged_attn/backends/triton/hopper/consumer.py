@@ -42,6 +42,8 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
 from torch_paged_attn.backends.triton.hopper.stretches import (
     FIRST,
     NONE_LEFT,
+    agreed,
+    factors,
     first_key_with,
     fold,
     join_left,
@@ -250,10 +252,9 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
         if STRETCH > 0:
-            # reference and sum of weights of the stretches that were left; of the last one of them,
-            # what the sums before it and its own are multiplied by
-            m_left, total_left = m_i, gl.zeros_like(m_i)
-            old, weight = total_left, total_left
+            # how far the last stretch's reference was above that of those before
+            apart = gl.zeros_like(m_i)
+            m_left, total_left = m_i, apart
             state = gl.full([], NONE_LEFT, gl.int32)
             stretch_start = first_key_with(kv_start, STRETCH)
         keys.consumer_wait_for(n, OPTIONS.GATHERS)
@@ -284,20 +285,19 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
             if STRETCH > 0:
-                acc, state = leave_or_rescale(
-                    acc, shrink, weight, old, state, params, OPTIONS, INDEX
-                )
+                acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
             else:
                 acc = rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
             if PINGPONG:
                 _pingpong_arrive(INDEX, CONSUMERS)
-            if STRETCH > 0 and kv_start < stretch_start:
+            if STRETCH > 0 and agreed(kv_start < stretch_start):
                 # what was asked for ends a stretch: its sums are left after the next scores
                 stretch_start = first_key_with(kv_start, STRETCH)
                 ended = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-                m_left, old, weight = next_reference(m_left, m_i)
-                total_left = fold(total_left, old, ended, weight)
+                m_left, apart = next_reference(m_left, m_i)
+                old, weight = factors(apart)
+                total_left = fold(total_left, ended, old, weight)
                 state = state | FIRST
                 m_i = gl.full_like(m_i, -float("inf"))
             s = warpgroup_mma_wait(1, deps=[s])
@@ -313,8 +313,9 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
-        if STRETCH > 0:
-            acc, state = leave_or_rescale(acc, shrink, weight, old, state, params, OPTIONS, INDEX)
+        if STRETCH > 0 and OPTIONS.HAS_LEFT:
+            # a window may begin with a stretch's last keys
+            acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
         else:
             acc = scale_rows(acc, shrink)
         pending = warpgroup_mma(p, v, acc, is_async=True)
@@ -329,9 +330,11 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
-                m_i, old, weight = next_reference(m_left, m_i)
-                total = fold(total_left, old, total, weight)
-                acc = join_left(acc, old, weight, state, params, OPTIONS, INDEX)
+                m_i, apart = next_reference(m_left, m_i)
+                old, weight = factors(apart)
+                total = fold(total_left, total, old, weight)
+                if agreed(state > NONE_LEFT):
+                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
             if OPTIONS.MOST_PARTS > 0 and pipelines.work_info.get(tile, PIECES) > 1:
                 stop_token = merge_pieces(
                     (acc, m_i, total), place, rows, params, pipelines.work_info, tile, OPTIONS,

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.hopper.results import store_lse
 from torch_paged_attn.backends.triton.hopper.stretches import (
+    factors,
     first_key_of,
     fold,
     next_reference,
@@ -133,8 +134,9 @@ def merge_pieces(
                 total_part = gl.where(i + j < pieces, total_part, 0.0)
                 if OPTIONS.STRETCH > 0:
                     m_part = gl.where(i + j < pieces, m_part, -float("inf"))
-                    m_all, old, weight = next_reference(m_all, m_part)
-                    total = fold(total, old, total_part, weight)
+                    m_all, apart = next_reference(m_all, m_part)
+                    old, weight = factors(apart)
+                    total = fold(total, total_part, old, weight)
                 else:
                     m_new = gl.maximum(m_all, m_part)
                     shift = _finite(m_new)
@@ -200,8 +202,9 @@ def _add_parts(
                 is_there = exists & is_one
                 found = gl.load(values_of, mask=is_there, other=0.0, cache_modifier=".cg")
                 m_part = gl.where(is_one, m_part, -float("inf"))
-                m_so_far, old, weight = next_reference(m_so_far, m_part)
-                acc = fold(acc, gl.expand_dims(old, 1), found, gl.expand_dims(weight, 1))
+                m_so_far, apart = next_reference(m_so_far, m_part)
+                old, weight = factors(apart)
+                acc = fold(acc, found, gl.expand_dims(old, 1), gl.expand_dims(weight, 1))
             else:
                 found = gl.load(values_of, mask=exists, other=0.0, cache_modifier=".cg")
                 weight = gl.where(is_one, gl.exp2(m_part - shift), 0.0)

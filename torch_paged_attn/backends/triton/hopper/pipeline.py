@@ -94,3 +94,5 @@ class Pipelines(NamedTuple):
     stored_k: Any = None
     stored_v: Any = None
     out: Any = None
+    # references and sums of stretches of keys that consumers have left (`stretches.py`)
+    left: Any = None

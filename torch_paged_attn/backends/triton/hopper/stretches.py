@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
 
 # by how much, in base two, a stretch's reference may exceed that of the sum of those before
 MOST_APART = gl.constexpr(16.0)
+_ONE, _SIXTEEN = gl.constexpr("0f3F800000"), gl.constexpr("0f41800000")
 
 # what is pending of a consumer's sums: nothing, and nothing was left; the first of a tile; nothing,
 # but some were left; one more
@@ -55,23 +57,97 @@ def first_key_with(key, STRETCH: tl.constexpr):
 
 
 @gluon.jit
-def next_reference(m_all, m_part):
-    """The reference of sums that have one more stretch, and what the sums before, and its own, are
-    multiplied by."""
-    m_new = gl.where(m_part > m_all + MOST_APART, m_part, m_all)
-    # rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    return m_new, gl.exp2(m_all - shift), gl.exp2(m_part - shift)
+def agreed(x):
+    """Whether x holds, which the threads of a warp agree about: the assembler does not see that they
+    do, and takes what is uniform for different in each thread where some may have left a loop."""
+    found = gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+        " selp.s32 $0, 1, 0, p;}",
+        "=r,r",
+        [x.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return found != 0
+
+
+@aggregate
+class Left:
+    """What consumers have left, by row: references in base two, and sums of weights."""
+
+    references: gl.shared_memory_descriptor
+    totals: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, references, totals):
+        self.references = references
+        self.totals = totals
+
+    @gluon.jit
+    def keep(self, INDEX: gl.constexpr, m, total):
+        """Write those of consumer number INDEX."""
+        self.references.index(INDEX).store(m)
+        self.totals.index(INDEX).store(total)
+
+    @gluon.jit
+    def rows(self, INDEX: gl.constexpr, state, layout: gl.constexpr):
+        """Those of consumer number INDEX, if it has left any of its tile."""
+        m = self.references.index(INDEX).load(layout)
+        total = self.totals.index(INDEX).load(layout)
+        is_any = state > NONE_LEFT
+        return gl.where(is_any, m, -float("inf")), gl.where(is_any, total, 0.0)
 
 
 @gluon.jit
-def fold(x, old, part, weight):
-    """x * old + part * weight, each rounded, as additions in memory round."""
+def new_left(CONSUMERS: gl.constexpr, ROWS: gl.constexpr):
+    """Room for the rows of all consumers."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    references = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS], layout)
+    return Left(references, gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS], layout))
+
+
+@gluon.jit
+def next_reference(m_all, m_part):
+    """The reference of sums that have one more stretch, and how far its own is above theirs: more
+    than MOST_APART if theirs is replaced."""
+    apart = gl.where(m_part == -float("inf"), m_part, m_part - m_all)
+    return gl.where(apart > MOST_APART, m_part, m_all), apart
+
+
+@gluon.constexpr_function
+def _factors(apart, old, weight):
+    """PTX: what sums before, and those of a stretch, are multiplied by."""
+    return f"""
+        neg.f32 {old}, {apart};
+        ex2.approx.ftz.f32 {old}, {old};
+        ex2.approx.ftz.f32 {weight}, {apart};
+        setp.gt.f32 p, {apart}, {_SIXTEEN.value};
+        selp.f32 {old}, {old}, {_ONE.value}, p;
+        selp.f32 {weight}, {_ONE.value}, {weight}, p;"""
+
+
+@gluon.constexpr_function
+def _factors_alone():
+    return f"{{.reg .pred p; {_factors('$2', '$0', '$1')}}}"
+
+
+@gluon.jit
+def factors(apart):
+    """The same, as values of the kernel."""
+    program: gl.constexpr = _factors_alone()
+    kinds: gl.constexpr = (gl.float32, gl.float32)
+    return gl.inline_asm_elementwise(program, "=&f,=&f,f", [apart], kinds, True, 1)
+
+
+@gluon.jit
+def fold(x, part, old, weight):
+    """x * old + part * weight, rounded as sums in memory are."""
     return gl.inline_asm_elementwise(
-        "{.reg .f32 a, b; mul.rn.ftz.f32 a, $1, $2; mul.rn.ftz.f32 b, $3, $4;"
+        "{.reg .f32 a, b; mul.rn.ftz.f32 a, $1, $3; mul.rn.ftz.f32 b, $2, $4;"
         " add.rn.ftz.f32 $0, a, b;}",
-        "=r,r,r,r,r",
-        [x, old, part, weight],
+        "=f,f,f,f,f",
+        [x, part, old, weight],
         dtype=gl.float32,
         is_pure=True,
         pack=1,
@@ -79,16 +155,9 @@ def fold(x, old, part, weight):
 
 
 @gluon.constexpr_function
-def _address(n, operand, consumers, index):
-    """PTX: where a thread's part of n registers for each begins, in memory from an operand on."""
-    return f"""
-        mov.u32 thread, %ctaid.x;
-        mad.lo.u32 thread, thread, {consumers}, {index};
-        mul.wide.u32 at, thread, {512 * n};
-        add.s64 at, at, ${operand};
-        mov.u32 thread, %tid.x;
-        and.b32 thread, thread, 127;
-        mad.wide.u32 at, thread, 16, at;"""
+def _address(place, base):
+    """PTX: where a thread's registers go."""
+    return f"mad.wide.u32 at, ${place}, 16, ${base};"
 
 
 @gluon.constexpr_function
@@ -104,33 +173,39 @@ def _names(first):
 
 
 @gluon.constexpr_function
-def _leave_or_multiply(n, consumers, index):
+def _leave_or_multiply(n):
     """PTX: leave n registers in memory and make them zeros, if they are pending; else multiply them
     by factors, unless these are 1 in the whole warp."""
-    shrink, weight, old, base, state = 2 * n, 3 * n, 4 * n, 5 * n, 6 * n
+    shrink, apart, base, place, state = 2 * n, 3 * n, 4 * n, 5 * n, 6 * n
     four = _names(0)
     scaled, added, stored = [], [], []
     for i in range(0, n, 4):
+        # a thread's numbers belong to two rows, which alternate by pairs
         scaled += [f"ld.relaxed.gpu.global.v4.f32 {four}, {_at(i)};"]
-        scaled += [f"mul.rn.ftz.f32 t{k}, t{k}, ${old + i + k};" for k in range(4)]
+        scaled += [f"mul.rn.ftz.f32 t{k}, t{k}, old{k // 2};" for k in range(4)]
         scaled += [f"st.relaxed.gpu.global.v4.f32 {_at(i)}, {four};"]
-        added += [f"mul.rn.ftz.f32 t{k}, ${i + k}, ${weight + i + k};" for k in range(4)]
+        added += [f"mul.rn.ftz.f32 t{k}, ${i + k}, weight{k // 2};" for k in range(4)]
         added += [f"red.relaxed.gpu.global.add.v4.f32 {_at(i)}, {four};"]
         values = ", ".join(f"${i + k}" for k in range(4))
         stored += [f"st.relaxed.gpu.global.v4.f32 {_at(i)}, {{{values}}};"]
     zeros = " ".join(f"mov.f32 ${i}, 0f00000000;" for i in range(n))
     products = " ".join(f"mul.f32 ${i}, ${i}, ${shrink + i};" for i in range(n))
-    one = "0f3F800000"
     return f"""{{
-        .reg .pred p; .reg .f32 t<4>; .reg .b32 thread; .reg .b64 at;
-        and.b32 thread, ${state}, 1;
-        setp.eq.s32 p, thread, 0;
+        .reg .pred p; .reg .b32 is_pending; .reg .b64 at;
+        .reg .f32 t<4>; .reg .f32 old<2>; .reg .f32 weight<2>;
+        and.b32 is_pending, ${state}, 1;
+        setp.eq.s32 p, is_pending, 0;
+        vote.sync.any.pred p, p, 0xffffffff;
         @p bra MULTIPLY;
-        {_address(n, base, consumers, index)}
+        {_address(place, base)}
         setp.eq.s32 p, ${state}, {FIRST.value};
+        vote.sync.any.pred p, p, 0xffffffff;
         @p bra STORE;
-        setp.eq.f32 p, ${old}, {one};
-        setp.eq.and.f32 p, ${old + 2}, {one}, p;
+        {_factors(f"${apart}", "old0", "weight0")}
+        {_factors(f"${apart + 2}", "old1", "weight1")}
+        setp.eq.f32 p, old0, {_ONE.value};
+        setp.eq.and.f32 p, old1, {_ONE.value}, p;
+        vote.sync.all.pred p, p, 0xffffffff;
         @p bra ADD;
         {" ".join(scaled)}
         ADD:
@@ -142,8 +217,8 @@ def _leave_or_multiply(n, consumers, index):
         {zeros}
         bra DONE;
         MULTIPLY:
-        setp.neu.f32 p, ${shrink}, {one};
-        setp.neu.or.f32 p, ${shrink + 2}, {one}, p;
+        setp.neu.f32 p, ${shrink}, {_ONE.value};
+        setp.neu.or.f32 p, ${shrink + 2}, {_ONE.value}, p;
         vote.sync.any.pred p, p, 0xffffffff;
         @!p bra DONE;
         {products}
@@ -152,33 +227,34 @@ def _leave_or_multiply(n, consumers, index):
 
 
 @gluon.constexpr_function
-def _join(n, consumers, index):
+def _join(n):
     """PTX: add what was left, if anything was, to n registers."""
-    old, weight, base, state = 2 * n, 3 * n, 4 * n, 5 * n
+    apart, base, place = 2 * n, 3 * n, 4 * n
     lines = []
     for first in range(0, n, 32):
         for i in range(0, 32, 4):
             lines += [f"ld.relaxed.gpu.global.v4.f32 {_names(i)}, {_at(first + i)};"]
         for i in range(32):
             e = first + i
-            lines += [f"mul.rn.ftz.f32 t{i}, t{i}, ${old + e};"]
-            lines += [f"mul.rn.ftz.f32 ${e}, ${e}, ${weight + e};"]
+            row = i // 2 % 2
+            lines += [f"mul.rn.ftz.f32 t{i}, t{i}, old{row};"]
+            lines += [f"mul.rn.ftz.f32 ${e}, ${e}, weight{row};"]
             lines += [f"add.rn.ftz.f32 ${e}, t{i}, ${e};"]
     return f"""{{
-        .reg .pred p; .reg .f32 t<32>; .reg .b32 thread; .reg .b64 at;
-        setp.ne.s32 p, ${state}, {SOME_LEFT.value};
-        @p bra DONE;
-        {_address(n, base, consumers, index)}
+        .reg .pred p; .reg .b64 at;
+        .reg .f32 t<32>; .reg .f32 old<2>; .reg .f32 weight<2>;
+        {_address(place, base)}
+        {_factors(f"${apart}", "old0", "weight0")}
+        {_factors(f"${apart + 2}", "old1", "weight1")}
         {" ".join(lines)}
-        DONE:
     }}"""
 
 
 @gluon.constexpr_function
-def _in_place(n, factors):
-    """The operands: results, which are the first n arguments, factors, an address and a state."""
+def _in_place(n, factors, numbers):
+    """The operands: results, which are the first n arguments, factors, an address, and numbers."""
     own = tuple(str(i) for i in range(n))
-    return ",".join(("=f",) * n + own + ("f",) * (factors * n) + ("l",) * n + ("r",) * n)
+    return ",".join(("=f",) * n + own + ("f",) * (factors * n) + ("l",) * n + ("r",) * (numbers * n))
 
 
 @gluon.jit
@@ -188,26 +264,37 @@ def _of_rows(x, acc):
 
 
 @gluon.jit
-def _memory_of(params, OPTIONS: gl.constexpr):
-    """The address of what consumers leave: behind the parts of pieces."""
-    rows = OPTIONS.MOST_PARTS * OPTIONS.CONSUMERS * OPTIONS.BLOCK_M
-    return (params.pointers.parts + rows * (OPTIONS.WIDTH_V + 2)).to(gl.int64)
+def _memory_of(params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """The address where a consumer leaves sums: behind the parts of pieces."""
+    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    ROWS: gl.constexpr = OPTIONS.BLOCK_M
+    at = OPTIONS.MOST_PARTS * CONSUMERS * ROWS * (OPTIONS.WIDTH_V + 2)
+    at += (gl.program_id(0) * CONSUMERS + INDEX) * (ROWS * OPTIONS.WIDTH_V)
+    return (params.pointers.parts + at).to(gl.int64)
 
 
 @gluon.jit
-def leave_or_rescale(
-    acc, shrink, weight, old, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
-):
+def _thread_of(acc):
+    """The number of the thread that has an element, of 128. PTX's own number would have the
+    assembler take what is uniform in the loop for what may differ between threads."""
+    layout: gl.constexpr = acc.type.layout
+    row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
+    return (row // 16 * 8 + row % 8) * 4 + column % 8 // 2
+
+
+@gluon.jit
+def leave_or_rescale(acc, shrink, apart, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Leave sums of values that are pending, and return zeros; else acc * shrink by rows, as
     `softmax.rescale`. Returns the new state, too."""
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128  # elements of a thread
-    program: gl.constexpr = _leave_or_multiply(OWN, OPTIONS.CONSUMERS, INDEX)
-    base = _memory_of(params, OPTIONS)
-    operands: gl.constexpr = _in_place(OWN, 3)
+    program: gl.constexpr = _leave_or_multiply(OWN)
+    base = _memory_of(params, OPTIONS, INDEX)
+    operands: gl.constexpr = _in_place(OWN, 2, 2)
     acc = gl.inline_asm_elementwise(
         program,
         operands,
-        [acc, _of_rows(shrink, acc), _of_rows(weight, acc), _of_rows(old, acc), base, state],
+        [acc, _of_rows(shrink, acc), _of_rows(apart, acc), base, _thread_of(acc), state],
         gl.float32,
         False,
         OWN,
@@ -216,16 +303,16 @@ def leave_or_rescale(
 
 
 @gluon.jit
-def join_left(acc, old, weight, state, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def join_left(acc, apart, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Sums of values with those that were left before."""
     OWN: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
-    program: gl.constexpr = _join(OWN, OPTIONS.CONSUMERS, INDEX)
-    base = _memory_of(params, OPTIONS)
-    operands: gl.constexpr = _in_place(OWN, 2)
+    program: gl.constexpr = _join(OWN)
+    base = _memory_of(params, OPTIONS, INDEX)
+    operands: gl.constexpr = _in_place(OWN, 1, 1)
     return gl.inline_asm_elementwise(
         program,
         operands,
-        [acc, _of_rows(old, acc), _of_rows(weight, acc), base, state],
+        [acc, _of_rows(apart, acc), base, _thread_of(acc)],
         gl.float32,
         False,
         OWN,
