@@ -254,7 +254,6 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if STRETCH > 0:
             # how far the last stretch's reference was above that of those before
             apart = gl.zeros_like(m_i)
-            m_left, total_left = m_i, apart
             state = gl.full([], NONE_LEFT, gl.int32)
             stretch_start = first_key_with(kv_start, STRETCH)
         keys.consumer_wait_for(n, OPTIONS.GATHERS)
@@ -295,9 +294,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 # what was asked for ends a stretch: its sums are left after the next scores
                 stretch_start = first_key_with(kv_start, STRETCH)
                 ended = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+                m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
                 m_left, apart = next_reference(m_left, m_i)
                 old, weight = factors(apart)
-                total_left = fold(total_left, ended, old, weight)
+                pipelines.left.keep(INDEX, m_left, fold(total_left, ended, old, weight))
                 state = state | FIRST
                 m_i = gl.full_like(m_i, -float("inf"))
             s = warpgroup_mma_wait(1, deps=[s])
@@ -330,6 +330,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             if STRETCH > 0:
+                m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
                 m_i, apart = next_reference(m_left, m_i)
                 old, weight = factors(apart)
                 total = fold(total_left, total, old, weight)

@@ -254,7 +254,9 @@ def _join(n):
 def _in_place(n, factors, numbers):
     """The operands: results, which are the first n arguments, factors, an address, and numbers."""
     own = tuple(str(i) for i in range(n))
-    return ",".join(("=f",) * n + own + ("f",) * (factors * n) + ("l",) * n + ("r",) * (numbers * n))
+    return ",".join(
+        ("=f",) * n + own + ("f",) * (factors * n) + ("l",) * n + ("r",) * (numbers * n)
+    )
 
 
 @gluon.jit
