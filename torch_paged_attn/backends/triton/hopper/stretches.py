@@ -58,8 +58,8 @@ def first_key_with(key, STRETCH: tl.constexpr):
 
 @gluon.jit
 def agreed(x):
-    """Whether x holds, which the threads of a warp agree about: the assembler does not see that they
-    do, and takes what is uniform for different in each thread where some may have left a loop."""
+    """x, about which the threads of a warp agree: the assembler does not see that they do, and has
+    registers of threads for what all have in common where some threads may branch."""
     found = gl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
         " selp.s32 $0, 1, 0, p;}",
@@ -277,8 +277,8 @@ def _memory_of(params, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 @gluon.jit
 def _thread_of(acc):
-    """The number of the thread that has an element, of 128. PTX's own number would have the
-    assembler take what is uniform in the loop for what may differ between threads."""
+    """The number of the thread that has an element, of 128. With PTX's own number of a thread, the
+    assembler has registers of threads for what all threads of the loop have in common."""
     layout: gl.constexpr = acc.type.layout
     row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
