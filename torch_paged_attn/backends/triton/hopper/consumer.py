@@ -42,7 +42,6 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
 from torch_paged_attn.backends.triton.hopper.stretches import (
     FIRST,
     NONE_LEFT,
-    agreed,
     factors,
     first_key_with,
     fold,
@@ -290,7 +289,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             pending = warpgroup_mma(p, v, acc, is_async=True)
             if PINGPONG:
                 _pingpong_arrive(INDEX, CONSUMERS)
-            if STRETCH > 0 and agreed(kv_start < stretch_start):
+            if STRETCH > 0 and kv_start < stretch_start:
                 # what was asked for ends a stretch: its sums are left after the next scores
                 stretch_start = first_key_with(kv_start, STRETCH)
                 ended = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
@@ -334,7 +333,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 m_i, apart = next_reference(m_left, m_i)
                 old, weight = factors(apart)
                 total = fold(total_left, total, old, weight)
-                if agreed(state > NONE_LEFT):
+                if state > NONE_LEFT:
                     acc = join_left(acc, apart, params, OPTIONS, INDEX)
             if OPTIONS.MOST_PARTS > 0 and pipelines.work_info.get(tile, PIECES) > 1:
                 stop_token = merge_pieces(

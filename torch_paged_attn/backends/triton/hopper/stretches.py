@@ -56,22 +56,6 @@ def first_key_with(key, STRETCH: tl.constexpr):
     return ((unit >> doublings) << doublings) * STRETCH
 
 
-@gluon.jit
-def agreed(x):
-    """x, about which the threads of a warp agree: the assembler does not see that they do, and has
-    registers of threads for what all have in common where some threads may branch."""
-    found = gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-        " selp.s32 $0, 1, 0, p;}",
-        "=r,r",
-        [x.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    return found != 0
-
-
 @aggregate
 class Left:
     """What consumers have left, by row: references in base two, and sums of weights."""
@@ -195,11 +179,9 @@ def _leave_or_multiply(n):
         .reg .f32 t<4>; .reg .f32 old<2>; .reg .f32 weight<2>;
         and.b32 is_pending, ${state}, 1;
         setp.eq.s32 p, is_pending, 0;
-        vote.sync.any.pred p, p, 0xffffffff;
         @p bra MULTIPLY;
         {_address(place, base)}
         setp.eq.s32 p, ${state}, {FIRST.value};
-        vote.sync.any.pred p, p, 0xffffffff;
         @p bra STORE;
         {_factors(f"${apart}", "old0", "weight0")}
         {_factors(f"${apart + 2}", "old1", "weight1")}
