@@ -63,7 +63,7 @@ NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 
 # keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
 # sequence alone
-STRETCH = 1024
+STRETCH = 2048
 
 # windows of few tiles of keys
 NARROW = range(1025)
