@@ -122,6 +122,9 @@ def unordered(call: AttentionCall) -> str | None:
         return "blocks of a layout do not begin at the same keys for all queries"
     if converts(call):
         return "keys of 8 bits are not summed up in stretches"
+    if call.group_size & (call.group_size - 1):
+        # a decode's keys would be read again and again, at a quarter of the speed
+        return f"heads in groups of {call.group_size} do not share tiles of few queries"
     return None
 
 

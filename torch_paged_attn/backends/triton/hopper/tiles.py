@@ -70,7 +70,7 @@ MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 
 # keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
 # sequence alone
-STRETCH = 1024
+STRETCH = 2048
 
 # windows of few tiles of keys
 NARROW = range(1025)
