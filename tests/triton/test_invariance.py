@@ -1,12 +1,13 @@
 """`batch_invariant`: the bits of a query depend on its sequence alone."""
 
+import itertools
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from torch_paged_attn.testing import Problem, build
+from torch_paged_attn.testing import Call, Problem, build
 from torch_paged_attn.testing.inputs import cumulative
 
 HAS_GPU = torch.cuda.is_available()
@@ -16,12 +17,35 @@ PIECE = 2048 if HAS_GPU else 64
 LENGTH = 2 * PIECE + 13
 CHUNKS = ((0, PIECE + 1), (PIECE + 1, PIECE + 2), (PIECE + 2, LENGTH), (LENGTH - 1, LENGTH))
 
+# heads, KV heads and head_dim
+HEADS = (8, 4, 64) if HAS_GPU else (2, 1, 16)
 OPTIONS = {
-    "window_sinks": {"window_size_left": PIECE + 9, "sinks": True},
-    "bias": {"bias": "float"},
+    "window_sinks": (HEADS, {"window_size_left": PIECE + 9, "sinks": True}),
+    "bias": (HEADS, {"bias": "float"}),
 }
 if HAS_GPU:
-    OPTIONS |= {"plain": {}, "sinks": {"sinks": True}, "small_window": {"window_size_left": 99}}
+    OPTIONS |= {
+        "plain": (HEADS, {}),
+        "sinks": (HEADS, {"sinks": True}),
+        "small_window": (HEADS, {"window_size_left": 99}),
+        "d128": ((8, 2, 128), {}),
+        "d128_window": ((8, 1, 128), {"window_size_left": 700}),
+        "d256": ((8, 1, 256), {}),
+        "group_of_7": ((7, 1, 128), {}),
+        "softcap": ((16, 4, 128), {"softcap": 20.0}),
+        "alibi": ((8, 8, 96), {"alibi": "heads"}),
+        "full": ((32, 8, 128), {"causal": False}),
+        "int8": ((8, 2, 128), {"kv_dtype": torch.int8, "descale": "heads"}),
+    }
+
+# of pages of other sizes, and of packed keys: no kernel for Hopper takes all that the others take
+SAME_ELSEWHERE = ("window_sinks",)
+PAGE_SIZES = (0, 1, 16, 128)
+# where stretches of keys begin, and around
+CUTS = (0, 1, 100, LENGTH)
+if HAS_GPU:
+    SAME_ELSEWHERE += ("plain", "d128", "d128_window", "d256")
+    CUTS = (0, 1, 63, 511, 512, 513, 1500, 2047, 2048, 4096, LENGTH - 1, LENGTH)
 
 
 def products_row_by_row(a, b, dtype=None):
@@ -30,27 +54,102 @@ def products_row_by_row(a, b, dtype=None):
     return found if dtype is None else found.astype(dtype)
 
 
+def prompt(name):
+    """A long sequence and a short one."""
+    (heads, kv_heads, dim), options = OPTIONS[name]
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    return build(
+        Problem(
+            "invariant",
+            ((LENGTH, 0), (3, 40)),
+            heads,
+            kv_heads,
+            dim,
+            dtype=dtype,
+            page_size=16,
+            batch_invariant=True,
+            **options,
+        )
+    )
+
+
+def chunk_of(call, start, stop):
+    """Queries [start, stop) of a call's one sequence; without a causal mask they see all keys."""
+    chunk, device = dict(call.args), call.args["q"].device
+    chunk["q"] = chunk["q"][start:stop]
+    chunk["cu_seqlens_q"] = cumulative([stop - start]).to(device)
+    if chunk["causal"]:
+        chunk["seqused_k"] = torch.tensor([stop], dtype=torch.int32, device=device)
+    if chunk.get("attn_bias") is not None:
+        chunk["attn_bias"] = chunk["attn_bias"][:, start:stop]
+    return Call(call.op, chunk)
+
+
+def elsewhere(call, page_size):
+    """The same call with its keys in pages of another size, in another order, or packed (0)."""
+    given, keys = dict(call.args), int(call.args["seqused_k"])
+    device = given["q"].device
+    for name in ("k", "v"):
+        number = -(-keys // given[name].shape[2])
+        pages = given[name][given["block_table"][0, :number].long()]  # (pages, heads, slots, dim)
+        rows = pages.transpose(1, 2).flatten(0, 1)[:keys]
+        if page_size:
+            number = -(-keys // page_size)
+            cache = torch.full(
+                (number * page_size, *rows.shape[1:]), torch.nan, dtype=rows.dtype, device=device
+            )
+            cache[:keys] = rows
+            rows = cache.unflatten(0, (number, page_size)).flip(0).transpose(1, 2)
+        given[name] = rows
+    if page_size:
+        order = torch.arange(len(given["k"]) - 1, -1, -1, dtype=torch.int32, device=device)
+        given["block_table"] = order[None]
+    else:
+        given["cu_seqlens_k"] = cumulative([keys]).to(device)
+        given["block_table"] = given["seqused_k"] = None
+    return Call(call.op, given)
+
+
+def check(found, whole, start, stop, what):
+    out, lse = whole
+    for x, y in zip(found, (out[start:stop], lse[:, start:stop]), strict=True):
+        assert torch.equal(x, y), (start, stop, what, int((x != y).sum()))
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_chunks_and_decodes_have_the_bits_of_the_whole_prompt(name, run, device, monkeypatch):
     from torch_paged_attn.backends.triton.portable import splits
 
     monkeypatch.setattr(splits, "FIXED_KEYS", PIECE)
-    heads = 8 if HAS_GPU else 2
-    dtype = torch.bfloat16 if HAS_GPU else torch.float32
-    problem = Problem(
-        "invariant", ((LENGTH, 0), (3, 40)), heads, heads // 2, 64 if HAS_GPU else 16, dtype=dtype,
-        page_size=16, batch_invariant=True, **OPTIONS[name],
-    )  # fmt: skip
-    whole = build(problem).to(device)
+    whole = prompt(name).to(device)
     with mock.patch.object(np, "matmul", products_row_by_row):
-        out, lse = run(whole)
+        wanted = run(whole)
+        alone = whole.alone(0)
         for start, stop in CHUNKS:
-            chunk = dict(whole.alone(0).args)
-            chunk["q"] = chunk["q"][start:stop]
-            chunk["cu_seqlens_q"] = cumulative([stop - start]).to(device)
-            chunk["seqused_k"] = torch.tensor([stop], dtype=torch.int32, device=device)
-            if chunk.get("attn_bias") is not None:
-                chunk["attn_bias"] = chunk["attn_bias"][:, start:stop]
-            found, found_lse = run(type(whole)(whole.op, chunk))
-            assert torch.equal(found, out[start:stop]), (start, stop)
-            assert torch.equal(found_lse, lse[:, start:stop]), (start, stop)
+            check(run(chunk_of(alone, start, stop)), wanted, start, stop, "chunk")
+
+
+@pytest.mark.parametrize("name", SAME_ELSEWHERE)
+def test_bits_do_not_depend_on_where_keys_lie_or_on_who_else_is_in_the_batch(
+    name, run, device, monkeypatch
+):
+    from torch_paged_attn.backends.triton.portable import splits
+
+    monkeypatch.setattr(splits, "FIXED_KEYS", PIECE)
+    monkeypatch.setattr(np, "matmul", products_row_by_row)
+    whole = prompt(name).to(device)
+    wanted, alone = run(whole), whole.alone(0)
+    for i, (start, stop) in enumerate(itertools.pairwise(CUTS)):
+        page_size = PAGE_SIZES[i % len(PAGE_SIZES)]
+        chunk = elsewhere(chunk_of(alone, start, stop), page_size)
+        check(run(chunk), wanted, start, stop, page_size)
+    # decodes of all lengths in a batch, which fill the chip
+    lengths = torch.arange(1, LENGTH, 31)
+    batch = dict(alone.args)
+    batch["q"] = alone.args["q"][(lengths - 1).to(device)]
+    batch["cu_seqlens_q"] = cumulative([1] * len(lengths)).to(device)
+    batch["seqused_k"] = lengths.int().to(device)
+    batch["block_table"] = alone.args["block_table"].expand(len(lengths), -1).contiguous()
+    out, lse = run(Call(whole.op, batch))
+    at = (lengths - 1).to(device)
+    assert torch.equal(out, wanted[0][at]) and torch.equal(lse, wanted[1][:, at])

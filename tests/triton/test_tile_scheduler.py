@@ -138,6 +138,41 @@ def test_every_piece_once_and_the_longest_first(name, units_per_tile, kv_heads, 
         assert limit == short, "tiles of one head would read their keys seven times"
 
 
+@pytest.mark.parametrize("window", (2**30, 600))
+@pytest.mark.parametrize("units_per_tile", (1, 200))
+def test_pieces_that_are_stretches_begin_at_the_same_keys(units_per_tile, window, device):
+    """Of few tiles; where tiles fill the chip, they are whole."""
+    seqs, tokens, block_n, most_parts = [(70, 5000), (1, 3000), (2, 900)], 32, 128, 264
+    cu_seqlens_q = cumulative([q for q, _ in seqs])
+    used = torch.tensor([k for _, k in seqs], dtype=torch.int32)
+    options = TileOptions(
+        True, True, False, TOKENS=tokens, BLOCK_N=block_n, MOST_PARTS=most_parts,
+        COUNTERS=2 * most_parts, STRETCH=256,
+    )  # fmt: skip
+    chip = Chip(132, units_per_tile, 1, window, 6.0, 1.0, 0.75)
+    list_tiles = plan_tile_list(len(seqs), 73, 5000, options, device, chip)
+    order = list_tiles(Lengths(cu_seqlens_q.to(device), None, used.to(device))).cpu()
+    pieces, parts = collections.defaultdict(list), []
+    for b, first, *_, word in order[1 + 2 * most_parts // 8 :][: order[0, 1]].tolist():
+        piece, number = word >> 8 & 255, word & 255
+        pieces[b, first].append((piece, number))
+        parts += [(word >> 16) + piece] * (number > 1)
+    # keys from 4096 on lie in stretches of 512
+    starts = [*range(0, 4096, 256), *range(4096, 8192, 512)]
+    for (b, _), found in pieces.items():
+        query_len, key_len = seqs[b]
+        seen_from = max(key_len - query_len - window, 0)
+        ends = [*starts[1:], 8192]
+        seen = [s for s, end in zip(starts, ends, strict=True) if s < key_len and end > seen_from]
+        # a tile is cut in all stretches that it may see, or not at all
+        number = found[0][1]
+        assert number in ((1, len(seen)) if units_per_tile == 1 else (1,))
+        assert sorted(found) == [(i, number) for i in range(number)]
+        assert [i for i, _ in found] == sorted((i for i, _ in found), reverse=True)
+    assert len(pieces) == 5 and bool(parts) == (units_per_tile == 1)
+    assert len(set(parts)) == len(parts) and all(part < len(parts) for part in parts)
+
+
 @pytest.mark.parametrize("is_cut", (False, True))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("name", BATCHES)

@@ -65,7 +65,7 @@ def why_not_hopper(call: AttentionCall) -> str | None:
     """Why no sequence of a call may take Hopper's kernel; None if some may."""
     reason = support.unsupported(call)
     if reason is None and call.is_batch_invariant:
-        return "results must not depend on the batch"
+        return support.unordered(call)
     return reason
 
 
@@ -83,7 +83,8 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     it is not 0, is what the caller says of the longest sequence's queries.
     """
     reason = why_not_hopper(call)
-    if reason is not None:
+    # one of them does all sequences, or bits would depend on how many there are
+    if reason is not None or call.is_batch_invariant:
         return reason
     if mixed.is_mixed(call, longest):
         return None
@@ -96,11 +97,15 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 
 def in_turns(call: AttentionCall, longest: int) -> int:
     """`longest`, if the tiles of sequences are taken in turns (`seqlen_info.py`), else 0."""
-    return longest if why_not_hopper(call) is None and support.is_short(call, longest) else 0
+    if call.is_batch_invariant or why_not_hopper(call) is not None:
+        return 0
+    return longest if support.is_short(call, longest) else 0
 
 
 def form_of(call: AttentionCall, longest: int) -> Form:
     """What Hopper's kernel is told of a batch that it has for itself."""
+    if call.is_batch_invariant:
+        return Form(is_guessed=support.is_few_rows(call))
     is_guessed = support.is_guessed(call, longest)
     is_dealt = is_guessed and support.is_dealt(call)
     return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
@@ -114,7 +119,7 @@ def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
     reason = why_portable(call, longest)
     if reason is not None:
         return "portable", reason
-    if mixed.is_mixed(call, longest):
+    if not call.is_batch_invariant and mixed.is_mixed(call, longest):
         return "hopper and portable", "the batch may hold long and short sequences"
     return "hopper", None
 

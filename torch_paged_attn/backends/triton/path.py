@@ -126,15 +126,16 @@ def _hopper(call: AttentionCall, form: hopper.Form) -> tuple[dict[str, Any], int
     listed: tuple[int, ...] = (0,)
     if options.IS_LISTED:
         listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, form))
+    programs = hopper.grid_of(call, options, form)
     found = {
         "queries_per_tile": options.CONSUMERS * options.TOKENS,
         "heads_per_tile": packed_heads,
         "keys_per_tile": options.BLOCK_N,
-        "grid": (hopper.grid_of(call, options, form),),
+        "grid": (programs,),
         "most_pieces_of_tiles": options.MOST_PARTS,
         "config": dataclasses.asdict(config),
     }
-    return found, WORD * (math.prod(listed) + hopper.part_elements(options))
+    return found, WORD * (math.prod(listed) + hopper.part_elements(options, programs))
 
 
 def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:

@@ -85,12 +85,13 @@ def plan_launches(
             call.q.device,
             tiles.chip_of(call, packed_heads) if options.MOST_PARTS or form.short else None,
         )
+    programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None
+    elements = tiles.part_elements(options, programs)
     if options.IS_DEALT:
-        sizes_of_scratch = tiles.part_elements(options), options.COUNTERS
-        scratch = ScratchOf(*sizes_of_scratch, call.q.device)
-    elif options.MOST_PARTS:
-        new_parts = Allocation((tiles.part_elements(options),), torch.float32, call.q.device)
+        scratch = ScratchOf(elements, options.COUNTERS, call.q.device)
+    elif elements:
+        new_parts = Allocation((elements,), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
@@ -104,12 +105,14 @@ def plan_launches(
     pick_layout = operator.itemgetter(*(places[name] for name in LAYOUT)) if layout else None
     launch = Launch(
         _hopper_attention_fwd_kernel,
-        (tiles.grid_of(call, options, form),),
+        (programs,),
         scalars=tiles.scalars_of(call, packed_heads),
         **tiles.sizes_of(call, of_unlisted or lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
+        # which products the compiler fuses with sums differs from row to row
+        enable_fp_fusion=not call.is_batch_invariant,
     )
 
     is_float32 = options.FLOAT32_COLUMNS > 0

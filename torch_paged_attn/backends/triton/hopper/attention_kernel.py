@@ -26,6 +26,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     produce_kv,
     produce_tiles,
 )
+from torch_paged_attn.backends.triton.hopper.stretches import new_left
 from torch_paged_attn.backends.triton.hopper.tma import shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
@@ -117,6 +118,12 @@ def _hopper_attention_fwd_kernel(
         values = new_tiles(gl.float16, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
         pipelines = Pipelines(
             queries, keys, values, pipelines.work_info, stored[0], stored[1], out, found
+        )
+    if OPTIONS.STRETCH > 0:
+        p = pipelines
+        left = new_left(CONSUMERS, OPTIONS.BLOCK_M)
+        pipelines = Pipelines(
+            p.q, p.k, p.v, p.work_info, p.stored_k, p.stored_v, p.out, p.found, left
         )
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)

@@ -40,6 +40,16 @@ from torch_paged_attn.backends.triton.hopper.softmax import (
     scale_rows,
     update_softmax,
 )
+from torch_paged_attn.backends.triton.hopper.stretches import (
+    FIRST,
+    NONE_LEFT,
+    factors,
+    first_key_with,
+    fold,
+    join_left,
+    leave_or_rescale,
+    next_reference,
+)
 from torch_paged_attn.backends.triton.hopper.tma import as_matrix, is_in_atoms
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
@@ -207,6 +217,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     KV_STEP: gl.constexpr = OPTIONS.KV_STEP
     CONVERTS: gl.constexpr = OPTIONS.CONVERTS_V
     IS_FLOAT8: gl.constexpr = CONVERTS and not OPTIONS.CONVERTS_K
+    STRETCH: gl.constexpr = OPTIONS.STRETCH
     depth: gl.constexpr = 32 if IS_FLOAT8 else 16
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, depth])
     across: gl.constexpr = columns_at_once(WIDTH_V, CONVERTS)
@@ -240,6 +251,11 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         m_i = gl.full([BLOCK_M], -float("inf"), gl.float32, score_rows)
         l_i = partial_sum(zeros)
         acc = gl.zeros([BLOCK_M, WIDTH_V], gl.float32, result)
+        if STRETCH > 0:
+            # how far the last stretch's reference was above that of those before
+            apart = gl.zeros_like(m_i)
+            state = gl.full([], NONE_LEFT, gl.int32)
+            stretch_start = first_key_with(kv_start, STRETCH)
         keys.consumer_wait_for(n, OPTIONS.GATHERS)
         k = as_matrix(keys.tile(n), BLOCK_N, WIDTH).permute((1, 0))
         s = ask_for_scores(q, k, zeros, OPTIONS)
@@ -253,7 +269,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             tma.store_wait(0)
             queries.consumer_release(tile - 1)
         s = finish_scores(s, _runs_of(rows, kv_start, OPTIONS), rows, params, OPTIONS, True)
-        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2)
+        p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
         p = gl.convert_layout(p.to(dtype), operand)
 
         for _ in range(1, num_kv_tiles):
@@ -267,14 +283,27 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             values.consumer_wait_for(n, OPTIONS.GATHERS)
             v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
             # the tensor cores are busy with the scores meanwhile
-            acc = rescale(acc, shrink)
+            if STRETCH > 0:
+                acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
+            else:
+                acc = rescale(acc, shrink)
             pending = warpgroup_mma(p, v, acc, is_async=True)
             if PINGPONG:
                 _pingpong_arrive(INDEX, CONSUMERS)
+            if STRETCH > 0 and kv_start < stretch_start:
+                # what was asked for ends a stretch: its sums are left after the next scores
+                stretch_start = first_key_with(kv_start, STRETCH)
+                ended = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+                m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
+                m_left, apart = next_reference(m_left, m_i)
+                old, weight = factors(apart)
+                pipelines.left.keep(INDEX, m_left, fold(total_left, ended, old, weight))
+                state = state | FIRST
+                m_i = gl.full_like(m_i, -float("inf"))
             s = warpgroup_mma_wait(1, deps=[s])
             keys.consumer_release(n + 1)
             s = finish_scores(s, runs, rows, params, OPTIONS, False)
-            p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2)
+            p, m_i, l_i, shrink = update_softmax(s, m_i, l_i, scale_log2, STRETCH == 0)
             acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
             values.consumer_release(n)
             p = gl.convert_layout(p.to(dtype), operand)
@@ -284,7 +313,12 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         v = as_matrix(values.tile(n), BLOCK_N, WIDTH_V)
         if OPTIONS.HAS_LEFT and not CONVERTS and kv_start < rows.first_key:
             clear_before(v, rows.first_key - kv_start)
-        pending = warpgroup_mma(p, v, scale_rows(acc, shrink), is_async=True)
+        if STRETCH > 0 and OPTIONS.HAS_LEFT:
+            # a window may begin with a stretch's last keys
+            acc, state = leave_or_rescale(acc, shrink, apart, state, params, OPTIONS, INDEX)
+        else:
+            acc = scale_rows(acc, shrink)
+        pending = warpgroup_mma(p, v, acc, is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
         stop_token = rows.stop_token
         place = place_of_result(out, params.out_desc)
@@ -292,17 +326,27 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
             thread_barrier()
-        if OPTIONS.MOST_PARTS > 0:
+        if OPTIONS.MOST_PARTS > 0 or STRETCH > 0:
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
-            if pipelines.work_info.get(tile, PIECES) > 1:
+            if STRETCH > 0:
+                m_left, total_left = pipelines.left.rows(INDEX, state, score_rows)
+                m_i, apart = next_reference(m_left, m_i)
+                old, weight = factors(apart)
+                total = fold(total_left, total, old, weight)
+                if state > NONE_LEFT:
+                    acc = join_left(acc, apart, params, OPTIONS, INDEX)
+            if OPTIONS.MOST_PARTS > 0 and pipelines.work_info.get(tile, PIECES) > 1:
                 stop_token = merge_pieces(
                     (acc, m_i, total), place, rows, params, pipelines.work_info, tile, OPTIONS,
                     INDEX,
                 )  # fmt: skip
             else:
                 share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
-                place.store(scale_rows(acc, share).to(place.dtype))
+                if OPTIONS.FLOAT32_COLUMNS > 0:
+                    store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
+                else:
+                    place.store(scale_rows(acc, share).to(place.dtype))
         elif OPTIONS.FLOAT32_COLUMNS > 0:
             share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])

@@ -18,7 +18,7 @@ from torch_paged_attn.backends.triton.hopper.work_info import FIRST_KEY, KV_STOP
 
 # registers of a converter's thread, and the rows that it converts at a time
 CONVERTER_REGISTERS = gl.constexpr(56)
-ROWS = gl.constexpr(32)
+ROWS = gl.constexpr(128)
 # stages of tiles in 16 bits
 STAGES = gl.constexpr(2)
 
@@ -81,9 +81,10 @@ def _convert(n, stored, tiles, first):
     tiles.producer_acquire(n)
     source = stored.tile(n).reshape([HEIGHT, WIDTH])
     target = tiles.tile(n).reshape([HEIGHT, WIDTH])
-    for i in gl.static_range(HEIGHT // ROWS):
-        x = _as_float16(source.slice(i * ROWS, ROWS).load(layout))
-        target.slice(i * ROWS, ROWS).store(x.to(target.dtype))
+    AT_ONCE: gl.constexpr = min(HEIGHT, ROWS)
+    for i in gl.static_range(HEIGHT // AT_ONCE):
+        x = _as_float16(source.slice(i * AT_ONCE, AT_ONCE).load(layout))
+        target.slice(i * AT_ONCE, AT_ONCE).store(x.to(target.dtype))
     if first > 0:
         clear_before(target, first)
     fence_async_shared()

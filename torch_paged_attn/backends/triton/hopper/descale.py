@@ -13,10 +13,6 @@ from torch_paged_attn.backends.triton.hopper.work_info import thread_barrier
 # scores times this are 0; what is hidden, minus infinity, times this is not
 LEAST_FACTOR = gl.constexpr(2.0**-110)
 
-# float8 numbers of a query that are held in registers, as the operand of products: with tiles of
-# values converted, shared memory's bandwidth would be used up
-MOST_HELD = gl.constexpr(128)
-
 
 @gluon.constexpr_function
 def columns_at_once(width, converts):
@@ -82,7 +78,4 @@ def take_queries(box, is_turned, layout: gl.constexpr, ROWS: gl.constexpr, WIDTH
         smem.store(_turned(smem.load(layout)))
         fence_async_shared()
         thread_barrier()
-    if smem.dtype == gl.float8e4nv and WIDTH <= MOST_HELD:
-        return smem.load(layout)
-    else:
-        return smem
+    return smem

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.hopper.stretches import stretch_of
 from torch_paged_attn.backends.triton.seqlen_info import keys_of, query_span
 
 # how many numbers of pieces are tried for the longest tile
@@ -29,6 +30,10 @@ NEXT_READ_COST = tl.constexpr(1.25)
 
 # tiles of keys of the longest tile that may be cut: quotients are found in float32
 MOST_LENGTH = tl.constexpr(2**13)
+
+# of stretches: how many shares of a program are tried, for how many sequences at a time, and how
+# much longer than a share whole tiles may take
+SHARES, WEIGHED_ALONE, MOST_UNEVEN = tl.constexpr(8), tl.constexpr(32), tl.constexpr(1.15)
 
 # keys that nothing cuts
 WHOLE = tl.constexpr(2**30)
@@ -58,7 +63,13 @@ def _visited(query_len, key_len, window_left, OPTIONS: tl.constexpr):
 @triton.jit
 def pieces_of(query_len, key_len, run, chip, OPTIONS: tl.constexpr):
     """In how many pieces each tile of a sequence is cut, if a piece has at most `run` tiles of
-    keys."""
+    keys; or in as many as there are stretches, if a tile visits more than `run`."""
+    if OPTIONS.STRETCH > 0:
+        first_seen = tl.maximum(key_len - query_len - chip.window_left, 0)
+        stretches = stretch_of(tl.maximum(key_len - 1, 0), OPTIONS.STRETCH)
+        stretches += 1 - stretch_of(first_seen, OPTIONS.STRETCH)
+        is_cut = _visited(query_len, key_len, chip.window_left, OPTIONS) > run
+        return tl.where(is_cut, tl.maximum(stretches, 1), 1)
     return tl.maximum(tl.cdiv(_visited(query_len, key_len, chip.window_left, OPTIONS), run), 1)
 
 
@@ -120,6 +131,57 @@ def plan_pieces(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
     """Queries of the longest sequence that is left to the next kernel (-1: there is none; 0: it has
     padding only), and tiles of keys of the longest piece.
     """
+    if OPTIONS.STRETCH > 0:
+        return -1, _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS)
+    return _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS)
+
+
+@triton.jit
+def _longest_whole(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
+    """Where pieces are stretches of keys, which are left without regard to the batch: how many
+    tiles of keys a tile that is not cut may visit. Some part of a program's share, or all."""
+    work = tl.zeros([SCANNED], tl.float32)
+    tiles = tl.zeros([SCANNED], tl.int32)
+    longest = tiles
+    for b0 in tl.range(0, batch, SCANNED):
+        query_len, key_len = _lengths_of(
+            b0 + tl.arange(0, SCANNED), lengths, batch, total_q, max_keys, OPTIONS
+        )
+        last = _visited(query_len, key_len, chip.window_left, OPTIONS)
+        first = last
+        if OPTIONS.IS_CAUSAL:
+            first = tl.maximum(last - query_len // OPTIONS.BLOCK_N, 0)
+        each = tl.cdiv(query_len, OPTIONS.TOKENS)
+        tiles += each
+        work += each.to(tl.float32) * (first + last).to(tl.float32) * 0.5
+        longest = tl.maximum(longest, last)
+    units = tl.sum(tiles, 0) * chip.units_per_tile
+    share = tl.sum(work, 0) * chip.units_per_tile / chip.programs
+    longest = tl.max(longest, 0).to(tl.float32)
+    waves = tl.cdiv(units, chip.programs).to(tl.float32)
+    of_whole = tl.minimum(waves * longest, tl.maximum(share + 0.5 * longest, longest))
+    # half a share, a share, two shares ...
+    allowed = share * tl.exp2(tl.arange(0, SHARES).to(tl.float32) - 1.0)
+    allowed = tl.minimum(allowed, 2.0**24).to(tl.int32)
+    parts = tl.zeros([WEIGHED_ALONE, SHARES], tl.int32)
+    most = parts
+    for b0 in tl.range(0, batch, WEIGHED_ALONE):
+        query_len, key_len = _lengths_of(
+            b0 + tl.arange(0, WEIGHED_ALONE), lengths, batch, total_q, max_keys, OPTIONS
+        )
+        each = tl.cdiv(query_len, OPTIONS.TOKENS)[:, None]
+        cut = pieces_of(query_len[:, None], key_len[:, None], allowed[None, :], chip, OPTIONS)
+        parts += tl.where(cut > 1, each * cut, 0)
+        most = tl.maximum(most, cut)
+    is_room = tl.sum(parts, 0) * chip.units_per_tile <= OPTIONS.MOST_PARTS
+    found = tl.min(tl.where(is_room & (tl.max(most, 0) < 256), allowed, WHOLE), 0)
+    is_even = of_whole <= MOST_UNEVEN * share + 1.0
+    return tl.where(is_even, WHOLE, found)
+
+
+@triton.jit
+def _plan_even(lengths, batch, total_q, max_keys, chip, OPTIONS: tl.constexpr):
+    """The same where pieces are about as long as each other."""
     SHORT: tl.constexpr = OPTIONS.SHORT
     WEIGHED: tl.constexpr = OPTIONS.WEIGHED
     window_left = chip.window_left

@@ -3,7 +3,8 @@
 Each piece is an entry of the list of tiles (`piece_plan.py` says how long it is). A consumer
 leaves its rows' sums, not yet divided, as a part; the last one that arrives at a tile adds up all
 parts, in the order of the keys, so that the bits do not depend on who that is, and writes the
-result.
+result. Where pieces are stretches of keys (`stretches.py`), it adds them up as a consumer that had
+all of them would have done.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_paged_attn.backends.triton.hopper.results import of_heads, store_lse
+from torch_paged_attn.backends.triton.hopper.stretches import (
+    factors,
+    first_key_of,
+    fold,
+    next_reference,
+    stretch_of,
+)
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.work_info import (
     FIRST_PART,
@@ -38,6 +46,24 @@ def keys_of_piece(piece, pieces, num_kv_tiles):
     first = num_kv_tiles * piece // pieces
     count = num_kv_tiles * (piece + 1) // pieces - first
     return gl.where(count > 0, first, num_kv_tiles), gl.maximum(count, 1)
+
+
+@gluon.jit
+def tiles_of_stretch(
+    piece, pieces, first_kv_tile, num_kv_tiles, start, STRETCH: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """The same where a piece is a stretch, of those from the one on that holds key `start`, as far
+    as it is in `num_kv_tiles` from `first_kv_tile` on."""
+    number = stretch_of(start, STRETCH) + piece
+    stop = first_kv_tile + num_kv_tiles
+    first = gl.maximum(first_key_of(number, STRETCH) // BLOCK_N, first_kv_tile)
+    count = gl.minimum(first_key_of(number + 1, STRETCH) // BLOCK_N, stop) - first
+    first = gl.where(count > 0, first, stop)
+    is_whole = pieces == 1
+    return (
+        gl.where(is_whole, first_kv_tile, first),
+        gl.where(is_whole, num_kv_tiles, gl.maximum(count, 1)),
+    )
 
 
 @gluon.jit
@@ -130,19 +156,35 @@ def merge_pieces(
         total = gl.zeros([ROWS], gl.float32, by_row)
         for i in range(0, pieces, AT_ONCE):
             for j in gl.static_range(AT_ONCE):
-                part = _part_number(first_part, gl.minimum(i + j, pieces - 1), step, OPTIONS)
+                part = _part_number(first_part, _place_of(i + j, pieces, OPTIONS), step, OPTIONS)
                 m_part, total_part = _part_of_rows(references, part, r, ROWS)
                 total_part = gl.where(i + j < pieces, total_part, 0.0)
-                m_new = gl.maximum(m_all, m_part)
-                shift = _finite(m_new)
-                total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
-                m_all = m_new
+                if OPTIONS.STRETCH > 0:
+                    m_part = gl.where(i + j < pieces, m_part, -float("inf"))
+                    m_all, apart = next_reference(m_all, m_part)
+                    old, weight = factors(apart)
+                    total = fold(total, total_part, old, weight)
+                else:
+                    m_new = gl.maximum(m_all, m_part)
+                    shift = _finite(m_new)
+                    total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
+                    m_all = m_new
         share = store_lse(m_all, total, rows, stop, r, params, OPTIONS)
         for first in gl.static_range(0, WIDTH, COLUMNS):
             _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
         stop = stop * 0
     return stop
+
+
+@gluon.jit
+def _place_of(i, pieces, OPTIONS: gl.constexpr):
+    """Which piece is number i, or the last, of those that are added up: stretches begin at the last
+    keys."""
+    i = gl.minimum(i, pieces - 1)
+    if OPTIONS.STRETCH > 0:
+        i = pieces - 1 - i
+    return i
 
 
 @gluon.jit
@@ -176,15 +218,24 @@ def _add_parts(
     shift = _finite(gl.convert_layout(m_all, by_row))
     values = pointers.parts + first + row * WIDTH + column
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    m_so_far = gl.full([ROWS], -float("inf"), gl.float32, by_row)
     for i in range(0, parts.count, AT_ONCE):
         for j in gl.static_range(AT_ONCE):
-            number = gl.minimum(i + j, parts.count - 1)
+            is_one = i + j < parts.count
+            number = _place_of(i + j, parts.count, OPTIONS)
             part = _part_number(parts.first, number, parts.step, OPTIONS)
             m_part, _ = _part_of_rows(parts.references, part, r, ROWS)
-            found = gl.load(
-                values + part * (ROWS * WIDTH), mask=exists, other=0.0, cache_modifier=".cg"
-            )
-            weight = gl.where(i + j < parts.count, gl.exp2(m_part - shift), 0.0)
-            acc += found * gl.expand_dims(weight, 1)
+            values_of = values + part * (ROWS * WIDTH)
+            if OPTIONS.STRETCH > 0:
+                is_there = exists & is_one
+                found = gl.load(values_of, mask=is_there, other=0.0, cache_modifier=".cg")
+                m_part = gl.where(is_one, m_part, -float("inf"))
+                m_so_far, apart = next_reference(m_so_far, m_part)
+                old, weight = factors(apart)
+                acc = fold(acc, found, gl.expand_dims(old, 1), gl.expand_dims(weight, 1))
+            else:
+                found = gl.load(values_of, mask=exists, other=0.0, cache_modifier=".cg")
+                weight = gl.where(is_one, gl.exp2(m_part - shift), 0.0)
+                acc += found * gl.expand_dims(weight, 1)
     acc *= gl.expand_dims(gl.convert_layout(share, by_row), 1)
     place.slice(first, COLUMNS, dim=1).store(acc.to(place.dtype))

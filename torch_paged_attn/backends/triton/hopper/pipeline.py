@@ -96,3 +96,5 @@ class Pipelines(NamedTuple):
     out: Any = None
     # where the rows are that each producer copies, if pages are smaller than a box
     found: Any = None
+    # references and sums of stretches of keys that consumers have left (`stretches.py`)
+    left: Any = None

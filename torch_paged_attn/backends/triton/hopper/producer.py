@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
+    tiles_of_stretch,
     unpack_piece,
     visited_of_piece,
 )
@@ -153,8 +154,16 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
     elif OPTIONS.MOST_PARTS > 0:
         first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
-        first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
-        first_kv_tile += first_of_piece
+        if OPTIONS.STRETCH > 0:
+            first_seen = 0
+            if OPTIONS.HAS_LEFT:
+                first_seen = gl.maximum(context_len - scalars.window_left, 0)
+            first_kv_tile, num_kv_tiles = tiles_of_stretch(
+                piece, pieces, first_kv_tile, num_kv_tiles, first_seen, OPTIONS.STRETCH, BLOCK_N
+            )
+        else:
+            first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
+            first_kv_tile += first_of_piece
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers

@@ -48,15 +48,18 @@ def partial_sum(p):
 
 
 @gluon.jit
-def update_softmax(s, m_i, l_i, scale_log2):
+def update_softmax(s, m_i, l_i, scale_log2, IS_FUSED: gl.constexpr = True):
     """Fold a tile of scores into the rows' references, which are near their maxima (scaled by
     `scale_log2`), and partial sums. Returns the probabilities, both, and what the tiles before
-    shrink by."""
+    shrink by. Unless IS_FUSED, the compiler fuses no product with a sum by itself."""
     m_new = gl.maximum(m_i, _row_max(s) * scale_log2)
     m_new = _pin(gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i))
     # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
     shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+    if IS_FUSED:
+        p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+    else:
+        p = gl.exp2(gl.fma(s, scale_log2, -gl.expand_dims(shift, 1)))
     shrink = gl.exp2(m_i - shift)
     total = partial_sum(p)
     rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)

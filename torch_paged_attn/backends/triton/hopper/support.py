@@ -49,6 +49,9 @@ LEAST_DEALT = 64
 # keys of the longest sequence from which on 8-bit tiles are taller
 LEAST_TALL = 4096
 
+# mean queries of batches that are mostly chunks of prompts, however many decodes there may be
+MOSTLY_CHUNKS = 128
+
 # what the portable kernel has and this one has not
 NOT_CARRIED = ("attn_bias",)
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -109,6 +112,19 @@ def unsupported(call: AttentionCall) -> str | None:
             return "it has no windows beside a layout"
         if key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
             return "the blocks of the layout are too many to be numbered in 32 bits"
+    return None
+
+
+def unordered(call: AttentionCall) -> str | None:
+    """Why the sums of a call that this kernel can take would be in another order here than in other
+    calls of the same sequence; None if they would not."""
+    if call.layout is not None:
+        return "blocks of a layout do not begin at the same keys for all queries"
+    if converts(call):
+        return "keys of 8 bits are not summed up in stretches"
+    if call.group_size & (call.group_size - 1):
+        # a decode's keys would be read again and again, at a quarter of the speed
+        return f"heads in groups of {call.group_size} do not share tiles of few queries"
     return None
 
 
@@ -266,11 +282,22 @@ def sharing_heads(call: AttentionCall) -> int:
     return min(call.group_size, heads_per_layout(call)) if call.layout else call.group_size
 
 
+def is_few_rows(call: AttentionCall) -> bool:
+    """Whether the rows of one consumer hold all queries of a sequence, by sizes: of decodes, or of
+    as many guessed tokens each."""
+    shared = call.group_size & -call.group_size
+    is_even = call.total_q == mean_length(call) * call.batch
+    return is_even and mean_length(call) * min(shared, BLOCK_M) <= BLOCK_M
+
+
 def most_parts(call: AttentionCall, is_uneven: bool) -> int:
     """How many pieces of tiles there may be: none where tiles are many, or see few keys, unless
     they are few or uneven as far as anybody knows."""
     if call.layout is not None:
         return 0
+    if call.is_batch_invariant and call.block_table is not None:
+        # chunks beside decodes
+        is_uneven = is_uneven or mean_length(call) <= MOSTLY_CHUNKS < call.total_q
     keys = key_bound(call)
     multiprocessors = target_of(call.q.device).multiprocessors
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)

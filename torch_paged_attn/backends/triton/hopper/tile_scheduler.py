@@ -68,6 +68,7 @@ class TileOptions(NamedTuple):
     STARTS: int = 32
     WEIGHED: int = 16
     WARPS: int = 4
+    STRETCH: int = 0  # keys of the shortest piece, if pieces are stretches: see `stretches.py`
 
 
 @triton.jit
@@ -293,7 +294,9 @@ def _tile_order_kernel(
         tl.store(entry + 5, key_len, mask=is_piece)
         tl.store(entry + 6, stop_token, mask=is_piece)
         if IS_CUT:
-            tl.store(entry + 7, pack_piece(part + tile * pieces, i, pieces), mask=is_piece)
+            # of stretches, the last are the longest
+            piece = pieces - 1 - i if OPTIONS.STRETCH > 0 else i
+            tl.store(entry + 7, pack_piece(part + tile * pieces, piece, pieces), mask=is_piece)
         entry += ENTRY
     if tl.program_id(0) == 0:
         tl.store(tile_list_ptr, 0)
@@ -350,6 +353,7 @@ def plan_tile_list(
             chip=chip,
             OPTIONS=options,
             num_warps=options.WARPS,
+            enable_fp_fusion=options.STRETCH == 0,
             **dependent_launch(target_of(device).overlaps_launches),
         )
 

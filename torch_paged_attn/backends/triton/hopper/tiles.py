@@ -68,12 +68,19 @@ NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 
+# keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
+# sequence alone
+STRETCH = 2048
+
 # windows of few tiles of keys
 NARROW = range(1025)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
 
+# one consumer leaves parts of half the rows, of which few are there: with fixed stretches, which
+# are many, there may be more
+MORE_PARTS = 3
 # of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
 # ends take longer than products
 MOST_ROWS = 256
@@ -172,6 +179,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     layout, is_causal = call.layout, call.window_right == 0
     width = width_of(call.head_dim)
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
+    if call.is_batch_invariant:
+        return _choose_invariant_tiles(call, form)
     if form.short:
         packed = heads_beside(call)
     elif form.is_guessed:
@@ -205,6 +214,20 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     return config, packed
 
 
+def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
+    """The same where bits depend on a sequence alone: as many keys at a time for all queries of all
+    its calls, and products as high. How many consumers there are, and heads, is free."""
+    width = width_of(call.head_dim)
+    is_narrow = call.window_size_left in NARROW and width <= 128
+    if form.is_guessed:
+        return choose_guessed_config(width, is_narrow), whole_group(call)
+    if is_narrow:
+        return choose_narrow_config(width), even_heads(call)
+    is_causal = call.window_right == 0
+    config = choose_hopper_config(width, mean_length(call), is_causal, False, gathers(call))
+    return config, pack_heads(call)
+
+
 def options_of(
     call: AttentionCall,
     config: HopperConfig,
@@ -217,6 +240,8 @@ def options_of(
     is_float32 = call.result_dtype == torch.float32
     is_cut = not (form.longest or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
+    if call.is_batch_invariant and config.CONSUMERS == 1:
+        parts *= MORE_PARTS
     is_dealt = form.is_dealt and parts > 0 and lacking(call, OF_LISTS) is None
     if is_dealt:
         # of each program
@@ -268,6 +293,7 @@ def options_of(
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
+        STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
 
 
@@ -390,6 +416,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
         SHORT=form.short,
+        STRETCH=options.STRETCH,
         **_form_of_list(options, form.short),
     )
 
@@ -417,10 +444,12 @@ def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
     )
 
 
-def part_elements(options: Options) -> int:
-    """Elements that pieces of tiles leave: rows of values, then their references and sums."""
-    rows = options.MOST_PARTS * options.CONSUMERS * options.BLOCK_M
-    return rows * (options.WIDTH_V + 2)
+def part_elements(options: Options, programs: int) -> int:
+    """Elements that pieces of tiles leave, rows of values, then their references and sums; and rows
+    of values that each consumer of so many programs leaves (`stretches.py`)."""
+    rows = options.CONSUMERS * options.BLOCK_M
+    of_stretches = programs * rows * options.WIDTH_V if options.STRETCH else 0
+    return options.MOST_PARTS * rows * (options.WIDTH_V + 2) + of_stretches
 
 
 def sizes_of_list(call: AttentionCall) -> tuple[int, int, int]:

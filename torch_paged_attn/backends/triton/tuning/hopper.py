@@ -54,12 +54,14 @@ def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
     return HopperConfig(Q_STAGES=2 if is_float8 else 1, REGISTERS=208)
 
 
-def choose_guessed_config(width: int) -> HopperConfig:
+def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
     """Where the rows of one consumer hold all queries of a sequence, or tiles are few: as many keys
-    on their way as there is room for."""
+    on their way as there is room for. `is_narrow`: by small tiles."""
     stages = {64: 6, 128: 3, 256: 3}[width]
     queries = 1 if width == 256 else 2
     keys = 64 if width == 256 else 128
+    if is_narrow:
+        keys, stages = 64, 6
     return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
 
 
