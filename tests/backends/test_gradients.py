@@ -203,10 +203,11 @@ def test_gradients_beside_a_large_sink(case, runner):
     call.args["sinks"].fill_(20.0)
     out, lse = runner.attend(call)
     dout, dlse = hostile_gradients(call, out, lse)
-    assert (lse == 20.0).all() and (out == 0.0).all(-1).any()
+    taken = (out == 0.0).all(-1) & (lse.mT == 20.0)
+    assert taken.any()
     found = runner.gradients(call, dout, dlse, out, lse)
     assert_accurate_gradients(found, call.gradients(dout, dlse))
-    assert found[0].any(-1).sum() > found[2].any(-1).sum()
+    assert found[0][taken].any()
 
 
 @few

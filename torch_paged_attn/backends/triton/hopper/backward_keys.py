@@ -154,7 +154,7 @@ def _leave(
 def _wait_for_queries(
     pipelines, n, row, first_live, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
 ):  # fmt: skip
-    """Fill n of the queries. Rows before `first_live` see no key of the sequence, and may hold NaN."""
+    """Fill n of the queries. Those before `first_live` see no key, and may hold NaN."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
