@@ -39,7 +39,6 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
-    finish_gradient,
     probabilities,
 )
 from torch_paged_attn.backends.triton.hopper.sums import (
@@ -92,10 +91,10 @@ def _probabilities_of(
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
     lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
     position = context_len + row
-    p, capped = probabilities(
+    p, weight = probabilities(
         s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
     )
-    return p, capped, gl.convert_layout(p.to(dtype), operand)
+    return p, weight, gl.convert_layout(p.to(dtype), operand)
 
 
 @gluon.jit
@@ -115,11 +114,11 @@ def _gradients_of(
     """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
+    _, weight, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_pending])
-    ds = finish_gradient(p, capped, dp, OPTIONS).to(pipelines.k.tiles.dtype)
+    ds = (weight * dp).to(pipelines.k.tiles.dtype)
     ds = _as_operand(ds, OPTIONS)
     dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
     pipelines.dout.consumer_release(n)
@@ -320,11 +319,11 @@ def _three_results_of_tiles(
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
-        p, capped, p16 = _probabilities_of(
+        _, weight, p16 = _probabilities_of(
             s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
         )
         dp = warpgroup_mma_wait(0, deps=[dp_pending])
-        ds = finish_gradient(p, capped, dp, OPTIONS).to(queries.tiles.dtype)
+        ds = (weight * dp).to(queries.tiles.dtype)
         tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
         tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
         ds = _as_operand(ds, OPTIONS)

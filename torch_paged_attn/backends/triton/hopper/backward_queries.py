@@ -48,7 +48,6 @@ from torch_paged_attn.backends.triton.hopper.column_parts import (
 )
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
-    finish_gradient,
     probabilities,
 )
 from torch_paged_attn.backends.triton.hopper.tma import load_rows, store_rows
@@ -228,12 +227,12 @@ def _go_on(
         k = keys.tile(n).reshape([PASS, WIDTH])
         dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
         s = warpgroup_mma_wait(1 + len(dq_pending), deps=[s_pending])
-        p, capped = probabilities(
+        _, weight = probabilities(
             s, lse, first_key + i * PASS, position, key_len, slope, params, OPTIONS, False, MAY_HIDE
         )
         dp = warpgroup_mma_wait(len(dq_pending), deps=[dp_pending])
         values.consumer_release(n + 1)
-        ds_next = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
+        ds_next = (weight * dp).to(dtype)
         dq, ds = wait_for_sums(dq_pending, ds)
         keys.consumer_release(n)
         ds = as_operand(ds_next, OPTIONS)
@@ -308,12 +307,12 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             v = values.tile(n).reshape([PASS, WIDTH_V])
             dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_pending])
-            p, capped = probabilities(
+            _, weight = probabilities(
                 s, lse, first_key, position, key_len, slope, params, OPTIONS, False
             )
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             values.consumer_release(n)
-            ds = finish_gradient(p, capped, dp, OPTIONS)
+            ds = weight * dp
             ds = as_operand(ds.to(dtype), OPTIONS)
             # tiles up to the diagonal, or the last key, have nothing to hide
             whole = 1

@@ -178,7 +178,8 @@ def probabilities(
     OF_KEYS: gl.constexpr, MAY_HIDE: gl.constexpr = True,
 ):  # fmt: skip
     """Probabilities of keys from `first_key` on and queries from `position` on, by lse in base two;
-    rows are keys if OF_KEYS. Also the scores after softcap, as `finish_gradient` takes them.
+    rows are keys if OF_KEYS. Also the factor from their gradient, less its mean, to that of q . k
+    times its scale: these, but for softcap.
     Without MAY_HIDE each of the queries sees each of the keys: a branch would not do, whose
     instructions the compiler takes into every tile."""
     ROWS: gl.constexpr = s.shape[0]
@@ -227,13 +228,7 @@ def probabilities(
                 if HAS_LEFT:
                     first = position + r - scalars.window_left - first_key
             p = _keep_columns(p, first, last)
-    return p, capped
-
-
-@gluon.jit
-def finish_gradient(p, capped, ds, OPTIONS: gl.constexpr):
-    """The gradient of q . k times its scale, of that of the probabilities less its mean."""
-    ds = p * ds
+    weight = p
     if OPTIONS.HAS_SOFTCAP:
-        ds = ds * (1.0 - capped * capped)
-    return ds
+        weight = p * (1.0 - capped * capped)
+    return p, weight
