@@ -198,7 +198,7 @@ def _pass_by(pipelines, n, count):
 
 
 @gluon.jit
-def _hidden_tiles(first, seen, keys, params, OPTIONS: gl.constexpr):
+def hidden_tiles(first, seen, keys, params, OPTIONS: gl.constexpr):
     """Of so many tiles of queries from row `first` on, how many may have a pair that is hidden:
     they come first, up to the diagonal."""
     first_key, context_len, key_len = keys
@@ -263,7 +263,7 @@ def _two_results(
         slope = slope_of(b, head, params)
         n = _pass_by(pipelines, n, skipped)
         first += skipped * PASS
-        hidden = _hidden_tiles(first, seen, keys, params, OPTIONS)
+        hidden = hidden_tiles(first, seen, keys, params, OPTIONS)
         q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS, True)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
@@ -348,7 +348,7 @@ def _three_results(
     pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
-    hidden = _hidden_tiles(first, steps, keys, params, OPTIONS)
+    hidden = hidden_tiles(first, steps, keys, params, OPTIONS)
     for g in range(OPTIONS.GROUP_SIZE):
         slope = slope_of(b, head + g, params)
         dk, dv, n = _three_results_of_tiles(
