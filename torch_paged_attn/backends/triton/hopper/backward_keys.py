@@ -81,7 +81,7 @@ def meet():
 def _probabilities_of(
     s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
 ):  # fmt: skip
-    """P^T of fill n, as an operand too, and what the gradient needs of the scores."""
+    """P^T of fill n as an operand, and what the gradient needs of it."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
@@ -94,7 +94,7 @@ def _probabilities_of(
     p, weight = probabilities(
         s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
     )
-    return p, weight, gl.convert_layout(p.to(dtype), operand)
+    return weight, gl.convert_layout(p.to(dtype), operand)
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def _gradients_of(
     """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    _, weight, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
+    weight, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_pending])
@@ -150,16 +150,14 @@ def _leave(
 
 
 @gluon.jit
-def _wait_for_queries(
-    pipelines, n, row, first_live, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
-):  # fmt: skip
-    """Fill n of the queries. Those before `first_live` see no key, and may hold NaN."""
+def _wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
+    """Fill n of the queries."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     pipelines.q.consumer_wait(n)
     q = pipelines.q.tile(n).reshape([PASS, WIDTH])
-    if MAY_HIDE and OPTIONS.HAS_RIGHT and row < first_live:
+    if OPTIONS.HAS_RIGHT and row < first_live:
         clear_before(q, first_live - row)
         pipelines.dout.consumer_wait(n)
         clear_before(pipelines.dout.tile(n).reshape([PASS, WIDTH_V]), first_live - row)
@@ -198,58 +196,13 @@ def _pass_by(pipelines, n, count):
 
 
 @gluon.jit
-def hidden_tiles(first, seen, keys, params, OPTIONS: gl.constexpr):
-    """Of so many tiles of queries from row `first` on, how many may have a pair that is hidden:
-    they come first, up to the diagonal."""
-    first_key, context_len, key_len = keys
-    hidden = 0
-    if OPTIONS.HAS_RIGHT:
-        first_whole = first_key + OPTIONS.STAY - 1 - context_len - params.scalars.window_right
-        hidden = (gl.maximum(first_whole - first, 0) + OPTIONS.PASS - 1) // OPTIONS.PASS
-    hidden = gl.where(first_key + OPTIONS.STAY > key_len, seen, hidden)
-    if OPTIONS.HAS_LEFT:
-        hidden = seen
-    return gl.minimum(hidden, seen)
-
-
-@gluon.jit
-def _two_results_of_tiles(
-    k, v, ds, dk, dv, n_was, n, start, stop, first, first_live, keys, slope, params, pipelines,
-    OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
-):  # fmt: skip
-    """Tiles [start, stop) of a head, from fill n on, after fill n_was of which `ds` is. The scores
-    of the next queries are asked for together with the last product of these: both run while the
-    next probabilities are computed."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    STAY: gl.constexpr = OPTIONS.STAY
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
-    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
-    queries = pipelines.q
-    for m in range(start, stop):
-        row = first + m * PASS
-        q_was = queries.tile(n_was).reshape([PASS, WIDTH])
-        q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS, MAY_HIDE)
-        s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-        dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
-        dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
-        s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
-        queries.consumer_release(n_was)
-        ds, dv = _gradients_of(
-            s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
-        )
-        n_was = n
-        n += 1
-    return ds, dk, dv, n_was, n
-
-
-@gluon.jit
 def _two_results(
     k, v, dk, dv, n, steps, skipped, seen, first, first_live, head, b, keys, params, pipelines,
-    OPTIONS: gl.constexpr,
+    OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile, for a consumer that has a use for `seen` of the `steps` tiles of each
-    head, after `skipped` ones."""
+    head, after `skipped` ones. The scores of the next queries are asked for together with the last
+    product of these: both run while the next probabilities are computed."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -260,48 +213,51 @@ def _two_results(
     if seen == 0:
         n = _pass_by(pipelines, n, steps * GROUP_SIZE)
     else:
+        m = 0
         slope = slope_of(b, head, params)
         n = _pass_by(pipelines, n, skipped)
         first += skipped * PASS
-        hidden = hidden_tiles(first, seen, keys, params, OPTIONS)
-        q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS, True)
+        q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         ds, dv = _gradients_of(
-            s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, True
+            s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
         )
-        n_was = n
-        n += 1
-        start = 1
-        for g in range(GROUP_SIZE):
-            if GROUP_SIZE > 1 and g > 0:
-                start = 0
-                slope = slope_of(b, head + g, params)
+        for _ in range(1, seen * GROUP_SIZE):
+            m += 1
+            n_was = n
+            n += 1
+            if GROUP_SIZE > 1 and m == seen:
+                m = 0
+                head += 1
+                slope = slope_of(b, head, params)
                 n = _pass_by(pipelines, n, steps - seen)
-            ds, dk, dv, n_was, n = _two_results_of_tiles(
-                k, v, ds, dk, dv, n_was, n, start, hidden, first, first_live, keys, slope, params,
-                pipelines, OPTIONS, True,
-            )  # fmt: skip
-            if not OPTIONS.HAS_LEFT:
-                ds, dk, dv, n_was, n = _two_results_of_tiles(
-                    k, v, ds, dk, dv, n_was, n, gl.maximum(start, hidden), seen, first, first_live,
-                    keys, slope, params, pipelines, OPTIONS, False,
-                )  # fmt: skip
-        q = queries.tile(n_was).reshape([PASS, WIDTH])
+            row = first + m * PASS
+            q_was = queries.tile(n_was).reshape([PASS, WIDTH])
+            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
+            dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
+            dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+            s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
+            queries.consumer_release(n_was)
+            ds, dv = _gradients_of(
+                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+            )
+        q = queries.tile(n).reshape([PASS, WIDTH])
         dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
         dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
-        queries.consumer_release(n_was)
-        n = _pass_by(pipelines, n, steps - skipped - seen)
+        queries.consumer_release(n)
+        n = _pass_by(pipelines, n + 1, steps - skipped - seen)
     return dk, dv, n
 
 
 @gluon.jit
-def _three_results_of_tiles(
-    k, v, own, dk, dv, n, start, stop, first, first_live, head, keys, slope, statistics_tile,
-    params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr, MAY_HIDE: gl.constexpr,
+def _three_results(
+    k, v, own, dk, dv, n, steps, first, first_live, head, b, keys, statistics_tile, params,
+    pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [start, stop) of a head, from fill n on."""
+    """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -312,54 +268,40 @@ def _three_results_of_tiles(
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
     queries, douts = pipelines.q, pipelines.dout
-    for m in range(start, stop):
-        row = first + m * PASS
-        q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS, MAY_HIDE)
-        dout = douts.tile(n).reshape([PASS, WIDTH_V])
-        s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-        dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
-        s = warpgroup_mma_wait(1, deps=[s_pending])
-        _, weight, p16 = _probabilities_of(
-            s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
-        )
-        dp = warpgroup_mma_wait(0, deps=[dp_pending])
-        ds = (weight * dp).to(queries.tiles.dtype)
-        tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
-        tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
-        ds = _as_operand(ds, OPTIONS)
-        dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
-        fence_async_shared()
-        meet()
-        dq_pending = warpgroup_mma(tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True)
-        dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
-        douts.consumer_release(n)
-        dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=[dq_pending])
-        _leave(dq, n, head, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
-        dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
-        queries.consumer_release(n)
-        n += 1
-    return dk, dv, n
-
-
-@gluon.jit
-def _three_results(
-    k, v, own, dk, dv, n, steps, first, first_live, head, b, keys, statistics_tile, params,
-    pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
-):  # fmt: skip
-    """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
-    hidden = hidden_tiles(first, steps, keys, params, OPTIONS)
     for g in range(OPTIONS.GROUP_SIZE):
         slope = slope_of(b, head + g, params)
-        dk, dv, n = _three_results_of_tiles(
-            k, v, own, dk, dv, n, 0, hidden, first, first_live, head + g, keys, slope,
-            statistics_tile, params, pipelines, OPTIONS, INDEX, True,
-        )  # fmt: skip
-        if not OPTIONS.HAS_LEFT:
-            dk, dv, n = _three_results_of_tiles(
-                k, v, own, dk, dv, n, hidden, steps, first, first_live, head + g, keys, slope,
-                statistics_tile, params, pipelines, OPTIONS, INDEX, False,
-            )  # fmt: skip
+        for m in range(steps):
+            row = first + m * PASS
+            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            dout = douts.tile(n).reshape([PASS, WIDTH_V])
+            s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
+            douts.consumer_wait(n)
+            dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s_pending])
+            weight, p16 = _probabilities_of(
+                s, n, row, keys, slope, params, pipelines, OPTIONS, True
+            )
+            statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+            delta = statistics.slice(PASS, PASS, dim=1).load(scores)
+            dp = warpgroup_mma_wait(0, deps=[dp_pending])
+            ds = (weight * (dp - delta)).to(queries.tiles.dtype)
+            tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+            tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
+            ds = _as_operand(ds, OPTIONS)
+            dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
+            fence_async_shared()
+            meet()
+            dq_pending = warpgroup_mma(
+                tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
+            )
+            dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
+            douts.consumer_release(n)
+            dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=[dq_pending])
+            _leave(dq, n, head + g, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
+            dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+            queries.consumer_release(n)
+            n += 1
     return dk, dv, n
 
 
@@ -421,10 +363,16 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
         if DQ_SUMS == NONE:
             skipped, seen = _seen_tiles(first, steps, query_len, keys, params, OPTIONS)
-            dk, dv, n = _two_results(
-                k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head, b,
-                keys, params, pipelines, OPTIONS,
-            )  # fmt: skip
+            if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
+                dk, dv, n = _two_results(
+                    k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
+                    b, keys, params, pipelines, OPTIONS, False,
+                )  # fmt: skip
+            else:
+                dk, dv, n = _two_results(
+                    k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
+                    b, keys, params, pipelines, OPTIONS, True,
+                )  # fmt: skip
         else:
             dk, dv, n = _three_results(
                 k_operand, v_operand, own, dk, dv, n, steps, first, first_live, head, b, keys,

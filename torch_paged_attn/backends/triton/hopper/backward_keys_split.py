@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.backward_keys import hidden_tiles, meet
+from torch_paged_attn.backends.triton.hopper.backward_keys import meet
 from torch_paged_attn.backends.triton.hopper.backward_work import (
     BATCH,
     CONTEXT_LEN,
@@ -36,9 +36,8 @@ from torch_paged_attn.backends.triton.hopper.scores import (
 
 @gluon.jit
 def _ask_for_scores(
-    pipelines, n, row, first_live, k, v, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
-    MAY_HIDE: gl.constexpr,
-):  # fmt: skip
+    pipelines, n, row, first_live, k, v, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):
     """The products S^T and dP^T of a consumer's half of the queries of fill n."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
@@ -51,7 +50,7 @@ def _ask_for_scores(
     q = queries.tile(n).reshape([PASS, WIDTH])
     dout = douts.tile(n).reshape([PASS, WIDTH_V])
     queries.consumer_wait(n)
-    if MAY_HIDE and OPTIONS.HAS_RIGHT and row < first_live:
+    if OPTIONS.HAS_RIGHT and row < first_live:
         clear_before(q, first_live - row)
         douts.consumer_wait(n)
         clear_before(dout, first_live - row)
@@ -65,8 +64,7 @@ def _ask_for_scores(
 
 @gluon.jit
 def _probabilities_of(
-    s, pipelines, n, row, keys, slope, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
-    MAY_HIDE: gl.constexpr,
+    s, pipelines, n, row, keys, slope, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """P^T of them, in shared memory too, and what the gradient needs."""
     HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
@@ -74,12 +72,10 @@ def _probabilities_of(
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
     lse = statistics.slice(INDEX * HALF, HALF, dim=1).load(s.type.layout)
     position = context_len + row + INDEX * HALF
-    p, weight = probabilities(
-        s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
-    )
+    p, weight = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
     tile = pipelines.p.index(n % OPTIONS.DS_STAGES)
     tile.slice(INDEX * HALF, HALF, dim=1).store(p.to(pipelines.p.dtype))
-    return p, weight
+    return weight
 
 
 @gluon.jit
@@ -119,32 +115,6 @@ def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     dv = warpgroup_mma(pipelines.p.index(at), dout, dv, is_async=True)
     dk = warpgroup_mma(pipelines.ds.index(at), q, dk, is_async=True)
     return dk, dv
-
-
-@gluon.jit
-def _go_on(
-    k, v, dk, dv, n, start, stop, first, first_live, keys, slope, params, pipelines,
-    OPTIONS: gl.constexpr, INDEX: gl.constexpr, MAY_HIDE: gl.constexpr,
-):  # fmt: skip
-    """Tiles [start, stop) of a head, after fill n, of which P and dS lie in shared memory: its
-    products are asked for with the next scores."""
-    for m in range(start, stop):
-        row = first + m * OPTIONS.PASS
-        dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
-        s_pending, dp_pending = _ask_for_scores(
-            pipelines, n + 1, row, first_live, k, v, OPTIONS, INDEX, MAY_HIDE
-        )
-        s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
-        pipelines.q.consumer_release(n)
-        pipelines.dout.consumer_release(n)
-        _, weight = _probabilities_of(
-            s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX, MAY_HIDE
-        )
-        dp = warpgroup_mma_wait(0, deps=[dp_pending])
-        _leave_gradient(weight, dp, pipelines, n + 1, OPTIONS, INDEX)
-        meet()
-        n += 1
-    return dk, dv, n
 
 
 @gluon.jit
@@ -197,25 +167,31 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
             slope = slope_of(b, kv_head * GROUP_SIZE + g, params)
             if steps > 0:
                 s_pending, dp_pending = _ask_for_scores(
-                    pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX, True
+                    pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX
                 )
                 s = warpgroup_mma_wait(1, deps=[s_pending])
-                _, weight = _probabilities_of(
-                    s, pipelines, n, first, keys, slope, params, OPTIONS, INDEX, True
+                weight = _probabilities_of(
+                    s, pipelines, n, first, keys, slope, params, OPTIONS, INDEX
                 )
                 dp = warpgroup_mma_wait(0, deps=[dp_pending])
                 _leave_gradient(weight, dp, pipelines, n, OPTIONS, INDEX)
                 meet()
-                hidden = hidden_tiles(first, steps, keys, params, OPTIONS)
-                dk, dv, n = _go_on(
-                    k, v_operand, dk, dv, n, 1, hidden, first, first_live, keys, slope, params,
-                    pipelines, OPTIONS, INDEX, True,
-                )  # fmt: skip
-                if not OPTIONS.HAS_LEFT:
-                    dk, dv, n = _go_on(
-                        k, v_operand, dk, dv, n, gl.maximum(hidden, 1), steps, first, first_live,
-                        keys, slope, params, pipelines, OPTIONS, INDEX, False,
-                    )  # fmt: skip
+                for m in range(1, steps):
+                    row = first + m * PASS
+                    dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
+                    s_pending, dp_pending = _ask_for_scores(
+                        pipelines, n + 1, row, first_live, k, v_operand, OPTIONS, INDEX
+                    )
+                    s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
+                    pipelines.q.consumer_release(n)
+                    pipelines.dout.consumer_release(n)
+                    weight = _probabilities_of(
+                        s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
+                    )
+                    dp = warpgroup_mma_wait(0, deps=[dp_pending])
+                    _leave_gradient(weight, dp, pipelines, n + 1, OPTIONS, INDEX)
+                    meet()
+                    n += 1
                 dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)
                 dk, dv = warpgroup_mma_wait(0, deps=[dk_pending, dv_pending])
                 pipelines.q.consumer_release(n)

@@ -314,13 +314,9 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             values.consumer_release(n)
             ds = weight * dp
             ds = as_operand(ds.to(dtype), OPTIONS)
-            # tiles up to the diagonal, or the last key, have nothing to hide
             whole = 1
-            if not OPTIONS.HAS_LEFT:
-                stop = key_len
-                if OPTIONS.HAS_RIGHT:
-                    stop = gl.minimum(stop, position + scalars.window_right + 1)
-                whole = gl.minimum(gl.maximum((stop - first_key) // PASS, 1), seen_steps)
+            if OPTIONS.IS_APART:
+                whole = gl.minimum(gl.maximum((key_len - first_key) // PASS, 1), seen_steps)
                 dq, ds, n = _go_on(
                     q_operand, dout_operand, dq, ds, n, 1, whole, first_key, position, key_len, lse,
                     start, slope, params, pipelines, OPTIONS, False,

@@ -180,8 +180,7 @@ def probabilities(
     """Probabilities of keys from `first_key` on and queries from `position` on, by lse in base two;
     rows are keys if OF_KEYS. Also the factor from their gradient, less its mean, to that of q . k
     times its scale: these, but for softcap.
-    Without MAY_HIDE each of the queries sees each of the keys: a branch would not do, whose
-    instructions the compiler takes into every tile."""
+    Without MAY_HIDE each of the queries sees each of the keys."""
     ROWS: gl.constexpr = s.shape[0]
     COLUMNS: gl.constexpr = s.shape[1]
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
