@@ -180,6 +180,7 @@ lint: install
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(VENV)/bin/zizmor --quiet --offline .github
+	$(VENV)/bin/torch-abi-audit --check torch torch_paged_attn/_C.abi3.so
 
 thorough: install
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/properties
