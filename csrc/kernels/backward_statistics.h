@@ -26,6 +26,36 @@ PAGED_ATTN_INLINE float dot_rows(const T* dout, const T* out, int64_t head_dim, 
   return reduce_add(sum);
 }
 
+// Whether a query sees one of keys [begin, end), which positions let it see.
+inline bool sees_one_of(const Attention& a, const ScoreRow& row, int64_t begin, int64_t end) {
+  ScoreRow part = row;
+  part.visible.begin = max64(begin, row.visible.begin);
+  part.visible.end = min64(end, row.visible.end);
+  for (int64_t key = part.visible.begin; key < part.visible.end; key += W) {
+    const I seen = (I)(finish_logits(a, part, key, F{}) != set1(-INFINITY));
+    if (reduce_max(select(seen, set1(1.f), F{})) > 0) return true;
+  }
+  return false;
+}
+
+// Whether a query sees a key, whatever bias, mask or layout there is.
+PAGED_ATTN_APART bool sees_a_key(const Attention& a, const Sequence& s, int64_t token,
+                                 int64_t head) {
+  const ScoreRow row = score_row(a, s, token, head);
+  if (row.visible.end == 0) return false;
+  if (!a.layout.crow) return sees_one_of(a, row, row.visible.begin, row.visible.end);
+  const int64_t layout_head = head / a.group_size * a.layout.num_heads / a.num_groups;
+  const int64_t size = a.layout.k_block_size;
+  int64_t count;
+  const auto columns = layout_row(a.layout, s.index, layout_head,
+                                  (s.past + token) / a.layout.q_block_size, &count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t first = int64_t(read_once(columns + i * a.layout.col_entry)) * size;
+    if (sees_one_of(a, row, first, first + size)) return true;
+  }
+  return false;
+}
+
 inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, int64_t head) {
   const Attention& a = b.forward;
   const int64_t row = s.q_start + token, place = head * a.total_q + row;
@@ -48,8 +78,8 @@ inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, 
   const float lse_2 = base_2(lse);
   if (a.sinks) {
     const float sink = a.sinks(head);
-    // a bias can hide all keys
-    sees_keys &= !(all_zero && lse == sink);
+    // all keys may be hidden, or all that is seen is so small beside the sink, or taken by dropout
+    if (all_zero && lse == sink) sees_keys = sees_keys && sees_a_key(a, s, token, head);
     if (b.dsink)
       b.dsink[place] = lse == -INFINITY ? 0.f : -exp2(base_2(sink) - lse_2) * delta;
   }

@@ -131,6 +131,7 @@ SAMPLES: dict[str, Sample] = {
             "gradients_any_strides": (),
             "gradients_asked_for": (),
             "gradients_of_out_alone": (),
+            "gradients_beside_a_large_sink": (),
             "gradients_only_read": (),
         },
         LIKE,

@@ -195,6 +195,21 @@ def test_gradients_of_nothing(case, runner):
         assert all(not x.any() for x in found[:4])
 
 
+@one
+def test_gradients_beside_a_large_sink(case, runner):
+    """softmax_lse is the sink's, and dropout takes the only key of half the rows, which have a
+    result of 0: they see a key all the same, and a gradient of softmax_lse reaches it."""
+    call = build(dataclasses.replace(case, seqs=((1, 0),) * 30, dropout_p=0.5))
+    call.args["sinks"].fill_(20.0)
+    out, lse = runner.attend(call)
+    dout, dlse = hostile_gradients(call, out, lse)
+    taken = (out == 0.0).all(-1) & (lse.mT == 20.0)
+    assert taken.any()
+    found = runner.gradients(call, dout, dlse, out, lse)
+    assert_accurate_gradients(found, call.gradients(dout, dlse))
+    assert found[0][taken].any()
+
+
 @few
 def test_gradients_by_autograd(case, runner):
     """Autograd hands on the bits of the backward, and nothing for what has no gradient."""

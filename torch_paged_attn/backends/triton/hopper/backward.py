@@ -115,6 +115,13 @@ def rows_of(config: HopperBackwardConfig) -> int:
     return STAY if config.IS_SPLIT else config.CONSUMERS * STAY
 
 
+def _is_apart(call: AttentionCall) -> bool:
+    """Whether what hides keys past the last one is kept out of the other tiles: the compiler makes
+    no branch of it. With a window or causality it does, and at head_dim 128 it costs nothing."""
+    is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
+    return is_full and width_of(call.head_dim) == 64
+
+
 def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOptions:
     """What a kernel is compiled for; no size and no address is part of it."""
     return BackwardOptions(
@@ -128,6 +135,7 @@ def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOpt
         HAS_RIGHT=is_bound(call.window_right),
         IS_CAUSAL=call.window_right == 0,
         HAS_SOFTCAP=call.softcap > 0.0,
+        IS_APART=_is_apart(call),
         **dataclasses.asdict(config),
     )
 

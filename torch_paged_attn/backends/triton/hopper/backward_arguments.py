@@ -56,6 +56,7 @@ class BackwardOptions(NamedTuple):
     HAS_RIGHT: bool  # also where a call is causal
     IS_CAUSAL: bool
     HAS_SOFTCAP: bool
+    IS_APART: bool  # tiles of which all keys exist have instructions of their own, without masks
     IN_PLACE: bool  # results of tiles of queries leave from where the queries lay
     DQ_SUMS: int  # how dQ is added up in memory: see `sums.py`
     CONSUMERS: int

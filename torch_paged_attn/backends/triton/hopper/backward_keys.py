@@ -39,7 +39,6 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
-    finish_gradient,
     probabilities,
 )
 from torch_paged_attn.backends.triton.hopper.sums import (
@@ -79,8 +78,10 @@ def meet():
 
 
 @gluon.jit
-def _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr):
-    """P^T of fill n, as an operand too, and what the gradient needs of the scores."""
+def _probabilities_of(
+    s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
+):  # fmt: skip
+    """P^T of fill n as an operand, and what the gradient needs of it."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
@@ -90,8 +91,10 @@ def _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS: gl.con
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
     lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
     position = context_len + row
-    p, capped = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
-    return p, capped, gl.convert_layout(p.to(dtype), operand)
+    p, weight = probabilities(
+        s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
+    )
+    return weight, gl.convert_layout(p.to(dtype), operand)
 
 
 @gluon.jit
@@ -105,16 +108,17 @@ def _as_operand(ds, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _gradients_of(
-    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr
+    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
     """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS)
+    weight, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_pending])
-    ds = finish_gradient(p, capped, dp, OPTIONS).to(pipelines.k.tiles.dtype)
+    ds = (weight * dp).to(pipelines.k.tiles.dtype)
     ds = _as_operand(ds, OPTIONS)
     dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
     pipelines.dout.consumer_release(n)
@@ -194,7 +198,7 @@ def _pass_by(pipelines, n, count):
 @gluon.jit
 def _two_results(
     k, v, dk, dv, n, steps, skipped, seen, first, first_live, head, b, keys, params, pipelines,
-    OPTIONS: gl.constexpr,
+    OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile, for a consumer that has a use for `seen` of the `steps` tiles of each
     head, after `skipped` ones. The scores of the next queries are asked for together with the last
@@ -217,7 +221,9 @@ def _two_results(
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
         dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
-        ds, dv = _gradients_of(s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS)
+        ds, dv = _gradients_of(
+            s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+        )
         for _ in range(1, seen * GROUP_SIZE):
             m += 1
             n_was = n
@@ -236,7 +242,7 @@ def _two_results(
             s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
             queries.consumer_release(n_was)
             ds, dv = _gradients_of(
-                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS
+                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
             )
         q = queries.tile(n).reshape([PASS, WIDTH])
         dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
@@ -272,11 +278,13 @@ def _three_results(
             douts.consumer_wait(n)
             dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_pending])
-            p, capped, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS)
+            weight, p16 = _probabilities_of(
+                s, n, row, keys, slope, params, pipelines, OPTIONS, True
+            )
             statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
             delta = statistics.slice(PASS, PASS, dim=1).load(scores)
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
-            ds = finish_gradient(p, capped, dp - delta, OPTIONS).to(queries.tiles.dtype)
+            ds = (weight * (dp - delta)).to(queries.tiles.dtype)
             tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
             tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
             ds = _as_operand(ds, OPTIONS)
@@ -355,10 +363,16 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
         if DQ_SUMS == NONE:
             skipped, seen = _seen_tiles(first, steps, query_len, keys, params, OPTIONS)
-            dk, dv, n = _two_results(
-                k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head, b,
-                keys, params, pipelines, OPTIONS,
-            )  # fmt: skip
+            if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
+                dk, dv, n = _two_results(
+                    k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
+                    b, keys, params, pipelines, OPTIONS, False,
+                )  # fmt: skip
+            else:
+                dk, dv, n = _two_results(
+                    k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
+                    b, keys, params, pipelines, OPTIONS, True,
+                )  # fmt: skip
         else:
             dk, dv, n = _three_results(
                 k_operand, v_operand, own, dk, dv, n, steps, first, first_live, head, b, keys,

@@ -30,7 +30,6 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
-    finish_gradient,
     probabilities,
 )
 
@@ -73,19 +72,19 @@ def _probabilities_of(
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
     lse = statistics.slice(INDEX * HALF, HALF, dim=1).load(s.type.layout)
     position = context_len + row + INDEX * HALF
-    p, capped = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
+    p, weight = probabilities(s, lse, first_key, position, key_len, slope, params, OPTIONS, True)
     tile = pipelines.p.index(n % OPTIONS.DS_STAGES)
     tile.slice(INDEX * HALF, HALF, dim=1).store(p.to(pipelines.p.dtype))
-    return p, capped
+    return weight
 
 
 @gluon.jit
-def _leave_gradient(p, capped, dp, pipelines, n, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def _leave_gradient(weight, dp, pipelines, n, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """dS^T of them into shared memory."""
     HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
     delta = statistics.slice(OPTIONS.PASS + INDEX * HALF, HALF, dim=1).load(dp.type.layout)
-    ds = finish_gradient(p, capped, dp - delta, OPTIONS)
+    ds = weight * (dp - delta)
     tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
     tile.slice(INDEX * HALF, HALF, dim=1).store(ds.to(pipelines.ds.dtype))
     fence_async_shared()
@@ -171,11 +170,11 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                     pipelines, n, first, first_live, k, v_operand, OPTIONS, INDEX
                 )
                 s = warpgroup_mma_wait(1, deps=[s_pending])
-                p, capped = _probabilities_of(
+                weight = _probabilities_of(
                     s, pipelines, n, first, keys, slope, params, OPTIONS, INDEX
                 )
                 dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                _leave_gradient(p, capped, dp, pipelines, n, OPTIONS, INDEX)
+                _leave_gradient(weight, dp, pipelines, n, OPTIONS, INDEX)
                 meet()
                 for m in range(1, steps):
                     row = first + m * PASS
@@ -186,11 +185,11 @@ def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.const
                     s, dk, dv = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, dv_pending])
                     pipelines.q.consumer_release(n)
                     pipelines.dout.consumer_release(n)
-                    p, capped = _probabilities_of(
+                    weight = _probabilities_of(
                         s, pipelines, n + 1, row, keys, slope, params, OPTIONS, INDEX
                     )
                     dp = warpgroup_mma_wait(0, deps=[dp_pending])
-                    _leave_gradient(p, capped, dp, pipelines, n + 1, OPTIONS, INDEX)
+                    _leave_gradient(weight, dp, pipelines, n + 1, OPTIONS, INDEX)
                     meet()
                     n += 1
                 dk_pending, dv_pending = _multiply(pipelines, n, dk, dv, OPTIONS, INDEX)

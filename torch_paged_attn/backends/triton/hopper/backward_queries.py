@@ -48,7 +48,6 @@ from torch_paged_attn.backends.triton.hopper.column_parts import (
 )
 from torch_paged_attn.backends.triton.hopper.scores import (
     ask_for_scores,
-    finish_gradient,
     probabilities,
 )
 from torch_paged_attn.backends.triton.hopper.tma import load_rows, store_rows
@@ -204,6 +203,44 @@ def _pass_by(pipelines, n, count):
 
 
 @gluon.jit
+def _go_on(
+    q, dout, dq, ds, n, start_tile, stop_tile, first_key, position, key_len, lse, start, slope,
+    params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
+):  # fmt: skip
+    """Tiles [start_tile, stop_tile) of the keys from `first_key` on, after fill n, of which `ds`
+    is."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    STAY: gl.constexpr = OPTIONS.STAY
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    keys, values = pipelines.k, pipelines.v
+    dtype: gl.constexpr = keys.tiles.dtype
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    for i in range(start_tile, stop_tile):
+        keys.consumer_wait(n + 1)
+        k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
+        s_pending = ask_for_scores(q, k_next.permute((1, 0)), zeros, OPTIONS)
+        values.consumer_wait(n + 1)
+        v = values.tile(n + 1).reshape([PASS, WIDTH_V])
+        dp_pending = warpgroup_mma(dout, v.permute((1, 0)), start, is_async=True)
+        k = keys.tile(n).reshape([PASS, WIDTH])
+        dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
+        s = warpgroup_mma_wait(1 + len(dq_pending), deps=[s_pending])
+        _, weight = probabilities(
+            s, lse, first_key + i * PASS, position, key_len, slope, params, OPTIONS, False, MAY_HIDE
+        )
+        dp = warpgroup_mma_wait(len(dq_pending), deps=[dp_pending])
+        values.consumer_release(n + 1)
+        ds_next = (weight * dp).to(dtype)
+        dq, ds = wait_for_sums(dq_pending, ds)
+        keys.consumer_release(n)
+        ds = as_operand(ds_next, OPTIONS)
+        n += 1
+    return dq, ds, n
+
+
+@gluon.jit
 def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows [INDEX * STAY, ...) of every tile."""
     STAY: gl.constexpr = OPTIONS.STAY
@@ -270,34 +307,24 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             v = values.tile(n).reshape([PASS, WIDTH_V])
             dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_pending])
-            p, capped = probabilities(
+            _, weight = probabilities(
                 s, lse, first_key, position, key_len, slope, params, OPTIONS, False
             )
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             values.consumer_release(n)
-            ds = finish_gradient(p, capped, dp, OPTIONS)
+            ds = weight * dp
             ds = as_operand(ds.to(dtype), OPTIONS)
-            for _ in range(1, seen_steps):
-                first_key += PASS
-                keys.consumer_wait(n + 1)
-                k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
-                s_pending = ask_for_scores(q_operand, k_next.permute((1, 0)), zeros, OPTIONS)
-                values.consumer_wait(n + 1)
-                v = values.tile(n + 1).reshape([PASS, WIDTH_V])
-                dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
-                k = keys.tile(n).reshape([PASS, WIDTH])
-                dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
-                s = warpgroup_mma_wait(1 + len(dq_pending), deps=[s_pending])
-                p, capped = probabilities(
-                    s, lse, first_key, position, key_len, slope, params, OPTIONS, False
-                )
-                dp = warpgroup_mma_wait(len(dq_pending), deps=[dp_pending])
-                values.consumer_release(n + 1)
-                ds_next = finish_gradient(p, capped, dp, OPTIONS).to(dtype)
-                dq, ds = wait_for_sums(dq_pending, ds)
-                keys.consumer_release(n)
-                ds = as_operand(ds_next, OPTIONS)
-                n += 1
+            whole = 1
+            if OPTIONS.IS_APART:
+                whole = gl.minimum(gl.maximum((key_len - first_key) // PASS, 1), seen_steps)
+                dq, ds, n = _go_on(
+                    q_operand, dout_operand, dq, ds, n, 1, whole, first_key, position, key_len, lse,
+                    start, slope, params, pipelines, OPTIONS, False,
+                )  # fmt: skip
+            dq, ds, n = _go_on(
+                q_operand, dout_operand, dq, ds, n, whole, seen_steps, first_key, position, key_len,
+                lse, start, slope, params, pipelines, OPTIONS, True,
+            )  # fmt: skip
             k = keys.tile(n).reshape([PASS, WIDTH])
             dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
             dq, ds = wait_for_sums(dq_pending, ds)

@@ -175,10 +175,12 @@ def _keep_columns(p, first, last):
 @gluon.jit
 def probabilities(
     s, lse, first_key, position, key_len, slope, params, OPTIONS: gl.constexpr,
-    OF_KEYS: gl.constexpr,
+    OF_KEYS: gl.constexpr, MAY_HIDE: gl.constexpr = True,
 ):  # fmt: skip
     """Probabilities of keys from `first_key` on and queries from `position` on, by lse in base two;
-    rows are keys if OF_KEYS. Also the scores after softcap, as `finish_gradient` takes them."""
+    rows are keys if OF_KEYS. Also the factor from their gradient, less its mean, to that of q . k
+    times its scale: these, but for softcap.
+    Without MAY_HIDE each of the queries sees each of the keys."""
     ROWS: gl.constexpr = s.shape[0]
     COLUMNS: gl.constexpr = s.shape[1]
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
@@ -201,36 +203,31 @@ def probabilities(
         else:
             x = _add_alibi(x, (first_key,), position + r, by_row, OPTIONS.IS_CAUSAL)
     p = gl.exp2(x * scalars.scale_log2 - lse)
-    full_stop = key_len
-    if HAS_RIGHT:
-        full_stop = gl.minimum(key_len, position + scalars.window_right + 1)
-    is_hidden = first_key + KEYS > full_stop
-    if HAS_LEFT:
-        is_hidden = is_hidden | (first_key < position + QUERIES - 1 - scalars.window_left)
-    if is_hidden:
-        first = gl.zeros_like(r)
-        last = first + (COLUMNS - 1)
-        if OF_KEYS:
-            key = first_key + r
-            if HAS_RIGHT:
-                first = key - scalars.window_right - position
-            if HAS_LEFT:
-                last = key + scalars.window_left - position
-            last = gl.where(key < key_len, last, -1)
-        else:
-            last += key_len - first_key - COLUMNS
-            if HAS_RIGHT:
-                last = gl.minimum(last, position + r + scalars.window_right - first_key)
-            if HAS_LEFT:
-                first = position + r - scalars.window_left - first_key
-        p = _keep_columns(p, first, last)
-    return p, capped
-
-
-@gluon.jit
-def finish_gradient(p, capped, ds, OPTIONS: gl.constexpr):
-    """The gradient of q . k times its scale, of that of the probabilities less its mean."""
-    ds = p * ds
+    if MAY_HIDE:
+        full_stop = key_len
+        if HAS_RIGHT:
+            full_stop = gl.minimum(key_len, position + scalars.window_right + 1)
+        is_hidden = first_key + KEYS > full_stop
+        if HAS_LEFT:
+            is_hidden = is_hidden | (first_key < position + QUERIES - 1 - scalars.window_left)
+        if is_hidden:
+            first = gl.zeros_like(r)
+            last = first + (COLUMNS - 1)
+            if OF_KEYS:
+                key = first_key + r
+                if HAS_RIGHT:
+                    first = key - scalars.window_right - position
+                if HAS_LEFT:
+                    last = key + scalars.window_left - position
+                last = gl.where(key < key_len, last, -1)
+            else:
+                last += key_len - first_key - COLUMNS
+                if HAS_RIGHT:
+                    last = gl.minimum(last, position + r + scalars.window_right - first_key)
+                if HAS_LEFT:
+                    first = position + r - scalars.window_left - first_key
+            p = _keep_columns(p, first, last)
+    weight = p
     if OPTIONS.HAS_SOFTCAP:
-        ds = ds * (1.0 - capped * capped)
-    return ds
+        weight = p * (1.0 - capped * capped)
+    return p, weight
