@@ -24,16 +24,24 @@ from jax.experimental.pallas import tpu as pltpu
 PEER = Path(__file__).parents[2] / ".peer"
 MIB = 2**20
 
-# tiles of (fetched queries, fetched keys, computed queries, computed keys) for prefill, where the
-# default ones do not fit VMEM
-RPA_PREFILL_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
+# (fetched queries, fetched keys, computed queries, computed keys) that RPA v3 is tried with beside
+# what it chooses by itself, which is the same on the other generations
+RPA_CHUNK_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
 
 
 class Missing(Exception):
     """A peer that is not installed, or does not support this."""
 
 
-def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
+def rpa_v3(batch: Any) -> tuple[Callable[[Generation], Any], ...]:
+    """With the blocks that it chooses, and where there are queries in chunks with others."""
+    return (
+        _rpa_v3(batch, {}),
+        *([_rpa_v3(batch, RPA_CHUNK_BLOCKS)] if max(batch.queries) > 1 else []),
+    )
+
+
+def _rpa_v3(batch: Any, blocks: dict[str, tuple[int, ...]]) -> Callable[[Generation], Any]:
     def build(generation: Generation) -> Any:
         if not (PEER / "tpu_inference").exists():
             raise Missing("benchmarks/tpu/get_peers.sh brings it")
@@ -53,10 +61,12 @@ def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
         is_narrow = batch.head_dim == 64
         module = kernel_hd64 if is_narrow else kernel
         options: dict[str, Any] = {"sm_scale": batch.head_dim**-0.5}
+        if blocks:
+            if generation.name not in blocks:
+                raise Missing("chooses these blocks by itself")
+            options["m_block_sizes"] = blocks[generation.name]
         if batch.window >= 0:
             options["sliding_window"] = batch.window + 1
-        if max(batch.queries) > 1 and generation.name in RPA_PREFILL_BLOCKS:
-            options["m_block_sizes"] = RPA_PREFILL_BLOCKS[generation.name]
 
         def call(cache: Any, q: Any, keys: Any, *tables: Any) -> Any:
             with _devices_are(generation):

@@ -24,7 +24,8 @@ def lines(row: dict[str, Any], generation: Generation) -> str:
             text.append(f"  {contender:22} {found['missing']}")
             continue
         text.append(
-            f"  {contender:22} {found['bundles']:>10,} bundles, {found['issued']:>10,} issued,"
+            f"  {contender:22} {found['bundles']:>10,} bundles and {found.get('around_cycles', 0):>9,} around"
+            f" ({found.get('operations', 0)} operations, {found.get('unestimated', 0)} without an estimate),"
             f" {found['dmas']:>7,} DMAs, {found['hbm_bytes'] / 2**20:8.1f} MiB of HBM,"
             f" {found['vmem_bytes'] / 2**20:5.1f} MiB of VMEM,"
             f" {found['microseconds']:7.0f} us (model)"
