@@ -10,13 +10,13 @@ from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 SEQS = ((1, 40), (20, 25), (0, 17))
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16)])
-def test_a_packed_cache_is_read_as_it_lies(head_dim, page_size, run):
+@pytest.mark.parametrize(("num_heads", "head_dim", "page_size"), [(8, 64, 16), (16, 64, 32)])
+def test_a_packed_cache_is_read_as_it_lies(num_heads, head_dim, page_size, run):
     from torch_paged_attn.backends.tpu.pages import packed_shape
 
     problem = dataclasses.replace(
-        PROBLEMS["llama3_8b/mixed/bf16"], head_dim=head_dim, page_size=page_size, seqs=SEQS,
-        window_size_left=30,
+        PROBLEMS["llama3_8b/mixed/bf16"], num_heads=num_heads, head_dim=head_dim,
+        page_size=page_size, seqs=SEQS, window_size_left=30, sinks=True, alibi="heads",
     )  # fmt: skip
     call = build(problem)
     packed = {name: call.args[name].reshape(packed_shape(call.args[name].shape)) for name in "kv"}
