@@ -23,9 +23,10 @@ def lines(row: dict[str, Any], generation: Generation) -> str:
         if "missing" in found:
             text.append(f"  {contender:22} {found['missing']}")
             continue
+        around, operations = found.get("around_cycles", 0), found.get("operations", 0)
         text.append(
-            f"  {contender:22} {found['bundles']:>10,} bundles and {found.get('around_cycles', 0):>9,} around"
-            f" ({found.get('operations', 0)} operations, {found.get('unestimated', 0)} without an estimate),"
+            f"  {contender:22} {found['bundles']:>10,} bundles and {around:>9,} around them in"
+            f" {operations} operations, {found.get('unestimated', 0)} without an estimate,"
             f" {found['dmas']:>7,} DMAs, {found['hbm_bytes'] / 2**20:8.1f} MiB of HBM,"
             f" {found['vmem_bytes'] / 2**20:5.1f} MiB of VMEM,"
             f" {found['microseconds']:7.0f} us (model)"

@@ -146,6 +146,8 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         (compute_dtype.itemsize, pages.k.dtype.itemsize),
     )
     q = call.q.astype(compute_dtype)
+    if (filled := pages.widths[0] - call.head_dim * pages.fold) > 0:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, filled)))
     factors = _factors(call)
     tile_sizes = _tile_sizes(call.max_seqlen_q or total_q, call.group_size, config)
     launches = [
@@ -178,6 +180,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
         out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
     is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
+    out = out[..., : call.head_dim_v]
     out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
 
@@ -267,7 +270,7 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         call.layout is None
         and call.attn_bias is None
         and all(width % LANES == 0 for width in pages.widths)
-        and pages.widths[1] <= call.head_dim * pages.fold
+        and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
         and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
@@ -290,7 +293,7 @@ def _attend_tokens(
     results, fold = None, pages.fold
     if fold > 1:
         per_kv_head = Heads(call.num_kv_heads, call.group_size, 1)
-        q = q.reshape(call.total_q, call.num_kv_heads, call.group_size, call.head_dim)
+        q = q.reshape(call.total_q, call.num_kv_heads, call.group_size, -1)
         q = per_kv_head.folded(q, fold).reshape(call.total_q, call.num_heads * fold, -1)
     for i, options in enumerate(launches):
         if len(launches) > 1:

@@ -110,9 +110,12 @@ def attend_tiles(
         inputs["layout"] = words, of_tile(words.shape, num_cores, memory_space=pltpu.SMEM)
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
+    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    if pages.shared:
+        of_values = {}
     scratch: dict[str, Any] = {
         "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
+        **of_values,
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
         "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
@@ -205,6 +208,9 @@ def attend_tokens(
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     of_lse = (rows if tile_q == 1 else tile_q * options.paired, LANES)
+    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    if pages.shared:
+        of_values = {}
     scratch: dict[str, Any] = {
         **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
@@ -216,7 +222,7 @@ def attend_tokens(
         "lse_l": pltpu.VMEM(of_lse, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
         "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
+        **of_values,
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
         "m_i": pltpu.VMEM((heads, rows * options.fold, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, rows * options.fold, LANES), jnp.float32),

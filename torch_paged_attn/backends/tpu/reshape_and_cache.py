@@ -53,7 +53,8 @@ def tile_rows(cache: Array) -> int:
 
 def _has_tiles(key: Array, cache: Array) -> bool:
     """Whether the kernel writes this cache: pages are whole tiles, or rows hold several keys."""
-    return cache.shape[-2] % tile_rows(cache) == 0 or cache.shape[-1] > key.shape[2]
+    is_packed = cache.shape[-1] // key.shape[2] > 1 and cache.shape[-1] % key.shape[2] == 0
+    return cache.shape[-2] % tile_rows(cache) == 0 or is_packed
 
 
 class CacheWriter:
@@ -382,7 +383,7 @@ def reshape_and_cache(
     """Arguments as in the op; the cache is donated, and returned with the tokens in it."""
     if (reason := unsupported(key, kv_cache)) is not None:
         refuse("reshape_and_cache", reason)
-    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, kv_cache)
+    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, (kv_cache, kv_cache))
     if slot_mapping.shape[0] == 0 or kv_cache.size == 0:
         return kv_cache
     if _has_tiles(key, kv_cache):
@@ -407,7 +408,7 @@ def reshape_and_cache_split(
     """Arguments as in the op; the caches are donated, and returned with the tokens in them."""
     if (reason := unsupported(key, k_cache)) is not None:
         refuse("reshape_and_cache.split", reason)
-    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, k_cache)
+    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, (k_cache, v_cache))
     if slot_mapping.shape[0] == 0 or k_cache.size == 0:
         return k_cache, v_cache
     if _has_tiles(key, k_cache):
@@ -417,10 +418,18 @@ def reshape_and_cache_split(
 
 
 def _new_rows(
-    values: tuple[Array, Array], scales: tuple[Array | None, ...], slots: Array, cache: Array
+    values: tuple[Array, Array],
+    scales: tuple[Array | None, ...],
+    slots: Array,
+    caches: tuple[Array, Array],
 ) -> tuple[Array, ...]:
-    """New keys and values in the cache's dtype; rows past the length of `slots` are padding."""
-    return tuple(
-        _store(x[: slots.shape[0]], cache.dtype, scale)
-        for x, scale in zip(values, scales, strict=True)
-    )
+    """New keys and values in the cache's dtype, with zeros where its rows end in numbers of no key;
+    rows past the length of `slots` are padding.
+    """
+    rows = []
+    for x, scale, cache in zip(values, scales, caches, strict=True):
+        stored = _store(x[: slots.shape[0]], cache.dtype, scale)
+        if cache.shape[-1] % x.shape[2]:
+            stored = jnp.pad(stored, ((0, 0), (0, 0), (0, cache.shape[-1] - x.shape[2])))
+        rows.append(stored)
+    return tuple(rows)
