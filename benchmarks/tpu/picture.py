@@ -6,9 +6,9 @@ from typing import Any
 from generations import Generation
 from matplotlib.figure import Figure
 
-CONTENDERS = ("ours", "ours, with the write", "RPA v3", "splash", "seed")
+CONTENDERS = ("ours", "ours, with the write", "RPA v3", "MLA", "splash", "seed")
 COLOURS = dict(
-    zip(CONTENDERS, ("#c2410c", "#fdba74", "#2563eb", "#7c3aed", "#64748b"), strict=True)
+    zip(CONTENDERS, ("#c2410c", "#fdba74", "#2563eb", "#0891b2", "#7c3aed", "#64748b"), strict=True)
 )
 
 
