@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-[ -e .peer/tpu_inference/kernels/mla ] && exit
+[ -e .peer/tpu_inference/kernels/mla/v2 ] && exit
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 "$python" -m pip download --quiet --no-deps --dest "$tmp" tpu-inference==0.32.0
@@ -13,7 +13,7 @@ import sys, zipfile
 wheel, target = sys.argv[1:]
 with zipfile.ZipFile(wheel) as archive:
     for name in archive.namelist():
-        wanted = "ragged_paged_attention/v3/", "mla/v1/"
+        wanted = "ragged_paged_attention/v3/", "mla/v2/"
         if name.startswith(tuple("tpu_inference/kernels/" + folder for folder in wanted)):
             archive.extract(name, target)
 PY

@@ -1,7 +1,8 @@
 """Other people's kernels on our problems: they live in JAX or in .peer/, nothing of them here.
 
 RPA v3 and the MLA kernel (`get_peers.sh`) write the new keys into the cache in the same kernel and
-want a cache of their own layout. The seed design is the kernel it came from, JAX's `paged_attention`.
+want a cache of their own layout. The seed design is the kernel it came from, JAX's
+`paged_attention`.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ def _rpa_v3(batch: Any, blocks: dict[str, tuple[int, ...]]) -> Callable[[Generat
 
 def _find_tpu_inference(generation: Generation) -> None:
     """Make its kernels importable, without the rest of the package."""
-    if not (PEER / "tpu_inference" / "kernels" / "mla").exists():
+    if not (PEER / "tpu_inference" / "kernels" / "mla" / "v2").exists():
         raise Missing("benchmarks/tpu/get_peers.sh brings it")
     if generation.name == "v4":
         raise Missing("refuses TPU v4")
@@ -90,8 +91,9 @@ def _find_tpu_inference(generation: Generation) -> None:
     rest = types.SimpleNamespace(
         init_logger=lambda _name: mock.MagicMock(),
         get_device_name=lambda _number=None: aot.device_kind(generation),
+        MLA_XPOSE_N_TILE_SIZE=128,
     )
-    for module_name in ("logger", "utils"):
+    for module_name in ("logger", "utils", "envs"):
         sys.modules[f"tpu_inference.{module_name}"] = rest  # type: ignore[assignment]
 
 
@@ -100,7 +102,7 @@ def mla(batch: Any, *, width_v: int) -> Callable[[Generation], Any]:
 
     def build(generation: Generation) -> Any:
         _find_tpu_inference(generation)
-        from tpu_inference.kernels.mla.v1 import kernel
+        from tpu_inference.kernels.mla.v2 import kernel
 
         def call(cache: Any, *tensors: Any) -> Any:
             nope, rope, new, new_rope, *tables = tensors
@@ -113,11 +115,8 @@ def mla(batch: Any, *, width_v: int) -> Callable[[Generation], Any]:
 
         # as its own function has it, with the rope's numbers in lanes of their own
         cache = (batch.num_pages, batch.page_size // 2, 2, width_v + 128)
-        shapes = [
-            (batch.tokens, *heads, width)
-            for heads in ((batch.num_heads,), ())
-            for width in (width_v, batch.head_dim - width_v)
-        ]
+        heads, tokens, rope = batch.num_heads, batch.tokens, batch.head_dim - width_v
+        shapes = (heads, tokens, width_v), (tokens, heads, rope), (tokens, width_v), (tokens, rope)
         counts = np.array([batch.sequences] * 3, np.int32)
         return jax.jit(call, donate_argnums=0), (
             ShapeDtypeStruct(cache, jnp.bfloat16),

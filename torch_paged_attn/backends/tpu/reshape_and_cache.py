@@ -24,6 +24,9 @@ from torch_paged_attn.backends.tpu.refusal import refuse
 STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 NUM_BUFFERS = 16
 
+# bytes from one part of a DMA to the next: an int32 in libtpu
+FARTHEST = 2**31
+
 # runs that are being read ahead; a tile's write-back has as many runs of time to end
 AHEAD = NUM_BUFFERS // 2
 
@@ -90,17 +93,20 @@ class CacheWriter:
 
     def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
         """The tiles in this buffer, and where they lie in the caches: of keys and values in one
-        cache both.
+        cache both, unless they lie too far apart for one DMA.
         """
         page_rows = self.caches[0].shape[3]
         tiles_per_page = jnp.int32(page_rows // self.height)
         tile = self.runs.tile[slot]
         first = pl.multiple_of(lax.rem(tile, tiles_per_page) * self.height, self.height)
-        where = slice(None), lax.div(tile, tiles_per_page), slice(None), pl.ds(first, self.height)
-        return [
-            (tiles.at[slot], cache.at[where])
-            for tiles, cache in zip(self.tiles, self.caches, strict=True)
-        ]
+        where = lax.div(tile, tiles_per_page), slice(None), pl.ds(first, self.height)
+        found = []
+        for tiles, cache in zip(self.tiles, self.caches, strict=True):
+            planes = range(cache.shape[0])
+            plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
+            some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
+            found += [(tiles.at[slot, i], cache.at[(i, *where)]) for i in some]
+        return found
 
     def _reads(self, slot: Array, do: str) -> None:
         for tile, stored in self._tiles(slot):
