@@ -118,7 +118,7 @@ class KvLoader(Ring):
         stored = [(self.refs.k_hbm, self.refs.k_buffers, k_done)]
         if self.refs.v_buffers is not None:
             stored.append((self.refs.v_hbm, self.refs.v_buffers, v_done))
-        heads = slice(None)
+        heads: Any = slice(None)
         if self.options.heads_apart > 1:
             heads = pl.ds(self.kv_head(tile), 1)
         return [

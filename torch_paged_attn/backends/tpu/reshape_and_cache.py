@@ -105,7 +105,9 @@ class CacheWriter:
             planes = range(cache.shape[0])
             plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
             some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
-            found += [(tiles.at[slot, i], cache.at[(i, *where)]) for i in some]
+            for which in some:
+                place = which, *where
+                found.append((tiles.at[slot, which], cache.at[place]))
         return found
 
     def _reads(self, slot: Array, do: str) -> None:
