@@ -18,6 +18,9 @@ from workloads import BackwardWorkload, CacheWriteWorkload, sequence_lengths, vi
 
 from torch_paged_attn.testing import Call
 
+# bytes of keys and values that SDPA may repeat for the query heads of a group
+MOST_REPEATED = 2 * 2**30
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
@@ -39,8 +42,17 @@ class Peer(Protocol):
     def prepare(self, call: Call) -> Prepared: ...
 
 
+def queries(call: Call) -> Tensor:
+    """All queries, with the latent ones behind the others."""
+    q, latent = call.args["q"], call.args.get("q_latent")
+    return q if latent is None else torch.cat([q, latent], -1)
+
+
 def keys_and_values(call: Call, b: int, descaled: bool = True) -> tuple[Tensor, Tensor]:
-    """Keys and values of sequence `b`, dense (num_kv_heads, Lk, head_dim), in q's dtype."""
+    """Keys and values of sequence `b`, dense (num_kv_heads, Lk, head_dim), in q's dtype.
+
+    Beside latent queries the values stand behind the keys, too.
+    """
     args, key_len = call.args, sequence_lengths(call)[b][1]
     dense = []
     for name in ("k", "v"):
@@ -54,7 +66,8 @@ def keys_and_values(call: Call, b: int, descaled: bool = True) -> tuple[Tensor, 
         if descaled and descale is not None:
             real = real.float() * descale
         dense.append(real.to(args["q"].dtype).contiguous())
-    return dense[0], dense[1]
+    k, v = dense
+    return (k if args.get("q_latent") is None else torch.cat([k, v], -1)), v
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +90,7 @@ def batches(call: Call) -> list[Batch]:
     for query_len, key_len in dict.fromkeys(lengths):
         members = [b for b, length in enumerate(lengths) if length == (query_len, key_len)]
         rows = torch.stack([torch.arange(query_len) + starts[b] for b in members])
-        q = call.args["q"][rows].transpose(1, 2).contiguous()
+        q = queries(call)[rows].transpose(1, 2).contiguous()
         dense = [keys_and_values(call, b) for b in members]
         k, v = (torch.stack(x) for x in zip(*dense, strict=True))
         causal = call.op == "flash_varlen" and query_len == key_len > 1 and call.args["causal"]
@@ -106,15 +119,21 @@ class Sdpa:
     name = "SDPA"
 
     def unavailable(self, call: Call) -> str | None:
-        return "a dense mask per head: seconds a call" if call.op == "blocksparse" else None
+        if call.op == "blocksparse":
+            return "a dense mask per head: seconds a call"
+        keys = sum(key_len for _, key_len in sequence_lengths(call))
+        row = queries(call).shape[-1] + call.args["v"].shape[-1]
+        repeated = keys * call.args["q"].shape[1] * row * call.args["q"].itemsize
+        too_large = repeated > MOST_REPEATED
+        return "repeats keys for each query head: gigabytes" if too_large else None
 
     def prepare(self, call: Call) -> Prepared:
-        parts = batches(call)
+        parts, scale = batches(call), call.args.get("softmax_scale")
 
         def run() -> list[Tensor]:
             return [
                 scaled_dot_product_attention(
-                    x.q, x.k, x.v, attn_mask=x.mask, is_causal=x.causal, enable_gqa=True
+                    x.q, x.k, x.v, x.mask, is_causal=x.causal, scale=scale, enable_gqa=True
                 )
                 for x in parts
             ]
@@ -191,12 +210,12 @@ class SdpaFolded:
         return "folds decode steps only" if longest > 1 or call.op == "blocksparse" else None
 
     def prepare(self, call: Call) -> Prepared:
-        parts = batches(call)
+        parts, scale = batches(call), call.args.get("softmax_scale")
         folded = [x.q.view(len(x.q), x.k.shape[1], -1, x.q.shape[-1]) for x in parts]
 
         def run() -> list[Tensor]:
             pairs = zip(folded, parts, strict=True)
-            return [scaled_dot_product_attention(q, x.k, x.v) for q, x in pairs]
+            return [scaled_dot_product_attention(q, x.k, x.v, scale=scale) for q, x in pairs]
 
         def out(outs: list[Tensor]) -> Tensor:
             unfolded = [o.reshape(*x.q.shape[:3], -1) for o, x in zip(outs, parts, strict=True)]

@@ -67,6 +67,21 @@ def prefill(length: int, suffix: str, **options) -> Attention:
     )
 
 
+def mla(name: str, num_heads: int, queries: int = 1, latent: bool = False) -> Attention:
+    """DeepSeek's decode: 8 sequences of 4096 keys of 512 + 64 numbers, whose first are the values.
+
+    With `latent`, the 512 and the 64 lie in caches of their own.
+    """
+    name = f"deepseek_mla/{name}_8x4096/{num_heads}_heads"
+    seqs = ((queries, 4096 - queries),) * 8
+    options = dict(dtype=bf16, page_size=64, softmax_scale=192**-0.5)
+    if latent:
+        problem = Problem(name, seqs, num_heads, 1, 64, 512, latent=True, **options)
+    else:
+        problem = Problem(name, seqs, num_heads, 1, 576, 512, cache_layout="mla", **options)
+    return Attention(problem, "matmul")
+
+
 def encoder(name: str, batch: int, length: int, head_dim: int) -> Attention:
     """12 heads in float32: MiniLM (head_dim 32), global layers of ModernBERT (64)."""
     seqs = ((length, 0),) * batch
@@ -103,6 +118,13 @@ BENCHMARKS = {
         decode(8, 8192, "f32"),
         decode(8, 8192, "kv_e4m3", dtype=bf16, kv_dtype=e4m3, descale="scalar"),
         decode(8, 8192, "kv_int8", dtype=bf16, kv_dtype=i8, descale="scalar"),
+        llama("guess_8x4096x4/bf16", ((4, 4092),) * 8, "read", page_size=16, dtype=bf16),
+        mla("decode", 16),
+        mla("decode", 128),
+        mla("guess_4", 16, queries=4),
+        mla("guess_4", 128, queries=4),
+        mla("q_latent", 16, latent=True),
+        mla("q_latent", 128, latent=True),
         prefill(1024, "bf16", dtype=bf16),
         prefill(4096, "bf16", dtype=bf16),
         prefill(1024, "f32"),

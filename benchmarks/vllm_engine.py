@@ -7,7 +7,8 @@ after `make test-vllm`.
 A Llama of random weights in bfloat16, eight prompts of 200 to 2,048 tokens, 24 new tokens each. Two
 engines are up at once and take turns in shuffled order, so that what else the machine does falls on
 both; a turn's prompts are new, and nothing of them is in a prefix cache. The ratio is taken turn by
-turn. Attention is a part of a step: the rest is the same code in both.
+turn: of tokens a second, and of the seconds of processors that an engine took, which what else runs
+here hardly touches. Attention is a part of a step: the rest is the same code in both.
 """
 
 import argparse
@@ -77,6 +78,22 @@ def serve(model: str, backend: str) -> None:
         print("SECONDS", seconds, flush=True)
 
 
+def processor_seconds(root: int) -> float:
+    """Seconds of processors that a process and all its descendants have taken."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(path.parent.name)] = int(fields[1])
+        ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
 class Engine:
     """The process of one engine."""
 
@@ -92,12 +109,20 @@ class Engine:
                 return line.removeprefix(word).strip()
         raise SystemExit(f"an engine ended: {self.process.args}")
 
-    def turn(self, seed: int) -> float:
-        """Tokens a second."""
+    def turn(self, seed: int) -> tuple[float, float]:
+        """Tokens a second, and for each second of a processor."""
+        before = processor_seconds(self.process.pid)
         self.process.stdin.write(f"{seed}\n")
         self.process.stdin.flush()
         tokens = sum(LENGTHS) + len(LENGTHS) * NEW_TOKENS
-        return tokens / float(self.answer("SECONDS"))
+        rate = tokens / float(self.answer("SECONDS"))
+        return rate, tokens / (processor_seconds(self.process.pid) - before)
+
+
+def spread(numbers: list[float], form: str) -> str:
+    """Their median, and the quarters in the middle."""
+    low, middle, high = statistics.quantiles(numbers, n=4)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
@@ -119,16 +144,16 @@ def main() -> None:
                 rate = engines[backend].turn(turn)
                 if turn >= 0:
                     found[backend].append(rate)
-            print(turn, {b: round(x[-1]) for b, x in found.items() if x}, flush=True)
+            print(turn, {b: [*map(round, x[-1])] for b, x in found.items() if x}, flush=True)
         for engine in engines.values():
             engine.process.stdin.close()
             engine.process.wait()
-    for backend, name in names.items():
-        rates = found[backend]
-        spread = f"{min(rates):.0f} to {max(rates):.0f}"
-        print(f"{name}: {statistics.median(rates):.0f} tokens/s ({spread})")
-    ratios = [a / b for a, b in zip(found["CUSTOM"], found["stock"], strict=True)]
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    for i, unit in enumerate(("tokens/s", "tokens a second of a processor")):
+        of = {backend: [turn[i] for turn in turns] for backend, turns in found.items()}
+        for backend, name in names.items():
+            print(f"{name}: {spread(of[backend], '.0f')} {unit}")
+        ratios = [a / b for a, b in zip(of["CUSTOM"], of["stock"], strict=True)]
+        print(f"ratio {spread(ratios, '.2f')}")
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if asked.json:
         asked.json.write_text(json.dumps({"tokens_per_second": found, "load": os.getloadavg()}))

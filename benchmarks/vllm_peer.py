@@ -10,7 +10,7 @@ import itertools
 from pathlib import Path
 
 import torch
-from baselines import Prepared, keys_and_values
+from baselines import Prepared, keys_and_values, queries
 from torch import Tensor
 from workloads import CacheWriteWorkload, sequence_lengths
 
@@ -79,6 +79,8 @@ class Vllm:
             return "called for causal attention only"
         if call.args["q"].shape[-1] % 32:
             return "head_dim must be a multiple of 32"
+        if call.args["q"].shape[-1] != call.args["v"].shape[-1]:
+            return "keys and values are of one size"
         if self.page_size % 32 and call.args["k"].dtype in FLOAT8:
             return "float8 caches need pages of 32 and more"
         return "no int8 cache" if call.args["k"].dtype == torch.int8 else None
@@ -101,9 +103,21 @@ class Vllm:
         @functools.cache
         def plan(_threads: int) -> Tensor:
             heads = (len(lengths), num_heads, num_kv_heads, dim)
-            return torch.ops._C.get_scheduler_metadata(
-                *heads, seq_lens, q.dtype, bounds, True, -1, caches.isa, True, None, caches.kind
+            make = torch.ops._C.get_scheduler_metadata
+            options = (
+                *heads,
+                seq_lens,
+                q.dtype,
+                bounds,
+                True,
+                -1,
+                caches.isa,
+                True,
+                None,
+                caches.kind,
             )
+            # before 0.25 plans do not depend on the cache's dtype
+            return make(*options[: len(make.default._schema.arguments)])
 
         def run() -> None:
             torch.ops._C.cpu_attention_with_kv_cache(
@@ -126,14 +140,16 @@ class Sglang:
             return "no block-sparse attention"
         if not call.args["causal"]:
             return "called for causal attention only"
+        if not hasattr(torch.ops._C, "decode_attention_cpu"):
+            return "not in this version of vLLM's library"
         dtypes = (torch.bfloat16, torch.float16)
         if call.args["q"].dtype not in dtypes or call.args["k"].dtype not in dtypes:
             return "bfloat16 and float16 only"
         return None
 
     def prepare(self, call: Call) -> Prepared:
-        q, lengths = call.args["q"], sequence_lengths(call)
-        out = torch.empty_like(q)
+        q, v, lengths = queries(call), call.args["v"], sequence_lengths(call)
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
         slots = token_slots(call, call.args["k"].shape[2] if "block_table" in call.args else 16)
         used = 1 + max(int(where.max()) for where in slots)
         dense = [keys_and_values(call, b) for b in range(len(lengths))]
@@ -143,9 +159,15 @@ class Sglang:
             for where, part in zip(slots, parts, strict=True):
                 buffer[where] = part.transpose(0, 1)
             buffers.append(buffer)
+        scale = call.args.get("softmax_scale") or q.shape[-1] ** -0.5
+        if is_latent(call):  # as vLLM's AMX_MLA calls it: values are the first of the keys
+            width = v.shape[-1]
+            if call.args.get("q_latent") is not None:
+                q, buffers[0] = q.roll(width, -1), buffers[0].roll(width, -1)
+            buffers[1] = buffers[0][..., :width]
         query_lens, seq_lens = (torch.tensor(x) for x in zip(*lengths, strict=True))
         where, pool = padded(slots), torch.arange(len(lengths))
-        options = (q.shape[-1] ** -0.5, 0.0, False, -1, None, None)
+        options = (scale, 0.0, False, -1, None, None)
 
         if int(query_lens.max()) == 1:
             partial = torch.empty(len(lengths), q.shape[1], 8, out.shape[-1] + 1)
@@ -161,6 +183,45 @@ class Sglang:
         lens = (seq_lens, query_lens.int(), starts, longest)
         args = (q, *new, out, *buffers, where, pool, *lens, *options)
         return Prepared(lambda: torch.ops._C.extend_attention_cpu(*args), lambda _: out)
+
+
+def is_latent(call: Call) -> bool:
+    """Whether values are (part of) the keys: DeepSeek's latent attention."""
+    k, v = call.args["k"], call.args["v"]
+    return call.args.get("q_latent") is not None or k.data_ptr() == v.data_ptr()
+
+
+class VllmMla:
+    """`mla_decode_kvcache`, vLLM's CPU_MLA, with its pages of 16."""
+
+    name = "vLLM MLA"
+    page_size = 16
+
+    def unavailable(self, call: Call) -> str | None:
+        if reason := missing():
+            return reason
+        if not is_latent(call):
+            return "latent attention only"
+        longest = max(query_len for query_len, _ in sequence_lengths(call))
+        return "one query a sequence" if longest > 1 else None
+
+    def prepare(self, call: Call) -> Prepared:
+        width = call.args["v"].shape[-1]
+        q, lengths, slots = queries(call), sequence_lengths(call), token_slots(call, self.page_size)
+        num_pages = sum(-(-key_len // self.page_size) for _, key_len in lengths)
+        cache = q.new_zeros(num_pages * self.page_size, q.shape[-1])
+        split = call.args.get("q_latent") is not None
+        for b, where in enumerate(slots):
+            dense = keys_and_values(call, b)[0][0]
+            cache[where] = dense.roll(width, -1) if split else dense  # latents come first
+        cache = cache.view(num_pages, self.page_size, -1)
+        q = q.roll(width, -1) if split else q
+        table = padded([where[:: self.page_size] // self.page_size for where in slots])
+        seq_lens = torch.tensor([key_len for _, key_len in lengths], dtype=torch.int32)
+        scale = call.args.get("softmax_scale") or q.shape[-1] ** -0.5
+        out = q.new_empty(*q.shape[:2], width)
+        args = (out, q, cache, scale, table, seq_lens)
+        return Prepared(lambda: torch.ops._C.mla_decode_kvcache(*args), lambda _: out)
 
 
 class VllmWrite:
@@ -180,4 +241,4 @@ class VllmWrite:
         return Prepared(lambda: caches.write(work.key, work.value, next(slots)), lambda _: None)
 
 
-VLLM_PEERS = (Vllm(128), Vllm(16), Sglang())
+VLLM_PEERS = (Vllm(128), Vllm(16), VllmMla(), Sglang())

@@ -42,7 +42,8 @@ class AttentionWorkload:
         row_bytes = (k.shape[-1] * k.itemsize + v.shape[-1] * v.itemsize) * problem.num_kv_heads
         self.kv_bytes = sum(problem.key_lens) * row_bytes
         pairs = sum(visible_pairs(self.call, b) for b in range(len(self.lengths)))
-        flops = 2.0 * pairs * (q.shape[-1] + v.shape[-1])
+        latent = v.shape[-1] if benchmark.problem.latent else 0
+        flops = 2.0 * pairs * (q.shape[-1] + latent + v.shape[-1])
         self.work = {"read": float(self.kv_bytes), "matmul": flops, "call": 1.0}[self.bound]
         self.spans = list(self._spans())
 

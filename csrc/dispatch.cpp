@@ -34,7 +34,7 @@ struct InstructionSet {
 };
 
 // All work by one table.
-Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k}; }
+Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k}; }
 
 // setup.py defines PAGED_ATTN_WITHOUT_<name> for what the compiler refused.
 [[maybe_unused]] std::string not_built(const char* name) {
@@ -154,14 +154,18 @@ std::vector<InstructionSet> find_instruction_sets() {
 #if !defined(PAGED_ATTN_WITHOUT_avx512)
   if (has_pairs && !pairs_pay()) {
     std::swap(sets[sets.size() - 1], sets[sets.size() - 2]);
-    amx = only(kernels_avx512);
+    // where converting keys takes longer than multiplying them, pairs pay still
+    Engines& avx512 = sets.back().engines;
+    avx512.one_row = avx512.int8_rows = avx512.float8_rows = &kernels_avx512bf16;
+    amx = avx512;
   }
 #endif
   amx.name = "amx";
 #if defined(PAGED_ATTN_WITHOUT_amx)
   sets.push_back({amx, not_built("amx")});
 #else
-  amx.few_rows = amx.tiles = amx.backward = &kernels_amx;
+  // int8 stays with products of 16 bits: tiles would look it up as bfloat16
+  amx.few_rows = amx.float8_rows = amx.tiles = amx.backward = &kernels_amx;
   sets.push_back({amx, has_pairs ? missing_amx() : absent});
 #endif
 #endif

@@ -7,7 +7,9 @@ Engines engines;
 
 const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
   if (!multiply_as_pairs(a.q_dtype, a.kv_dtype)) return *engines.rest;
-  return rows <= 2 && bytes_of(a.kv_dtype) == 2 ? *engines.one_row : *engines.few_rows;
+  if (a.kv_dtype == DType::int8) return *engines.int8_rows;
+  if (a.kv_dtype != DType::bfloat16) return *engines.float8_rows;
+  return rows <= 2 ? *engines.one_row : *engines.few_rows;
 }
 
 const Kernels& engine_of_tiles(const Attention& a) {
@@ -19,6 +21,8 @@ const Kernels& engine_of_backward(const Backward& b) {
   const Attention& a = b.forward;
   return multiply_as_pairs(a.q_dtype, a.kv_dtype) ? *engines.backward : *engines.rest;
 }
+
+int64_t tile_rows(const Attention& a) { return engine_of_tiles(a).tile_rows(a); }
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   int64_t floats = 0;
@@ -35,7 +39,7 @@ int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, i
 }
 
 void attend(const Attention& a, const Task& task, float* workspace) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const Kernels& engine = task.few_rows ? engine_of_rows(a, rows) : engine_of_tiles(a);
   engine.attend(a, task, workspace);
 }
@@ -53,6 +57,7 @@ const Kernels& combine(const Engines& set) {
   engines = set;
   table = *set.rest;
   table.name = set.name;
+  table.tile_rows = tile_rows;
   table.workspace_floats = workspace_floats;
   table.attend = attend;
   table.backward_floats = backward_floats;

@@ -9,9 +9,11 @@ namespace paged_attn {
 // work; everything else is done by `rest`.
 struct Engines {
   const char* name;
-  const Kernels* one_row;   // one or two query rows of 16-bit keys: decode without groups
-  const Kernels* few_rows;  // the rest of decode
-  const Kernels* tiles;     // prefill
+  const Kernels* one_row;      // one or two query rows of bfloat16 keys: decode without groups
+  const Kernels* few_rows;     // the rest of decode with bfloat16 keys
+  const Kernels* int8_rows;    // decode with int8 keys
+  const Kernels* float8_rows;  // decode with float8 keys
+  const Kernels* tiles;        // prefill
   const Kernels* backward;
   const Kernels* rest;
 };

@@ -9,6 +9,7 @@
 #define PAGED_ATTN_KERNELS(isa)                                                       \
   const paged_attn::Kernels paged_attn::kernels_##isa = {                             \
       #isa,                                                                           \
+      tile_rows,                                                                      \
       workspace_floats,                                                               \
       attend,                                                                         \
       merge_splits,                                                                   \

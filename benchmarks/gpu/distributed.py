@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -48,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 SCHEMES = (all_gather_attention, ring_attention, ulysses_attention)
 COMBINES = ("all_to_all", "all_gather", "reduce_scatter")
-ROUNDS = 5
+ROUNDS = 9
 
 
 class Machine:
@@ -94,13 +95,15 @@ class Machine:
         return start.elapsed_time(stop) / 1e3 / calls
 
     def times(self, calls: dict[str, Callable[[], Any]], number: int) -> dict[str, float]:
-        """The slowest rank's seconds of each, taking turns."""
+        """The slowest rank's seconds of each, taking turns in drawn orders: who comes after a call
+        that heats the chip finds it slower."""
         for call in calls.values():
             call()
             call()
         found: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(1 if self.dry else ROUNDS):
-            for name, call in calls.items():
+        for number_of_round in range(1 if self.dry else ROUNDS):
+            for name in random.Random(number_of_round).sample(list(calls), len(calls)):
+                call = calls[name]
                 dist.barrier()
                 call()  # ranks come here one after the other
                 found[name].append(self.slowest(self.seconds(call, number)))
@@ -347,11 +350,15 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
             calls[name] = functools.partial(scheme, *own, shards, causal=True)
             found = shards.unshard(calls[name]()[0])
             off[name] = float((found.float() - wanted.float()).abs().max())
+        if memory is not None:
+            check_graph(m, calls[ways[1][0]])
         placement = exchange_of(shards, {"causal": True}).placement
         if placement is None or memory is None:
             continue
-        calls[f"  its exchange {cut}"] = functools.partial(placement.fetch, *own[1:], None)
-        calls[f"  ... shared memory {cut}"] = functools.partial(placement.fetch, *own[1:], memory)
+        calls[f"  its exchange {cut}"] = functools.partial(placement.fetch, *own[1:])
+        calls[f"  ... shared memory {cut}"] = functools.partial(
+            bring, memory, placement, *own[1:], heads
+        )
         calls[f"  its attention {cut}"] = attention_alone(own, shards)
     seconds = m.times(calls, 5)
     pairs = sum(n * (n + 1) / 2 for n in lengths)
@@ -369,11 +376,34 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
     return found
 
 
+def bring(memory: SharedKeys, *args: Any) -> None:
+    """Bring keys, and wait for them."""
+    for part in memory.bring(*args):
+        torch.cuda.current_stream().wait_stream(part.stream)
+
+
+def check_graph(m: Machine, call: Callable[[], Any]) -> None:
+    """Raise unless replays of a captured call have its bits."""
+    kept: list[Tensor] = []
+
+    def keep() -> None:
+        kept[:] = call()
+
+    keep()
+    wanted = list(kept)
+    replay = m.captured(keep)
+    for _ in range(3):
+        kept[0].zero_()
+        replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, kept, wanted)), "other bits in a graph"
+
+
 def attention_alone(own: list[Tensor], shards: Shards) -> Callable[[], Any]:
     """A rank's call, its keys fetched before."""
     exchange = exchange_of(shards, {"causal": True})
     assert exchange.placement is not None
-    k, v = exchange.placement.fetch(*own[1:], None)
+    k, v = exchange.placement.fetch(*own[1:])
     start = exchange.placement.k_start
     return functools.partial(
         tpa.flash_varlen, own[0], k, v, **exchange.lengths, k_start=start, causal=True

@@ -143,4 +143,20 @@ struct MergeTask {
   int64_t partial, partial_stride;
 };
 
+// Rows of a group in a task or a merge: its query tokens under the group's heads.
+template <class Piece>
+PAGED_ATTN_INLINE int64_t rows_of(const Attention& a, const Piece& piece) {
+  return (piece.token_end - piece.token_begin) * a.group_size;
+}
+template <class Piece>
+PAGED_ATTN_INLINE int64_t token_of(const Attention& a, const Piece& piece, int64_t row) {
+  return piece.token_begin + row / a.group_size;
+}
+PAGED_ATTN_INLINE int64_t head_of(const Attention& a, int64_t group, int64_t row) {
+  return group * a.group_size + row % a.group_size;
+}
+PAGED_ATTN_INLINE int64_t kv_head_of(const Attention& a, int64_t group) {
+  return group * a.num_kv_heads / a.num_groups;
+}
+
 }  // namespace paged_attn

@@ -16,6 +16,11 @@ constexpr int MAX_COLUMNS = 128;  // of a block that the forward walks over
 constexpr int MOST_COLUMNS = 256;  // that a block has room for: a key tile of the backward's
 constexpr int CACHE_LINE = 64;
 
+// Floats of one row in a partial result: the accumulator, m, l.
+PAGED_ATTN_INLINE int64_t partial_row_floats(const Attention& a) {
+  return round_up(a.head_dim_v, ALIGN) + 2;
+}
+
 struct Segment {
   int64_t key;  // of the first column
   int begin, end;

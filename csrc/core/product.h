@@ -18,6 +18,30 @@ struct FloatSums {
   static PAGED_ATTN_INLINE F add_up(F sum, F, float) { return sum; }
 };
 
+template <class A, class B>
+constexpr bool SAME = false;
+template <class A>
+constexpr bool SAME<A, A> = true;
+
+// What the engines ask of a Product, said when it is not so. Besides: `accepts<T>`, `load_operands`
+// of W operands or fewer, `interleave`, `narrow`, `exp2_for_operand`, and the Product that reads its
+// `Queries`.
+template <class Product>
+constexpr bool is_product() {
+  typedef typename Product::Sum Sum;
+  static_assert(Product::DEPTH == 1 || Product::DEPTH == 2, "an operand is as large as a float");
+  static_assert(Product::GRAIN > 0 && (Product::GRAIN & (Product::GRAIN - 1)) == 0,
+                "depths are rounded up to a power of two of operands");
+  static_assert(Product::PANEL % W == 0, "a panel is whole vectors");
+  static_assert(Product::ROWS > 0, "a tile has rows");
+  static_assert(SAME<decltype(Product::multiply_add(F{}, F{}, Sum{})), Sum> &&
+                    SAME<decltype(Product::begin(F{})), Sum> &&
+                    SAME<decltype(Product::dots(Sum{}, nullptr)), F> &&
+                    SAME<decltype(Product::add_up(Sum{}, F{}, 1.f)), F>,
+                "sums begin with floats and end as floats");
+  return true;
+}
+
 // Any dtypes: float32, one number an operand.
 struct FloatProduct : FloatSums {
   typedef FloatProduct Queries;

@@ -159,10 +159,19 @@ struct AmxWork {
 
   int left() const { return (panels + 1) / 2 * ((rows + 1) / 2) * steps; }
 
-  // One step of a square. Needs panels > 0; returns whether work is left.
-  PAGED_ATTN_INLINE void take() {
+  // One step of a square. Needs panels > 0.
+  PAGED_ATTN_INLINE void take() { take_steps<1>(panels > 1, rows - row > 1); }
+
+  // Two steps of a whole square are code without a branch.
+  PAGED_ATTN_INLINE bool has_two() const {
+    return panels > 1 && rows - row > 1 && steps - step > 1;
+  }
+  PAGED_ATTN_INLINE void take_two() { take_steps<2>(true, true); }
+
+ private:
+  template <int STEPS>
+  PAGED_ATTN_INLINE void take_steps(bool wide, bool tall) {
     constexpr int64_t BYTES = sizeof(float), PANEL = AmxProduct::PANEL;
-    const bool wide = panels > 1, tall = rows - row > 1;
     float *top = c + row * W * stride_c, *low = top + W * stride_c;
     if (step == 0) {
       if (add) {
@@ -177,20 +186,23 @@ struct AmxWork {
         _tile_zero(3);
       }
     }
-    const float *left = a + row * W * stride_a + step * W, *columns = b + step * W * PANEL;
-    PAGED_ATTN_LOAD_TILE(4, left, stride_a * BYTES);
-    PAGED_ATTN_LOAD_TILE(6, columns, PANEL * BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    if (tall) {
-      PAGED_ATTN_LOAD_TILE(5, left + W * stride_a, stride_a * BYTES);
-      _tile_dpbf16ps(2, 5, 6);
+#pragma GCC unroll 2
+    for (int i = step; i < step + STEPS; ++i) {
+      const float *left = a + row * W * stride_a + i * W, *columns = b + i * W * PANEL;
+      PAGED_ATTN_LOAD_TILE(4, left, stride_a * BYTES);
+      PAGED_ATTN_LOAD_TILE(6, columns, PANEL * BYTES);
+      _tile_dpbf16ps(0, 4, 6);
+      if (tall) {
+        PAGED_ATTN_LOAD_TILE(5, left + W * stride_a, stride_a * BYTES);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if (wide) {
+        PAGED_ATTN_LOAD_TILE(7, columns + W, PANEL * BYTES);
+        _tile_dpbf16ps(1, 4, 7);
+        if (tall) _tile_dpbf16ps(3, 5, 7);
+      }
     }
-    if (wide) {
-      PAGED_ATTN_LOAD_TILE(7, columns + W, PANEL * BYTES);
-      _tile_dpbf16ps(1, 4, 7);
-      if (tall) _tile_dpbf16ps(3, 5, 7);
-    }
-    if (++step < steps) return;
+    if ((step += STEPS) < steps) return;
     _tile_stored(0, top, stride_c * BYTES);
     if (wide) _tile_stored(1, top + W, stride_c * BYTES);
     if (tall) _tile_stored(2, low, stride_c * BYTES);

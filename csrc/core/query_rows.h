@@ -2,6 +2,7 @@
 // r / group_size under the group's head r % group_size.
 #pragma once
 
+#include "key_loop.h"
 #include "online_softmax.h"
 #include "product.h"
 
@@ -40,12 +41,11 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
   const int64_t stride_head = is_latent ? a.latent_stride_head : a.q_stride_head;
   const int64_t head_dim = is_latent ? a.head_dim_v : a.head_dim;
   constexpr int STEP = W * Product::DEPTH;
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   with_type(a.q_dtype, [&](auto tag) __attribute__((always_inline)) {
     typedef typename decltype(tag)::type T;
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t token = s.q_start + task.token_begin + r / a.group_size;
-      const int64_t head = group * a.group_size + r % a.group_size;
+      const int64_t token = s.q_start + token_of(a, task, r), head = head_of(a, group, r);
       const T* from = (const T*)data + token * stride_token + head * stride_head;
       if constexpr (Product::template accepts<T>)
         for (int64_t d = 0; d < head_dim; d += STEP) {
@@ -59,20 +59,14 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
   });
 }
 
-// Floats of one row in a partial result: the accumulator, m, l.
-PAGED_ATTN_INLINE int64_t partial_row_floats(const Attention& a) {
-  return round_up(a.head_dim_v, ALIGN) + 2;
-}
-
 // Row r of a group is final, or waits for the sequence's other splits.
 PAGED_ATTN_APART void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                              int64_t group, int64_t r, const float* acc, float m, float l) {
   if (task.partial < 0) {
-    write_row(a, s, task.token_begin + r / a.group_size, group * a.group_size + r % a.group_size,
-              acc, m, l);
+    write_row(a, s, token_of(a, task, r), head_of(a, group, r), acc, m, l);
     return;
   }
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const int64_t floats = partial_row_floats(a);
   float* to = a.partials + task.partial + ((group - task.group_begin) * rows + r) * floats;
   memcpy(to, acc, a.head_dim_v * sizeof(float));

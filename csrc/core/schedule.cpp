@@ -9,9 +9,9 @@ namespace paged_attn {
 namespace {
 
 constexpr int64_t FEW_ROWS = 16;  // a group's rows that are better served without packing keys
-constexpr int64_t TILE_FLOATS = 196608;  // of queries, accumulators and scores: well inside L2
 constexpr int64_t FULL_ROWS = 48;        // multiples of it fill the register tiles of every ISA
 constexpr int64_t MANY_TILES = 8;        // that a long sequence is cut into, for threads to share
+constexpr int64_t PACKED_ROWS = 256;     // fewer do not pay for packing the keys, threads or not
 constexpr int64_t SPLIT_ROWS = 512;  // rows of a sequence above which tiles alone keep threads busy
 constexpr int64_t MAX_SPLITS = 32;
 
@@ -21,13 +21,11 @@ int64_t power_of_two_below(int64_t x) {
   return p;
 }
 
-// The more rows a tile has, the more of them a packed block of keys serves.
-int64_t tile_tokens(const Attention& a, const Sequence& s) {
-  const int64_t rows = TILE_FLOATS / (a.head_dim + a.head_dim_v + 64);
-  int64_t limit = std::max<int64_t>(64, s.q_len / MANY_TILES);
+int64_t tile_tokens(const Attention& a, const Sequence& s, int64_t rows) {
+  const int64_t fewest = std::max<int64_t>(64, PACKED_ROWS / a.group_size);
+  int64_t limit = std::max(fewest, s.q_len / MANY_TILES);
   if (a.layout.crow) limit = std::min(limit, a.layout.q_block_size);
-  const int64_t tokens =
-      std::clamp<int64_t>(std::clamp<int64_t>(rows, 16, 512) / a.group_size, 1, limit);
+  const int64_t tokens = std::clamp<int64_t>(rows / a.group_size, 1, limit);
   if (a.layout.crow) return power_of_two_below(tokens);
   const int64_t step = FULL_ROWS / std::gcd(FULL_ROWS, a.group_size);
   return tokens < step ? tokens : (tokens + step / 2) / step * step;
@@ -74,11 +72,11 @@ Splits split_keys(const Attention& a, const Sequence& s, const Task& task) {
 
 // Adds the tasks of one tile under groups [task.group_begin, task.group_end).
 void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const Splits splits = split_keys(a, s, task);
   const int64_t count = splits.count(), groups = task.group_end - task.group_begin;
   const int64_t unit = a.layout.crow ? a.layout.k_block_size : 1;
-  const int64_t stride = groups * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+  const int64_t stride = groups * rows * partial_row_floats(a);
   if (count > 1) {
     plan.merges.push_back({task.sequence, task.token_begin, task.token_end, task.group_begin,
                            task.group_end, int32_t(count), plan.partial_floats, stride});
@@ -98,10 +96,10 @@ void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
   }
 }
 
-void add_sequence(const Attention& a, const Sequence& s, Plan& plan) {
+void add_sequence(const Attention& a, const Sequence& s, int64_t most_rows, Plan& plan) {
   // a bias hides keys, and a layout lists them, per head
   const bool shared = a.bias == nullptr && (a.layout.crow == nullptr || a.layout.num_heads == 1);
-  const int64_t tokens = tile_tokens(a, s);
+  const int64_t tokens = tile_tokens(a, s, most_rows);
   for (int64_t token = 0, end; token < s.q_len; token = end) {
     end = tile_end(a, s, token, tokens);
     const int64_t rows = (end - token) * a.group_size;
@@ -126,10 +124,10 @@ void add_sequence(const Attention& a, const Sequence& s, Plan& plan) {
 template <class T>
 T cut_heads(const Attention& a, const T& whole, int64_t step, int64_t i) {
   T piece = whole;
-  const int64_t rows = (whole.token_end - whole.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, whole);
   piece.group_begin = int32_t(whole.group_begin + i * step);
   piece.group_end = int32_t(std::min<int64_t>(piece.group_begin + step, whole.group_end));
-  if (whole.partial >= 0) piece.partial += i * step * rows * (round_up(a.head_dim_v, ALIGN) + 2);
+  if (whole.partial >= 0) piece.partial += i * step * rows * partial_row_floats(a);
   return piece;
 }
 
@@ -163,11 +161,11 @@ void spread_heads(const Attention& a, int64_t threads, Plan& plan) {
 
 }  // namespace
 
-void make_plan(const Attention& a, int64_t threads, Plan& plan) {
+void make_plan(const Attention& a, int64_t most_rows, int64_t threads, Plan& plan) {
   plan.tasks.clear();
   plan.merges.clear();
   plan.partial_floats = plan.few_rows = plan.few_groups = plan.tile_rows = plan.cost = 0;
-  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), plan);
+  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), most_rows, plan);
   for (const Task& task : plan.tasks) plan.cost += task.cost;
   if (threads == 1 || plan.cost < WORTH_SHARING) return;
   spread_heads(a, threads, plan);

@@ -1,7 +1,7 @@
 // Cuts one attention call into tasks.
 //
-// Tiles and splits follow from a sequence's own lengths and the call's static shapes alone, never
-// from threads, batch or hints: what a sequence computes, and in which order, is the same in any
+// Tiles and splits follow from a sequence's own lengths, the call's static shapes and the instruction
+// set alone, never from threads, batch or hints: what a sequence computes, and in which order, is the same in any
 // company. Only how many heads share a task depends on the machine, and no result depends on that.
 #pragma once
 
@@ -22,6 +22,7 @@ struct Plan {
   int64_t cost;                             // of all tasks, in multiply-adds
 };
 
-void make_plan(const Attention&, int64_t threads, Plan&);
+// Tiles have about `most_rows` query rows at most: what the engine that serves them wants.
+void make_plan(const Attention&, int64_t most_rows, int64_t threads, Plan&);
 
 }  // namespace paged_attn

@@ -20,6 +20,9 @@ class DenormalsAreZero {
   const unsigned before_ = _mm_getcsr();
 };
 
+// Its processors have second-level caches of 2 MiB.
+int64_t tile_rows(const Attention& a) { return rows_in_cache(a, 1024); }
+
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   const int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
   const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats : 0;
@@ -36,7 +39,7 @@ bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, flo
 }
 
 void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* workspace) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const int64_t wanted = register_rows(rows);
   const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
                     : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)
@@ -80,6 +83,7 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
 // What multiplies pairs; engines.cpp sends all else to another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
     "amx",
+    tile_rows,
     workspace_floats,
     attend,
     nullptr,  // merge_splits

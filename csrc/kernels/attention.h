@@ -34,7 +34,7 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
                                 float* workspace) {
   if (attend_rows<FixedProduct>(a, s, task, workspace)) return;
   const int32_t end = task.group_end;
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const bool alone = end - task.group_begin == 1;
   for (; task.group_begin < end; ++task.group_begin) {
     task.group_end = task.group_begin + 1;
@@ -45,6 +45,10 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
 }
 
 #endif
+
+// The more rows a tile has, the more of them a packed block of keys serves: as many as leave a
+// second-level cache of 1 MiB room for the keys.
+int64_t tile_rows(const Attention& a) { return rows_in_cache(a, 512); }
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   return with_product(a, [&](auto product) __attribute__((always_inline)) {
@@ -78,7 +82,7 @@ void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* 
   const int64_t heads = (task.group_end - task.group_begin) * a.group_size;
   const int64_t rows = (task.token_end - task.token_begin) * heads;
   const int64_t floats = partial_row_floats(a), width = round_up(a.head_dim_v, W);
-  const int64_t group_rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t group_rows = rows_of(a, task);
   for (int64_t r = 0; r < rows; ++r) {
     const float* part = a.partials + task.partial + r * floats;
     float m = -INFINITY, l = 0;
@@ -97,8 +101,7 @@ void merge_splits(const Attention& a, const paged_attn::MergeTask& task, float* 
         store(acc + d, fma(load(from + d), set1(weight), load(acc + d)));
     }
     const int64_t group = task.group_begin + r / group_rows, in_group = r % group_rows;
-    write_row(a, s, task.token_begin + in_group / a.group_size,
-              group * a.group_size + in_group % a.group_size, acc, m, l);
+    write_row(a, s, token_of(a, task, in_group), head_of(a, group, in_group), acc, m, l);
   }
 }
 

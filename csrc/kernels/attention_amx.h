@@ -15,6 +15,11 @@ namespace {
 // By how much, in powers of two, a row's maximum may exceed what its sums are relative to.
 constexpr float HEADROOM = 8.f;
 
+// From one row to the next. Rows a power of two apart would share a few sets of the first-level
+// cache, and a tile is a line of each of sixteen.
+constexpr int64_t PADDING = W;
+constexpr int SCORES = MAX_COLUMNS + int(PADDING);
+
 struct AmxWorkspace {
   int64_t rows, stride_q, stride_acc;
   float *q, *acc, *m, *l, *keys, *values, *scores;
@@ -25,15 +30,15 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
   AmxWorkspace w;
   Workspace space(memory);
   w.rows = round_up(rows, AmxProduct::ROWS);
-  w.stride_q = key_depth<AmxProduct>(a);
-  w.stride_acc = round_up(a.head_dim_v, W);
+  w.stride_q = key_depth<AmxProduct>(a) + PADDING;
+  w.stride_acc = round_up(a.head_dim_v, W) + PADDING;
   w.q = space.take(w.rows * w.stride_q);
   w.acc = space.take(w.rows * w.stride_acc);
   w.m = space.take(w.rows);
   w.l = space.take(w.rows * W);  // a vector of sums a row
   w.keys = space.take(key_depth<AmxProduct>(a) * MAX_COLUMNS);
   w.values = space.take(round_up(a.head_dim_v, 2 * W) * (MAX_COLUMNS / AmxProduct::DEPTH));
-  w.scores = space.take(2 * AmxProduct::ROWS * MAX_COLUMNS);
+  w.scores = space.take(2 * AmxProduct::ROWS * SCORES);
   w.floats = space.floats();
   return w;
 }
@@ -50,16 +55,19 @@ struct AmxQueue {
     pace = (left + beats - 1) / beats;
   }
   PAGED_ATTN_INLINE void beat() {
-    for (int i = 0; i < pace && next < 2; ++i) step();
+    for (int i = 0; i < pace && next < 2; ++i) {
+      AmxWork& current = work[next];
+      if (i + 1 < pace && current.has_two()) {
+        current.take_two();
+        ++i;
+      } else {
+        current.take();
+      }
+      next += current.panels <= 0;
+    }
   }
   PAGED_ATTN_INLINE void finish() {
-    while (next < 2) step();
-  }
-
- private:
-  PAGED_ATTN_INLINE void step() {
-    work[next].take();
-    next += work[next].panels <= 0;
+    for (; next < 2; next += work[next].panels <= 0) work[next].take();
   }
 };
 
@@ -74,7 +82,7 @@ PAGED_ATTN_APART void raise_references(const F* top, float scale, float* m, floa
     if (m[r] != -INFINITY) {
       const F rescale = set1(exp2(m[r] - m_new));
       store(l + r * W, load(l + r * W) * rescale);
-      for (int64_t d = 0; d < stride_acc; d += W) {
+      for (int64_t d = 0; d < stride_acc - PADDING; d += W) {
         float* to = acc + r * stride_acc + d;
         store(to, load(to) * rescale);
       }
@@ -95,7 +103,7 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
   for (int r = 0; r < ROWS; ++r) top[r] = set1(-INFINITY);
   for (int c = begin; c < end; c += W)
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * MAX_COLUMNS + c));
+    for (int r = 0; r < ROWS; ++r) top[r] = max(top[r], load(scores + r * SCORES + c));
   __mmask16 grown = 0;
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r)
@@ -116,11 +124,11 @@ PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, 
 #pragma GCC unroll 2
       for (int i = 0; i < DEPTH; ++i) {
         if (i > 0 && c + i * W >= end) continue;
-        const F x = load(scores + r * MAX_COLUMNS + c + i * W);
+        const F x = load(scores + r * SCORES + c + i * W);
         p[i] = Product::exp2_for_operand(fma(x, set1(scale), set1(-shift[r])));
         sum[r] += p[i];
       }
-      store(scores + r * MAX_COLUMNS + c / DEPTH, Product::narrow(p));
+      store(scores + r * SCORES + c / DEPTH, Product::narrow(p));
     }
   }
 #pragma GCC unroll 8
@@ -139,9 +147,9 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
                                   const paged_attn::Task& task, const KeyBlock& block,
                                   const KeyBlock& next, const AmxWorkspace& w) {
   constexpr int ROWS = AmxProduct::ROWS, TOGETHER = 8, STEP = W * AmxProduct::DEPTH;
-  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
-  const int64_t depth = w.stride_q;
+  const int64_t kv_head = kv_head_of(a, task.group_begin);
+  const int64_t rows = rows_of(a, task);
+  const int64_t depth = key_depth<AmxProduct>(a);
   const float scale = logit_scale(a, s, kv_head);
   // what masks alone change is scaled on the way into the exponential
   const float late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
@@ -154,13 +162,12 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
                     (row + ROWS) * MAX_COLUMNS / w.rows);
       const int64_t count = min64(ROWS, rows - row);
       const KeyRange range =
-          visible_keys(a, s, task.token_begin + row / a.group_size,
-                       task.token_begin + (row + count - 1) / a.group_size);
+          visible_keys(a, s, token_of(a, task, row), token_of(a, task, row + count - 1));
       VisibleColumns columns = visible_columns(block, range);
       columns.depth += columns.begin % STEP;
       columns.begin -= columns.begin % STEP;
       if (columns.begin >= columns.end) continue;
-      const AmxTile tile = {row, count, columns, w.scores + turn * ROWS * MAX_COLUMNS};
+      const AmxTile tile = {row, count, columns, w.scores + turn * ROWS * SCORES};
       turn ^= 1;
       row += ROWS;
       return tile;
@@ -171,7 +178,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
     const int begin = tile.columns.begin;
     return AmxWork{w.q + tile.first * w.stride_q, w.stride_q,
                    w.keys + begin * depth,        2 * W * depth,
-                   tile.scores + begin,           MAX_COLUMNS,
+                   tile.scores + begin,           SCORES,
                    int(depth / W),                (tile.columns.end - begin) / W,
                    int(tile.rows + W - 1) / W,    false,
                    0,                             0};
@@ -179,13 +186,13 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
   const auto by_values = [&](const AmxTile& tile, bool add) __attribute__((always_inline)) {
     const int begin = tile.columns.begin;
     return AmxWork{tile.scores + begin / 2,
-                   MAX_COLUMNS,
+                   SCORES,
                    w.values + begin / 2 * 2 * W,
                    MAX_COLUMNS / 2 * 2 * W,
                    w.acc + tile.first * w.stride_acc,
                    w.stride_acc,
                    (tile.columns.depth + STEP - 1) / STEP,
-                   int(w.stride_acc / W),
+                   int(round_up(a.head_dim_v, W) / W),
                    int(tile.rows + W - 1) / W,
                    add,
                    0,
@@ -206,9 +213,9 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
     if (before.rows > 0) queue.work[--queue.next] = by_values(before, add_before);
 
     const int begin = tile.columns.begin, end = tile.columns.end;
-    const int64_t last_token = task.token_begin + (tile.first + tile.rows - 1) / a.group_size;
+    const int64_t last_token = token_of(a, task, tile.first + tile.rows - 1);
     const bool finished =
-        is_plain(a) && all_visible(a, s, task.token_begin + tile.first / a.group_size, last_token,
+        is_plain(a) && all_visible(a, s, token_of(a, task, tile.first), last_token,
                                    block, begin, end);
     const int chunks = int(tile.rows + TOGETHER - 1) / TOGETHER;
     queue.spread(chunks * ((end - begin + STEP - 1) / STEP));
@@ -218,18 +225,17 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
     const bool add = _mm512_test_epi32_mask((__m512i)seen, (__m512i)seen);
     for (int i = 0; i < tile.rows; i += TOGETHER) {
       const int64_t first = tile.first + i;
-      float* scores = tile.scores + i * MAX_COLUMNS;
+      float* scores = tile.scores + i * SCORES;
       float *m = w.m + first, *l = w.l + first * W, *acc = w.acc + first * w.stride_acc;
       const auto row_at = [&](int r) __attribute__((always_inline)) {
-        return score_row(a, s, task.token_begin + (first + r) / a.group_size,
-                         task.group_begin * a.group_size + (first + r) % a.group_size);
+        return row_of(a, s, task, task.group_begin, first + r);
       };
       const int count = int(min64(TOGETHER, tile.rows - i));
       for (int r = 0; r < count && late_scale != scale; ++r)
         for (int c = begin; c < end; c += W)
-          store(scores + r * MAX_COLUMNS + c, load(scores + r * MAX_COLUMNS + c) * set1(scale));
+          store(scores + r * SCORES + c, load(scores + r * SCORES + c) * set1(scale));
       for (int r = 0; r < count && !finished; ++r)
-        finish_row(a, row_at(r), block, begin, end, scores + r * MAX_COLUMNS);
+        finish_row(a, row_at(r), block, begin, end, scores + r * SCORES);
       if (!a.dropout.enabled) {
         update_softmax_lazily<AmxProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
                                                     w.stride_acc, queue);
@@ -238,8 +244,8 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
       update_softmax_lazily<FloatProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
                                                     w.stride_acc, queue);
       for (int r = 0; r < count; ++r) {
-        drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * MAX_COLUMNS);
-        narrow<AmxProduct>(scores + r * MAX_COLUMNS, begin, end);
+        drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * SCORES);
+        narrow<AmxProduct>(scores + r * SCORES, begin, end);
       }
     }
     queue.finish();
@@ -254,8 +260,8 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
 
 inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                             float* memory) {
-  const int64_t tokens = task.token_end - task.token_begin, rows = tokens * a.group_size;
-  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  const int64_t rows = rows_of(a, task);
+  const int64_t kv_head = kv_head_of(a, task.group_begin);
   const AmxWorkspace w = amx_workspace(a, rows, memory);
   load_queries<AmxProduct>(a, s, task, task.group_begin, w.q, w.stride_q);
   // rows that only fill the last register tile see zeros
@@ -263,20 +269,15 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
   memset(w.l, 0, w.rows * W * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY;
 
-  KeyBlock blocks[2];
-  KeyWalk walk = walk_keys(a, s, task, MAX_COLUMNS);
-  bool more = next_block(walk, blocks[0]);
-  for (int i = 0; more; i ^= 1) {
-    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
-    more = next_block(walk, next);
-    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
+  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
+                                     __attribute__((always_inline)) {
     pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
     // half a tile of keys that are not there
-    for (int64_t d = 0; d < w.stride_acc && block.num_columns % (2 * W); d += 2 * W)
+    for (int64_t d = 0; d < a.head_dim_v && block.num_columns % (2 * W); d += 2 * W)
       memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0,
              W * W * sizeof(float));
     attend_block_by_tiles(a, s, task, block, next, w);
-  }
+  });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r],
            reduce_add(load(w.l + r * W)));

@@ -211,38 +211,34 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                               const KeyBlock& block, const KeyBlock& next, const RowsWorkspace& w) {
   const int groups = task.group_end - task.group_begin;
   const int columns = block.num_columns;
-  const auto kv_head = [&](int g) __attribute__((always_inline)) {
-    return int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups;
-  };
-  const auto head_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
-    return (const T*)x.data + kv_head(g) * x.stride_head;
+  const auto data_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
+    return (const T*)x.data + kv_head_of(a, task.group_begin + g) * x.stride_head;
   };
   const int step = chunk_columns<T, DOTS / ROWS>(a, groups);
-  ReadAhead<T> ahead(a, kv_head(0), groups, step);
+  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step);
   ahead.enter(block, next);
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
-        dot_keys<Product, T, ROWS>(head_of(a.k, g), block.k_offset + c, step, ahead,
+        dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                    w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
         if (Product::FIXED && w.loses[g] > 0)
-          dot_keys<Product, T, ROWS, true>(head_of(a.k, g), block.k_offset + c, step, ahead,
+          dot_keys<Product, T, ROWS, true>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                            w.low + g * w.rows * w.stride_q,
                                            w.low_units + g * w.rows * W, w.rows, head_dim,
                                            w.scale[g], scores);
       });
     }
   }
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const bool finished =
       is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
   const auto softmax = [&](int g) __attribute__((always_inline)) {
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
       const auto row_at = [&](int r) __attribute__((always_inline)) {
-        return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
-                         (task.group_begin + g) * a.group_size + (r0 + r) % a.group_size);
+        return row_of(a, s, task, task.group_begin + g, r0 + r);
       };
       const int64_t i = g * w.rows + r0;
       float rescale[ROWS];
@@ -262,7 +258,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
-        weigh_values<Product, T, ROWS>(head_of(a.v, g), block.v_offset + c, step, ahead, p,
+        weigh_values<Product, T, ROWS>(data_of(a.v, g), block.v_offset + c, step, ahead, p,
                                        w.weight + g * w.rows, w.rows, head_dim,
                                        w.acc + g * w.rows * w.stride_acc);
       });
@@ -276,7 +272,7 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
                                    const RowsWorkspace& w) {
   // what a logit may lose, were all keys spread evenly over the range of int8
   constexpr float LOSS = 2e-5f, KEY = 73.9f;
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
   memset(w.units, 0, groups * w.rows * W * sizeof(float));
   memset(w.low_units, 0, groups * w.rows * W * sizeof(float));
@@ -299,27 +295,23 @@ PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& t
 template <class Product>
 inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  static_assert(is_product<Product>());
+  const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
   const RowsWorkspace w = rows_workspace<Product>(a, rows, groups, memory);
   memset(w.q, 0, groups * w.rows * w.stride_q * sizeof(float));
   memset(w.acc, 0, groups * w.rows * w.stride_acc * sizeof(float));
   for (int64_t i = 0; i < groups * w.rows; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
   for (int g = 0; g < groups; ++g) {
-    w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
+    w.scale[g] = logit_scale(a, s, kv_head_of(a, task.group_begin + g));
     load_queries<typename Product::Queries>(a, s, task, task.group_begin + g,
                                             w.q + g * w.rows * w.stride_q, w.stride_q);
   }
   if constexpr (Product::FIXED)
     if (!fix_queries<Product>(a, task, w)) return false;
 
-  KeyBlock blocks[2];
-  KeyWalk walk = walk_keys(a, s, task, ROW_COLUMNS);
-  bool more = next_block(walk, blocks[0]);
-  for (int i = 0; more; i ^= 1) {
-    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
-    more = next_block(walk, next);
-    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
+  for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
+                                     __attribute__((always_inline)) {
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       const KeyBlock& upcoming = more ? next : block;
@@ -331,7 +323,7 @@ inline bool attend_rows(const Attention& a, const Sequence& s, const paged_attn:
         }
       }
     });
-  }
+  });
   for (int g = 0; g < groups; ++g)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = g * w.rows + r;

@@ -139,7 +139,7 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
                                      bool finished, const AmxRowsWorkspace& w) {
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;
   const int columns = block.num_columns;
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const int64_t in_group = (group - task.group_begin) * w.rows;
   float* scores = w.scores + 2 * in_group * ROW_COLUMNS;
   float* twins = scores + ROWS * ROW_COLUMNS;
@@ -152,8 +152,7 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
   }
   for (int64_t r0 = 0; r0 < rows; r0 += TOGETHER) {
     const auto row_at = [&](int r) __attribute__((always_inline)) {
-      return score_row(a, s, task.token_begin + (r0 + r) / a.group_size,
-                       group * a.group_size + (r0 + r) % a.group_size);
+      return row_of(a, s, task, group, r0 + r);
     };
     float rescale[TOGETHER];
     softmax_rows<AmxHalves, TOGETHER>(
@@ -187,22 +186,19 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
                                        const paged_attn::Task& task, const KeyBlock& block,
                                        const KeyBlock& next, const AmxRowsWorkspace& w) {
   const int columns = block.num_columns;
-  const auto kv_head = [&](int group) __attribute__((always_inline)) {
-    return int64_t(group) * a.num_kv_heads / a.num_groups;
-  };
-  const auto head_of = [&](const paged_attn::KeyValue& x, int group)
+  const auto data_of = [&](const paged_attn::KeyValue& x, int group)
       __attribute__((always_inline)) {
-    return (const T*)x.data + kv_head(group) * x.stride_head;
+    return (const T*)x.data + kv_head_of(a, group) * x.stride_head;
   };
   const int groups = task.group_end - task.group_begin;
-  ReadAhead<T> ahead(a, kv_head(task.group_begin), groups, TILE_KEYS, ahead_bytes<T>(a, groups));
+  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS, ahead_bytes<T>(a, groups));
   ahead.enter(block, next);
   for (int c = 0; c < columns; c += TILE_KEYS) {
     const int64_t spaced = spacing(block.k_offset + c);
     for (int group = task.group_begin; group < task.group_end; ++group) {
       const int64_t g = group - task.group_begin;
       const TileRows<T> k =
-          tile_rows(head_of(a.k, group), block.k_offset + c, spaced, a.head_dim, ahead, w.tiles);
+          tile_rows(data_of(a.k, group), block.k_offset + c, spaced, a.head_dim, ahead, w.tiles);
       // where the probabilities' twins will be
       float* scores = w.scores + (2 * g + 1) * ROWS * ROW_COLUMNS;
       dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, scores + c * ROWS);
@@ -219,7 +215,7 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
       }
       const int64_t g = group - task.group_begin;
       const TileRows<T> v =
-          tile_rows(head_of(a.v, group), block.v_offset + c, spaced, a.head_dim_v, ahead, w.tiles);
+          tile_rows(data_of(a.v, group), block.v_offset + c, spaced, a.head_dim_v, ahead, w.tiles);
       weigh_tiles<ROWS>(v, ahead, w.scores + 2 * g * ROWS * ROW_COLUMNS + c, w.value_tiles,
                         w.acc + 2 * g * ROWS * w.stride_acc, w.stride_acc);
     }
@@ -230,14 +226,14 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
 template <int ROWS>
 inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
                                  const paged_attn::Task& task, float* memory) {
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;
   const AmxRowsWorkspace w = amx_rows_workspace(a, rows, groups, memory);
   memset(w.acc, 0, groups * 2 * ROWS * w.stride_acc * sizeof(float));
   for (int64_t i = 0; i < groups * ROWS; ++i) w.m[i] = -INFINITY, w.l[i] = 0;
   const int64_t depth = w.key_tiles * W;
   for (int g = 0; g < groups; ++g) {
-    w.scale[g] = logit_scale(a, s, int64_t(task.group_begin + g) * a.num_kv_heads / a.num_groups);
+    w.scale[g] = logit_scale(a, s, kv_head_of(a, task.group_begin + g));
     memset(w.tiles, 0, ROWS * depth * sizeof(float));
     load_queries<AmxProduct>(a, s, task, task.group_begin + g, w.tiles, depth);
     for (int64_t d = 0; d < depth; d += W) {
@@ -248,19 +244,14 @@ inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
     }
   }
 
-  KeyBlock blocks[2];
-  KeyWalk walk = walk_keys(a, s, task, ROW_COLUMNS);
-  bool more = next_block(walk, blocks[0]);
-  for (int i = 0; more; i ^= 1) {
-    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
-    more = next_block(walk, next);
-    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
+  for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)
+                                     __attribute__((always_inline)) {
     with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
       typedef typename decltype(tag)::type T;
       if constexpr (AmxProduct::accepts<T>)
         attend_rows_block_by_tiles<T, ROWS>(a, s, task, block, more ? next : block, w);
     });
-  }
+  });
 
   I finite = I{} - 1;
   for (int64_t i = 0; i < groups * 2 * ROWS; ++i)

@@ -70,6 +70,12 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
+// Rows of a tile, `most` of them at head_dim 128, whose queries, sums and scores are well inside a
+// cache.
+PAGED_ATTN_INLINE int64_t rows_in_cache(const Attention& a, int64_t most) {
+  return max64(16, min64(most, 384 * most / (a.head_dim + a.head_dim_v + 64)));
+}
+
 // Columns of a block that some rows can see: whole vectors [begin, end), of which only the first
 // `depth` columns can be anything but 0.
 struct VisibleColumns {
@@ -109,10 +115,10 @@ template <class Product>
 PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
                                     const paged_attn::Task& task, const KeyBlock& block,
                                     const KeyBlock& next, const TileWorkspace& w) {
-  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  const int64_t kv_head = kv_head_of(a, task.group_begin);
   const float scale = logit_scale(a, s, kv_head);
   const float scale_latent = product_scale(a, s, kv_head, a.v_descale);
-  const int64_t rows = (task.token_end - task.token_begin) * a.group_size;
+  const int64_t rows = rows_of(a, task);
   constexpr int DEPTH = Product::DEPTH, ROWS = Product::ROWS, PANEL = Product::PANEL;
   constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // rows whose softmax fits the registers
   const int64_t depth = key_depth<Product>(a);
@@ -121,8 +127,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
   for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
     fetch_columns(a, kv_head, next, r0 * MAX_COLUMNS / w.rows, (r0 + ROWS) * MAX_COLUMNS / w.rows);
     const int64_t last = min64(r0 + ROWS, rows) - 1;
-    const int64_t first_token = task.token_begin + r0 / a.group_size;
-    const int64_t last_token = task.token_begin + last / a.group_size;
+    const int64_t first_token = token_of(a, task, r0), last_token = token_of(a, task, last);
     const KeyRange range = visible_keys(a, s, first_token, last_token);
     const VisibleColumns visible = visible_columns(block, range);
     const int begin = visible.begin, end = visible.end;
@@ -148,8 +153,7 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
     for (int i = 0; i < ROWS; i += TOGETHER) {
       const int64_t first = r0 + i;
       const auto row_at = [&](int r) __attribute__((always_inline)) {
-        return score_row(a, s, task.token_begin + (first + r) / a.group_size,
-                         task.group_begin * a.group_size + (first + r) % a.group_size);
+        return row_of(a, s, task, task.group_begin, first + r);
       };
       const int count = int(min64(TOGETHER, last + 1 - first));
       softmax_rows<Product, TOGETHER>(a, s, block, begin, end, finished, count, row_at,
@@ -169,8 +173,9 @@ PAGED_ATTN_INLINE void attend_block(const Attention& a, const Sequence& s,
 template <class Product>
 inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                         float* memory) {
-  const int64_t tokens = task.token_end - task.token_begin, rows = tokens * a.group_size;
-  const int64_t kv_head = int64_t(task.group_begin) * a.num_kv_heads / a.num_groups;
+  static_assert(is_product<Product>());
+  const int64_t rows = rows_of(a, task);
+  const int64_t kv_head = kv_head_of(a, task.group_begin);
   const TileWorkspace w = tile_workspace<Product>(a, rows, memory);
   load_queries<Product>(a, s, task, task.group_begin, w.q, w.stride_q);
   if (a.latent)
@@ -181,17 +186,12 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY, w.l[r] = 0;
 
-  KeyBlock blocks[2];
-  KeyWalk walk = walk_keys(a, s, task, MAX_COLUMNS);
-  bool more = next_block(walk, blocks[0]);
-  for (int i = 0; more; i ^= 1) {
-    KeyBlock &block = blocks[i], &next = blocks[i ^ 1];
-    more = next_block(walk, next);
-    if (has_holes(a) && !borrow_hidden_values(a, s, task, block)) continue;
+  for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
+                                     __attribute__((always_inline)) {
     pack_block<Product>(a, kv_head, block, w.keys, w.values);
     if (a.latent) pack_latents<Product>(a, kv_head, block, w.latents, w.values);
     attend_block<Product>(a, s, task, block, next, w);
-  }
+  });
   for (int64_t r = 0; r < rows; ++r)
     finish(a, s, task, task.group_begin, r, w.acc + r * w.stride_acc, w.m[r], w.l[r]);
 }

@@ -28,11 +28,11 @@ void run(Attention& a) {
   static thread_local Plan plan;
   static thread_local Scratch partials, workspace;
   const int64_t threads = torch::stable::get_num_threads();
-  make_plan(a, threads, plan);
+  const Kernels& isa = kernels();
+  make_plan(a, isa.tile_rows(a), threads, plan);
   a.partials = partials.floats(plan.partial_floats);
   if (plan.partial_floats > 0 && a.partials == nullptr) throw std::bad_alloc();
 
-  const Kernels& isa = kernels();
   const int64_t floats = isa.workspace_floats(a, plan.few_rows, plan.few_groups, plan.tile_rows);
   const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
   // `plan` is this thread's own; the others must see this one and not theirs

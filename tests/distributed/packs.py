@@ -28,6 +28,7 @@ class Pack:
     sinks: bool = False
     alibi: str = ""
     seed: int = 0
+    ranks: int = 4  # of a world that has as many, or more
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -90,6 +91,7 @@ def packs(draw: Any) -> Pack:
         sinks=draw(st.booleans()),
         alibi=alibi,
         seed=draw(st.integers(0, 1000)),
+        ranks=draw(st.integers(2, 4)),
     )
 
 
@@ -112,4 +114,4 @@ def drawn(strategy: Any, few: int, many: int) -> list[Any]:
     return found
 
 
-PACKS = drawn(packs(), 8, 300)
+PACKS = drawn(packs(), 12, 300)

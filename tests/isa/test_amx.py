@@ -35,7 +35,8 @@ ONLY_TABLE = """
 #include "engines.h"
 const paged_attn::Kernels& paged_attn::kernels() {
   const Kernels *tiles = &kernels_amx, *vectors = &kernels_avx512bf16;
-  static const Kernels& amx = combine({"amx", vectors, tiles, tiles, tiles, vectors});
+  static const Kernels& amx = combine(
+      {"amx", vectors, tiles, tiles, tiles, tiles, tiles, vectors});
   return amx;
 }
 """

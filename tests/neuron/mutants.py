@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BYTES = ("tests/neuron/test_eight_bits.py",)
+LONG = "tests/neuron/test_attention.py", "-k", "test_long_tiles and 3-"
 EVERYTHING = ("tests/neuron", "tests/backends", "--backend", "neuron")
 
 
@@ -252,9 +253,30 @@ FAULTS = (
     Fault(
         "products of the last step alone",
         TILE,
-        "            accumulate=step > 0,\n        )\n    scale_scores",
-        "            accumulate=False,\n        )\n    scale_scores",
+        "                accumulate=step > 0,\n            )\n        scale_scores",
+        "                accumulate=False,\n            )\n        scale_scores",
         suite("test_agrees and deepseek/prefill"),
+    ),
+    Fault(
+        "the first bank of a long tile twice",
+        TILE,
+        "moving=keys[0:rows, step, first:last]",
+        "moving=keys[0:rows, step, 0 : last - first]",
+        LONG,
+    ),
+    Fault(
+        "runs in the order of keys",
+        TILE,
+        "[run * P, chunks], [1, P], [P, run]]\n    return p",
+        "[run * P, chunks], [run, P], [1, run]]\n    return p",
+        LONG,
+    ),
+    Fault(
+        "a run's last four tokens apart",
+        TILE,
+        "first + t, start:stop], identity)",
+        "t, start:stop], identity)",
+        LONG,
     ),
     Fault(
         "nine rounds of Philox",

@@ -52,6 +52,48 @@ def test_dynamic_loop_changes_no_bit(problem, run, machine, monkeypatch):
     assert same_bits(run(call), unrolled)
 
 
+LONG = dataclasses.replace(
+    PROBLEMS["llama3_8b/mixed/bf16"], num_heads=4, num_kv_heads=2, cache_layout="hnd", page_size=16
+)
+LONG_TILES = {
+    "decodes": {"seqs": ((1, 2040), (1, 1000), (1, 1023))},
+    "chunk": {"seqs": ((70, 1950),), "softcap": 20.0},
+    "window": {"seqs": ((1, 4090), (5, 4085)), "window_size_left": 2010},
+    "eight bits": {"seqs": ((1, 2047), (130, 1900)), "kv_dtype": torch.float8_e4m3fn},
+    "float32": {"seqs": ((2, 1022), (1, 900)), "dtype": torch.float32},
+    "dropout": {"seqs": ((70, 1950),), "dropout_p": 0.2},
+    "blocks": {"seqs": ((64, 1984),), "layout": Layout(64, 64, density=0.9)},
+    "bias": {"seqs": ((3, 1020),), "bias": "float"},
+}
+
+
+# all on the third generation; on the others what they transpose and reduce otherwise
+@pytest.mark.parametrize(
+    "generation, name", [*((3, name) for name in LONG_TILES), (2, "decodes"), (4, "decodes")]
+)
+def test_long_tiles(name, generation, run):
+    """Tiles of 1024 and 2048 keys, gathered by runs of 8 and 16 tokens of a page."""
+    import nki_emulator
+
+    from torch_paged_attn.backends.neuron import plan
+
+    seen = set()
+    make = plan.lay_out
+
+    def spy(work, *rest):
+        seen.add(work.tile_k)
+        return make(work, *rest)
+
+    problem = dataclasses.replace(LONG, name=f"long/{name}", **LONG_TILES[name])
+    call = build(problem)
+    with nki_emulator.emulated(generation), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "lay_out", spy)
+        plan.plan_cache.clear()
+        found = run(call)
+    assert max(seen) >= 1024
+    assert_accurate(*found, call.truth())
+
+
 # the first shares its heads, the others have one, or one at a time: these share their items
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @over(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch_paged_attn import reference
 from torch_paged_attn.backends.neuron import backward_plan
 from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
-from torch_paged_attn.backends.neuron.work_list import Batch, list_items, spans_of
+from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, list_items, spans_of
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,
     assert_accurate_gradients,
@@ -45,7 +45,7 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window):
     for kind in kinds.unique(dim=0):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
-        work = list_items(batch, spans, stacks, group_size, P, tile_k, 1, None)
+        work = list_items(batch, spans, stacks, group_size, P, [KeyTile(tile_k, 1, depth)], None)
         parts = levels(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
         for item in range(work.num_items):
             stack = work.stack[item]

@@ -22,6 +22,17 @@ def test_little_is_read_twice_and_in_long_pieces(name):
     assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
 
 
+@pytest.mark.parametrize("name", ["prefill_1024", "chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
+def test_no_more_products_than_a_design_that_transposes_by_dma(name):
+    """On the third generation, where vLLM's design leaves probabilities to DMA."""
+    assert cost.cost_of(CASES[name]).matmuls <= cost.vllm_design(CASES[name]).matmuls
+
+
+@pytest.mark.parametrize("name", ["chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
+def test_pages_are_read_in_pieces_of_2_KiB(name):
+    assert cost.cost_of(CASES[name]).long_share >= 0.9
+
+
 @pytest.mark.parametrize("name", ["prefill_1024", "decode_b8_ctx1k", "mixed"])
 def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
     """On the second generation, where either turns probabilities by products."""

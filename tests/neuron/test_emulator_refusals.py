@@ -148,6 +148,26 @@ FAULTS = {
         "does not reach PSUM",
         lambda: nisa.dma_copy(empty(8, 4), ones(8, 4, buffer=nl.psum)),
     ),
+    "DMA transpose: 4 bytes": (
+        "allowed: types of 2 bytes",
+        lambda: nisa.dma_transpose(empty(4, 8), ones(8, 4)),
+    ),
+    "DMA transpose: other axes": (
+        "allowed: (2, 1, 0)",
+        lambda: nisa.dma_transpose(
+            empty(4, 8, 2, dtype=nl.bfloat16), ones(8, 2, 4, dtype=nl.bfloat16), axes=(1, 2, 0)
+        ),
+    ),
+    "DMA transpose: the same shape": (
+        "(8, 4) into (8, 4)",
+        lambda: nisa.dma_transpose(empty(8, 4, dtype=nl.bfloat16), ones(8, 4, dtype=nl.bfloat16)),
+    ),
+    "DMA transpose: into PSUM": (
+        "does not reach PSUM",
+        lambda: nisa.dma_transpose(
+            empty(4, 8, dtype=nl.bfloat16, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)
+        ),
+    ),
     "DMA of another size": (
         "(8, 5) into (8, 4)",
         lambda: nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 5)))),

@@ -77,6 +77,10 @@ def transpose(nki, dst, a):
     nki.nisa.tensor_copy(dst=dst, src=turned)
 
 
+def transpose_by_dma(nki, dst, a):
+    nki.nisa.dma_transpose(dst=dst, src=a, axes=(2, 1, 0) if len(a.shape) == 3 else (1, 0))
+
+
 def transpose_by_product(nki, dst, a):
     turned = psum(nki, *dst.shape)
     identity = nki.nl.shared_identity_matrix(P, dtype=a.dtype)
@@ -191,6 +195,7 @@ def spread(nki, dst, x):
 
 A, B = integers(96, 32), integers(96, 64)
 X, Y, C, D = f32(P, 6), f32(P, 6), f32(P, 1), f32(P, 1)
+H, H3 = f32(P, 6).astype(ml_dtypes.bfloat16), f32(16, 3, P).astype(np.float16)
 U, V = u32(P, 6), u32(P, 6)
 SMALL = RNG.integers(0, 2**16, (2, P, 6), dtype=np.uint32)
 MASK = RNG.integers(0, 2, (P, 6)).astype(np.uint8)
@@ -235,6 +240,10 @@ CASES = {
         (A.astype(ml_dtypes.bfloat16), B.astype(ml_dtypes.bfloat16)),
     ),
     "nc_transpose": Case(transpose, X.T.copy(), (X,)),
+    "dma_transpose": Case(transpose_by_dma, H.T.copy(), (H,)),
+    "dma_transpose of three dimensions": Case(
+        transpose_by_dma, H3.transpose(2, 1, 0).copy(), (H3,)
+    ),
     "transposing by a product": Case(transpose_by_product, X.T.copy(), (X,), generation=2),
     "tensor_scalar": Case(
         scalar("multiply", 3.0, op1="add", operand1=1.5), X * 3 + np.float32(1.5), (X,)

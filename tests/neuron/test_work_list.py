@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_paged_attn.attention_call import BlockLayout
-from torch_paged_attn.backends.neuron.work_list import Batch, build_work_lists
+from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, build_work_lists
 
 TILE_Q, TILE_K, GRAIN = 8, 16, 4
 
@@ -47,8 +47,7 @@ def test_every_pair_that_is_visible_is_shown_once(data):
         group_size=group,
         planes=planes,
         tile_q=TILE_Q,
-        tile_k=TILE_K,
-        grain=GRAIN,
+        key_tiles=[KeyTile(TILE_K, GRAIN, 4)],
         depths=(1, 2, 4),
         layout=layout,
     )

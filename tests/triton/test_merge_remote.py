@@ -1,6 +1,9 @@
 """Parts put into other ranks' slots and merged: all ranks of a group one after the other, here."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ class Group:
         self.memory = [x.to(device) for x in self.memory]
         zeros = torch.zeros(self.slots.flags, dtype=torch.int32, device=device)
         self.flags = [zeros.clone() for _ in range(size)]
+        self.missing = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.calls = [zeros[: self.slots.programs].clone() for _ in range(size)]
 
     def merge(self, parts, out_dtype):
@@ -42,7 +46,10 @@ class Group:
     def _run(self, parts, out_dtype):
         return [
             merge_remote(
-                *(*part, self.calls[rank], self.memory, self.flags), rank=rank, out_dtype=out_dtype
+                *(*part, self.calls[rank], self.missing, self.memory, self.flags),
+                rank=rank,
+                out_dtype=out_dtype,
+                seconds=1.0,
             )
             for rank, part in enumerate(parts)
         ]
@@ -73,3 +80,32 @@ def test_merges_what_is_put(size, heads, dtype, device):
                 [0] * group.slots.programs,  # of its own rows
             )
     assert group.calls[0][0] == 3 and group.calls[0][-1] == 2
+
+
+def merge_alone(device):
+    """What a rank merges whose group does not come, and the number of who is missing, and 1."""
+    group = Group(2, 3, TOKENS, device)
+    out, lse = torch.ones(3, 6, DIM, device=device), torch.zeros(6, 3, device=device)
+    given = out, lse, group.calls[0], group.missing, group.memory, group.flags
+    found = merge_remote(*given, rank=0, out_dtype=torch.float32, seconds=3e-6)
+    return found, group.missing
+
+
+def test_nobody_waits_for_ever(device):
+    """Who finds itself alone says who is missing, and nothing of what it merged counts."""
+    if device.type == "cpu":
+        found, missing = merge_alone(device)
+        assert missing.item() == 1 + 1
+        assert all(x.isnan().all() for x in found)
+    else:  # where the kernel stops the device for the whole process
+        done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+        assert done.stdout == "missing 2, AcceleratorError\n", done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    _, missing = merge_alone(torch.device("cuda"))
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"missing {missing.item()}, {type(error).__name__}", flush=True)
+        os._exit(0)  # nothing can be freed

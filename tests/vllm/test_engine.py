@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 ENGINE = Path(__file__).with_name("engine.py")
 SIZES = dict(
@@ -54,8 +57,68 @@ def saved(name, folder):
     return folder
 
 
-def answers(model, backend, kv_cache_dtype="auto"):
-    command = [sys.executable, str(ENGINE), str(model), backend, kv_cache_dtype]
+def encoder(folder):
+    """A BERT of random weights that labels tokens, saved. They are large: a label depends on all
+    tokens."""
+    transformers.set_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        num_labels=16,
+        initializer_range=0.3,
+    )
+    transformers.BertForTokenClassification(config).save_pretrained(folder)
+    return folder
+
+
+def listener(folder):
+    """A Whisper of random weights, saved with what reads its audio and a few words."""
+    transformers.set_seed(0)
+    special = ["endoftext", "startoftranscript", "en", "transcribe", "translate", "notimestamps"]
+    special = [f"<|{word}|>" for word in (*special, "startofprev", "nospeech")]
+    words = {word: i for i, word in enumerate((*special, *(f"w{i}" for i in range(56))))}
+    tokens = Tokenizer(WordLevel(words, unk_token=special[0]))
+    tokens.pre_tokenizer = Whitespace()
+    named = {f"{name}_token": special[0] for name in ("bos", "eos", "pad", "unk")}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, additional_special_tokens=special[1:], **named
+    )
+    tokenizer.save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
+    config = transformers.WhisperConfig(
+        vocab_size=64,
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        num_mel_bins=16,
+        max_source_positions=100,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=1,
+        begin_suppress_tokens=None,
+        suppress_tokens=None,
+        init_std=0.3,
+    )
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(folder)
+    said = folder / "preprocessor_config.json"
+    said.write_text(
+        json.dumps(json.loads(said.read_text()) | {"processor_class": "WhisperProcessor"})
+    )
+    return folder
+
+
+def answers(model, backend, kv_cache_dtype="auto", kind="text"):
+    command = [sys.executable, str(ENGINE), str(model), backend, kv_cache_dtype, kind]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
@@ -66,6 +129,14 @@ def answers(model, backend, kv_cache_dtype="auto"):
 def test_answers_are_those_of_vllms_own_attention(name, tmp_path):
     model = saved(name, tmp_path)
     assert answers(model, "CUSTOM") == answers(model, "stock")
+
+
+@pytest.mark.parametrize("make, kind", [(encoder, "labels"), (listener, "audio")])
+def test_encoders_and_cross_attention(make, kind, tmp_path):
+    model = make(tmp_path)
+    found = answers(model, "CUSTOM", kind=kind)
+    assert found == answers(model, "stock", kind=kind)
+    assert len({label for labels in found for label in labels}) > 3  # not the same everywhere
 
 
 def test_a_float8_cache_serves(tmp_path):

@@ -31,6 +31,7 @@ class Transfer:
 
     num_bytes: int
     descriptor_bytes: int
+    on_chip: bool = False  # from SBUF to SBUF
 
 
 class Machine:

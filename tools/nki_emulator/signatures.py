@@ -11,6 +11,7 @@ ISA = {
     "activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None,"
     " reduce_cmd=0, name=None",
     "dma_copy": "dst, src, priority=None, oob_mode=0, dge_mode=0, engine=0, name=None",
+    "dma_transpose": "dst, src, axes=None, priority=None, dge_mode=0, oob_mode=0, name=None",
     "exponential": "dst, src, max_value=0.0, reduce_res=None, reduce_cmd=0, reduce_init=0.0,"
     " name=None",
     "get_nc_version": "",

@@ -6,6 +6,7 @@ key (lse -inf) has no weight. Which is fastest is a matter of latency: of 32 seq
 of 128 half a megabyte travels.
 """
 
+import datetime
 import importlib.util
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import all_gather
-from torch_paged_attn.distributed.symmetric import symmetric_memory
+from torch_paged_attn.distributed.symmetric import TIMEOUT, symmetric_memory
 from torch_paged_attn.ops import merge_states
 from torch_paged_attn.ops.checks import fail
 
@@ -89,6 +90,9 @@ class SymmetricCombine:
         max_tokens: queries of a step at most.
         num_heads, head_dim_v: of all ranks' heads.
         device: this rank's GPU.
+        timeout: how long a rank waits for the others. Then the device stops; `decode_attention`,
+            called next, says who did not come, and whoever else asks CUDA first hears of a launch
+            that failed.
 
     Raises:
         ValueError: num_heads is not divisible by the ranks.
@@ -102,8 +106,11 @@ class SymmetricCombine:
         num_heads: int,
         head_dim_v: int,
         device: torch.device | str,
+        *,
+        timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
         self.ranks = ranks = Ranks.of(OP, group)
+        self.seconds = timeout.total_seconds()
         self.limits = max_tokens, num_heads, head_dim_v
         device = torch.device(device)
         memory = symmetric_memory(OP, device, INSTEAD)
@@ -116,6 +123,8 @@ class SymmetricCombine:
 
         slots = Slots.of(ranks.size, max_tokens * num_heads // ranks.size, head_dim_v)
         self.calls = torch.zeros(slots.programs, dtype=torch.int32, device=device)
+        self.missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.said = self.missing.numpy()
         made = []
         for size, dtype in ((slots.elements, torch.float32), (slots.flags, torch.int32)):
             own = memory.empty(size, dtype=dtype, device=device)
@@ -135,13 +144,20 @@ class SymmetricCombine:
             came = f"was made for {tokens} queries, {heads} heads of {dim} and its own group"
             fail(call.op, "combine", came, f"one for {call.total_q} queries, heads {sizes}")
 
+    def check_all_came(self) -> None:
+        """Raise RuntimeError if a kernel has waited for a rank in vain. Asks no device."""
+        if late := int(self.said[0]):
+            came = f"has rank {late - 1}, which did not come within {self.seconds:g} s"
+            fail(OP, "group", came, "ranks that make the same calls", RuntimeError)
+
     def __call__(
         self, out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         from torch_paged_attn.backends.triton.merge_remote import merge_remote
 
-        given = out, lse, self.calls, self.slots, self.flags
-        return merge_remote(*given, rank=ranks.rank, out_dtype=out_dtype)
+        given = out, lse, self.calls, self.missing, self.slots, self.flags
+        options: dict[str, Any] = {"rank": ranks.rank, "out_dtype": out_dtype}
+        return merge_remote(*given, **options, seconds=self.seconds)
 
 
 def _own(heads: int, ranks: Ranks) -> slice:

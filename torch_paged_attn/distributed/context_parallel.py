@@ -6,7 +6,7 @@ has what. All are differentiable where `flash_varlen` is.
 
     all_gather_attention   each rank fetches the keys and values that its queries see; every option,
                            and the bits of one process. The first choice with grouped queries.
-                           `SharedKeys` has GPUs write them into each other's memory
+                           `SharedKeys` has GPUs copy them out of each other's memory
     ring_attention         keys and values go round; a rank never holds more than two shards
     ulysses_attention      tokens of some heads instead of heads of some tokens; the bits of one
                            process. `num_heads` has to be divisible by the ranks
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.distributed.arriving import attend_as_they_come
 from torch_paged_attn.distributed.exchange import Exchange, Fetch, Mask
 from torch_paged_attn.distributed.local_call import KNOWN, check_call, is_default, refuse_lacking
 from torch_paged_attn.distributed.ring import ring_attention
@@ -62,7 +63,7 @@ def all_gather_attention(
         q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
         shards: who has which tokens; any cut.
-        memory: where ranks write each other's keys, without gradients; None, and for keys in many
+        memory: where ranks find each other's keys, without gradients; None, and for keys in many
             pieces, messages. Given on all ranks or on none.
         options: as `flash_varlen` takes them: attn_bias `(1 or num_heads, shards.rows, >= longest
             document)` of this rank's rows, alibi_slopes, sinks, softmax_scale, causal,
@@ -87,15 +88,20 @@ def all_gather_attention(
     exchange = exchange_of(shards, options)
     placement = exchange.placement
     if placement is not None and _may_share((q, k, v, *options.values())):
-        k, v = placement.fetch(k, v, memory)
         options["k_start"] = placement.k_start
+        if memory is None or not placement.travels:
+            k, v = placement.fetch(k, v)
     else:
+        placement = None
         k, v = Fetch.apply(k, v, exchange)
     slopes = options.get("alibi_slopes")
     if slopes is not None and slopes.dim() == 2:  # of documents
         options["alibi_slopes"] = slopes.index_select(0, exchange.documents)
     if exchange.q_position is not None:
         options["q_position"] = exchange.q_position
+    if placement is not None and placement.travels and memory is not None:
+        parts = memory.bring(placement, k, v, q.shape[1])
+        return attend_as_they_come(q, parts, exchange.lengths | options)
     return flash_varlen(q, k, v, **exchange.lengths, **options)
 
 

@@ -138,7 +138,10 @@ def decode_attention(
         ValueError: on all ranks, what `flash_varlen` refuses, heads that ranks do not divide, or
             calls that differ from rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option.
+        RuntimeError: a rank did not come to an earlier call of a `SymmetricCombine` in time.
     """
+    if isinstance(combine, SymmetricCombine):
+        combine.check_all_came()  # before the device is asked for anything
     ranks = Ranks.of(OP, group)
     if cu_seqlens_q is None:
         # one query at the end of a sequence sees all keys, and its mask is its length

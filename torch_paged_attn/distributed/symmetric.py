@@ -1,5 +1,6 @@
 """Memory that all GPUs of a group see, where this torch has it."""
 
+import datetime
 import importlib
 import importlib.util
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import torch
 
 from torch_paged_attn.ops.checks import fail
+
+# how long a rank waits for another one in a kernel: as torch's collectives of GPUs do
+TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def symmetric_memory(op: str, device: torch.device, instead: str) -> Any:

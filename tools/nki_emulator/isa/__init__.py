@@ -6,7 +6,7 @@ from nki_emulator.enums import MatmulPerfMode as matmul_perf_mode
 from nki_emulator.enums import NcVersion as nc_version
 from nki_emulator.enums import OobMode as oob_mode
 from nki_emulator.enums import ReduceCommand as reduce_cmd
-from nki_emulator.isa.dma import dma_copy
+from nki_emulator.isa.dma import dma_copy, dma_transpose
 from nki_emulator.isa.moves import (
     iota,
     memset,
@@ -36,6 +36,7 @@ __all__ = [
     "activation",
     "dge_mode",
     "dma_copy",
+    "dma_transpose",
     "engine",
     "exponential",
     "get_nc_version",

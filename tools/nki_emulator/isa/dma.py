@@ -61,6 +61,38 @@ def dma_copy(
     _count_bytes(dst, src, moved)
 
 
+# the axes of `dst` in `src`, by the rank of `src`: no others
+TRANSPOSED = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+
+
+def dma_transpose(
+    dst: NkiTensor,
+    src: NkiTensor,
+    axes: tuple[int, ...] | None = None,
+    priority: Any = None,
+    dge_mode: DgeMode = DgeMode.unknown,
+    oob_mode: OobMode = OobMode.error,
+    name: str | None = None,
+) -> None:
+    """`dst` = `src` with its first and last dimension exchanged; without an index here."""
+    machine().count("dma", "dma_transpose")
+    require(machine().generation >= 3, "dma_transpose came with the third generation")
+    require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_transpose does not reach PSUM")
+    require(not (src.is_indirect or dst.is_indirect), "dma_transpose: an index is not emulated")
+    require(dge_mode is DgeMode.unknown, "dma_transpose: only dge_mode unknown is emulated")
+    require(oob_mode is OobMode.error, "dma_transpose: only an index can be skipped")
+    allowed = TRANSPOSED.get(src.ndim)
+    require(allowed is not None, f"dma_transpose of {src.ndim} dimensions; allowed: 2 to 4")
+    require(axes is None or tuple(axes) == allowed, f"dma_transpose by {axes}; allowed: {allowed}")
+    require(src.dtype.itemsize == 2, f"dma_transpose of {src.dtype}; allowed: types of 2 bytes")
+    require(dst.dtype == src.dtype, f"dma_transpose: {src.dtype} into {dst.dtype}")
+    require(src.shape[-1] <= 128, f"dma_transpose: last dimension {src.shape[-1]}; at most 128")
+    turned = src.read().transpose(allowed)
+    require(dst.shape == turned.shape, f"dma_transpose: {src.shape} into {dst.shape}")
+    dst.write(np.ascontiguousarray(turned))
+    _count_bytes(dst, src, 1.0)
+
+
 def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:
     """Element `[i]` is what row `i` of an indexed view would be; as many rows as fit."""
     inner = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
@@ -130,4 +162,7 @@ def _count_bytes(dst: NkiTensor, src: NkiTensor, moved: float) -> None:
         together = min(together, other.size // other.shape[0])
     item = side.dtype.itemsize
     if moved:
-        machine().transfers.append(Transfer(round(side.size * item * moved), together * item))
+        on_chip = dst.on_chip and src.on_chip
+        machine().transfers.append(
+            Transfer(round(side.size * item * moved), together * item, on_chip)
+        )

@@ -20,9 +20,9 @@ from torch_paged_attn.backends.neuron.philox import philox_words
 from torch_paged_attn.backends.neuron.plan import plan
 from torch_paged_attn.backends.neuron.row_scalars import row_scalars
 from torch_paged_attn.backends.neuron.runtime import as_bytes, launch
-from torch_paged_attn.backends.neuron.tile_sizes import TileSizes, choose_tile_sizes, heads_of
+from torch_paged_attn.backends.neuron.tile_sizes import choose_tile_sizes, heads_of
 from torch_paged_attn.backends.neuron.toolchain import nl
-from torch_paged_attn.backends.neuron.work_info import WorkInfo
+from torch_paged_attn.backends.neuron.work_info import Heads, WorkInfo
 from torch_paged_attn.ops.checks import FLOAT, FLOAT8
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
@@ -76,7 +76,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
         words = philox_words(call.rng_state, call.dropout_p)
     scalars = row_scalars(call, scale, heads)
     for info in plan(call, tiles, (k, v)):
-        info, bias, bias_head_stride = _with_bias(call, info, tiles)
+        info, bias, bias_head_stride = _with_bias(call, info, heads)
+        run = info.work.run
         out, lse = launch(
             attention_kernel,
             out=out,
@@ -99,8 +100,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
                 v_row=RowLayout(*v.layout),
                 kv_dtype=_kv_dtype(call.k.dtype, q.dtype),
                 depth=info.work.depth,
-                chunks=tiles.chunks,
-                run=tiles.run,
+                chunks=info.work.tile_k // (P * run),
+                run=run,
                 scale=float(scale),
                 softcap=float(call.softcap),
                 keep_scale=1.0 / (1.0 - call.dropout_p),
@@ -118,14 +119,12 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return _results(call, out, lse)
 
 
-def _with_bias(
-    call: AttentionCall, info: WorkInfo, tiles: TileSizes
-) -> tuple[WorkInfo, Tensor, int]:
+def _with_bias(call: AttentionCall, info: WorkInfo, heads: Heads) -> tuple[WorkInfo, Tensor, int]:
     """The tables with a bias's columns, its rows, and their stride from KV head to KV head."""
     if call.attn_bias is None:
-        return info, torch.zeros(1, tiles.tile_k, device=call.q.device), 0
-    bias = lay_out_bias(call.attn_bias, info, tiles.heads, tiles.run)
-    absent = bias.absent.unflatten(1, (-1, P, tiles.run)).transpose(1, 2).flatten(2)
+        return info, torch.zeros(1, info.work.tile_k, device=call.q.device), 0
+    bias = lay_out_bias(call.attn_bias, info, heads)
+    absent = bias.absent.unflatten(1, (-1, P, info.work.run)).transpose(1, 2).flatten(2)
     with_bias = dataclasses.replace(
         info,
         indices=torch.cat([info.indices, bias.index.to(call.q.device)], 2),

@@ -21,7 +21,7 @@ from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.tile_sizes import STACK_BYTES, TileSizes
 from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
-from torch_paged_attn.backends.neuron.work_list import list_items, spans_of
+from torch_paged_attn.backends.neuron.work_list import KeyTile, list_items, spans_of
 
 # what rectangles are rounded up to
 DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -101,8 +101,7 @@ def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
     parts = tile_k // score_width(*dims, tile_k)
     return TileSizes(
         heads=heads,
-        tile_k=tile_k,
-        run=1,
+        key_tiles=(KeyTile(tile_k, 1, depths[0]),),
         deepest=max(n for n in depths if n * parts <= MOST_PAIRS or n == 1),
         splits_heads=False,
         loaded=1,
@@ -118,7 +117,7 @@ def _make(
     spans = spans_of(batch, heads.planes, None)
     sizes = Sizes(
         depths=tuple(n for n in DEPTHS if n <= tiles.deepest),
-        key_tiles=tuple(n for n in KEY_TILES if n <= tiles.tile_k),
+        key_tiles=tuple(n for n in KEY_TILES if n <= tiles.key_tiles[0].keys),
     )
     cuts = cut(batch, spans, group_size, sizes)
     in_sequence = tokens_in_sequence(batch, options)
@@ -126,9 +125,9 @@ def _make(
     for kind in kinds.unique(dim=0):
         _, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
-        work = list_items(batch, spans, stacks, group_size, P, tile_k, 1, None)
+        work = list_items(batch, spans, stacks, group_size, P, [KeyTile(tile_k, 1, depth)], None)
         slots = slots_of(work, host, options)
-        info = lay_out(work, heads, rows, slots, in_sequence, 1, tiles.item_programs, True)
+        info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, True)
         width = score_width(*dims, tile_k)
         launches.append(
             BackwardLaunch(

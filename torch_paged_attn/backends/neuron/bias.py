@@ -34,7 +34,7 @@ class Lines:
     keys: Tensor  # (num_lines, tile_k) of the columns
 
     @classmethod
-    def of(cls, work: WorkList, run: int) -> "Lines":
+    def of(cls, work: WorkList) -> "Lines":
         """A line for each item and token of the item's stack."""
         first, last = work.token[:, 0, 0], work.token[:, -1, -1]
         item, rank = count_up((last - first + 1)[work.stack])
@@ -42,7 +42,7 @@ class Lines:
             torch.bincount(item, minlength=work.num_items).cumsum(0), (1, 0)
         )
         place = work.token - work.token[:, :1, :1]
-        keys = (work.keys[..., None] + torch.arange(run)).flatten(1)
+        keys = (work.keys[..., None] + torch.arange(work.run)).flatten(1)
         return cls(
             item,
             first[work.stack][item] + rank,
@@ -51,13 +51,13 @@ class Lines:
         )
 
 
-def lay_out_bias(attn_bias: Tensor, info: WorkInfo, heads: Heads, run: int) -> BiasRows:
+def lay_out_bias(attn_bias: Tensor, info: WorkInfo, heads: Heads) -> BiasRows:
     """The bias in rows of (head, item, token of the item's stack): every head where all go
     together, else the heads of an item's group.
     """
     work, device = info.work, attn_bias.device
     is_shared, alone = attn_bias.shape[0] == 1, heads.planes > 1
-    lines = Lines.of(work, run)
+    lines = Lines.of(work)
     token, num_lines = lines.token, len(lines.token)
     keys = lines.keys.clamp(max=max(attn_bias.shape[2] - 1, 0))
     plane = work.plane[work.stack]

@@ -26,7 +26,7 @@ class BiasTask:
         nothing = torch.zeros(1, info.work.tile_k, device=call.q.device)
         if call.attn_bias is None:
             return cls(info, nothing, nothing, None)
-        laid_out = lay_out_bias(call.attn_bias, info, heads, 1)
+        laid_out = lay_out_bias(call.attn_bias, info, heads)
         lines, gradient = laid_out.lines, nothing
         if is_asked:
             num_lines = heads.group_size * len(lines.item)

@@ -97,22 +97,19 @@ def places_of(rows: tuple[PagedKV, ...]) -> tuple[tuple[int, ...], ...]:
 def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     batch = batch_of(host, options)
     tiles = options.tiles
-    heads, run, deepest = tiles.heads, tiles.run, tiles.deepest
+    heads, deepest = tiles.heads, tiles.deepest
     lists = build_work_lists(
         batch,
         group_size=heads.members,
         planes=heads.planes,
         tile_q=P,
-        tile_k=tiles.tile_k,
-        grain=run,
+        key_tiles=tiles.key_tiles,
         depths=sorted({1, max(1, deepest // 4), deepest}),
         layout=host.layout,
     )
     in_sequence = tokens_in_sequence(batch, options)
     return [
-        lay_out(
-            work, heads, rows, slots_of(work, host, options), in_sequence, run, tiles.item_programs
-        )
+        lay_out(work, heads, rows, slots_of(work, host, options), in_sequence, tiles.item_programs)
         for work in lists
     ]
 

@@ -1,20 +1,26 @@
 """The sizes of a call's items and stacks: as large as SBUF has room for."""
 
 import dataclasses
+import math
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.kernels.query_tile import P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.work_info import Heads
+from torch_paged_attn.backends.neuron.work_list import KeyTile
 
 KEY_TILES = (512, 256, 128)
 DEPTHS = (16, 8, 4, 2, 1)
 RUNS = (4, 2, 1)
+# in longer tiles a run is long enough for a DMA to be efficient
+LONG_RUNS = (16, 8)
 
 # bytes of a partition of SBUF for an item's keys and values, and for what a stack keeps
 KEY_BYTES = 64 * 1024
 STACK_BYTES = 96 * 1024
+# of what two items' keys and values and a stack may take where tiles are long
+LONG_BYTES = 160 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +28,11 @@ class TileSizes:
     """Sizes that the tables and the kernel share."""
 
     heads: Heads
-    tile_k: int  # keys of an item
-    run: int  # tokens that lie side by side and are gathered as one row
+    key_tiles: tuple[KeyTile, ...]  # of an item, from the longest to the shortest
     deepest: int  # tiles of query rows in the deepest stack
     splits_heads: bool  # the programs of a logical core share the heads, else the items
     loaded: int  # KV heads that one program loads
     item_programs: int  # that share the items
-
-    @property
-    def chunks(self) -> int:
-        """Gathers that an item's keys take."""
-        return self.tile_k // (P * self.run)
 
 
 def heads_of(call: AttentionCall) -> Heads:
@@ -46,21 +46,31 @@ def heads_of(call: AttentionCall) -> Heads:
 def choose_tile_sizes(
     call: AttentionCall, heads: Heads, query_bytes: int, rows: tuple[PagedKV, PagedKV]
 ) -> TileSizes:
-    """The longest tile of keys, and the deepest stack of queries of `query_bytes` an element."""
+    """The tiles of keys, and the deepest stack of queries of `query_bytes` an element.
+
+    Where a page's tokens adjoin, tiles may be longer, so that runs are: `LONG_RUNS` tokens for each
+    partition.
+    """
     programs = num_programs()
     splits_heads = heads.together % programs == 0
     loaded = heads.together // programs if splits_heads else heads.together
     token_bytes = loaded * _key_bytes(call)
     tile_k = next(n for n in KEY_TILES if n // P * token_bytes <= KEY_BYTES or n == P)
     kept = loaded * (call.head_dim * query_bytes + call.head_dim_v * 4)
-    run = 1
+    deepest = next(n for n in DEPTHS if n * kept <= STACK_BYTES or n == 1)
+    run, key_tiles = 1, []
     if call.page_size and all(r.slot_stride == r.dim for r in rows):
-        run = next(n for n in RUNS if call.page_size % n == 0 and n * P <= tile_k)
+        block = call.page_size if call.layout is None else call.layout.k_block_size
+        fits = math.gcd(call.page_size, block)
+        run = next(n for n in RUNS if fits % n == 0 and n * P <= tile_k)
+        for n in LONG_RUNS:
+            room = (LONG_BYTES - 2 * n * token_bytes) // kept
+            if fits % n == 0 and n * P > tile_k and room >= 1:
+                key_tiles.append(KeyTile(n * P, n, room))
     return TileSizes(
         heads=heads,
-        tile_k=tile_k,
-        run=run,
-        deepest=next(n for n in DEPTHS if n * kept <= STACK_BYTES or n == 1),
+        key_tiles=(*key_tiles, KeyTile(tile_k, run, deepest)),
+        deepest=deepest,
         splits_heads=splits_heads,
         loaded=loaded,
         item_programs=1 if splits_heads else programs,

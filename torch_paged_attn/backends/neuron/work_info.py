@@ -112,7 +112,6 @@ def lay_out(
     rows: tuple[PagedKV, PagedKV],
     slots: tuple[Tensor, Tensor],
     token_in_sequence: Tensor | None,
-    run: int,
     programs: int,
     loads_empty_tiles: bool = False,
 ) -> WorkInfo:
@@ -125,7 +124,7 @@ def lay_out(
     """
     items, is_idle, count = deal(work, programs)
     stack = work.stack[items]
-    chunks = work.tile_k // (P * run)
+    chunks = work.tile_k // (P * work.run)
 
     plane = work.plane[:, None, None]
     row = heads.row_of(plane, work.token, work.member)
@@ -155,7 +154,7 @@ def lay_out(
     columns += [x[:, None, None].expand(-1, 1, P) for x in (first, key_start, key_stop)]
     bounds = torch.cat([c.float() for c in columns], 1).transpose(1, 2)
 
-    positions = (work.keys[items][..., None] + torch.arange(run)).flatten(1)
+    positions = (work.keys[items][..., None] + torch.arange(work.run)).flatten(1)
     return WorkInfo(
         work=work,
         indices=indices.to(torch.int32).contiguous(),

@@ -12,7 +12,7 @@ no key and makes the kernel write the empty result.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -80,6 +80,20 @@ class WorkList:
         """Tiles of keys that are read."""
         return self.stack.shape[0]
 
+    @property
+    def run(self) -> int:
+        """Keys of a tile that lie side by side and are gathered as one row."""
+        return self.tile_k // self.keys.shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTile:
+    """A size that tiles of keys may have."""
+
+    keys: int
+    run: int  # that lie side by side and are gathered as one row; divides `keys`, and blocks
+    deepest: int  # stack of queries that has room beside such a tile
+
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
@@ -138,8 +152,7 @@ def build_work_lists(
     group_size: int,
     planes: int,
     tile_q: int,
-    tile_k: int,
-    grain: int,
+    key_tiles: Sequence[KeyTile],
     depths: Sequence[int],
     layout: BlockLayout | None = None,
 ) -> list[WorkList]:
@@ -147,8 +160,8 @@ def build_work_lists(
     keys.
 
     `planes` heads are planned one by one (1: together). `depths` ascend from 1: a span is cut into
-    stacks of the last of them, and what is left takes the first that holds it. `grain` divides
-    `tile_k` and a layout's blocks.
+    stacks of the last of them, and what is left takes the first that holds it. Of `key_tiles`, each
+    list takes the one that `list_items` chooses among those with room for its stacks.
     """
     spans = spans_of(batch, planes, layout)
     tiles = -(-spans.length * group_size // tile_q)
@@ -168,10 +181,31 @@ def build_work_lists(
                 batch.sequences()[2][spans.sequence[span_of]],
                 depth,
             )
-            lists.append(
-                list_items(batch, spans, stacks, group_size, tile_q, tile_k, grain, layout)
-            )
+            fitting = [tile for tile in key_tiles if depth <= tile.deepest]
+            lists.append(list_items(batch, spans, stacks, group_size, tile_q, fitting, layout))
     return lists
+
+
+# of the columns that the shortest tiles have in all, what longer ones may add
+MORE_COLUMNS = 1 / 8
+
+
+def _items(columns: Columns, tile_k: int) -> Tensor:
+    return (-(-columns.width // tile_k)).clamp(min=1)
+
+
+def _choose(
+    key_tiles: Sequence[KeyTile], columns_of: Callable[[KeyTile], Columns]
+) -> tuple[KeyTile, Columns]:
+    """The first tile that adds few columns to the last one's, and the columns it has."""
+    *longer, shortest = key_tiles
+    columns = columns_of(shortest)
+    least = int(_items(columns, shortest.keys).sum()) * shortest.keys
+    for tile in longer:
+        candidate = columns_of(tile)
+        if int(_items(candidate, tile.keys).sum()) * tile.keys <= (1 + MORE_COLUMNS) * least:
+            return tile, candidate
+    return shortest, columns
 
 
 def list_items(
@@ -180,11 +214,14 @@ def list_items(
     stacks: Stacks,
     group_size: int,
     tile_q: int,
-    tile_k: int,
-    grain: int,
+    key_tiles: Sequence[KeyTile],
     layout: BlockLayout | None,
 ) -> WorkList:
-    """The items of these stacks; a stack that sees no key has one."""
+    """The items of these stacks; a stack that sees no key has one.
+
+    `key_tiles` go from the longest to the shortest: the first is taken whose tiles have few more
+    columns in all than the shortest's, for a tile is gathered whole.
+    """
     span, first_row, depth = stacks.span, stacks.first_row, stacks.depth
     starts, lengths, key_lens = batch.sequences()
     sequence, plane = spans.sequence[span], spans.plane[span]
@@ -204,17 +241,18 @@ def list_items(
     )
 
     start, stop = row_start[:, 0], row_stop[:, -1]
-    columns: Columns
-    if layout is None:
-        grid = tile_k if stacks.is_aligned else 1
-        columns = Stretch.over(start, stop, grid)
-    else:
+
+    def columns_of(tile: KeyTile) -> Columns:
+        if layout is None:
+            return Stretch.over(start, stop, tile.keys if stacks.is_aligned else 1)
         csr = layout.crow_indices, layout.col_indices
         head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)
         size = layout.k_block_size
-        columns = Blocks.listed_in(csr, size, sequence, head, spans.layout_row[span], start, stop)
+        return Blocks.listed_in(csr, size, sequence, head, spans.layout_row[span], start, stop)
 
-    num_items = (-(-columns.width // tile_k)).clamp(min=1)
+    tile, columns = _choose(key_tiles, columns_of)
+    tile_k, grain = tile.keys, tile.run
+    num_items = _items(columns, tile_k)
     stack, rank = count_up(num_items)
     number = torch.arange(len(span))[:, None]
     first_column = rank * tile_k

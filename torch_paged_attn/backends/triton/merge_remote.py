@@ -8,6 +8,9 @@ program p of the others alone, so that nothing else has to run at the same time.
 Flags count calls, and two slots take turns: what a program puts in its next call but one is put
 after the others have raised flags of the next, so after they have read this one. So nothing is
 reset, and calls may be replayed from a CUDA graph.
+
+Nobody waits for ever: a program whose time is up says in memory of the host who did not come, and
+stops the device (NVIDIA's; on others its rows are NaN).
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +23,11 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.dequant import as_stored, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import (
+    INTERPRETED,
+    next_power_of_2,
+    target_of,
+)
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 
@@ -62,16 +69,41 @@ def _lse_of(lse_ptr, slots_ptr, row_of_lse, at_lse, exists, IS_OWN: tl.constexpr
         return tl.load(slots_ptr + at_lse, mask=exists, other=float("-inf"), cache_modifier=".cg")
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit
+def _time(waited, IS_TIMED: tl.constexpr):
+    """Nanoseconds of the chip's clock; looks that were taken, where Triton reads no clock."""
+    if IS_TIMED:
+        return tl.extra.cuda.globaltimer()
+    else:
+        return waited + 1
+
+
+@triton.jit
+def _do(INSTRUCTION: tl.constexpr, x):
+    tl.inline_asm_elementwise(INSTRUCTION, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _stop(x, IS_TIMED: tl.constexpr):
+    """End the device's work, once the host can read what this program's threads have stored."""
+    if IS_TIMED:
+        _do("{ fence.sc.sys; mov.u32 $0, $1; }", x)
+        tl.debug_barrier()
+        _do("{ trap; mov.u32 $0, $1; }", x)
+
+
+@triton.jit(do_not_specialize=("tokens", "patience"))
 def _merge_remote_kernel(
     out_ptr,
     lse_ptr,
     calls_ptr,
+    missing_ptr,
     slots,  # of each rank, as this one sees them
     flags,
     result_ptr,
     result_lse_ptr,
     tokens,
+    patience,  # nanoseconds, or looks
     heads,  # of one rank
     stride_token,
     stride_head,
@@ -82,6 +114,7 @@ def _merge_remote_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
+    IS_TIMED: tl.constexpr,
 ):
     RANKS: tl.constexpr = len(slots)
     # where softmax_lse begins, behind all values
@@ -114,13 +147,21 @@ def _merge_remote_kernel(
         if other != RANK:
             flag = flags[other] + RANK * PROGRAMS + program
             tl.atomic_xchg(flag, call, sem="release", scope="sys")
+    is_late = False
+    start = _time(tl.full((), -1, tl.int64), IS_TIMED)
+    now = start
     for other in tl.static_range(RANKS):
         if other != RANK:
             flag = flags[RANK] + other * PROGRAMS + program
             raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             # calls are counted round 2**32
-            while raised - call < 0:
+            while (raised - call < 0) & (now - start < patience):
                 raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+                now = _time(now, IS_TIMED)
+            if raised - call < 0:
+                is_late = True
+                tl.store(missing_ptr, other + 1)
+                _stop(raised, IS_TIMED)
     tl.debug_barrier()
 
     own_lse = row_of_lse + RANK * heads * stride_lse
@@ -148,6 +189,7 @@ def _merge_remote_kernel(
             x = tl.load(at, mask=counts, other=0.0, cache_modifier=".cg")
         merged += x * weight[:, None]
     divisor = tl.where(total == 0.0, 1.0, total)
+    divisor = tl.where(is_late, float("nan"), divisor)
     lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
     tl.store(result_lse_ptr + head.to(tl.int64) * tokens + token, lse, mask=exists)
     at = result_ptr + r.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
@@ -160,11 +202,13 @@ def merge_remote(
     out: Tensor,
     lse: Tensor,
     calls: Tensor,
+    missing: Tensor,
     slots: list[Tensor],
     flags: list[Tensor],
     *,
     rank: int,
     out_dtype: torch.dtype,
+    seconds: float,
 ) -> tuple[Tensor, Tensor]:
     """What the parts of all ranks are together, for the heads of this one.
 
@@ -172,29 +216,35 @@ def merge_remote(
         out: `(tokens, num_heads, head_dim_v)` float32, this rank's part, contiguous.
         lse: `(num_heads, tokens)` float32, contiguous.
         calls: `(programs,)` int32, this rank's own, zeros at first.
+        missing: `(1,)` int32, pinned memory of the host, 0 at first: who did not come, and 1.
         slots: of each rank, `Slots.elements` float32.
         flags: of each rank, `Slots.flags` int32, zeros at first.
         rank: this one.
         out_dtype: of the result.
+        seconds: how long each program waits for the others; where the chip has no clock that Triton
+            reads, a million looks stand for one.
     """
-    options = {"rank": rank, "out_dtype": out_dtype}
-    return launch_cache.call("merge_remote", _plan, (out, lse, calls, *slots, *flags), options)
+    options = {"rank": rank, "out_dtype": out_dtype, "seconds": seconds}
+    tensors = out, lse, calls, missing, *slots, *flags
+    return launch_cache.call("merge_remote", _plan, tensors, options)
 
 
-def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype) -> Plan:
-    out, lse, calls, *shared = tensors
+def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -> Plan:
+    out, lse, calls, _, *shared = tensors
     ranks = len(shared) // 2
     tokens, num_heads, dim = out.shape
     heads, programs = num_heads // ranks, len(calls)
     slots = Slots.of(ranks, tokens * heads, dim)
     is_empty = tokens == 0
     target = target_of(out.device)
+    is_timed = torch.version.cuda is not None and not INTERPRETED
     new_out = Allocation((tokens, heads, dim), out_dtype, out.device)
     new_lse = Allocation((heads, tokens), torch.float32, out.device)
     launch = Launch(
         _merge_remote_kernel,
         (slots.programs,),
         tokens=tokens,
+        patience=round(seconds * (1e9 if is_timed else 1e6)),
         heads=heads,
         stride_token=out.stride(0),
         stride_head=out.stride(1),
@@ -205,6 +255,7 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype) -> Plan:
         WIDTH=next_power_of_2(dim),
         ROWS=slots.rows,
         FORMAT=stored_format(out_dtype, target),
+        IS_TIMED=is_timed,
     )
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
@@ -212,11 +263,11 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype) -> Plan:
         if is_empty:
             return result, result_lse
         given = addresses if launch.is_ready else tensors
-        shared = tuple(given[3 : 3 + ranks]), tuple(given[3 + ranks :])
+        shared = tuple(given[4 : 4 + ranks]), tuple(given[4 + ranks :])
         if launch.is_ready:
-            launch.start(*given[:3], *shared, result.data_ptr(), result_lse.data_ptr())
+            launch.start(*given[:4], *shared, result.data_ptr(), result_lse.data_ptr())
         else:
-            launch(*given[:3], *shared, as_stored(result, target)[0], result_lse)
+            launch(*given[:4], *shared, as_stored(result, target)[0], result_lse)
         return result, result_lse
 
     return run

@@ -35,8 +35,10 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
     clear_unseen,
     compute_scores,
     mask_and_reduce,
+    new_probabilities,
     spread,
     transpose_keys,
+    turn_probabilities,
     update_softmax,
     weigh_values,
 )
@@ -79,6 +81,16 @@ def score_tile(level, head, turned, stack, item, tensors, program):
     return scores
 
 
+def turns_by_dma(dtype, options):
+    """Whether DMA transposes probabilities: beside deep stacks, where TensorE, VectorE and ScalarE
+    are what bounds, and the queues are idle (Trainium2's architecture guide, "DMA Transpose"). One
+    tile of queries, as of a decode, is bound by DMA itself.
+    """
+    if nisa.get_nc_version() == nisa.nc_version.gen2 or dtype == nl.float32:
+        return False
+    return options.depth > 1
+
+
 def attend_head(head, stack, item, tensors, program):
     """Fold an item's keys and values of one head into the state of each tile of the stack."""
     options, columns = program.options, program.columns
@@ -91,21 +103,25 @@ def attend_head(head, stack, item, tensors, program):
         clear_unseen(keys, at, item.unseen)  # a product transposes: 0 * NaN would spread
     clear_unseen(values, at, item.unseen)
     turned = transpose_keys(keys, at, program.identity)
+    by_dma = turns_by_dma(stack.q.dtype, options)
     for level in range(options.depth):
         scores = score_tile(level, head, turned, stack, item, tensors, program)
         row_max = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
         start, stop = columns.start + level, columns.stop + level
         mask_and_reduce(scores, row_max, program.key_of_column, item.bound, start, stop)
-        p = nl.ndarray(scores.shape, dtype=stack.q.dtype, buffer=nl.sbuf)
+        p, in_order = new_probabilities(values, stack.q.dtype)
         acc_scale = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
         cell = level * program.heads + head
         m_i, l_i = stack.maxima[:, cell : cell + 1], stack.sums[:, cell : cell + 1]
-        update_softmax(p, m_i, l_i, acc_scale, scores, row_max)
+        update_softmax(in_order, m_i, l_i, acc_scale, scores, row_max)
         if options.has_dropout:
             first_of_group = (program.first_head + head) * options.group_size
             row = columns.token + level, columns.head + level
-            drop(p, item.quad, item.index.view(nl.uint32), row, first_of_group, program.philox)
-        weigh_values(stack.acc[:, level, head, :], acc_scale, p, values, at, program.identity)
+            drop(
+                in_order, item.quad, item.index.view(nl.uint32), row, first_of_group, program.philox
+            )
+        turned_p = turn_probabilities(p, program.identity, by_dma)
+        weigh_values(stack.acc[:, level, head, :], acc_scale, turned_p, values, at)
 
 
 def finish(out_tile, lse_tile, level, stack, options):

@@ -15,6 +15,9 @@ MASKED = -3.4028234663852886e38
 FLOOR = MASKED + 2.0**104
 LOWEST = FLOOR + 2.0**104
 
+BANK = 512  # float32 in a bank of PSUM, which a product stays within
+TURNED = 4  # tiles of P columns that are transposed into one bank
+
 
 def spread(tile, column, width):
     """One column of a whole (P, n) tile, repeated `width` times."""
@@ -65,39 +68,46 @@ def outside(dst, values, bounds, start, stop):
 def transpose_keys(keys, head, identity):
     """Keys (P, chunks, heads, run, dim) as (P, dim / P, tile_k): dim on the partitions."""
     chunks, run, dim = keys.shape[1], keys.shape[3], keys.shape[4]
-    steps = (dim + P - 1) // P
-    turned = nl.ndarray((P, steps, chunks * P * run), dtype=keys.dtype, buffer=nl.sbuf)
+    steps, tile_k = (dim + P - 1) // P, chunks * P * run
+    turned = nl.ndarray((P, steps, tile_k), dtype=keys.dtype, buffer=nl.sbuf)
     for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
         for chunk in range(chunks):
-            part = transposed_tile((stop - start, run, P), keys.dtype)
-            for t in range(run):
-                transpose(part[:, t, :], keys[:, chunk, head, t, start:stop], identity)
-            in_order = part.ap(pattern=[[run * P, stop - start], [1, P], [P, run]])
-            column = chunk * P * run
-            nisa.tensor_copy(
-                dst=turned[0 : stop - start, step, column : column + P * run], src=in_order
-            )
+            for first in range(0, run, TURNED):
+                count = min(TURNED, run - first)
+                part = transposed_tile((stop - start, count, P), keys.dtype)
+                for t in range(count):
+                    transpose(part[:, t, :], keys[:, chunk, head, first + t, start:stop], identity)
+                in_order = part.ap(pattern=[[count * P, stop - start], [1, P], [P, count]])
+                column = step * tile_k + chunk * P * run + first
+                places = turned.ap(
+                    pattern=[[steps * tile_k, stop - start], [run, P], [1, count]], offset=column
+                )
+                nisa.tensor_copy(dst=places, src=in_order)
     return turned
 
 
 def compute_scores(scores, q, keys, identity, scale, softcap):
     """scores (P, tile_k) = cap(q @ k^T); q (P, dim), keys turned, scale divided by softcap."""
-    dim = q.shape[1]
-    product = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.psum)
-    for step in range(keys.shape[1]):
+    dim, steps, tile_k = q.shape[1], keys.shape[1], keys.shape[2]
+    q_turned = nl.ndarray((P, steps, P), dtype=q.dtype, buffer=nl.sbuf)
+    for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
         part = transposed_tile((stop - start, P), q.dtype)
         transpose(part, q[:, start:stop], identity)
-        q_turned = nl.ndarray((stop - start, P), dtype=q.dtype, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=q_turned, src=part)
-        nisa.nc_matmul(
-            dst=product,
-            stationary=q_turned,
-            moving=keys[0 : stop - start, step, :],
-            accumulate=step > 0,
-        )
-    scale_scores(scores, product, scale, softcap)
+        nisa.tensor_copy(dst=q_turned[0 : stop - start, step, :], src=part)
+    for first in range(0, tile_k, BANK):
+        last = min(first + BANK, tile_k)
+        product = nl.ndarray((P, last - first), dtype=nl.float32, buffer=nl.psum)
+        for step in range(steps):
+            rows = min(dim, step * P + P) - step * P
+            nisa.nc_matmul(
+                dst=product,
+                stationary=q_turned[0:rows, step, :],
+                moving=keys[0:rows, step, first:last],
+                accumulate=step > 0,
+            )
+        scale_scores(scores[:, first:last], product, scale, softcap)
 
 
 def scale_scores(scores, product, scale, softcap):
@@ -191,23 +201,44 @@ def update_softmax(p, m_i, l_i, acc_scale, scores, row_max):
     )
 
 
-def weigh_values(acc, acc_scale, p, v, head, identity):
-    """acc (P, dim_v) = acc * acc_scale + p (P, tile_k) @ v (P, chunks, heads, run, dim_v)."""
+def new_probabilities(keys, dtype):
+    """Room for p (P, tiles, P), and a view of it whose columns follow the order of keys.
+
+    Tile `chunk * run + t` holds the t-th key of each run of a chunk, as the gathered values lie.
+    """
+    chunks, run = keys.shape[1], keys.shape[3]
+    p = nl.ndarray((P, chunks * run, P), dtype=dtype, buffer=nl.sbuf)
+    pattern = [[chunks * run * P, P], [run * P, chunks], [1, P], [P, run]]
+    return p, p.ap(pattern=pattern)
+
+
+def turn_probabilities(p, identity, by_dma):
+    """Each tile of p (P, tiles, P) transposed, by DMA or on TensorE."""
+    tiles = p.shape[1]
+    turned = nl.ndarray((P, tiles, P), dtype=p.dtype, buffer=nl.sbuf)
+    if by_dma:
+        nisa.dma_transpose(dst=turned, src=p, axes=(2, 1, 0))
+    else:
+        for first in range(0, tiles, TURNED):
+            last = min(first + TURNED, tiles)
+            part = transposed_tile((P, last - first, P), p.dtype)
+            for tile in range(first, last):
+                transpose(part[:, tile - first, :], p[:, tile, :], identity)
+            nisa.tensor_copy(dst=turned[:, first:last, :], src=part)
+    return turned
+
+
+def weigh_values(acc, acc_scale, turned, v, head):
+    """acc (P, dim_v) = acc * acc_scale + p @ v; p turned, v (P, chunks, heads, run, dim_v)."""
     chunks, run = v.shape[1], v.shape[3]
     product = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.psum)
     for chunk in range(chunks):
-        column = chunk * P * run
-        part = transposed_tile((P, run, P), p.dtype)
-        for t in range(run):
-            transpose(part[:, t, :], p[:, column + t : column + P * run : run], identity)
-        p_turned = nl.ndarray((P, run, P), dtype=p.dtype, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=p_turned, src=part)
         for t in range(run):
             nisa.nc_matmul(
                 dst=product,
-                stationary=p_turned[:, t, :],
+                stationary=turned[:, chunk * run + t, :],
                 moving=v[:, chunk, head, t, :],
-                accumulate=column + t > 0,
+                accumulate=chunk + t > 0,
             )
     nisa.scalar_tensor_tensor(
         dst=acc, data=acc, op0=nl.multiply, operand0=acc_scale, op1=nl.add, operand1=product

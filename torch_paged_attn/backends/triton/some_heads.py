@@ -1,0 +1,49 @@
+"""Attention of some heads of a call, its results written where those of all heads lie.
+
+Keys of some heads that are there before those of the others are attended to while these still
+travel (`distributed/shared_keys.py`). What the launches write are slices of one `out` and one
+`softmax_lse`, so that nothing is put together afterwards. Hopper's kernel alone can.
+"""
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.backends.triton.flash_varlen import form_of, kernels_of, said_of_longest
+from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.runtime import launch_cache
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+
+OP = "flash_varlen"
+TENSORS = tensor_names(OP)
+
+
+def attend(given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
+    """Write the results of `flash_varlen(**given)`, a checked call over packed keys, to `out`
+    `(total_q, heads, head_dim_v)`, of any strides, and to `lse` `(heads, total_q)` float32,
+    contiguous. False, and nothing written, where the call takes another kernel than Hopper's.
+    """
+    given = dict(given)
+    longest = said_of_longest(given.pop("max_seqlen_q"), given.pop("max_seqlen_k"), True)
+    tensors = *(given.pop(name, None) for name in TENSORS), out, lse
+    name = f"{OP} of some heads, {longest} queries"
+    return bool(launch_cache.call(name, functools.partial(_plan, longest), tensors, given))
+
+
+def _plan(longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+    *inputs, out, lse = tensors
+    named: dict[str, Any] = dict(zip(TENSORS, inputs, strict=True))
+    call = AttentionCall(OP, **named, **options)
+    assert out is not None and lse is not None
+    if call.total_q == 0 or kernels_of(call, longest)[0] != "hopper":
+        return lambda tensors, addresses: False
+    start = hopper.plan_launches(call, out, form=form_of(call, longest))
+
+    def run(tensors: tuple[Any, ...], addresses: Any) -> bool:
+        *own, out, lse = tensors
+        start(tuple(own), None if addresses is None else addresses[:-2], out, lse)
+        return True
+
+    return run

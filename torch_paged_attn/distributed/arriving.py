@@ -1,0 +1,61 @@
+"""Attention to keys of some heads while those of other heads are on their way."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.distributed.shared_keys import Arriving
+from torch_paged_attn.ops import flash_varlen
+
+# arguments of all query heads, and the dimension of these
+OF_HEADS = {"alibi_slopes": -1, "sinks": 0, "attn_bias": 0}
+
+# how many modes look at every operator: they are to see these as well
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
+
+def attend_as_they_come(
+    q: Tensor, parts: list[Arriving], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`flash_varlen(q, k, v, **options)` of keys and values in parts, each of some KV heads.
+
+    On GPUs a part's kernel starts on its stream once its keys are there, where the kernel of the
+    part before leaves room; the current stream waits for all.
+    """
+    if len(parts) == 1:
+        return flash_varlen(q, parts[0].k, parts[0].v, **options)
+    module = torch.get_device_module(q.device)
+    here = module.current_stream(q.device)
+    group = q.shape[1] // parts[-1].heads.stop
+    out = q.new_empty(*q.shape[:2], parts[0].v.shape[2])
+    lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for part in parts:
+        own = slice(group * part.heads.start, group * part.heads.stop)
+        given = options | {
+            name: x.narrow(dim, own.start, own.stop - own.start)
+            for name, dim in OF_HEADS.items()
+            if (x := options.get(name)) is not None and x.shape[dim] == q.shape[1]
+        }
+        given |= {"q": q[:, own], "k": part.k, "v": part.v}
+        with module.stream(part.stream):
+            _attend(given, out[:, own], lse[own])
+    for part in parts:
+        if part.stream is not here:
+            here.wait_stream(part.stream)
+    return out, lse
+
+
+def _attend(given: dict[str, Any], out: Tensor, lse: Tensor) -> None:
+    """Write the results of `flash_varlen(**given)` to `out` and `lse`."""
+    device = out.device.type
+    is_seen = _dispatch_modes() > 0 or torch.is_autocast_enabled(device)
+    if device == "cuda" and not is_seen and importlib.util.find_spec("triton") is not None:
+        from torch_paged_attn.backends.triton.some_heads import attend
+
+        if attend(given, out, lse):
+            return
+    found = flash_varlen(**given)
+    out.copy_(found[0])
+    lse.copy_(found[1])
