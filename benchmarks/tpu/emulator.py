@@ -17,6 +17,7 @@ predicate or a DMA that depends on it is an error, and so is an instruction neve
 import collections
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,7 +154,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "scalar_lea": operator.add,
     "ssub": operator.sub,
     "smul": operator.mul,
+    "smulhi.u32": lambda a, b: _unsigned(a) * _unsigned(b) >> 32,
     "sshll": operator.lshift,
+    "sshllo": lambda a, b: a << b | (1 << b) - 1,  # ones come in from below
     "sshra": operator.rshift,
     "sshrl": _shift_right_logical,
     "sand": _and,
@@ -184,6 +187,13 @@ def _function_of(opcode: str) -> Callable[..., Any] | None:
         if function := _ARITHMETIC.get(".".join(parts[:length])):
             return function
     return None
+
+
+def _kind_of(dma: Instruction) -> str:
+    """From where to where: a `dma.general`, of more dimensions than the others, remarks it."""
+    kind = dma.opcode.removeprefix("dma.")
+    remark = re.search(r"/\* (\w+)-to-(\w+) \*/", dma.note)
+    return "_to_".join(remark.groups()) if kind == "general" and remark else kind
 
 
 class _Machine:
@@ -288,7 +298,7 @@ class _Machine:
         elif opcode == "dma.done.wait":
             self._wait(*values)
         elif opcode.startswith("dma."):
-            self._start_dma(opcode.removeprefix("dma."), *values[:4])
+            self._start_dma(_kind_of(slot), *values[:4])
         elif opcode == "vsyncadd":
             self.semaphores[values[0]] += values[1]
         elif opcode == "vsyncpa":
@@ -305,7 +315,8 @@ class _Machine:
             pushed = self.in_flight.get(slot.operands[0].registers[0])
             results.append((slot.result, pushed.pop(0) if pushed else UNKNOWN))
         elif opcode.startswith("inlined_call_operand"):
-            results.append((slot.result, self._operand(opcode, values)))
+            # operands are there before the first bundle, whose other slots may take their registers
+            results.insert(0, (slot.result, self._operand(opcode, values)))
         elif opcode.startswith("shalt"):
             raise EmulationError(f"the kernel halts: {slot.note}")
         elif not opcode.startswith(_NOTHING):

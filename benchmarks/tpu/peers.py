@@ -1,7 +1,8 @@
 """Other people's kernels on our problems: they live in JAX or in .peer/, nothing of them here.
 
-RPA v3 (`get_peers.sh`) writes the new keys into the cache in the same kernel and wants a cache of
-its own layout. The seed design is the kernel it came from, JAX's `paged_attention`.
+RPA v3 and the MLA kernel (`get_peers.sh`) write the new keys into the cache in the same kernel and
+want a cache of their own layout. The seed design is the kernel it came from, JAX's
+`paged_attention`.
 """
 
 import contextlib
@@ -24,39 +25,37 @@ from jax.experimental.pallas import tpu as pltpu
 PEER = Path(__file__).parents[2] / ".peer"
 MIB = 2**20
 
-# tiles of (fetched queries, fetched keys, computed queries, computed keys) for prefill, where the
-# default ones do not fit VMEM
-RPA_PREFILL_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
+# (fetched queries, fetched keys, computed queries, computed keys) that RPA v3 is tried with beside
+# what it chooses by itself, which is the same on the other generations
+RPA_CHUNK_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
 
 
 class Missing(Exception):
     """A peer that is not installed, or does not support this."""
 
 
-def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
+def rpa_v3(batch: Any) -> tuple[Callable[[Generation], Any], ...]:
+    """With the blocks that it chooses, and where there are queries in chunks with others."""
+    return (
+        _rpa_v3(batch, {}),
+        *([_rpa_v3(batch, RPA_CHUNK_BLOCKS)] if max(batch.queries) > 1 else []),
+    )
+
+
+def _rpa_v3(batch: Any, blocks: dict[str, tuple[int, ...]]) -> Callable[[Generation], Any]:
     def build(generation: Generation) -> Any:
-        if not (PEER / "tpu_inference").exists():
-            raise Missing("benchmarks/tpu/get_peers.sh brings it")
-        if generation.name == "v4":
-            raise Missing("refuses TPU v4")
-        if str(PEER) not in sys.path:
-            sys.path.insert(0, str(PEER))
-        # what its kernels want of the rest of the package
-        rest = types.SimpleNamespace(
-            init_logger=lambda _name: mock.MagicMock(),
-            get_device_name=lambda _number=None: aot.device_kind(generation),
-        )
-        for module_name in ("logger", "utils"):
-            sys.modules[f"tpu_inference.{module_name}"] = rest  # type: ignore[assignment]
+        _find_tpu_inference(generation)
         from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
 
         is_narrow = batch.head_dim == 64
         module = kernel_hd64 if is_narrow else kernel
         options: dict[str, Any] = {"sm_scale": batch.head_dim**-0.5}
+        if blocks:
+            if generation.name not in blocks:
+                raise Missing("chooses these blocks by itself")
+            options["m_block_sizes"] = blocks[generation.name]
         if batch.window >= 0:
             options["sliding_window"] = batch.window + 1
-        if max(batch.queries) > 1 and generation.name in RPA_PREFILL_BLOCKS:
-            options["m_block_sizes"] = RPA_PREFILL_BLOCKS[generation.name]
 
         def call(cache: Any, q: Any, keys: Any, *tables: Any) -> Any:
             with _devices_are(generation):
@@ -75,6 +74,54 @@ def rpa_v3(batch: Any) -> Callable[[Generation], Any]:
             ShapeDtypeStruct(cache, jnp.bfloat16), batch.q, batch.new_keys, batch.seqused_k,
             batch.block_table.reshape(-1), batch.cu_seqlens, distribution,
             *([batch.sinks] if is_narrow else []),
+        )  # fmt: skip
+
+    return build
+
+
+def _find_tpu_inference(generation: Generation) -> None:
+    """Make its kernels importable, without the rest of the package."""
+    if not (PEER / "tpu_inference" / "kernels" / "mla" / "v2").exists():
+        raise Missing("benchmarks/tpu/get_peers.sh brings it")
+    if generation.name == "v4":
+        raise Missing("refuses TPU v4")
+    if str(PEER) not in sys.path:
+        sys.path.insert(0, str(PEER))
+    # what its kernels want of the rest of the package
+    rest = types.SimpleNamespace(
+        init_logger=lambda _name: mock.MagicMock(),
+        get_device_name=lambda _number=None: aot.device_kind(generation),
+        MLA_XPOSE_N_TILE_SIZE=128,
+    )
+    for module_name in ("logger", "utils", "envs"):
+        sys.modules[f"tpu_inference.{module_name}"] = rest  # type: ignore[assignment]
+
+
+def mla(batch: Any, *, width_v: int) -> Callable[[Generation], Any]:
+    """Latent attention, absorbed: the first `width_v` numbers of a key are its value."""
+
+    def build(generation: Generation) -> Any:
+        _find_tpu_inference(generation)
+        from tpu_inference.kernels.mla.v2 import kernel
+
+        def call(cache: Any, *tensors: Any) -> Any:
+            nope, rope, new, new_rope, *tables = tensors
+            with _devices_are(generation):
+                return kernel.mla_ragged_paged_attention(
+                    nope, rope, new, new_rope, cache, *tables, sm_scale=batch.head_dim**-0.5,
+                    num_kv_pages_per_block=1024 // batch.page_size, num_queries_per_block=1,
+                    vmem_limit_bytes=generation.vmem_bytes * 3 // 4,
+                )  # fmt: skip
+
+        # as its own function has it, with the rope's numbers in lanes of their own
+        cache = (batch.num_pages, batch.page_size // 2, 2, width_v + 128)
+        heads, tokens, rope = batch.num_heads, batch.tokens, batch.head_dim - width_v
+        shapes = (heads, tokens, width_v), (tokens, heads, rope), (tokens, width_v), (tokens, rope)
+        counts = np.array([batch.sequences] * 3, np.int32)
+        return jax.jit(call, donate_argnums=0), (
+            ShapeDtypeStruct(cache, jnp.bfloat16),
+            *(ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+            batch.seqused_k, batch.block_table.reshape(-1), batch.cu_seqlens, counts,
         )  # fmt: skip
 
     return build

@@ -2,6 +2,7 @@
 
     python benchmarks/tpu/run.py                               every problem, v5e, v6e and tpu7x
     python benchmarks/tpu/run.py --generations v6e --problems 'decode_*'
+    python benchmarks/tpu/run.py --contenders 'RPA*'            some of those beside each other
     python benchmarks/tpu/run.py --write                       and JSON and plots under results/
     python benchmarks/tpu/run.py --budget                      and a new budget for tests/schedules
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import picture
-from contenders import BUDGET, BUDGETED, PROBLEMS, measure
+from contenders import BUDGET, BUDGETED, PROBLEMS, measure_best
 from generations import GENERATIONS
 from peers import Missing
 
@@ -39,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--generations", default="v5e,v6e,tpu7x", help=", ".join(GENERATIONS))
     parser.add_argument("--problems", default="*", help="a pattern of names")
+    parser.add_argument("--contenders", default="*", help="a pattern of names")
     parser.add_argument("--write", action="store_true", help="write results/tpu-<generation>/")
     parser.add_argument("--budget", action="store_true", help="what is counted is the new budget")
     options = parser.parse_args()
@@ -58,16 +60,18 @@ def main() -> None:
         for problem in PROBLEMS:
             if not fnmatch.fnmatch(problem.name, options.problems):
                 continue
-            row: dict[str, Any] = {"problem": problem.name, "live_bytes": problem.live_bytes}
-            for contender, build in problem.contenders.items():
+            row: dict[str, Any] = rows.setdefault(problem.name, {})
+            row |= {"problem": problem.name, "live_bytes": problem.live_bytes, "commit": _commit()}
+            for contender, builds in problem.contenders.items():
+                if not fnmatch.fnmatch(contender, options.contenders):
+                    continue
                 try:
-                    row[contender] = measure(build, generation, problem.kernels)
+                    row[contender] = measure_best(builds, generation, problem.kernels)
                 except Missing as reason:
                     row[contender] = {"missing": str(reason)}
-            row["commit"] = _commit()
-            rows[problem.name] = row
-            counted = {count: row["ours"][count] for count in BUDGETED}
-            budget.setdefault(generation.name, {})[problem.name] = counted
+                if contender == "ours":
+                    counted = {count: row["ours"][count] for count in BUDGETED}
+                    budget.setdefault(generation.name, {})[problem.name] = counted
             print(picture.lines(row, generation), flush=True)
         if options.write:
             document["results"] = [rows[x.name] for x in PROBLEMS if x.name in rows]

@@ -44,6 +44,37 @@ def test_loops_run_their_delay_slots(program):
     assert counts.units["alu"] == 3
 
 
+def test_an_operand_that_nobody_reads_leaves_its_register(program):
+    text = """
+     0   :  { %s9_s3 = smov.u32 2  ;;  %s8_s3 = inlined_call_operand.hbm [index: 0] }
+   0x1   :  { %p1_p0 = scmp.ne.s32.totalorder %s9_s3, 2 }
+   0x2   :  { %2 = shalt.err (%p1_p0) }
+"""
+    assert run(program(text), V5E, {}).bundles == 3
+
+
+def test_arithmetic_without_a_sign(program):
+    text = """
+     0   :  { %s1_s1 = smov.u32 4294967295  ;;  %s2_s2 = smov.u32 5 }
+   0x1   :  { %s3_s3 = smulhi.u32 %s1_s1, %s2_s2  ;;  %s4_s4 = sshllo.u32 %s2_s2, %s2_s2 }
+   0x2   :  { %p1_p0 = scmp.ne.s32.totalorder %s3_s3, 4 }
+   0x3   :  { %p2_p1 = scmp.ne.s32.totalorder %s4_s4, 191 }
+   0x4   :  { %p3_p2 = por %p1_p0, %p2_p1 }
+   0x5   :  { %5 = shalt.err (%p3_p2) }
+"""
+    assert run(program(text), V5E, {}).bundles == 6
+
+
+def test_a_general_dma_says_where_it_goes(program):
+    text = """
+     0   :  { %1 = dma.general /*src=*/0, 64, 0, [#allocation1], 0 /* vmem-to-hbm */ }
+   0x1   :  { %2 = dma.done.wait [#allocation1], 64 }
+"""
+    counts = run(program(text), V5E, {})
+    assert counts.hbm_bytes == 64 * 32
+    assert counts.dmas == {"vmem_to_hbm": 1}
+
+
 def test_what_hangs_on_vectors_is_an_error(program):
     text = """
      0   :  { %1 = vpush %v0_v0 }

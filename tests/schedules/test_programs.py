@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contenders import config_for
+from contenders import PROBLEMS, config_for
 from generations import GENERATIONS
 from jax import ShapeDtypeStruct
 
@@ -24,10 +24,12 @@ FAMILIES = {
     "decode_page128": (128, 128, 1, jnp.bfloat16),
     "decode_d64": (64, 16, 1, jnp.bfloat16),
     "decode_d32": (32, 64, 1, jnp.bfloat16),
+    "decode_d80": (80, 16, 1, jnp.bfloat16),
     "decode_d256": (256, 16, 1, jnp.bfloat16),
     "decode_e4m3": (128, 32, 1, jnp.float8_e4m3fn),
     "mixed": (128, 16, 100, jnp.bfloat16),
     "mixed_d64": (64, 32, 100, jnp.bfloat16),
+    "mixed_d80": (80, 16, 100, jnp.bfloat16),
     "mixed_fp32": (128, 16, 100, jnp.float32),
 }
 
@@ -74,6 +76,19 @@ def test_no_operation_touches_as_much_as_a_cache(family, is_whole):
     large = [x for x in around if x.result_bytes > size // 16]
     assert not large
     assert program.temporary_bytes < size // 16
+
+
+def test_latent_attention_reads_keys_and_values_as_one():
+    [problem] = (known for known in PROBLEMS if known.name.startswith("mla_decode"))
+    function, arguments = problem.contenders["ours"](GENERATIONS["v5e"])
+    program = aot.compile_program(function, arguments, GENERATIONS["v5e"])
+    cache = arguments[1]
+    around = [operation for operation in program.operations if not operation.is_kernel]
+    assert not [x for x in around if x.result_bytes > cache.size // 16]
+    [kernel] = program.kernels
+    counts = kernel.counts(GENERATIONS["v5e"])
+    rows = problem.live_bytes // 576 * cache.shape[-1]
+    assert rows <= counts.hbm_bytes < 1.1 * rows
 
 
 def test_a_copy_would_be_seen():

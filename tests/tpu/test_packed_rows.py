@@ -1,4 +1,4 @@
-"""Caches whose rows hold several keys of 64 or 32 numbers: read and written as they lie."""
+"""Caches whose rows are whole lanes: of several keys, or of one key and zeros."""
 
 import dataclasses
 
@@ -10,16 +10,18 @@ from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 SEQS = ((1, 40), (20, 25), (0, 17))
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16)])
-def test_a_packed_cache_is_read_as_it_lies(head_dim, page_size, run):
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "page_size"), [(8, 64, 16), (16, 64, 32), (8, 80, 16)]
+)
+def test_a_packed_cache_is_read_as_it_lies(num_heads, head_dim, page_size, run):
     from torch_paged_attn.backends.tpu.pages import packed_shape
 
     problem = dataclasses.replace(
-        PROBLEMS["llama3_8b/mixed/bf16"], head_dim=head_dim, page_size=page_size, seqs=SEQS,
-        window_size_left=30,
+        PROBLEMS["llama3_8b/mixed/bf16"], num_heads=num_heads, head_dim=head_dim,
+        page_size=page_size, seqs=SEQS, window_size_left=30, sinks=True, alibi="heads",
     )  # fmt: skip
     call = build(problem)
-    packed = {name: call.args[name].reshape(packed_shape(call.args[name].shape)) for name in "kv"}
+    packed = {name: _packed(call.args[name], packed_shape(call.args[name].shape)) for name in "kv"}
     assert packed["k"].shape[-1] == 128
     assert_accurate(*run(call, "on_wait", **_as_jax(packed)), call.truth())
 
@@ -50,6 +52,29 @@ def test_a_packed_cache_is_written_as_the_other_one():
             if slot >= 0:
                 expected[plane, slot // 16, :, slot % 16] = new[token]
     assert torch.equal(write(packed_shape(cache.shape)), expected)
+
+
+def test_values_that_are_the_first_numbers_of_keys(run):
+    problem = dataclasses.replace(
+        PROBLEMS["llama3_8b/mixed/bf16"], num_heads=16, num_kv_heads=1, head_dim=192,
+        head_dim_v=128, page_size=16, seqs=((1, 300), (1, 5), (0, 9)),
+    )  # fmt: skip
+    call = build(problem)
+    # as the op has it: values are a view of the keys
+    call.args["v"] = call.args["k"][..., :128]
+    expected = call.truth()
+    keys = torch.nn.functional.pad(call.args["k"], (0, 64))
+    own = {"k": keys, "v": call.args["v"][:0]}
+    assert_accurate(*run(call, "on_wait", **_as_jax(own)), expected)
+
+
+def _packed(cache, shape):
+    """A cache in this shape, in which rows may end in zeros."""
+    return (
+        torch.nn.functional.pad(cache, (0, shape[-1] - cache.shape[-1]))
+        if cache.shape[-2] == shape[-2]
+        else cache.reshape(shape)
+    )
 
 
 def _as_jax(tensors):

@@ -146,6 +146,8 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         (compute_dtype.itemsize, pages.k.dtype.itemsize),
     )
     q = call.q.astype(compute_dtype)
+    if (filled := pages.widths[0] - call.head_dim * pages.fold) > 0:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, filled)))
     factors = _factors(call)
     tile_sizes = _tile_sizes(call.max_seqlen_q or total_q, call.group_size, config)
     launches = [
@@ -178,6 +180,7 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
         out, lse = (jnp.where(chosen, x, y) for x, y in zip(*results, strict=True))
     is_padding = (jnp.arange(total_q) >= call.cu_seqlens_q[-1])[:, None, None]
+    out = out[..., : call.head_dim_v]
     out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
 
@@ -266,13 +269,12 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     return (
         call.layout is None
         and call.attn_bias is None
-        and pages.fold == 1
         and all(width % LANES == 0 for width in pages.widths)
-        and pages.widths[1] <= call.head_dim
+        and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
         and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
-        and rows % SUBLANES == 0
+        and rows * pages.fold % SUBLANES == 0
         # loads with strides are of whole registers, and of rows of 128 numbers
         and (options.tile_q == 1 or (options.tile_q >= SUBLANES and set(pages.widths) == {LANES}))
         and options.group_size % options.paired == 0
@@ -288,7 +290,11 @@ def _attend_tokens(
     launches: list[Options],
 ) -> tuple[Array, Array]:
     """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
-    results = None
+    results, fold = None, pages.fold
+    if fold > 1:
+        per_kv_head = Heads(call.num_kv_heads, call.group_size, 1)
+        q = q.reshape(call.total_q, call.num_kv_heads, call.group_size, -1)
+        q = per_kv_head.folded(q, fold).reshape(call.total_q, call.num_heads * fold, -1)
     for i, options in enumerate(launches):
         if len(launches) > 1:
             least, most = (1, 1) if i == 0 else (2, options.most_queries)
@@ -298,14 +304,15 @@ def _attend_tokens(
             call.num_heads // options.group_size,
             options.group_size,
             options.tile_q,
+            unit=math.gcd(SUBLANES, options.group_size * options.tile_q),
             paired=options.paired,
         )
-        modifiers = _modifiers(call, heads, factors)
+        modifiers = _modifiers(call, heads, factors, fold)
         bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
         results = attend_tokens(q, results, pages, bounds, modifiers, options)
     assert results is not None
     out, lse = results
-    return out, lse[:, 0, : call.num_heads]
+    return out[..., : call.head_dim_v], lse[:, 0, : call.num_heads]
 
 
 def _modifiers(call: Call, heads: Heads, factors: Factors, fold: int = 1) -> Modifiers:

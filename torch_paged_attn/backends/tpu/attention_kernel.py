@@ -175,7 +175,11 @@ class TileAttention:
                 for head in heads
             ]
             keys = [stored(refs.k_buffers, head) for head in heads]
-            values = [stored(refs.v_buffers, head) for head in heads]
+            if refs.v_buffers is None:
+                width_v = self.softmax.acc.shape[2]
+                values = [[x[:, :width_v] for x in stack] for stack in keys]
+            else:
+                values = [stored(refs.v_buffers, head) for head in heads]
             if masked:
                 # without a bias all heads see the same
                 is_sparse = layout is not None or refs.bias is not None

@@ -43,6 +43,7 @@ class Call(_Arguments):
     """The arguments of one call, by their names, as JAX arrays or as torch tensors.
 
     A cache that is one array, keys and values in its first dimension, is `k`; `v` is None then.
+    Where values are the first numbers of keys, `v` is an array of no pages, as wide as the values.
     """
 
     op: str
@@ -79,9 +80,21 @@ class Call(_Arguments):
 
     @property
     def head_dim_v(self) -> int:
-        width = (self.k if self.v is None else self.v).shape[-1]
-        # rows of a cache may hold several keys
-        return width // (self.k.shape[-1] // self.head_dim)
+        # rows of a cache may hold several keys, or more than one
+        is_alike = self.v is None or self.v.shape[-1] == self.k.shape[-1]
+        return self.head_dim if is_alike else self.v.shape[-1]
+
+    @property
+    def keys_of_row(self) -> int:
+        """Keys that a row of the cache holds: 1, also where the row ends in numbers of no key."""
+        width = self.k.shape[-1]
+        return width // self.head_dim if width % self.head_dim == 0 else 1
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether values are the first numbers of keys: `v` has no pages, but their width."""
+        paged = self.block_table is not None and self.v is not None
+        return paged and self.v.shape[0] == 0 < self.k.shape[0]
 
     @property
     def scale(self) -> float:
@@ -105,7 +118,7 @@ class Call(_Arguments):
         pages = self.block_table
         max_keys = self.k.shape[0]
         if pages is not None:
-            max_keys = pages.shape[1] * self.k.shape[-2] * (self.k.shape[-1] // self.head_dim)
+            max_keys = pages.shape[1] * self.k.shape[-2] * self.keys_of_row
         blocks = self.q_block_size, self.k_block_size
         return Layout(self.crow_indices, self.col_indices, *blocks, max_keys)
 

@@ -115,14 +115,15 @@ class Refs(NamedTuple):
     def named(cls, names: tuple[str, ...], refs: tuple[Any, ...]) -> "Refs":
         """From refs in the order of a launch; the tiles' fields are refs of their own.
 
-        Without `v_hbm`, keys and values are one array, `k_hbm`.
+        Without `v_hbm`, keys and values are one array, `k_hbm`; without `v_buffers`, too,
+        values are the first numbers of keys.
         """
         given = dict(zip(names, refs, strict=True))
         given["tiles"] = Tiles(*(given.pop(name) for name in Tiles._fields))
         keys = [given.pop(name) for name in names if name.startswith("keys_")]
         if keys:
             given["key_tiles"] = KeyTiles(*keys)
-        elif "v_hbm" not in given:
+        elif "v_hbm" not in given and "v_buffers" in given:
             whole = given["k_hbm"]
             given |= {"k_hbm": whole.at[0], "v_hbm": whole.at[1]}
         return cls(**given)

@@ -110,9 +110,12 @@ def attend_tiles(
         inputs["layout"] = words, of_tile(words.shape, num_cores, memory_space=pltpu.SMEM)
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
+    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    if pages.shared:
+        of_values = {}
     scratch: dict[str, Any] = {
         "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
+        **of_values,
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
         "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
         "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
@@ -157,10 +160,13 @@ def attend_tokens(
     """`q` (total_q, num_heads, head_dim) to out of that shape, and to base-2 lse
     (total_q, 1, LANES), a lane for a head: of the sequences that the launch is for.
 
+    Where a row of keys holds several, a KV head's queries stand there as often (`Heads.folded`),
+    and a row of out begins with the values' width.
+
     What an earlier launch has written is in `results`, whose memory is given away. `lengths` are
     cu_seqlens_q and the numbers of keys.
     """
-    total_q, num_heads, _ = q.shape
+    total_q, num_heads = q.shape[0], q.shape[1] // options.fold
     config, tile_q = options.config, options.tile_q
     num_cores, num_buffers = config.num_cores, config.num_buffers
     width_k, width_v = pages.widths
@@ -173,6 +179,7 @@ def attend_tokens(
     bound = min(bound, total_q // options.least_queries + 1, total_q)
     num_tiles = max(1, -(-bound // num_cores)) * num_cores
     of_token = (heads, rows) if tile_q == 1 else (num_heads,)
+    of_queries = *of_token[:-1], of_token[-1] * options.fold
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     scalars = {
@@ -181,7 +188,7 @@ def attend_tokens(
         "cu_seqlens": cu_seqlens,
         "key_lens": key_lens,
     }
-    inputs = {"q_hbm": (q.reshape(total_q, *of_token, width_k), anywhere)}
+    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, width_k), anywhere)}
     inputs["k_hbm"] = pages.k, anywhere
     if pages.v is not None:
         inputs["v_hbm"] = pages.v, anywhere
@@ -201,22 +208,25 @@ def attend_tokens(
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     of_lse = (rows if tile_q == 1 else tile_q * options.paired, LANES)
+    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    if pages.shared:
+        of_values = {}
     scratch: dict[str, Any] = {
         **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
-        "q_tokens": pltpu.VMEM((tile_q, *of_token, width_k), q.dtype),
-        "q": pltpu.VMEM((1, heads, rows, width_k), q.dtype),
+        "q_tokens": pltpu.VMEM((tile_q, *of_queries, width_k), q.dtype),
+        "q": pltpu.VMEM((1, heads, rows * options.fold, width_k), q.dtype),
         "out_tokens": pltpu.VMEM((tile_q, *of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
         "lse_m": pltpu.VMEM(of_lse, jnp.float32),
         "lse_l": pltpu.VMEM(of_lse, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
         "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        "v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype),
+        **of_values,
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
-        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
+        "m_i": pltpu.VMEM((heads, rows * options.fold, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, rows * options.fold, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, rows * options.fold, width_v), jnp.float32),
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     names = (*scalars, *inputs, "out_hbm", "lse_hbm", *scratch)

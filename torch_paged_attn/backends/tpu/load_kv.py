@@ -113,16 +113,18 @@ class KvLoader(Ring):
             self.refs.semaphores.at[2, slot],
         )
 
-    def _copies(self, tile: Array, page: Array, slot: Array, i: int) -> tuple[Any, Any]:
+    def _copies(self, tile: Array, page: Array, slot: Array, i: int) -> list[Any]:
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
-        k_page, v_page = self.refs.k_hbm.at[page], self.refs.v_hbm.at[page]
+        stored = [(self.refs.k_hbm, self.refs.k_buffers, k_done)]
+        if self.refs.v_buffers is not None:
+            stored.append((self.refs.v_hbm, self.refs.v_buffers, v_done))
+        heads: Any = slice(None)
         if self.options.heads_apart > 1:
-            head = pl.ds(self.kv_head(tile), 1)
-            k_page, v_page = k_page.at[head], v_page.at[head]
-        return (
-            pltpu.make_async_copy(k_page, self.refs.k_buffers.at[slot, i], k_done),
-            pltpu.make_async_copy(v_page, self.refs.v_buffers.at[slot, i], v_done),
-        )
+            heads = pl.ds(self.kv_head(tile), 1)
+        return [
+            pltpu.make_async_copy(hbm.at[page, heads], buffers.at[slot, i], done)
+            for hbm, buffers, done in stored
+        ]
 
     def _start(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
@@ -144,7 +146,9 @@ class KvLoader(Ring):
             self._bias_copy(tile, block, slot).wait()
         if self.options.interpret is not True:
             # one wait for as many bytes as all the pages have
-            for buffers, done in ((self.refs.k_buffers, 0), (self.refs.v_buffers, 1)):
+            for done, buffers in enumerate((self.refs.k_buffers, self.refs.v_buffers)):
+                if buffers is None:
+                    continue
                 copied = buffers.at[slot, pl.ds(first, stop - first)]
                 pltpu.make_async_copy(copied, copied, self.refs.semaphores.at[done, slot]).wait()
             return

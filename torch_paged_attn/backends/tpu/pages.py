@@ -32,6 +32,7 @@ class Pages(NamedTuple):
     table: Array
     table_start: Array  # (batch,)
     fold: int = 1  # keys of one row
+    shared: int = 0  # if values are the first numbers of keys, how many; `v` is None then
 
     @property
     def num_pages(self) -> int:
@@ -48,7 +49,7 @@ class Pages(NamedTuple):
     @property
     def widths(self) -> tuple[int, int]:
         """Numbers of a row of keys, and of one of values."""
-        return self.k.shape[-1], (self.k if self.v is None else self.v).shape[-1]
+        return self.k.shape[-1], self.shared or (self.k if self.v is None else self.v).shape[-1]
 
 
 def keys_per_step(page_size: int, fold: int = 1) -> int:
@@ -67,9 +68,13 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     XLA puts the page's number, and not a row of fewer than 128 numbers, into the lanes of an array,
     and a kernel would need a copy of it. An array of this shape holds the same numbers in the same
     order, lies as a kernel reads it, and is taken by the JAX functions in the other one's place.
+    Rows that do not fill whole lanes evenly, of 80 or 576 numbers, end in numbers of no key, which
+    have to be finite; a cache write makes them zeros.
     """
     *front, page_size, head_dim = shape
     fold = keys_per_row(head_dim)
+    if fold == 1 and head_dim >= LEAST_NUMBERS:
+        return (*front, page_size, -(-head_dim // LANES) * LANES)
     if page_size % (fold * SUBLANES):
         return shape
     return (*front, page_size // fold, fold * head_dim)
@@ -77,8 +82,10 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
     """A cache with rows of whole lanes, or with a row for each key; it may have come as either."""
-    fold = cache.shape[-1] // head_dim
     *front, rows, width = cache.shape
+    if width % head_dim:
+        return cache[..., :head_dim]
+    fold = width // head_dim
     shape = (*front, rows * fold, width // fold)
     return cache.reshape(packed_shape(shape) if packed else shape)
 
@@ -89,9 +96,9 @@ def fold_of(call: Call) -> int:
     """
     is_plain = call.op == "flash_varlen" and call.attn_bias is None and call.dropout_p == 0.0
     width_v = (call.k if call.v is None else call.v).shape[-1]
-    if not is_plain or width_v != call.k.shape[-1]:
+    if not is_plain or width_v != call.k.shape[-1] or call.values_are_keys:
         return 1
-    page_size = call.k.shape[-2] * (call.k.shape[-1] // call.head_dim)
+    page_size = call.k.shape[-2] * call.keys_of_row
     return page_size // packed_shape((page_size, call.head_dim))[0]
 
 
@@ -105,8 +112,11 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
             (k, v), lambda x, b, j: x[jnp.minimum(first_key[b] + j, x.shape[0] - 1)], lengths, bound
         )
 
-    k = with_rows(k, call.head_dim, packed=fold > 1)
-    v = None if v is None else with_rows(v, call.head_dim_v, packed=fold > 1)
+    shared = call.head_dim_v if call.values_are_keys else 0
+    v = None if shared else v
+    if call.keys_of_row > 1 or fold > 1:
+        k = with_rows(k, call.head_dim, packed=fold > 1)
+        v = None if v is None else with_rows(v, call.head_dim_v, packed=fold > 1)
     num_pages, page_size = k.shape[-4], k.shape[-2] * fold
     batch, max_pages = block_table.shape
     # ids are not checked on the device: a wrong one must not read outside the cache
@@ -115,8 +125,10 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     if k.shape[-2] % whole == 0 and keys_per_step(page_size, fold) <= widest_step:
         # a constant: XLA has nothing to compute for it
         start = jnp.asarray(np.arange(batch, dtype=np.int32) * max_pages)
-        return Pages(to_bits(k), None if v is None else to_bits(v), table.reshape(-1), start, fold)
+        v = None if v is None else to_bits(v)
+        return Pages(to_bits(k), v, table.reshape(-1), start, fold, shared)
     k = with_rows(k, call.head_dim, packed=False)
+    v = k[..., :shared] if shared else v
     v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
     def stored(x: Array, b: Array, j: Array) -> Array:

@@ -1,8 +1,10 @@
 """`reshape_and_cache` in JAX: tiles of the cache are read, changed and written back, pipelined.
 
 A DMA cannot write one row of 16 or 8 bits, which is half or a quarter of a register's row, so the
-unit is a tile of a page's slots, all heads of it together. Tokens are sorted by slot: a tile is
-changed once for all tokens that fall into it, and of two tokens for one slot the later one is kept.
+unit is a tile of a page's slots, all heads of it together. The kernel walks the tokens in their
+order and takes neighbours together whose slots are neighbours in one tile: one DMA brings their
+rows, loads with strides pick a head's. A tile that is filled whole is not read. Of two tokens for
+one slot the later one is kept, since a tile that is still being written is waited for.
 """
 
 import functools
@@ -15,24 +17,36 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.refusal import refuse
 
 STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 NUM_BUFFERS = 16
 
-# tiles that are being read ahead; a tile's write-back has as many tiles of time to end
+# bytes from one part of a DMA to the next: an int32 in libtpu
+FARTHEST = 2**31
+
+# runs that are being read ahead; a tile's write-back has as many runs of time to end
 AHEAD = NUM_BUFFERS // 2
 
 
-class Groups(NamedTuple):
-    """Tokens by the tile of the cache that they go to; int32."""
+class Runs(NamedTuple):
+    """Tokens whose slots are neighbours in one tile of the cache; int32 of each buffer, in SMEM."""
 
-    num_groups: Array  # (1,)
-    tile: Array  # (num_tokens,) of a group
-    start: Array  # (num_tokens + 1,) a group's first token, in the sorted order
-    slot: Array  # (num_tokens,) sorted
-    token: Array  # (num_tokens,) which token that is
+    tile: Any
+    token: Any  # the first one
+    place: Any  # its slot in the tile
+    size: Any  # 0 where there is no run any more
+    is_late: Any  # whether the tile may still be written when its buffer is free
+
+
+class Place(NamedTuple):
+    """Where the walk stands."""
+
+    run: Array
+    token: Array  # the first one that is in no run yet
+    written: Array  # runs whose write-back has been waited for
 
 
 def tile_rows(cache: Array) -> int:
@@ -42,170 +56,301 @@ def tile_rows(cache: Array) -> int:
 
 def _has_tiles(key: Array, cache: Array) -> bool:
     """Whether the kernel writes this cache: pages are whole tiles, or rows hold several keys."""
-    return cache.shape[-2] % tile_rows(cache) == 0 or cache.shape[-1] > key.shape[2]
+    is_packed = cache.shape[-1] // key.shape[2] > 1 and cache.shape[-1] % key.shape[2] == 0
+    return cache.shape[-2] % tile_rows(cache) == 0 or is_packed
 
 
-def _group(slots: Array, num_slots: int, rows: int) -> Groups:
-    size = slots.shape[0]
-    index = jnp.arange(size, dtype=jnp.int32)
-    skipped = jnp.int32(num_slots)
-    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, skipped).astype(jnp.int32)
-    token = jnp.argsort(slots, stable=True).astype(jnp.int32)
-    slot = slots[token]
-    # a stable sort keeps the later of two tokens behind the earlier one
-    is_last = jnp.append(slot[1:] != slot[:-1], True) & (slot < skipped)
-    order = jnp.argsort(~is_last, stable=True)
-    slot, token = slot[order], token[order]
-    num_kept = jnp.sum(is_last).astype(jnp.int32)
-    tile = slot // rows
-    is_first = (index < num_kept) & jnp.append(True, tile[1:] != tile[:-1])
-    count = jnp.sum(is_first).astype(jnp.int32)
-    first = jnp.nonzero(is_first, size=size, fill_value=0)[0].astype(jnp.int32)
-    start = jnp.where(index < count, first, num_kept)
-    return Groups(count[None], tile[first], jnp.append(start, num_kept), slot, token)
+class CacheWriter:
+    """The refs of one kernel, and what it does with a run.
 
-
-def _write_kernel(*refs: Any, num_caches: int, num_planes: int, fold: int) -> None:
-    """`refs`: the groups, new rows, caches twice (aliased), then buffers and semaphores of each.
-
-    A row of the cache holds `fold` keys, and a new row its numbers as often.
+    A row of the cache holds `fold` keys, and a new row its numbers as often. New rows are
+    (num_tokens, parts of heads, LANES) where heads are of whole lanes.
     """
-    groups = Groups(*refs[: len(Groups._fields)])
-    refs = refs[len(Groups._fields) :]
-    rows_hbm, refs = refs[:num_planes], refs[num_planes + num_caches :]
-    caches, refs = refs[:num_caches], refs[num_caches:]
-    planes = caches if num_caches == num_planes else [caches[0].at[i] for i in range(num_planes)]
-    tiles, rows, (read_done, write_done, rows_done) = (
-        refs[:num_planes],
-        refs[num_planes : 2 * num_planes],
-        refs[2 * num_planes :],
-    )
-    count = groups.num_groups[0]
-    height = tiles[0].shape[2]
 
-    def stored(plane: Any, group: Array) -> Any:
-        tiles_per_page = jnp.int32(plane.shape[2] // height)
-        tile = groups.tile[group]
-        first = pl.multiple_of(lax.rem(tile, tiles_per_page) * height, height)
-        return plane.at[lax.div(tile, tiles_per_page), :, pl.ds(first, height)]
+    def __init__(self, refs: tuple[Any, ...], *, caches: int, fold: int, interpret: Any) -> None:
+        self.slots, refs = refs[0], refs[1:]
+        self.new_hbm, refs = refs[:2], refs[2 + caches :]
+        self.caches, refs = refs[:caches], refs[caches:]
+        self.tiles, refs = refs[:caches], refs[caches:]
+        self.rows, refs = refs[:2], refs[2:]
+        self.read_done, self.write_done, self.rows_done = refs[:3]
+        self.runs = Runs(*refs[3:])
+        self.fold, self.interpret = fold, interpret
 
-    def reads(group: Array, slot: Array) -> list[Any]:
-        return [
-            pltpu.make_async_copy(stored(plane, group), tile.at[slot], read_done.at[slot])
-            for plane, tile in zip(planes, tiles, strict=True)
-        ]
+    @property
+    def height(self) -> int:
+        """Rows of a tile."""
+        return self.tiles[0].shape[3]
 
-    def writes(group: Array, slot: Array) -> list[Any]:
-        return [
-            pltpu.make_async_copy(tile.at[slot], stored(plane, group), write_done.at[slot])
-            for plane, tile in zip(planes, tiles, strict=True)
-        ]
+    @property
+    def most(self) -> int:
+        """Slots of a tile."""
+        return self.height * self.fold
 
-    def for_tokens(group: Array, slot: Array, do: Any) -> None:
-        first = groups.start[group]
+    @property
+    def num_slots(self) -> int:
+        return self.caches[0].shape[1] * self.caches[0].shape[3] * self.fold
 
-        def body(i: Array, _: None) -> None:
-            for source, target in zip(rows_hbm, rows, strict=True):
-                row = source.at[groups.token[i]]
-                do(pltpu.make_async_copy(row, target.at[slot, i - first], rows_done.at[slot]))
+    def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
+        """The tiles in this buffer, and where they lie in the caches: of keys and values in one
+        cache both, unless they lie too far apart for one DMA.
+        """
+        page_rows = self.caches[0].shape[3]
+        tiles_per_page = jnp.int32(page_rows // self.height)
+        tile = self.runs.tile[slot]
+        first = pl.multiple_of(lax.rem(tile, tiles_per_page) * self.height, self.height)
+        where = lax.div(tile, tiles_per_page), slice(None), pl.ds(first, self.height)
+        found = []
+        for tiles, cache in zip(self.tiles, self.caches, strict=True):
+            planes = range(cache.shape[0])
+            plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
+            some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
+            for which in some:
+                place = which, *where
+                found.append((tiles.at[slot, which], cache.at[place]))
+        return found
 
-        lax.fori_loop(first, groups.start[group + 1], body, None)
+    def _reads(self, slot: Array, do: str) -> None:
+        for tile, stored in self._tiles(slot):
+            getattr(pltpu.make_async_copy(stored, tile, self.read_done.at[slot]), do)()
 
-    def fetch(group: Array, slot: Array) -> None:
-        @pl.when(group < count)
+    def _writes(self, slot: Array, do: str) -> None:
+        for tile, stored in self._tiles(slot):
+            getattr(pltpu.make_async_copy(tile, stored, self.write_done.at[slot]), do)()
+
+    def _new_rows(self, slot: Array, do: str) -> None:
+        """New rows go to their places."""
+        token, place = self.runs.token[slot], self.runs.place[slot]
+
+        def move(first: Any, count: Any) -> None:
+            for source, rows in zip(self.new_hbm, self.rows, strict=True):
+                there = rows.at[slot, pl.ds(place + first, count)]
+                here = source.at[pl.ds(token + first, count)]
+                copy = pltpu.make_async_copy(here, there, self.rows_done.at[slot])
+                getattr(copy, do)()
+
+        if self.interpret is True:  # which knows no size that is not a number
+            lax.fori_loop(0, self.runs.size[slot], lambda i, _: move(i, 1), None)
+        else:
+            move(0, self.runs.size[slot])
+
+    def _is_whole(self, slot: Array) -> Array:
+        return self.runs.size[slot] == self.most
+
+    def _next_run(self, token: Array) -> tuple[Array, Array]:
+        """The first token from `token` on that is kept, and how many there are in its run."""
+        total = jnp.int32(self.slots.shape[0])
+
+        def slot_of(token: Array) -> Array:
+            return self.slots[jnp.minimum(token, total - 1)]
+
+        def is_skipped(token: Array) -> Array:
+            slot = slot_of(token)
+            return (token < total) & ((slot < 0) | (slot >= self.num_slots))
+
+        token = lax.while_loop(is_skipped, lambda token: token + 1, token)
+        slot = slot_of(token)
+        room = jnp.minimum(self.most - lax.rem(slot, jnp.int32(self.most)), total - token)
+
+        def is_neighbour(size: Array) -> Array:
+            return (size < room) & (slot_of(token + size) == slot + size)
+
+        def count_whole(_: Any, size: Array) -> Array:
+            """All at once: a loop's turn takes longer than a comparison."""
+            differences = [self.slots[token + i] ^ (slot + i) for i in range(self.most)]
+            return jnp.where(functools.reduce(jnp.bitwise_or, differences) == 0, self.most, size)
+
+        # a loop, since what hangs on a condition would be computed whether it holds or not
+        may_be_whole = (room == self.most) & (
+            slot_of(token + self.most - 1) == slot + self.most - 1
+        )
+        size = lax.fori_loop(0, may_be_whole.astype(jnp.int32), count_whole, jnp.int32(1))
+        size = lax.while_loop(is_neighbour, lambda size: size + 1, size)
+        return token, jnp.where(token < total, size, 0)
+
+    def fetch(self, run: Array, token: Array) -> Array:
+        """Find a run, and start the copies of its tile and its rows; the token behind it."""
+        slot = lax.rem(run, jnp.int32(NUM_BUFFERS))
+        token, size = self._next_run(token)
+        self.runs.size[slot] = size
+
+        @pl.when(size > 0)
         def _() -> None:
-            for copy in reads(group, slot):
-                copy.start()
-            for_tokens(group, slot, lambda copy: copy.start())
+            first = self.slots[token]
+            tile = lax.div(first, jnp.int32(self.most))
+            others = [self.runs.tile[i] == tile for i in range(NUM_BUFFERS)]
+            is_late = functools.reduce(jnp.logical_or, others)
+            self.runs.tile[slot] = tile
+            self.runs.token[slot] = token
+            self.runs.place[slot] = lax.rem(first, jnp.int32(self.most))
+            self.runs.is_late[slot] = is_late.astype(jnp.int32)
+            self._new_rows(slot, "start")
+            pl.when(~is_late & (size < self.most))(lambda: self._reads(slot, "start"))
 
-    def change(group: Array, _carry: None) -> None:
-        slot = lax.rem(group, jnp.int32(NUM_BUFFERS))
-        ahead = lax.rem(group + AHEAD, jnp.int32(NUM_BUFFERS))
+        return token + size
 
-        @pl.when(group + AHEAD >= NUM_BUFFERS)
-        def _() -> None:
-            for copy in writes(group + AHEAD - NUM_BUFFERS, ahead):
-                copy.wait()
+    def wait_for_writes(self, written: Array, stop: Array) -> Array:
+        """Wait for the write-back of the runs before `stop`, of which `written` have been."""
+        lax.fori_loop(
+            written,
+            stop,
+            lambda run, _: self._writes(lax.rem(run, jnp.int32(NUM_BUFFERS)), "wait"),
+            None,
+        )
+        return jnp.maximum(written, stop)
 
-        fetch(group + AHEAD, ahead)
-        for copy in reads(group, slot):
-            copy.wait()
-        for_tokens(group, slot, lambda copy: copy.wait())
-        first = groups.start[group]
-        for tile, new in zip(tiles, rows, strict=True):
-            index = lax.broadcasted_iota(jnp.int32, tile.shape[1:], 1)
-            if fold > 1:
-                lane = lax.broadcasted_iota(jnp.int32, tile.shape[1:], 2)
-                index = index * fold + lax.div(lane, jnp.int32(tile.shape[3] // fold))
+    def change(self, at: Place) -> Place:
+        """Write the run, and start the copies of a later one."""
+        slot = lax.rem(at.run, jnp.int32(NUM_BUFFERS))
+        is_late = self.runs.is_late[slot] == 1
+        behind = at.run + (AHEAD + 1 - NUM_BUFFERS)
+        written = self.wait_for_writes(at.written, jnp.where(is_late, at.run, behind))
+        token = self.fetch(at.run + AHEAD, at.token)
+        is_whole = self._is_whole(slot)
+        pl.when(is_late & ~is_whole)(lambda: self._reads(slot, "start"))
+        pl.when(~is_whole)(lambda: self._reads(slot, "wait"))
+        self._new_rows(slot, "wait")
+        pl.when(is_whole)(lambda: self._put(slot, is_whole=True))
+        pl.when(~is_whole)(lambda: self._put(slot, is_whole=False))
+        self._writes(slot, "start")
+        return Place(at.run + 1, token, written)
 
-            def put(i: Array, old: Array, new: Any = new, index: Array = index) -> Array:
-                row = new[slot, i - first].astype(jnp.float32)[:, None]
-                place = lax.rem(groups.slot[i], jnp.int32(height * fold))
-                return jnp.where(index == place, row, old)
+    def _put(self, slot: Array, *, is_whole: bool) -> None:
+        """Change the tiles in this buffer."""
+        place, size = self.runs.place[slot], self.runs.size[slot]
+        planes = [(tiles, i) for tiles in self.tiles for i in range(tiles.shape[1])]
+        for (tiles, plane), rows in zip(planes, self.rows, strict=True):
+            heads, height, width = tiles.shape[2:]
+            index, lane = (
+                lax.broadcasted_iota(jnp.int32, (height, width), axis) for axis in range(2)
+            )
+            part = lax.div(lane, jnp.int32(width // self.fold))
+            index = index * self.fold + part
+            is_new = (index >= place) & (index < place + size)
+            parts = [self._heads_of(rows, slot, i, width) for i in range(self.fold)]
+            for head in range(heads):
+                new = parts[0][head]
+                for i in range(1, self.fold):
+                    new = jnp.where(part == i, parts[i][head], new)
+                if not is_whole:
+                    new = jnp.where(is_new, new, tiles[slot, plane, head].astype(jnp.float32))
+                tiles[slot, plane, head] = new.astype(tiles.dtype)
 
-            old = tile[slot].astype(jnp.float32)
-            changed = lax.fori_loop(first, groups.start[group + 1], put, old)
-            tile[slot] = changed.astype(tile.dtype)
-        for copy in writes(group, slot):
-            copy.start()
+    def _heads_of(self, rows: Any, slot: Array, first: int, width: int) -> list[Array]:
+        """New rows from the first one of a run's buffer on, each `fold`-th: (height, width) of each
+        head, in float32.
+        """
+        _, most, per_token, numbers = rows.shape
+        paired = 2 if rows.dtype == jnp.bfloat16 else 1
+        if self.interpret or numbers != LANES:  # which knows no refs of another shape or type
+            these = pl.ds(first, self.height, stride=self.fold) if self.fold > 1 else slice(None)
+            found = [rows[slot, these, i].astype(jnp.float32) for i in range(per_token)]
+        else:
+            flat = rows.at[slot]
+            if paired > 1:
+                flat = flat.bitcast(jnp.int32)
+            step = per_token // paired
+            flat = flat.reshape(most * step, LANES)
+            found = []
+            for i in range(step):
+                x = flat[pl.ds(first * step + i, self.height, stride=self.fold * step), :]
+                if paired > 1:  # bfloat16 is the upper half of a float32
+                    halves = x << 16, x & jnp.int32(-65536)
+                    found += [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
+                else:
+                    found.append(x.astype(jnp.float32))
+        each = max(1, width // numbers)
+        groups = [found[i : i + each] for i in range(0, len(found), each)]
+        return [x[0] if each == 1 else jnp.concatenate(x, axis=1) for x in groups]
 
-    for i in range(AHEAD):
-        fetch(jnp.int32(i), jnp.int32(i))
-    lax.fori_loop(0, count, change, None)
 
-    def drain(group: Array, _: None) -> None:
-        for copy in writes(group, lax.rem(group, jnp.int32(NUM_BUFFERS))):
-            copy.wait()
+def _write_kernel(*refs: Any, **options: Any) -> None:
+    """`refs`: slots, new rows, caches twice (aliased), then buffers, semaphores and runs."""
+    writer = CacheWriter(refs, **options)
+    for i in range(NUM_BUFFERS):
+        writer.runs.tile[i] = jnp.int32(-1)
+    token = lax.fori_loop(0, AHEAD, writer.fetch, jnp.int32(0))
 
-    lax.fori_loop(jnp.maximum(count + AHEAD - NUM_BUFFERS, 0), count, drain, None)
+    def is_run(at: Place) -> Array:
+        return writer.runs.size[lax.rem(at.run, jnp.int32(NUM_BUFFERS))] > 0
+
+    end = lax.while_loop(is_run, writer.change, Place(jnp.int32(0), token, jnp.int32(0)))
+    writer.wait_for_writes(end.written, end.run)
 
 
 def _write(
     new: tuple[Array, ...], caches: tuple[Array, ...], slots: Array, interpret: Any
 ) -> tuple[Array, ...]:
     """`caches` are one array of two planes, or two arrays; `new` is of their type."""
-    dtype = caches[0].dtype
+    dtype, shapes = caches[0].dtype, [cache.shape for cache in caches]
     new, caches = tuple(map(to_bits, new)), tuple(map(to_bits, caches))
-    num_pages, heads, page_rows, width = caches[0].shape[-4:]
+    caches = tuple(cache.reshape(-1, *cache.shape[-4:]) for cache in caches)
+    page_rows, width = caches[0].shape[-2:]
     fold = width // new[0].shape[2]
     if fold > 1:
         new = tuple(jnp.tile(x, (1, 1, fold)) for x in new)
     height = math.gcd(tile_rows(caches[0]), page_rows)
-    groups = _group(slots, num_pages * page_rows * fold, height * fold)
-    buffers = [pltpu.VMEM((NUM_BUFFERS, heads, height, x.shape[2]), caches[0].dtype) for x in new]
-    rows = [pltpu.VMEM((NUM_BUFFERS, height, heads, x.shape[2]), x.dtype) for x in new]
+    new = tuple(map(_as_words, new))
+    tiles = [
+        pltpu.VMEM((NUM_BUFFERS, planes, heads, height, width), cache.dtype)
+        for cache in caches
+        for planes, _, heads, _, width in [cache.shape]
+    ]
+    rows = [pltpu.VMEM((NUM_BUFFERS, height * fold, *x.shape[1:]), x.dtype) for x in new]
     somewhere = pl.BlockSpec(memory_space=pl.ANY)
-    first_cache = len(groups) + len(new)
     written = pl.pallas_call(
-        functools.partial(_write_kernel, num_caches=len(caches), num_planes=len(new), fold=fold),
+        functools.partial(_write_kernel, caches=len(caches), fold=fold, interpret=interpret),
         out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(groups),
+            num_scalar_prefetch=1,
             grid=(1,),
             in_specs=[somewhere] * (len(new) + len(caches)),
             out_specs=tuple(somewhere for _ in caches),
-            scratch_shapes=buffers + rows + [pltpu.SemaphoreType.DMA((NUM_BUFFERS,))] * 3,
+            scratch_shapes=[
+                *tiles,
+                *rows,
+                *[pltpu.SemaphoreType.DMA((NUM_BUFFERS,))] * 3,
+                *[pltpu.SMEM((NUM_BUFFERS,), jnp.int32) for _ in Runs._fields],
+            ],
         ),
-        input_output_aliases={first_cache + i: i for i in range(len(caches))},
+        input_output_aliases={1 + len(new) + i: i for i in range(len(caches))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), disable_bounds_checks=True
         ),
         interpret=interpret,
         name="paged_attn_reshape_and_cache",
-    )(*groups, *new, *caches)
+    )(slots.astype(jnp.int32), *new, *caches)
     if dtype == jnp.float16:
         written = tuple(lax.bitcast_convert_type(cache, dtype) for cache in written)
-    return tuple(written)
+    return tuple(cache.reshape(shape) for cache, shape in zip(written, shapes, strict=True))
+
+
+def _as_words(new: Array) -> Array:
+    """New rows as loads with strides can read them: 32 bits, or pairs of bfloat16."""
+    tokens, heads, width = new.shape
+    if new.dtype != jnp.bfloat16 or heads * (width // LANES) % 2:
+        new = new.astype(jnp.float32)
+    return new if width % LANES else new.reshape(tokens, -1, LANES)
+
+
+def _kept(slots: Array, num_slots: int) -> tuple[Array, Array]:
+    """Tokens in the order of their slots, and which are kept: of two for one slot the later one."""
+    skipped = jnp.int32(num_slots)
+    slots = jnp.where((slots >= 0) & (slots < num_slots), slots, skipped).astype(jnp.int32)
+    token = jnp.argsort(slots, stable=True).astype(jnp.int32)
+    slot = slots[token]
+    # a stable sort keeps the later of two tokens behind the earlier one
+    return token, jnp.append(slot[1:] != slot[:-1], True) & (slot < skipped)
 
 
 def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()) -> Array:
     """Write pages that are no whole number of tiles by XLA's scatter."""
     num_pages, _, page_size, _ = cache.shape[-4:]
-    groups = _group(slots, num_pages * page_size, 1)
-    kept = jnp.arange(slots.shape[0]) < groups.start[-1]
-    page = jnp.where(kept, groups.slot // page_size, num_pages)
-    where = (*plane, page, slice(None), groups.slot % page_size)
-    return cache.at[where].set(new[groups.token], mode="drop")
+    token, kept = _kept(slots, num_pages * page_size)
+    slot = slots[token]
+    page = jnp.where(kept, slot // page_size, num_pages)
+    where = (*plane, page, slice(None), slot % page_size)
+    return cache.at[where].set(new[token], mode="drop")
 
 
 def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
@@ -246,7 +391,7 @@ def reshape_and_cache(
     """Arguments as in the op; the cache is donated, and returned with the tokens in it."""
     if (reason := unsupported(key, kv_cache)) is not None:
         refuse("reshape_and_cache", reason)
-    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, kv_cache)
+    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, (kv_cache, kv_cache))
     if slot_mapping.shape[0] == 0 or kv_cache.size == 0:
         return kv_cache
     if _has_tiles(key, kv_cache):
@@ -271,7 +416,7 @@ def reshape_and_cache_split(
     """Arguments as in the op; the caches are donated, and returned with the tokens in them."""
     if (reason := unsupported(key, k_cache)) is not None:
         refuse("reshape_and_cache.split", reason)
-    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, k_cache)
+    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, (k_cache, v_cache))
     if slot_mapping.shape[0] == 0 or k_cache.size == 0:
         return k_cache, v_cache
     if _has_tiles(key, k_cache):
@@ -281,10 +426,18 @@ def reshape_and_cache_split(
 
 
 def _new_rows(
-    values: tuple[Array, Array], scales: tuple[Array | None, ...], slots: Array, cache: Array
+    values: tuple[Array, Array],
+    scales: tuple[Array | None, ...],
+    slots: Array,
+    caches: tuple[Array, Array],
 ) -> tuple[Array, ...]:
-    """New keys and values in the cache's dtype; rows past the length of `slots` are padding."""
-    return tuple(
-        _store(x[: slots.shape[0]], cache.dtype, scale)
-        for x, scale in zip(values, scales, strict=True)
-    )
+    """New keys and values in the cache's dtype, with zeros where its rows end in numbers of no key;
+    rows past the length of `slots` are padding.
+    """
+    rows = []
+    for x, scale, cache in zip(values, scales, caches, strict=True):
+        stored = _store(x[: slots.shape[0]], cache.dtype, scale)
+        if cache.shape[-1] % x.shape[2]:
+            stored = jnp.pad(stored, ((0, 0), (0, 0), (0, cache.shape[-1] - x.shape[2])))
+        rows.append(stored)
+    return tuple(rows)

@@ -121,13 +121,17 @@ class TokenRows:
             refs.q[0] = refs.q_tokens[0]
             return
 
-        for head, i in self._runs():
+        for head, i in self._runs(refs.q_tokens):
             refs.q[0, head, self._part(i)] = self._load(refs.q_tokens, head, i)
 
-    def _runs(self) -> list[tuple[int, int]]:
+    def _per_head(self, tokens: Any) -> int:
+        """Query heads, or pairs of them, that these tokens have for a KV head."""
+        return tokens.shape[1] // self.refs.q.shape[1] // self.options.paired
+
+    def _runs(self, tokens: Any) -> list[tuple[int, int]]:
         """KV heads, and the query heads or the pairs of each: strides want to begin at numbers."""
-        per_head = self.options.group_size // self.options.paired
-        return [(head, i) for head in range(self.refs.q.shape[1]) for i in range(per_head)]
+        per_head = range(self._per_head(tokens))
+        return [(head, i) for head in range(self.refs.q.shape[1]) for i in per_head]
 
     def _part(self, i: int) -> slice:
         """Rows of the i-th query head of a group, or of its i-th pair."""
@@ -138,15 +142,15 @@ class TokenRows:
         """Tokens as rows of 32 bits, and those of one head, or of a pair."""
         options, (tile_q, num_heads, width) = self.options, tokens.shape
         per_token = num_heads // options.paired
+        first = head * self._per_head(tokens) + i
         if options.paired > 1:
             tokens = tokens.bitcast(jnp.int32)
-        first = head * (options.group_size // options.paired) + i
         return tokens.reshape(tile_q * per_token, width), pl.ds(first, tile_q, stride=per_token)
 
     def _load(self, tokens: Any, head: int, i: int) -> Array:
         options = self.options
         if options.interpret:  # which knows no refs of another shape or type
-            first = head * options.group_size + i * options.paired
+            first = (head * self._per_head(tokens) + i) * options.paired
             return tokens[:, pl.ds(first, options.paired)].reshape(-1, tokens.shape[2])
         rows, which = self._strided(tokens, head, i)
         x = rows[which, :]
@@ -155,7 +159,7 @@ class TokenRows:
     def _store(self, tokens: Any, head: int, i: int, x: Array) -> None:
         options = self.options
         if options.interpret:
-            first = head * options.group_size + i * options.paired
+            first = (head * self._per_head(tokens) + i) * options.paired
             x = x.reshape(options.tile_q, options.paired, -1)
             tokens[:, pl.ds(first, options.paired)] = x
             return
@@ -178,11 +182,11 @@ class TokenRows:
         refs, options = self.refs, self.options
         lane, row = self._lane_and_row()
         if options.tile_q == 1:
-            refs.out_tokens[0, head] = out.astype(refs.out_tokens.dtype)
+            refs.out_tokens[0, head, :, : out.shape[1]] = out.astype(refs.out_tokens.dtype)
             parts = [(slice(None), head * out.shape[0])]
         else:
             # the queries are not needed any more
-            refs.q[0, head, :, : out.shape[1]] = out.astype(refs.q.dtype)
+            refs.q[0, head, : out.shape[0], : out.shape[1]] = out.astype(refs.q.dtype)
             firsts = range(0, options.group_size, options.paired)
             first = head * options.group_size
             parts = [(self._part(i), first + at) for i, at in enumerate(firsts)]
@@ -205,7 +209,7 @@ class TokenRows:
         refs, options = self.refs, self.options
         if options.tile_q > 1:
             width = refs.out_tokens.shape[2]
-            for head, i in self._runs():
+            for head, i in self._runs(refs.out_tokens):
                 self._store(refs.out_tokens, head, i, refs.q[0, head, self._part(i), :width])
         total = refs.lse_l[...]
         lse = refs.lse_m[...] + jnp.log2(jnp.where(total == 0.0, 1.0, total))  # NaN stay
