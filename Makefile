@@ -1,6 +1,6 @@
 # make run    real text through the ops: embed and serve          make test   everything CI checks
 # make train  a small Llama on packed documents, beside padding
-# make bench  the CPU ops beside their peers                     make thorough   fuzz for hours
+# make bench  the CPU ops beside their peers                     make thorough   all of it, in hours
 # make test-gpu   the GPU's kernels, on a GPU                    make bench-gpu   the GPU ops beside their peers
 # make test-triton   compile them with another Triton              make check   before a commit
 # make docs   the documentation as a site, in site/                make wheel   what a release publishes, in dist/
@@ -20,6 +20,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
+.PHONY: thorough-properties thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
 .PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
@@ -182,13 +183,28 @@ lint: install
 	$(VENV)/bin/zizmor --quiet --offline .github
 	$(VENV)/bin/torch-abi-audit --check torch torch_paged_attn/_C.abi3.so
 
-thorough: install
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/properties
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/triton/test_cross_compile.py
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/neuron tests/tpu -k fuzz
+# In parts, each of which may run on a machine of its own; EXAMPLES for each property, others each time.
+EXAMPLES ?= 2000
+THOROUGH := HYPOTHESIS_EXAMPLES=$(EXAMPLES) HYPOTHESIS_PROFILE=thorough $(PYTEST)
+thorough: thorough-properties thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+
+thorough-properties: install
+	$(THOROUGH) tests/properties
+
+thorough-compile: install
+	$(THOROUGH) tests/triton/test_cross_compile.py
+
+thorough-fuzz: install
+	$(THOROUGH) tests/neuron tests/tpu -k fuzz
+
+thorough-mutants: install
 	$(PYTHON) tests/neuron/mutants.py
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/backends
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) tests/backends --backend triton-interpreter
+
+thorough-backends: install
+	$(THOROUGH) tests/backends
+
+thorough-interpreter: install
+	$(THOROUGH) tests/backends --backend triton-interpreter
 
 sanitize: install
 	PYTHON=$(PYTHON) tools/sanitize.sh

@@ -127,8 +127,12 @@ def warmup(
                 lengths = {"cu_seqlens_q": starts, "seqused_k": zeros(batch, dtype=torch.int32)}
                 for context in CONTEXTS:
                     table = zeros(batch, -(-context // page_size), dtype=torch.int32)
-                    for longest in (0, length)[: 2 if length <= FEW else 1]:
-                        said = {"max_seqlen_q": longest} if longest else {}
+                    hints: list[dict[str, int]] = [{}]
+                    if length <= FEW:
+                        # keys of the longest sequence are as many as the table holds, or few
+                        longest = {"max_seqlen_q": length}
+                        hints += longest, {**longest, "max_seqlen_k": CONTEXTS[0]}
+                    for said in hints:
                         results = op(q, k_cache, v_cache, block_table=table, **lengths, **said)
         if results[0].dtype.itemsize > 1:
             merge_states(*results, *results)

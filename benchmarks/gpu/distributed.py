@@ -356,7 +356,9 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
         if placement is None or memory is None:
             continue
         calls[f"  its exchange {cut}"] = functools.partial(placement.fetch, *own[1:])
-        calls[f"  ... shared memory {cut}"] = functools.partial(memory.bring, placement, *own[1:])
+        calls[f"  ... shared memory {cut}"] = functools.partial(
+            bring, memory, placement, *own[1:], heads
+        )
         calls[f"  its attention {cut}"] = attention_alone(own, shards)
     seconds = m.times(calls, 5)
     pairs = sum(n * (n + 1) / 2 for n in lengths)
@@ -372,6 +374,12 @@ def _prefill(m: Machine, lengths: list[int], cuts: tuple[str, ...], schemes: Any
                 f" {off[name]:.1e}"
             )
     return found
+
+
+def bring(memory: SharedKeys, *args: Any) -> None:
+    """Bring keys, and wait for them."""
+    for part in memory.bring(*args):
+        torch.cuda.current_stream().wait_stream(part.stream)
 
 
 def check_graph(m: Machine, call: Callable[[], Any]) -> None:

@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--first", type=int, default=0, help="leave out the draws before this one")
+    parser.add_argument("--only", type=int, nargs="*", help="the draws of these numbers, from 0 on")
     parser.add_argument("--kinds", nargs="*", help="of these kinds only")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="that compile")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure no longer")
@@ -333,10 +334,12 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
     steps = draw_steps(options.seed, options.draws)[options.first :]
+    if options.only:
+        steps = [draw_steps(options.seed, options.draws)[i] for i in options.only]
     if options.kinds:
         steps = [step for step in steps if step.kind in options.kinds]
     compile_ahead(steps, options.processes)
-    fa3 = gpu_run.find_peers(options.fa3, None).get("FA3")
+    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
     torch.manual_seed(options.seed)
     rows: list[dict[str, Any]] = []
     document = {

@@ -73,7 +73,7 @@ _OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an inter
 NEVER = {
     runner: _OF_CACHES | _OF_THE_DISPATCHER
     for runner in ("triton-interpreter", "tpu", "neuron-2", "neuron-3", "neuron-4")
-} | {"reference": _OF_THE_DISPATCHER}
+} | {"reference": _OF_THE_DISPATCHER | {"write_outside": "the formula checks no slot"}}
 
 BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays")
 

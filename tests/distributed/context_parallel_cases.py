@@ -175,7 +175,7 @@ def case_shared_memory(world: World) -> None:
         pack = Pack((33, 0, 70, 5), options=(("causal", True),))
         memory = SharedKeys(None, 108, pack.num_kv_heads, 16, 16, torch.float32, "cpu")
         ahead = SharedKeys(None, 108, pack.num_kv_heads, 16, 16, torch.float32, "cpu")
-        ahead.least_ahead = 0
+        ahead.least_ahead = ahead.least_rows = 0
         for cut in CUTS:
             shards = Shards(pack.cu_seqlens, load_balance=cut)
             own = [shards.shard(x) for x in pack.inputs()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_paged_attn
+from torch_paged_attn import environment
 
 PACKAGE = Path(torch_paged_attn.__file__).parent
 HEAVY = ("triton", "jax", "nki", "transformers", "matplotlib", "hypothesis", "rich", "ml_dtypes")
@@ -29,6 +30,7 @@ def test_import_brings_no_heavy_package():
 import torch, sys
 before = set(sys.modules)
 import torch_paged_attn
+from torch_paged_attn import environment
 new = {{m.partition('.')[0] for m in set(sys.modules) - before}}
 print(sorted(new & set({HEAVY!r})), 'torch_paged_attn.reference' in sys.modules)
 """
@@ -41,6 +43,7 @@ import sys
 for name in {HEAVY!r}:
     sys.modules[name] = None
 import torch_paged_attn
+from torch_paged_attn import environment
 print('fine')
 """
     assert python(code).strip() == "fine"
@@ -129,3 +132,10 @@ def test_types_are_shipped():
 def test_every_public_name_is_found():
     for name in torch_paged_attn.__all__:
         assert getattr(torch_paged_attn, name) is not None
+
+
+@pytest.mark.parametrize("value", ["junk", "true", "2"])
+def test_a_flag_that_is_neither_0_nor_1_is_named(value, monkeypatch):
+    monkeypatch.setenv("PAGED_ATTN_CHECK", value)
+    with pytest.raises(ValueError, match=f"PAGED_ATTN_CHECK is '{value}'; allowed: 0 or 1"):
+        environment._flag("PAGED_ATTN_CHECK")

@@ -27,9 +27,7 @@ def cut_off(q, k, bits=13):
         terms = torch.cat([a * b, total[..., None]], -1)
         # numbers below 2**-6 have its exponent
         of_factors = exponent(a).clamp(min=-6) + exponent(b).clamp(min=-6)
-        largest = torch.cat(
-            [of_factors.where(terms[..., :-1] != 0, -99), exponent(total)[..., None]], -1
-        )
+        largest = torch.cat([of_factors, exponent(total)[..., None]], -1).where(terms != 0, -99)
         unit = torch.exp2((largest.amax(-1, keepdim=True) - bits).double())
         total = ((terms / unit).trunc() * unit).sum(-1)
         unit = torch.exp2((exponent(total) - bits).double())

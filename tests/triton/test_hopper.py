@@ -19,6 +19,7 @@ from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate,
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER = Target.of_arch("sm90", 132)
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+e4m3, i8 = torch.float8_e4m3fn, torch.int8
 
 MIXED = ((1, 300), (130, 0), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
 LONG = ((2100, 0), (2500, 300))
@@ -30,6 +31,7 @@ SHAPES = tuple(
         ("packed_mha", MIXED, f16, dict(head_dim=128, num_kv_heads=4, causal=False)),
         ("mqa_packed_heads", MIXED, bf16, dict(num_heads=8, num_kv_heads=1, padding_rows=140)),
         ("three_heads_a_group", MIXED, bf16, dict(num_heads=6, head_dim=80)),
+        ("five_heads", MIXED, bf16, dict(num_heads=10, head_dim=128, alibi="heads", **PADDED)),
         ("d64", MIXED, bf16, dict(causal=False)),
         ("d64_long", LONG, bf16, {}),
         ("d256", MIXED, bf16, dict(head_dim=256)),
@@ -241,6 +243,7 @@ IN_TURNS = tuple(
         ("d64_even", ((90, 0),) * 7, dict(num_kv_heads=4)),
         ("g4", SHORT * 20, dict(num_heads=8, head_dim=128, padding_rows=140)),
         ("g7", SHORT, dict(num_heads=14, head_dim=128)),
+        ("g5_shorter", ((9, 0), (30, 0), (1, 0)) * 9, dict(num_heads=10, padding_rows=5)),
         ("keys", ((70, 30), (3, -2), (200, 0), (9, 90)), dict(lengths="cu_seqlens_k")),
     )
 )
@@ -266,6 +269,8 @@ def test_tiles_in_turns(problem, longest):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+OF_8_BITS = dict(head_dim=128, page_size=16)
+WIDE = dict(num_heads=16, head_dim=128, causal=False, window_size_right=5)
 FEW = ((5, 900), (8, 3000), (1, 70), (0, 9), (3, -1), (8, 0))
 GUESSED = tuple(
     Problem(f"guessed_{name}", seqs, dtype=bf16, **options)
@@ -276,20 +281,36 @@ GUESSED = tuple(
         ("g4_d256_page1", FEW, dict(num_heads=8, head_dim=256, page_size=1)),
         ("page1", FEW, dict(num_heads=8, head_dim=128, page_size=1, window_size_left=1200)),
         ("softcap", FEW, dict(num_heads=8, head_dim=128, page_size=32, softcap=9.0)),
+        # rows of a token that no head has
+        ("g7", FEW, dict(num_heads=14, head_dim=128, page_size=64, sinks=True, padding_rows=9)),
+        ("g5", FEW, dict(num_heads=10, head_dim=128, page_size=544, sinks=True, alibi="batch")),
+        ("g3_d256", FEW, dict(num_heads=6, head_dim=256, page_size=32, window_size_left=99)),
+        ("kv_e4m3", FEW, dict(num_heads=16, kv_dtype=e4m3, descale="heads", **OF_8_BITS)),
+        ("kv_e4m3_page1", FEW, dict(num_heads=16, kv_dtype=e4m3, **OF_8_BITS | dict(page_size=1))),
+        ("kv_int8_g7", FEW, dict(num_heads=14, kv_dtype=i8, descale="batch", **OF_8_BITS)),
+        ("kv_e4m3_d256", FEW, dict(num_heads=6, kv_dtype=e4m3, **OF_8_BITS | dict(head_dim=256))),
+        # more sequences than are looked at at a time; all alike; more queries than was said
+        ("many", ((3, 40), (0, 0), (3, 700)) * 100, dict(num_heads=16, head_dim=128, page_size=32)),
+        ("alike", ((4, 1020),) * 33, dict(num_heads=16, head_dim=128, page_size=64)),
+        ("longer", ((70, 300), (5, 900), (300, 0)), dict(num_heads=10, page_size=64)),
+        ("longer_window", ((70, 600), (40, 9)), dict(page_size=16, window_size_left=99, **WIDE)),
     )
 )
+# by machines without a GPU, too
+COMPILED = ("guessed_g4_d256_page1", "guessed_g5", "guessed_kv_e4m3")
 
 
+@pytest.mark.parametrize("is_dealt", [False, True], ids=["listed", "dealt"])
 @pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
-def test_guessed_tokens(problem, compiler):
+def test_guessed_tokens(problem, is_dealt, compiler):
     """Few queries of a sequence, in the rows of one consumer."""
+    form = tiles.Form(is_guessed=True, is_dealt=is_dealt)
     with assume(HOPPER):
-        call = hopper_call(problem)
+        call = hopper_call(problem, max_seqlen_k=2**17 if is_dealt else 64)
         assert flash_varlen.kernels_of(call, 8)[0] == "hopper"
-        form = flash_varlen.form_of(call, 8)
-    assert form == tiles.Form(is_guessed=True)
+        assert flash_varlen.form_of(call, 8)._replace(is_dealt=is_dealt) == form
     if not HAS_HOPPER:
-        if problem is GUESSED[3]:
+        if problem.name in COMPILED and is_dealt:
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
             assert all(k.faults("sm90", problem.name) == [] for k in kernels)
         return
@@ -298,6 +319,21 @@ def test_guessed_tokens(problem, compiler):
     assert_accurate(*first, build(problem).truth())
     again = hopper.attend(call, form=form)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_many_keys_are_dealt_out():
+    """Of few queries, by what is said of the longest sequence's keys; of decodes, where a group is
+    no power of two."""
+    wide = Problem("wide", ((1, 60),) * 3, 40, 8, dtype=bf16, page_size=64)
+    table = torch.zeros(3, 1024, dtype=torch.int32)
+    with assume(HOPPER):
+        for heads, kernels in ((40, "hopper"), (32, "portable")):
+            call = hopper_call(dataclasses.replace(wide, num_heads=heads), block_table=table)
+            assert flash_varlen.kernels_of(call, 1)[0] == kernels
+        call = hopper_call(wide, block_table=table)
+        assert flash_varlen.form_of(call, 1) == tiles.Form(is_guessed=True, is_dealt=True)
+        call = hopper_call(wide, block_table=table, max_seqlen_k=512)
+        assert flash_varlen.kernels_of(call, 1)[0] == "portable"
 
 
 @pytest.mark.parametrize(
@@ -335,6 +371,24 @@ def test_short_sequences(seqs, options, longest, kernels):
 )
 def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
     assert flash_varlen.said_of_longest(*hints, is_packed) == said
+
+
+@pytest.mark.parametrize(
+    "longest, keys, is_packed, said",
+    [
+        (1, 900, False, 1024),
+        (5, 1024, False, 1024),
+        (5, 1025, False, 2048),
+        (1, 7, False, 512),
+        (1, 10**6, False, 131072),
+        (1, 0, False, 0),
+        (0, 900, False, 0),
+        (5, 900, True, 0),
+        (5, torch.tensor(900), False, 0),
+    ],
+)
+def test_what_is_said_of_its_keys(longest, keys, is_packed, said):
+    assert flash_varlen.said_of_reach(longest, keys, is_packed) == said
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -35,6 +35,16 @@ PROBLEMS = tuple(
         ("decodes_alone", DECODES, bf16, dict(num_heads=8, head_dim=128, page_size=16)),
         ("few", FEW, bf16, dict(num_heads=8, head_dim=128, page_size=16, padding_rows=3)),
         ("few_g1", FEW, bf16, dict(num_kv_heads=4, head_dim=64, page_size=16, sinks=True)),
+        ("page1", STEP, bf16, dict(num_heads=8, head_dim=128, page_size=1, padding_rows=70)),
+        (
+            "page2_window",
+            STEP,
+            bf16,
+            dict(num_heads=8, head_dim=64, page_size=2, window_size_left=40),
+        ),
+        ("few_page1", FEW, bf16, dict(num_heads=8, head_dim=128, page_size=1)),
+        ("few_g5", FEW, bf16, dict(num_heads=10, head_dim=128, page_size=64, sinks=True)),
+        ("few_d256", FEW, bf16, dict(num_heads=4, head_dim=256, page_size=8)),
         ("few_full", FEW, f16, dict(num_heads=8, head_dim=128, page_size=128, causal=False)),
     )
 )

@@ -100,7 +100,8 @@ def all_gather_attention(
     if exchange.q_position is not None:
         options["q_position"] = exchange.q_position
     if placement is not None and placement.travels and memory is not None:
-        return attend_as_they_come(q, memory.bring(placement, k, v), exchange.lengths | options)
+        parts = memory.bring(placement, k, v, q.shape[1])
+        return attend_as_they_come(q, parts, exchange.lengths | options)
     return flash_varlen(q, k, v, **exchange.lengths, **options)
 
 

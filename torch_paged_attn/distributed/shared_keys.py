@@ -25,9 +25,11 @@ OP = "SharedKeys"
 # pieces for a rank that are sent one by one
 MOST_PIECES = 64
 
-# bytes that a rank is sent from which on one head's go ahead of the others': the time of two
-# barriers and of another launch
-LEAST_AHEAD = 6 << 20
+# bytes that a rank is sent from which on one head's go ahead of the others': attention to so many
+# keys takes longer than the host does to launch two kernels for a call (0.6 ms), which is the cost
+LEAST_AHEAD = 24 << 20
+# rows of queries that fill the chip, so that the first head's kernel is that of all heads
+LEAST_ROWS = 132 * 128
 # KV heads that go ahead
 AHEAD = 1
 
@@ -112,6 +114,7 @@ class SharedKeys:
         self.stream = torch.get_device_module(device).Stream(device)
         is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
         self.least_ahead = LEAST_AHEAD if is_hopper else 1 << 62
+        self.least_rows = LEAST_ROWS
 
     def check(self, op: str, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         """Raise for keys that this was not made for."""
@@ -120,15 +123,16 @@ class SharedKeys:
             made = f"was made for heads {self.widths} of {self.buffer.dtype} and its own group"
             fail(op, "memory", made, f"one for heads {came} of {k.dtype}")
 
-    def bring(self, placement: "Placement", k: Tensor, v: Tensor) -> list[Arriving]:
+    def bring(self, placement: "Placement", k: Tensor, v: Tensor, num_heads: int) -> list[Arriving]:
         """The keys and values that this rank's queries see, of all heads or of the first one and
         then of the others. Each is there on its stream, which the caller's waits for in the end;
-        valid until the next call."""
+        valid until the next call. `num_heads`: of queries."""
         rows, heads = placement.rows, k.shape[1]
         if max(rows) > self.max_keys:
             fail(OP, "max_keys", f"is {self.max_keys}", f"at least {max(rows)}, which a rank sees")
         is_much = placement.most_sent * _bytes_of_row(k, v) >= self.least_ahead
-        ahead = AHEAD if heads > AHEAD and is_much else 0
+        fills = len(k) * num_heads * AHEAD >= self.least_rows * heads
+        ahead = AHEAD if heads > AHEAD and is_much and fills else 0
         routes = placement.keep((self, ahead), lambda: self._routes(placement, ahead))
         streams = torch.get_device_module(k.device)
         here = streams.current_stream(k.device)

@@ -13,17 +13,19 @@ to half an eps of the sum instead. What errors come from:
   multiplied by log2(e): in float32 no baseline counts as closer than four deviations of it. A row
   may be twice as far off, by its own logits and by those that it is divided by.
 - Hopper adds up products of float8 by steps: 32 of them, and what there is, are each cut off 13
-  bits below the largest. Where a kernel is said to do that, a logit may be off by 4 such bits of
-  the sum of |q k|: cutting n numbers off loses a root of n / 3 of them if signs are mixed, 6.6 for
-  132, of a largest number that is no more than some part of that sum. What is cut off is nearer to
-  0, so that logits of a row, the large ones more than the rest, err alike: by a deviation.
-- Below the smallest normal number of their dtype probabilities are no longer rounded in proportion:
-  each may be off by half the distance of two such numbers, before dropout magnifies it.
+  bits below the largest. Where a kernel is said to do that, a deviation of a logit is half such a
+  bit of its magnitude: cutting n numbers off loses a root of n / 3 of them if signs are mixed, 6.6
+  for 132, of a largest number that is a small part of what is added up (tests/reference/
+  test_float8_sums.py measures 0.1 to 0.4). What is cut off is nearer to 0, so that logits of a row,
+  the large ones more than the rest, err alike: by a fifth of a bit.
+- Below the smallest normal number of their dtype probabilities, over the largest of their row, are
+  no longer rounded in proportion: each may be off by half the distance of two such numbers, either
+  way, or all of it be lost if it is less than that, before dropout magnifies it.
 
 The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
-roundings of its probabilities and of its sums. So n rows, those that are alike counted once, are
-granted `luck` over sqrt(n): two roundings of the sums and, where the result is finer than the
-probabilities, two deviations of what rounding these does.
+roundings of its probabilities and of its sums. `luck` is two roundings of the sums and two
+deviations of what rounding the probabilities does: the largest error is granted all of it, the mean
+of n rows, those that are alike counted once, a part in sqrt(n).
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ DEVIATION = 0.2
 SURE = 5.0
 LOGIT = 4.0 * DEVIATION * EPS_FLOAT32
 CUT_OFF = 2.0**-13
-CUT_LOGIT, CUT_LOGITS = 4.0 * CUT_OFF, DEVIATION * CUT_OFF
+CUT_LOGIT, CUT_LOGITS = 4.0 * 0.5 * CUT_OFF, DEVIATION * CUT_OFF
 ROW = 4.0 * EPS_FLOAT32
 # exponentials are off by no more than a part in EXPONENTIAL of what rounding them to 16 bits does
 EXPONENTIAL = 2.0**11
@@ -72,8 +74,7 @@ class Scales:
         logits = of_one * _times((weights * sums.logits) ** 2, values**2).sqrt()
         lse = of_one * _length(sums.softmax * sums.logits)
         lse = lse + of_all * (sums.softmax * sums.logits).sum(-1)
-        lost = _lost(sums) * values.abs().sum(-2, keepdim=values.dim() == 3)
-        float32 = ROW * magnitude + lost
+        float32 = ROW * magnitude + _lost(sums)
         alike, chance = 0.5 * eps, SURE * DEVIATION * eps
 
         rounded = (alike * square.sqrt()).maximum(chance * _length(spread))
@@ -114,11 +115,10 @@ class Observer:
                 whole[field.name][rows] = part
         return Scales(**whole)
 
-    def luck(self, golden: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
-        """What each number of a result of `dtype` owes to chance, each row by itself."""
+    def luck(self, golden: Tensor, scales: Scales) -> Tensor:
+        """What each number of a result owes to chance, each row by itself."""
         luck = 2.0 * EPS_FLOAT32 * scales.magnitude
-        if self._probability_eps > torch.finfo(dtype).eps:
-            luck += 2.0 * DEVIATION * self._probability_eps * scales.spread
+        luck += 2.0 * DEVIATION * self._probability_eps * scales.spread
         return luck * _alike(golden, luck) ** 0.5
 
     @property
@@ -141,13 +141,20 @@ def _probability_eps(sums: Sums) -> float:
     return eps if eps > EPS_FLOAT32 else 0.0
 
 
-def _lost(sums: Sums) -> float:
-    """How far a probability may be off that is too small for its dtype."""
+def _lost(sums: Sums) -> Tensor:
+    """What numbers of the result miss by probabilities that are too small for their dtype."""
     info = torch.finfo(sums.dtype)
+    # the largest probability, the sink's too, is 1 when they are rounded
+    one = sums.softmax.sum(-1, keepdim=True).neg() + 1.0
+    if sums.softmax.shape[-1]:
+        one = one.maximum(sums.softmax.amax(-1, keepdim=True))
     # float32 may be flushed to zero
-    half = max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
+    half = one * max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
     magnified = (sums.weights / sums.softmax).nan_to_num(0.0)
-    return half * float(magnified.max()) if magnified.numel() else 0.0
+    vanish, values = sums.softmax <= half, sums.values
+    coarse = half * magnified * (~vanish & (sums.softmax < 2.0 * info.tiny * one))
+    alike, chance = _times(coarse, values).abs(), _times(coarse**2, values**2).sqrt()
+    return _times(sums.weights * vanish, values.abs()) + alike.maximum(SURE / 3**0.5 * chance)
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:

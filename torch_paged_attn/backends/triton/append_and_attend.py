@@ -146,7 +146,7 @@ def _plan(
     )  # fmt: skip
     pick_attention = operator.itemgetter(*(names.index(x) for x in attention if x in names))
     attend = flash_varlen.plan(
-        q.shape[1], parts.q, parts.k_cache, parts.v_cache, parts.cu_seqlens_q, None,
+        q.shape[1], 0, parts.q, parts.k_cache, parts.v_cache, parts.cu_seqlens_q, None,
         parts.seqused_k, block_table, None, None, sinks, None, k_descale, v_descale, **options,
     )  # fmt: skip
     target = target_of(q.device)

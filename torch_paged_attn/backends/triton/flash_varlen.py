@@ -57,6 +57,9 @@ PLANS: dict[str, Callable[[AttentionCall, int], Plan]] = {
 # that are short, more are told in steps of so many
 MOST_SAID = STEP_SAID = support.BLOCK_M
 
+# keys of the longest of sequences in pages, of few queries each, are told as powers of two
+LEAST_REACH, MOST_REACH = 9, 17
+
 
 def why_not_hopper(call: AttentionCall) -> str | None:
     """Why no sequence of a call may take Hopper's kernel; None if some may."""
@@ -83,7 +86,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     if reason is not None:
         return reason
     if mixed.is_mixed(call, longest):
-        return mixed.unprofitable(call)
+        return None
     if support.is_guessed(call, longest):
         return None
     if support.is_short(call, longest):
@@ -98,7 +101,9 @@ def in_turns(call: AttentionCall, longest: int) -> int:
 
 def form_of(call: AttentionCall, longest: int) -> Form:
     """What Hopper's kernel is told of a batch that it has for itself."""
-    return Form(longest=in_turns(call, longest), is_guessed=support.is_guessed(call, longest))
+    is_guessed = support.is_guessed(call, longest)
+    is_dealt = is_guessed and support.is_dealt(call)
+    return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
@@ -149,9 +154,20 @@ def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> in
     return longest if longest <= support.MOST_SHORT else 0
 
 
+def said_of_reach(longest: int, max_seqlen_k: Any, is_packed: bool) -> int:
+    """What a plan is told of the keys of the longest sequence, where a plan is told of `longest`
+    queries and keys are in pages: a power of two that is not less, or the largest of these; 0 where
+    nothing is said.
+    """
+    if is_packed or not longest or type(max_seqlen_k) is not int or not max_seqlen_k:
+        return 0
+    return 1 << min(max((max_seqlen_k - 1).bit_length(), LEAST_REACH), MOST_REACH)
+
+
 class AttentionOp:
     """An attention operator, called with the arguments of its schema. Of the two hints, on which no
-    result depends, a plan is told how many queries the longest sequence has, if it has few.
+    result depends, a plan is told how many queries the longest sequence has, if it has few, and
+    about how many keys.
     """
 
     def __init__(self, name: str, check: Callable[..., None]) -> None:
@@ -163,7 +179,12 @@ class AttentionOp:
         self._most = len(listed) - 2
         # by what is said of the longest sequence: calls of the cache, and what plans them
         said = *range(MOST_SAID), *range(MOST_SAID, support.MOST_SHORT + 1, STEP_SAID)
-        self._kinds = {n: (f"{name}, {n} queries", functools.partial(self.plan, n)) for n in said}
+        reaches = 0, *(1 << i for i in range(LEAST_REACH, MOST_REACH + 1))
+        kinds = ((n, reach) for n in said for reach in reaches[: None if n <= MOST_SAID else 1])
+        self._kinds = {
+            (n, reach): (f"{name}, {n}, {reach}", functools.partial(self.plan, n, reach))
+            for n, reach in kinds
+        }
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
@@ -171,15 +192,16 @@ class AttentionOp:
             self._check(*args, **options)
         tensors = *args[:at], *args[at + 2 :]
         is_packed = len(args) <= self._table or args[self._table] is None
-        key, plan = self._kinds[said_of_longest(args[at], args[at + 1], is_packed)]
+        longest = said_of_longest(args[at], args[at + 1], is_packed)
+        key, plan = self._kinds[longest, said_of_reach(longest, args[at + 1], is_packed)]
         return launch_cache.call(key, plan, tensors, options)
 
-    def plan(self, longest: int, *tensors: Tensor | None, **options: Any) -> Plan:
+    def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
         """The plan for the operator's tensors. `longest` is what is said of the longest sequence's
-        queries, 0 where nothing is.
+        queries, and `reach` of its keys, 0 where nothing is.
         """
         tensors = *tensors, *(None,) * (self._most - len(tensors))
-        args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
+        args = *tensors[: self._hints], 0, reach, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
         if is_traced():

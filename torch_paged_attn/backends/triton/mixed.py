@@ -22,6 +22,9 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 # mean queries of batches whose short sequences, if any, cost less than another launch
 MOST_MEAN = 512
 
+# sequences that Hopper's kernel had better take alone: short ones among them cost less than telling
+MOST_ALONE = 4
+
 # tables with room for fewer keys: nothing to share out
 LEAST_KEYS = 256
 
@@ -39,16 +42,11 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
         return False
     if call.batch == 1 or call.total_q > MOST_MEAN * call.batch:
         return False
+    if call.batch <= MOST_ALONE and support.unprofitable(call) is None:
+        return False
     if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False
     return not 0 < longest <= most_queries(call)
-
-
-def unprofitable(call: AttentionCall) -> str | None:
-    """Why the portable kernel had better do all of such a call; None if it had not."""
-    if support.gathers(call) and support.mean_length(call) < support.MOSTLY_CHUNKS:
-        return f"pages of {call.page_size} tokens are copied row by row, and most sequences decode"
-    return None
 
 
 def form_of(call: AttentionCall) -> Form:

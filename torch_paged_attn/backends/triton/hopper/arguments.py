@@ -35,6 +35,7 @@ class Pointers(NamedTuple):
     v: Any = None
     # (total_q, num_heads, head_dim_v) float32; None where the accelerator stores the result
     out: Any = None
+    counters: Any = None  # of pieces, where units of keys are dealt out: zeros before and after
 
 
 class Sizes(NamedTuple):
@@ -43,7 +44,8 @@ class Sizes(NamedTuple):
     num_pages: int
     batch: int
     total_q: int
-    # lists of blocks, or where tiles are not listed units of a sequence; else 0
+    # lists of blocks; where tiles are not listed units of a sequence, or where they are dealt out
+    # keys that a block table has room for; else 0
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
@@ -75,6 +77,9 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
+    # where rows of a tile are nobody's: heads from one token to the next, of q and of the result
+    q_row_heads: int = 0
+    out_row_heads: int = 0
 
 
 class Options(NamedTuple):
@@ -90,7 +95,8 @@ class Options(NamedTuple):
     WIDTH_V: int
     COLUMNS: int  # of WIDTH, those that products over it take
     PACKED_HEADS: int  # query heads that share a tile
-    TOKENS: int  # tokens of a consumer: BLOCK_M // PACKED_HEADS
+    HEAD_ROWS: int  # rows of a token: a power of two, not less; rows past the heads are nobody's
+    TOKENS: int  # tokens of a consumer: BLOCK_M // HEAD_ROWS
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys
     IS_CAUSAL: bool
@@ -113,6 +119,8 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
+    IS_DEALT: bool = False  # or are found by each program, with its share of the keys
+    LEAST_SHARE: int = 0  # tiles of keys that it has at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False

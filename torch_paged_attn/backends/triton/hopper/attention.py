@@ -22,7 +22,7 @@ from torch_paged_attn.backends.triton.hopper.support import DESCALES, key_bound
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import Lengths, plan_tile_list
 from torch_paged_attn.backends.triton.hopper.tiles import FORM, Form
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import HopperConfig
 
 # tensors that the kernels read by address, and those of a layout
@@ -74,7 +74,9 @@ def plan_launches(
 
     chosen, packed_heads = tiles.choose_tiles(call, form)
     options = tiles.options_of(call, config or chosen, packed_heads, form)
-    in_turns = tiles.units_in_turns(call, options, form)
+    of_unlisted = tiles.units_in_turns(call, options, form)
+    if options.IS_DEALT:
+        of_unlisted = tiles.sizes_of_list(call)[2]
     list_tiles = None
     if options.IS_LISTED:
         list_tiles = plan_tile_list(
@@ -83,8 +85,11 @@ def plan_launches(
             call.q.device,
             tiles.chip_of(call, packed_heads) if options.MOST_PARTS or form.short else None,
         )
-    new_parts = None
-    if options.MOST_PARTS:
+    new_parts = scratch = None
+    if options.IS_DEALT:
+        sizes_of_scratch = tiles.part_elements(options), options.COUNTERS
+        scratch = ScratchOf(*sizes_of_scratch, call.q.device)
+    elif options.MOST_PARTS:
         new_parts = Allocation((tiles.part_elements(options),), torch.float32, call.q.device)
     build_lists, lists_per_head = None, 0
     if (layout := call.layout) is not None:
@@ -101,7 +106,7 @@ def plan_launches(
         _hopper_attention_fwd_kernel,
         (tiles.grid_of(call, options, form),),
         scalars=tiles.scalars_of(call, packed_heads),
-        **tiles.sizes_of(call, in_turns or lists_per_head)._asdict(),
+        **tiles.sizes_of(call, of_unlisted or lists_per_head)._asdict(),
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
@@ -119,9 +124,13 @@ def plan_launches(
         if build_lists is not None and pick_layout is not None:
             entries, spans = build_lists(*pick_layout(tensors))
         parts = None if new_parts is None else new_parts()
+        held = None if scratch is None else scratch()
         if not launch.is_ready or addresses is None:
             q, k, v = tensors[:3]
             tile_list, unlisted = None, lengths[: len(none)]
+            counters, left = None, parts
+            if held is not None:
+                left, counters = held.parts, held.counters
             if list_tiles is not None:
                 tile_list, unlisted = list_tiles(Lengths(*lengths)), none
             launch(
@@ -130,10 +139,10 @@ def plan_launches(
                 v_boxes.at(v.data_ptr()),
                 out_boxes.at((q if is_float32 else out).data_ptr()),
                 Pointers(
-                    lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, parts,
+                    lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, left,
                     of_q, of_k, of_v, *unlisted,
                     *((k, v) if options.GATHERS else (None, None)),
-                )._replace(out=out if is_float32 else None),
+                )._replace(out=out if is_float32 else None, counters=counters),
             )  # fmt: skip
             return tile_list, parts
         of_q, of_k, of_v, *starts, table, slopes, sink = pick((*addresses, None))
@@ -145,7 +154,9 @@ def plan_launches(
         boxes_at = launch.map_arguments
         lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
         slots = addresses[1:3] if options.GATHERS else (None, None)
-        at_parts = None if parts is None else parts.data_ptr()
+        at_parts, at_counters = None if parts is None else parts.data_ptr(), None
+        if held is not None:
+            at_parts, at_counters = held.addresses
         pointers = (
             lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, of_q, of_k, of_v,
             *unlisted,
@@ -155,7 +166,7 @@ def plan_launches(
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, addresses[0] if is_float32 else at_out),
-            (*pointers, *slots, at_out if is_float32 else None),
+            (*pointers, *slots, at_out if is_float32 else None, at_counters),
         )
         return tile_list, parts
 

@@ -89,7 +89,7 @@ def _hopper_attention_fwd_kernel(
     k_layout: gl.constexpr = k_desc.layout
     v_layout: gl.constexpr = v_desc.layout
     q_shape: gl.constexpr = [
-        Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.PACKED_HEADS, OPTIONS.WIDTH,
+        Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.HEAD_ROWS, OPTIONS.WIDTH,
     ]  # fmt: skip
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
@@ -101,7 +101,12 @@ def _hopper_attention_fwd_kernel(
     v_dtype: gl.constexpr = v_desc.dtype
     keys = new_pipeline(k_dtype, k_shape, k_layout, KV_STAGES, of_keys, KV_PARTS)
     values = new_pipeline(v_dtype, v_shape, v_layout, KV_STAGES, of_values, KV_PARTS)
-    pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES))
+    found = None
+    if OPTIONS.GATHERS:
+        row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        rows: gl.constexpr = [PRODUCERS, OPTIONS.BLOCK_N // KV_PARTS]
+        found = gl.allocate_shared_memory(gl.int64, rows, row)
+    pipelines = Pipelines(queries, keys, values, new_work_info(Q_STAGES), found=found)
     if CONVERTS_V:
         stored = keys, values
         out = None
@@ -110,7 +115,9 @@ def _hopper_attention_fwd_kernel(
         else:
             out = new_results(out_desc, CONSUMERS)
         values = new_tiles(gl.float16, OPTIONS.BLOCK_N, OPTIONS.WIDTH_V, CONSUMERS)
-        pipelines = Pipelines(queries, keys, values, pipelines.work_info, stored[0], stored[1], out)
+        pipelines = Pipelines(
+            queries, keys, values, pipelines.work_info, stored[0], stored[1], out, found
+        )
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()

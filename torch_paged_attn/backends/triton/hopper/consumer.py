@@ -26,6 +26,7 @@ from torch_paged_attn.backends.triton.hopper.descale import (
 )
 from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
 from torch_paged_attn.backends.triton.hopper.results import (
+    of_heads,
     place_of_result,
     seen_as,
     store_float32,
@@ -72,7 +73,7 @@ class Rows(NamedTuple):
     first_token: Any
     head: Any
     box: Any  # in shared memory: the queries, and later the result
-    is_sequence: Any  # by row: no slope and no sink belong to rows past the last sequence
+    is_sequence: Any  # by row: no slope and no sink belong to rows that are nobody's
     context_len: Any
     position: Any  # by row
     slope: Any  # by row
@@ -139,7 +140,7 @@ def _clear_from(tile, first):
 @gluon.jit
 def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
-    PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
+    HEAD_ROWS: gl.constexpr = OPTIONS.HEAD_ROWS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
     first_key = work_info.get(tile, FIRST_KEY)
@@ -151,13 +152,13 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     head = work_info.get(tile, HEAD)
     box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * OPTIONS.CONSUMERS + INDEX)
     context_len = work_info.get(tile, CONTEXT_LEN)
-    position = context_len + first_token + r // PACKED_HEADS
+    position = context_len + first_token + r // HEAD_ROWS
     b = work_info.get(tile, BATCH)
-    is_sequence = (r >= 0) & (b < params.sizes.batch)
+    is_sequence = of_heads((r >= 0) & (b < params.sizes.batch), r, OPTIONS)
     slope = 0.0
     if pointers.alibi_slopes is not None:
         slope_ptr = pointers.alibi_slopes + b * scalars.stride_alibi_batch
-        slope_ptr += (head + r % PACKED_HEADS) * scalars.stride_alibi_head
+        slope_ptr += (head + r % HEAD_ROWS) * scalars.stride_alibi_head
         slope = gl.load(slope_ptr, mask=is_sequence, other=0.0) * scalars.alibi_scale
     full_start = 0
     full_stop = key_len
@@ -300,21 +301,21 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                     INDEX,
                 )  # fmt: skip
             else:
-                share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+                share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
                 place.store(scale_rows(acc, share).to(place.dtype))
         elif OPTIONS.FLOAT32_COLUMNS > 0:
-            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
-            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS.PACKED_HEADS)
+            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             place.store(scale_rows(acc, share).to(place.dtype))
         n += 1
         if OPTIONS.FLOAT32_COLUMNS == 0:
-            store_result(out, rows, stop_token, params.out_desc)
+            store_result(out, rows, stop_token, params, OPTIONS)
         if IS_FLOAT8:
             queries.consumer_release(tile)
         elif queries.STAGES == 1:

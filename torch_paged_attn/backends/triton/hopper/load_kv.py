@@ -41,12 +41,19 @@ class KeyRange(NamedTuple):
     position: Any
 
 
+@gluon.constexpr_function
+def _elements_of_piece(dtype):
+    """Of 16 bytes, which a lane copies at a time."""
+    return 128 // dtype.primitive_bitwidth
+
+
 @aggregate
 class KvLoader:
     """Loads part number PART of each tile of keys, or of values, into a pipeline."""
 
     desc: tma.tensor_descriptor
-    # where copied rows are: first, elements from slot to slot and from head to head
+    # where copied rows are: the first, elements from slot to slot and from head to head, and shared
+    # memory for where the rows of a tile are
     slots: tuple_of_values
     pipeline: Pipeline
     page_rows: gl.tensor
@@ -65,6 +72,19 @@ class KvLoader:
         self.PART = gl.constexpr(PART)
 
     @gluon.jit
+    def load_tiles(self, n, stop, num_tiles, keys):
+        """Fill n and the next ones with the tiles before key number `stop`, or before that entry of
+        a list, from right to left. Returns the number of the next fill."""
+        if self.OPTIONS.GATHERS:
+            n = self._copy_tiles(n, stop, num_tiles, keys)
+        else:
+            for _ in range(num_tiles):
+                stop -= self.OPTIONS.KV_STEP
+                self.load(n, stop, keys)
+                n += 1
+        return n
+
+    @gluon.jit
     def load(self, n, start, keys):
         """Fill n: the tile from key number `start` on, or of the entries of a list from there."""
         BLOCK_N: gl.constexpr = self.OPTIONS.BLOCK_N
@@ -76,9 +96,7 @@ class KvLoader:
         runs = (start,)
         if HAS_LAYOUT:
             runs = load_entries(keys.list_ptr, start, keys.num_entries, self.OPTIONS.KV_STEP)
-        if self.OPTIONS.GATHERS:
-            self._copy_rows(n, start, keys)
-        elif IN_WHOLE_PAGES and (start >= keys.first_key) & (start + BLOCK_N <= keys.key_len):
+        if IN_WHOLE_PAGES and (start >= keys.first_key) & (start + BLOCK_N <= keys.key_len):
             self._load_pages(n, start, keys, True)
         elif is_in_atoms(self.desc.block_shape):
             self._load_pages(n, start, keys, False)
@@ -174,39 +192,60 @@ class KvLoader:
                 load_rows(desc, start, size, j % PAGE_SIZE, keys.kv_head, barrier, box)
 
     @gluon.jit
-    def _copy_rows(self, n, start, keys):
-        """Fill n row by row; what nobody sees is zero."""
+    def _copy_tiles(self, n, stop, num_tiles, keys):
+        """Fill n and the next ones row by row, from right to left. What the table says of the next
+        tile is on its way while rows are asked for."""
+        BLOCK_N: gl.constexpr = self.OPTIONS.BLOCK_N
+        ROWS: gl.constexpr = BLOCK_N // self.OPTIONS.KV_PARTS
+        # a warp reads the table once for all rows, and looks them up in shared memory
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        j = stop - BLOCK_N + self.PART * ROWS + gl.arange(0, ROWS, layout)
+        _, _, _, found = self.slots
+        pages = self._pages_of(j, keys)
+        for _ in range(num_tiles):
+            found.store(self._rows_of(j, pages, keys))
+            j -= BLOCK_N
+            pages = self._pages_of(j, keys)
+            self._copy_rows(n, keys)
+            n += 1
+        return n
+
+    @gluon.jit
+    def _copy_rows(self, n, keys):
+        """Fill n with the rows that were found; what nobody sees is zero."""
         WIDTH: gl.constexpr = self.desc.block_shape[4]
         ROWS: gl.constexpr = self.OPTIONS.BLOCK_N // self.OPTIONS.KV_PARTS
-        LANES: gl.constexpr = WIDTH // 8  # of a row, 16 bytes each
+        FIRST: gl.constexpr = self.PART * ROWS
+        PIECE: gl.constexpr = _elements_of_piece(self.desc.dtype)
+        LANES: gl.constexpr = WIDTH // PIECE  # of a row
         STEP: gl.constexpr = max(4 * 32 // LANES, 8)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+        layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [32 // LANES, LANES], [1, 1], [1, 0])
         column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        base, stride, stride_head = self.slots
-        head = keys.kv_head.to(gl.int64) * stride_head
-        columns = gl.expand_dims(base + head + column, 0)
+        base, _, stride_head, found = self.slots
+        columns = gl.expand_dims(base + keys.kv_head.to(gl.int64) * stride_head + column, 0)
         tile = as_matrix(self.pipeline.tile(n), self.OPTIONS.BLOCK_N, WIDTH)
         barrier = self.pipeline.full_barrier(n)
-        FIRST: gl.constexpr = self.PART * ROWS
-        r = start + FIRST + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-        slot, seen = self._slots_of(r, keys)
         self.pipeline.producer_acquire(n)
         for i in gl.static_range(0, ROWS, STEP):
-            rows = columns + gl.expand_dims(slot * stride, 1)
-            is_seen = gl.expand_dims(seen, 1)
-            if i + STEP < ROWS:
-                # on their way while these rows are asked for
-                slot, seen = self._slots_of(r + (i + STEP), keys)
-            async_copy.async_copy_global_to_shared(tile.slice(FIRST + i, STEP), rows, is_seen)
+            row = gl.expand_dims(found.slice(i, STEP).load(gl.SliceLayout(1, layout)), 1)
+            target = tile.slice(FIRST + i, STEP)
+            async_copy.async_copy_global_to_shared(target, columns + row * PIECE, row >= 0)
         async_copy.mbarrier_arrive(barrier)
         mbarrier.arrive(barrier, count=1)
 
     @gluon.jit
-    def _slots_of(self, j, keys):
-        """Slots of keys number j, and which of them somebody sees."""
-        PAGE_SIZE: gl.constexpr = self.OPTIONS.PAGE_SIZE
+    def _pages_of(self, j, keys):
+        """The table's entries for keys number j."""
         seen = (j >= keys.first_key) & (j < keys.key_len)
-        page = gl.load(keys.table + j // PAGE_SIZE, mask=seen, other=0)
+        return gl.load(keys.table + j // self.OPTIONS.PAGE_SIZE, mask=seen, other=0)
+
+    @gluon.jit
+    def _rows_of(self, j, pages, keys):
+        """Where the rows of keys number j begin, in pieces; -1 where nobody sees one."""
+        seen = (j >= keys.first_key) & (j < keys.key_len)
         # a bad id that nobody checked reads the last page: wrong, but inside the cache
-        page = gl.minimum(page.to(gl.uint32), (self.num_pages - 1).to(gl.uint32))
-        return page.to(gl.int64) * self.page_rows + j % PAGE_SIZE, seen
+        page = gl.minimum(pages.to(gl.uint32), (self.num_pages - 1).to(gl.uint32))
+        slot = page.to(gl.int64) * self.page_rows + j % self.OPTIONS.PAGE_SIZE
+        _, stride, _, _ = self.slots
+        PIECE: gl.constexpr = _elements_of_piece(self.desc.dtype)
+        return gl.where(seen, slot * (stride // PIECE), -1)

@@ -20,11 +20,9 @@ TRIED = tl.constexpr(32)
 # sequences that are looked at at a time, by themselves
 SCANNED = tl.constexpr(128)
 
-# in tiles of keys: what a tile or a piece of one costs beside its own keys, the merging of a piece,
-# and reading a tile of keys from memory where all programs do
+# in tiles of keys: what a tile costs beside its own keys, and reading a tile of keys from memory
+# where all programs do
 TILE_COST = tl.constexpr(2.0)
-PIECE_COST = tl.constexpr(1.0)
-MERGE_COST = tl.constexpr(0.75)
 READ_COST = tl.constexpr(1.4)
 # reading by the next kernel, whose beginning and end are `Chip.next_cost`
 NEXT_READ_COST = tl.constexpr(1.25)
@@ -43,7 +41,11 @@ class Chip(NamedTuple):
     units_per_tile: int  # heads, or groups of heads, that each have all tiles
     num_kv_heads: int
     window_left: int  # 2**30 where it hides nothing
-    next_cost: float  # tiles of keys, in the time that another launch takes to begin and to end
+    # tiles of keys, in the time that another launch takes to begin and to end, that leaving a piece
+    # takes, and that merging one takes
+    next_cost: float
+    piece_cost: float
+    merge_cost: float
 
 
 @triton.jit
@@ -88,14 +90,14 @@ def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
     """
     pieces = _number(tl.arange(0, TRIED))
     is_cut = pieces > 1
-    run = tl.cdiv(longest, pieces) + TILE_COST + tl.where(is_cut, PIECE_COST, 0.0)
+    run = tl.cdiv(longest, pieces) + TILE_COST + tl.where(is_cut, chip.piece_cost, 0.0)
     units = entries * chip.units_per_tile
     waves = tl.cdiv(units, chip.programs).to(tl.float32)
-    cost = work + TILE_COST * entries + tl.where(is_cut, PIECE_COST * parts, 0.0)
+    cost = work + TILE_COST * entries + tl.where(is_cut, chip.piece_cost * parts, 0.0)
     share = cost * chip.units_per_tile / chip.programs
     share = tl.maximum(share, READ_COST * reads * chip.num_kv_heads / chip.programs)
     time = tl.minimum(waves * run, tl.maximum(share + 0.3 * run, run))
-    time += tl.where(is_cut, MERGE_COST * pieces, 0.0)
+    time += tl.where(is_cut, chip.merge_cost * pieces, 0.0)
     is_possible = (
         (pieces <= longest)
         & (longest <= MOST_LENGTH)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_paged_attn.backends.triton.hopper.results import store_lse
+from torch_paged_attn.backends.triton.hopper.results import of_heads, store_lse
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.work_info import (
     FIRST_PART,
@@ -40,6 +40,15 @@ def keys_of_piece(piece, pieces, num_kv_tiles):
     return gl.where(count > 0, first, num_kv_tiles), gl.maximum(count, 1)
 
 
+@gluon.jit
+def visited_of_piece(piece, first, stop):
+    """Of a tile that visits tiles of keys [first, stop) those of a dealt piece: first one and how
+    many, as above."""
+    begin = gl.maximum(piece.first, first)
+    count = gl.minimum(piece.first + piece.count, stop) - begin
+    return gl.where(count > 0, begin, stop), gl.maximum(count, 1)
+
+
 class Parts(NamedTuple):
     """The parts of a consumer's rows of a tile, as values of the kernel."""
 
@@ -47,6 +56,16 @@ class Parts(NamedTuple):
     step: Any  # from one to the next
     count: Any
     references: Any  # of rows, and sums of weights, behind the values of all parts
+
+
+@gluon.jit
+def _part_number(first, piece, step, OPTIONS: gl.constexpr):
+    """The number of a piece's part. Of dealt work a program has two parts, the one that it begins
+    with and the one that it ends with, which is the first of its tile."""
+    if OPTIONS.IS_DEALT:
+        return first + piece * step - gl.where(piece > 0, OPTIONS.CONSUMERS, 0)
+    else:
+        return first + piece * step
 
 
 @gluon.jit
@@ -59,7 +78,7 @@ def _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.c
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, result)), 0)
     # rows past the tile's last token are nobody's
-    exists = rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token
+    exists = of_heads(rows.first_token + row // OPTIONS.HEAD_ROWS < rows.stop_token, row, OPTIONS)
     gl.store(pointers.parts + part * (ROWS * WIDTH) + row * WIDTH + column, acc, mask=exists)
     gl.store(references + part * (2 * ROWS) + r, m_i)
     gl.store(references + part * (2 * ROWS) + ROWS + r, total)
@@ -85,32 +104,40 @@ def merge_pieces(
     pieces = work_info.get(tile, PIECES)
     # parts of the heads lie side by side
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
-    first_part = work_info.get(tile, FIRST_PART) * heads
-    first_part += work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
+    first_part = work_info.get(tile, FIRST_PART)
+    step = 2 * CONSUMERS
+    if not OPTIONS.IS_DEALT:
+        first_part = first_part * heads + work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
+        step = heads * CONSUMERS
     first_part = first_part * CONSUMERS + INDEX
-    step = heads * CONSUMERS
     references = pointers.parts + OPTIONS.MOST_PARTS * CONSUMERS * ROWS * WIDTH
     parts = Parts(first_part, step, pieces, references)
-    part = first_part + work_info.get(tile, PIECE) * step
+    part = _part_number(first_part, work_info.get(tile, PIECE), step, OPTIONS)
     _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
     # every thread has written before one of them counts
     thread_barrier()
-    counter = pointers.tile_list + ENTRY + first_part
+    if OPTIONS.IS_DEALT:
+        counter = pointers.counters + first_part
+    else:
+        counter = pointers.tile_list + ENTRY + first_part
     stop = rows.stop_token
     if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+        if OPTIONS.IS_DEALT:
+            # zero for the next launch
+            gl.store(counter, 0)
         r = gl.arange(0, ROWS, by_row)
         m_all = gl.full([ROWS], -float("inf"), gl.float32, by_row)
         total = gl.zeros([ROWS], gl.float32, by_row)
         for i in range(0, pieces, AT_ONCE):
             for j in gl.static_range(AT_ONCE):
-                part = first_part + gl.minimum(i + j, pieces - 1) * step
+                part = _part_number(first_part, gl.minimum(i + j, pieces - 1), step, OPTIONS)
                 m_part, total_part = _part_of_rows(references, part, r, ROWS)
                 total_part = gl.where(i + j < pieces, total_part, 0.0)
                 m_new = gl.maximum(m_all, m_part)
                 shift = _finite(m_new)
                 total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
                 m_all = m_new
-        share = store_lse(m_all, total, rows, stop, r, params, OPTIONS.PACKED_HEADS)
+        share = store_lse(m_all, total, rows, stop, r, params, OPTIONS)
         for first in gl.static_range(0, WIDTH, COLUMNS):
             _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
@@ -145,13 +172,14 @@ def _add_parts(
     r = gl.arange(0, ROWS, by_row)
     row = gl.expand_dims(r, 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    exists = rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token
+    exists = of_heads(rows.first_token + row // OPTIONS.HEAD_ROWS < rows.stop_token, row, OPTIONS)
     shift = _finite(gl.convert_layout(m_all, by_row))
     values = pointers.parts + first + row * WIDTH + column
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for i in range(0, parts.count, AT_ONCE):
         for j in gl.static_range(AT_ONCE):
-            part = parts.first + gl.minimum(i + j, parts.count - 1) * parts.step
+            number = gl.minimum(i + j, parts.count - 1)
+            part = _part_number(parts.first, number, parts.step, OPTIONS)
             m_part, _ = _part_of_rows(parts.references, part, r, ROWS)
             found = gl.load(
                 values + part * (ROWS * WIDTH), mask=exists, other=0.0, cache_modifier=".cg"

@@ -94,3 +94,5 @@ class Pipelines(NamedTuple):
     stored_k: Any = None
     stored_v: Any = None
     out: Any = None
+    # where the rows are that each producer copies, if pages are smaller than a box
+    found: Any = None

@@ -11,10 +11,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_paged_attn.backends.triton.hopper.block_runs import find_list, row_mask_of
+from torch_paged_attn.backends.triton.hopper.dealt_work import (
+    piece_of,
+    sequence_of,
+    share_of,
+    tiles_of,
+)
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
-from torch_paged_attn.backends.triton.hopper.pieces import keys_of_piece, unpack_piece
+from torch_paged_attn.backends.triton.hopper.pieces import (
+    keys_of_piece,
+    unpack_piece,
+    visited_of_piece,
+)
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.tma import load_rows
+from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -67,6 +77,7 @@ class QueryTile(NamedTuple):
     k_start: Any
     key_len: Any
     stop_token: Any
+    piece: Any = 0  # of `dealt_work.py`, where units of keys are dealt out
 
 
 @gluon.jit
@@ -102,7 +113,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
     number of the next tile of keys."""
-    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token = at
+    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt = at
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
@@ -136,7 +147,11 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         num_kv_tiles = (stop + BLOCK_N - 1) // BLOCK_N - first_kv_tile
     # a tile that sees no key visits one, of masked keys, and writes its empty rows
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
-    if OPTIONS.MOST_PARTS > 0:
+    if OPTIONS.IS_DEALT:
+        first_part, piece, pieces = dealt.first_part, dealt.number, dealt.pieces
+        kv_stop = first_kv_tile + num_kv_tiles
+        first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
+    elif OPTIONS.MOST_PARTS > 0:
         first_part, piece, pieces = unpack_piece(gl.load(entry + 7))
         first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
         first_kv_tile += first_of_piece
@@ -168,7 +183,12 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     for i in gl.static_range(CONSUMERS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
         row = first_token + i * TOKENS
-        load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
+        if OPTIONS.HEAD_ROWS > PACKED_HEADS:
+            first_head = head * PACKED_HEADS
+            per_row = scalars.q_row_heads
+            load_heads(q_desc, q_start, stop_token, row, first_head, per_row, barrier, box)
+        else:
+            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0
@@ -181,22 +201,20 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     keys = KeyRange(
         table, k_start, key_len, first_key, kv_head, list_ptr, num_entries, row_mask, position
     )
-    for _ in range(num_kv_tiles):
-        kv_start -= KV_STEP
-        key_loader.load(n, kv_start, keys)
-        n += 1
-    return n
+    return key_loader.load_tiles(n, kv_start, num_kv_tiles, keys)
 
 
 @gluon.jit
 def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
     """What loads part number PART of tiles of keys."""
     scalars = params.scalars
-    # a number where no rows are copied: what is kept cannot be None
+    # numbers where no rows are copied: what is kept cannot be None
     first = scalars.k_page_rows
+    found = scalars.k_page_rows
     if OPTIONS.GATHERS:
         first = params.pointers.k
-    slots = (first, scalars.stride_k, scalars.stride_k_head)
+        found = pipelines.found.index(PART)
+    slots = (first, scalars.stride_k, scalars.stride_k_head, found)
     stored = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
     return KvLoader(
         params.k_desc, slots, stored, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
@@ -208,11 +226,13 @@ def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr)
 def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
     """The same of values."""
     scalars = params.scalars
-    # a number where no rows are copied: what is kept cannot be None
+    # numbers where no rows are copied: what is kept cannot be None
     first = scalars.v_page_rows
+    found = scalars.v_page_rows
     if OPTIONS.GATHERS:
         first = params.pointers.v
-    slots = (first, scalars.stride_v, scalars.stride_v_head)
+        found = pipelines.found.index(2 + PART)
+    slots = (first, scalars.stride_v, scalars.stride_v_head, found)
     stored = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
     return KvLoader(
         params.v_desc, slots, stored, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
@@ -232,7 +252,27 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     tile = 0
     n = 0
     unit = gl.program_id(0)
-    if OPTIONS.IS_LISTED:
+    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    if OPTIONS.IS_DEALT:
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        share = share_of(unit, programs, params, OPTIONS)
+        b, base = share.b, share.base
+        while base < share.stop:
+            sequence = sequence_of(b, params, OPTIONS)
+            first, last = tiles_of(sequence, base, share, heads, OPTIONS)
+            for number in range(first, last):
+                first_token = number // heads * STEP
+                stop_token = gl.minimum(first_token + STEP, sequence.query_len)
+                piece = piece_of(number, sequence, base, unit, share, OPTIONS)
+                at = QueryTile(
+                    number % heads, 0, b, first_token, sequence.q_start, sequence.query_len,
+                    sequence.k_start, sequence.key_len, stop_token, piece,
+                )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
+                tile += 1
+            base += sequence.tiles * heads * sequence.units
+            b += 1
+    elif OPTIONS.IS_LISTED:
         num_tiles = gl.load(pointers.tile_list + 1)
         units = num_tiles * (scalars.num_heads // OPTIONS.PACKED_HEADS)
         while unit < units:
@@ -244,7 +284,6 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
     else:
-        STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         # units of a sequence, for each head: tiles are dealt to them in turns
         in_turns = params.sizes.lists_per_head
@@ -307,18 +346,14 @@ def _key_range(params, work_info, tile, OPTIONS: gl.constexpr):
 @gluon.jit
 def produce_kv(params, pipelines, loader, OPTIONS: gl.constexpr):
     """Load a part of the keys, or of the values, of every tile that is published."""
-    KV_STEP: gl.constexpr = OPTIONS.KV_STEP
     work_info = pipelines.work_info
     n = 0
     tile = 0
     work_info.wait(0)
     num_kv_tiles = work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
-        keys, kv_start = _key_range(params, work_info, tile, OPTIONS)
-        for _ in range(num_kv_tiles):
-            kv_start -= KV_STEP
-            loader.load(n, kv_start, keys)
-            n += 1
+        keys, kv_stop = _key_range(params, work_info, tile, OPTIONS)
+        n = loader.load_tiles(n, kv_stop, num_kv_tiles, keys)
         tile += 1
         work_info.wait(tile)
         num_kv_tiles = work_info.get(tile, NUM_KV_TILES)

@@ -24,7 +24,8 @@ from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
     LEAST_BOX,
-    MOSTLY_CHUNKS,
+    LEAST_TALL,
+    OF_LISTS,
     UNBOUNDED,
     columns_of,
     converts,
@@ -35,6 +36,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     key_bound,
     mean_length,
     most_parts,
+    reach_of,
     sharing_heads,
     width_of,
 )
@@ -43,29 +45,41 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
     choose_8_bit_config,
+    choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
 )
+from torch_paged_attn.ops.lacking import lacking
 
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
 
-# what another launch takes to begin and to end, in tiles of keys, by width of a head
+# in tiles of keys, by width of a head: what another launch takes to begin and to end, what leaving
+# a piece of a tile takes, and what merging it takes
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
+PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
+MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 
 # windows of few tiles of keys
 NARROW = range(1025)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
+
+# of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
+# ends take longer than products
+MOST_ROWS = 256
+
+# keys that are dealt out to a program at least: parts of fewer take longer to merge
+LEAST_OF_PROGRAM = 512
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -77,6 +91,7 @@ class Form(NamedTuple):
     short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
     is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
+    is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
 
 
 FORM = Form()
@@ -90,18 +105,64 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     )
 
 
-def pack_heads(call: AttentionCall, most: int) -> int:
-    """Of `most` heads that could share a tile, how many do: all, or one where tiles of one head are
-    as good as full of queries, or hold a row of a layout's blocks."""
+def pack_heads(call: AttentionCall) -> int:
+    """How many heads share a tile: all of a group, or one where tiles of one head are as good as
+    full of queries, or hold a row of a layout's blocks."""
     length, layout = mean_length(call), call.layout
+    most = even_heads(call)
     if layout is not None:
         length, pack = min(length, layout.q_block_size), 1
         while pack < most and pack * length < 2 * BLOCK_M:
             pack *= 2
         return pack
-    is_even = call.total_q == length * call.batch
+    # lengths of chunks of prompts differ
+    is_even = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
     empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
-    return most if empty > MOST_EMPTY * length else 1
+    full = length / (length + empty) * (1 + MOST_EMPTY)
+    for pack in (whole_group(call), most):
+        # rows of a token that are some head's
+        if full < pack / next_power_of_2(pack):
+            return pack
+    return 1
+
+
+def even_heads(call: AttentionCall) -> int:
+    """The most heads of a group that fill as many rows of a tile: a power of two."""
+    sharing = sharing_heads(call)
+    return min(sharing & -sharing, BLOCK_M)
+
+
+def whole_group(call: AttentionCall) -> int:
+    """All heads of a group, where they may share a tile, whatever their number."""
+    group, (row, head, _) = sharing_heads(call), call.q.stride()
+    if call.layout is not None or next_power_of_2(group) > BLOCK_M:
+        return even_heads(call)
+    is_addressed = row % head == 0 and call.total_q * max(row // head, call.num_heads) < 2**30
+    return group if is_addressed else even_heads(call)
+
+
+def _has_few_rows(call: AttentionCall, most: int) -> bool:
+    """Whether a multiprocessor has so many rows of queries at most."""
+    return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
+
+
+def heads_beside(call: AttentionCall) -> int:
+    """The same where another kernel takes short sequences. Where a group is no power of two, rows
+    are left empty if that makes all work one launch, unless products are most of it."""
+    heads = whole_group(call) if _has_few_rows(call, MOST_ROWS) else even_heads(call)
+    # what decodes cost this kernel is underestimated where heads are narrow
+    return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
+
+
+def _heads_in_turns(call: AttentionCall) -> int:
+    """The same where sequences are short: what makes fewer tiles, of which fewer rows are past the
+    end of a sequence."""
+    length = mean_length(call)
+
+    def tiles(heads: int) -> int:
+        return -(-length * next_power_of_2(heads) // (2 * BLOCK_M)) * (call.group_size // heads)
+
+    return min(even_heads(call), whole_group(call), key=tiles)
 
 
 def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
@@ -109,28 +170,38 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     says nothing where another kernel takes the short sequences."""
     layout, is_causal = call.layout, call.window_right == 0
     width = width_of(call.head_dim)
-    # the fewer tokens a tile has, the fewer rows are past the end of a short sequence, and the
-    # fewer keys a window hides from most of them
-    sharing = sharing_heads(call)
-    most_packed = min(sharing & -sharing, BLOCK_M)
-    if converts(call):
-        return choose_8_bit_config(width, is_float8(call)), (
-            most_packed if form != FORM else pack_heads(call, most_packed)
-        )
-    if form.longest:
-        return choose_short_config(width), most_packed
-    if form.is_guessed:
-        return choose_guessed_config(width), most_packed
+    is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if form.short:
-        beside = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
-        # what decodes cost this kernel is underestimated where heads are narrow
-        return beside, min(most_packed, 4) if width == 64 else most_packed
-    if is_causal and call.window_size_left in NARROW and layout is None and width <= 128:
-        return choose_narrow_config(width), most_packed
+        packed = heads_beside(call)
+    elif form.is_guessed:
+        packed = whole_group(call)
+    elif form.longest:
+        packed = _heads_in_turns(call)
+    elif is_narrow:
+        # the fewer tokens a tile has, the fewer keys a window hides from most of them
+        packed = even_heads(call)
+    else:
+        packed = pack_heads(call)
+    if converts(call) and form.is_guessed:
+        return choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL), packed
+    if converts(call):
+        return choose_8_bit_config(width, is_float8(call)), packed
+    if form.longest:
+        return choose_short_config(width), packed
+    if form.is_guessed:
+        return choose_guessed_config(width), packed
+    if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
+        return choose_guessed_config(width), packed
+    if form.short:
+        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
+    if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
+        return choose_guessed_config(width), packed
+    if is_narrow:
+        return choose_narrow_config(width), packed
     config = choose_hopper_config(
         width, mean_length(call), is_causal, layout is not None, gathers(call)
     )
-    return config, pack_heads(call, most_packed)
+    return config, packed
 
 
 def options_of(
@@ -141,13 +212,16 @@ def options_of(
 ) -> Options:
     """What the kernel is compiled for; no size and no address is part of it."""
     layout = call.layout
-    # parts of wide values are slow to merge: not beside decodes, which fill the chip too
-    is_slow = form.short and width_of(call.head_dim_v) > 128 and mean_length(call) < MOSTLY_CHUNKS
     # pieces are merged on the way to a result of 16 bits
     is_float32 = call.result_dtype == torch.float32
-    is_cut = not (form.longest or is_slow or is_float32)
+    is_cut = not (form.longest or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
-    tokens = BLOCK_M // packed_heads
+    is_dealt = form.is_dealt and parts > 0 and lacking(call, OF_LISTS) is None
+    if is_dealt:
+        # of each program
+        parts = 2 * target_of(call.q.device).multiprocessors
+    head_rows = next_power_of_2(packed_heads)
+    tokens = BLOCK_M // head_rows
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
         queries_per_list, keys_per_entry = shape_of_lists(
@@ -162,6 +236,7 @@ def options_of(
         WIDTH_V=width_of(call.head_dim_v),
         COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
+        HEAD_ROWS=head_rows,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
@@ -185,7 +260,9 @@ def options_of(
         MOST_PARTS=parts,
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=form.short > 0,
-        IS_LISTED=form.longest == 0,
+        IS_LISTED=form.longest == 0 and not is_dealt,
+        IS_DEALT=is_dealt,
+        LEAST_SHARE=max(LEAST_OF_PROGRAM // config.BLOCK_N, 1) if is_dealt else 0,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
@@ -225,8 +302,17 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
         **strides,
+        **_heads_of_rows(call, packed_heads),
         **_strides_of_descales(call),
     )
+
+
+def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
+    """Where rows of a tile are nobody's, heads from one token to the next, of q and the result."""
+    if next_power_of_2(packed_heads) == packed_heads:
+        return {}
+    row, head, _ = call.q.stride()
+    return dict(q_row_heads=row // head, out_row_heads=call.num_heads)
 
 
 def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
@@ -262,6 +348,8 @@ def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
 def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
     tokens = options.CONSUMERS * options.TOKENS
+    if options.IS_DEALT:
+        return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
     if options.IS_LISTED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
@@ -271,19 +359,22 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
 
 def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
     """How the accelerator finds rows of tensors like q, k, v and out."""
-    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
+    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_heads, ragged_rows
 
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
-    heads, tokens = options.PACKED_HEADS, options.TOKENS
+    heads, tokens = options.HEAD_ROWS, options.TOKENS
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
+    of_queries = ragged_rows
+    if options.HEAD_ROWS > options.PACKED_HEADS:
+        of_queries = functools.partial(ragged_heads, group=options.PACKED_HEADS)
     return (
-        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        of_queries(call.q, rows=tokens, heads=heads, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
+        of_queries(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 
 
@@ -313,13 +404,15 @@ def _form_of_list(options: Options, short: int) -> dict[str, Any]:
 
 def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
     """What the estimate goes by of how long tiles take."""
-    left = call.window_size_left
+    left, width = call.window_size_left, width_of(call.head_dim)
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
         units_per_tile=call.num_heads // packed_heads,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
-        next_cost=NEXT_COST[width_of(call.head_dim)],
+        next_cost=NEXT_COST[width],
+        piece_cost=PIECE_COST[width],
+        merge_cost=MERGE_COST[width],
     )
 
 

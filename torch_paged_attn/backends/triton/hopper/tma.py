@@ -85,6 +85,16 @@ def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
     return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
 
 
+def ragged_heads(x: Tensor, rows: int, group: int, heads: int, width: int) -> Boxes:
+    """The same boxes, of which the heads past a group's are loaded as zeros and are not stored.
+    Tensors like x have rows that lie a whole number of heads apart."""
+    row, head, _ = x.stride()
+    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, group, x.shape[2]
+    strides = 2**34 - row, head, row, head, 1
+    swizzle = min(128, width * x.itemsize)
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
+
+
 def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
     """Boxes of `rows` rows of one head of tensors like x, (rows, heads, dim), none of which is cut
     off.
@@ -172,9 +182,39 @@ def store_rows(desc, start, size, row, head, smem, column=0):
 
 
 @gluon.jit
+def load_heads(desc, start, size, row, head, per_row, barrier, smem):
+    """Load a box of `ragged_heads`, whose first head is `head`, as `load_rows` does. Tokens are
+    `per_row` heads apart."""
+    at = [ROW_BOUND, (start + size) * per_row + head, ROW_BOUND - size + row, 0, 0]
+    async_load(desc, at, barrier, smem)
+
+
+@gluon.jit
+def store_heads(desc, start, size, row, head, per_row, smem):
+    """Store such a box, as `store_rows` does."""
+    at = [ROW_BOUND, (start + size) * per_row + head, ROW_BOUND - size + row, 0, 0]
+    async_store(desc, at, smem)
+
+
+@gluon.jit
 def add_rows(desc, start, size, row, head, column, smem):
     """Add a box to rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
     _async_add(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
+
+
+@gluon.jit
+def load_group(desc, start, size, row, head, row_heads, barrier, smem):
+    """`load_rows` of a box of `group_rows`: heads [head, ...), where rows are `row_heads` heads
+    apart."""
+    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
+    async_load(desc, at, barrier, smem)
+
+
+@gluon.jit
+def store_group(desc, start, size, row, head, row_heads, smem):
+    """`store_rows` of such a box."""
+    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
+    async_store(desc, at, smem)
 
 
 @gluon.jit

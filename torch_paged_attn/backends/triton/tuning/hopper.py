@@ -27,6 +27,9 @@ def choose_hopper_config(
         registers = 224 if is_copied else 232
         return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=registers, PINGPONG=False)
     stages = 2 if width == 128 else 3
+    if is_copied:
+        # rows that are copied arrive later than boxes
+        return HopperConfig(KV_STAGES=stages + 1, Q_STAGES=1 if width == 128 else 2)
     # a third consumer hides more of the exponentials, but makes tiles that reach further past a
     # causal diagonal, and that are no power of two, as rows of a layout are
     if width == 64 and not has_layout and (not is_causal or mean_length >= 4096):
@@ -52,12 +55,22 @@ def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
 
 
 def choose_guessed_config(width: int) -> HopperConfig:
-    """Where the rows of one consumer hold all queries of a sequence: as many keys on their way as
-    there is room for."""
+    """Where the rows of one consumer hold all queries of a sequence, or tiles are few: as many keys
+    on their way as there is room for."""
     stages = {64: 6, 128: 3, 256: 3}[width]
     queries = 1 if width == 256 else 2
     keys = 64 if width == 256 else 128
     return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
+
+
+def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:
+    """The same of 8-bit keys and values: their 16-bit tiles take the room of stages. Tall tiles are
+    for many keys."""
+    if width == 256:
+        return HopperConfig(1, 64, 1, 1, 216, PINGPONG=False)
+    if width == 128 and is_tall:
+        return HopperConfig(1, 128, 2, 1, 216, PINGPONG=False)
+    return HopperConfig(1, 128 if width == 64 else 64, 4, 2, 216, PINGPONG=False)
 
 
 def choose_narrow_config(width: int) -> HopperConfig:
