@@ -212,8 +212,9 @@ void attend_backward(BackwardCall b, FILE* file) {
   for (const BackwardTask& task : plan.tasks) isa.attend_backward(b, task, memory);
   free(memory);
   if (a.sinks) sum_sinks(b, dsinks.data());
-  for (const auto* bytes : {&dq, &dk, &dv, &dbias}) fwrite(bytes->data(), 1, bytes->size(), file);
-  fwrite(dsinks.data(), sizeof(float), dsinks.size(), file);
+  for (const auto* bytes : {&dq, &dk, &dv, &dbias})
+    if (!bytes->empty()) fwrite(bytes->data(), 1, bytes->size(), file);
+  if (!dsinks.empty()) fwrite(dsinks.data(), sizeof(float), dsinks.size(), file);
 }
 
 void reshape_and_cache(const ReshapeAndCache& r, const std::vector<char>& memory, FILE* file) {
