@@ -33,6 +33,8 @@ from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 
 # elements that a program merges
 BLOCK = 512
+# nanoseconds in which a word has come to the host for certain
+SAID_AFTER = tl.constexpr(10_000_000)
 
 
 class Slots(NamedTuple):
@@ -84,12 +86,18 @@ def _do(INSTRUCTION: tl.constexpr, x):
 
 
 @triton.jit
-def _stop(x, IS_TIMED: tl.constexpr):
-    """End the device's work, once the host can read what this program's threads have stored."""
+def _stop(missing_ptr, who, IS_TIMED: tl.constexpr):
+    """Tell the host who is missing, and end the device's work."""
+    tl.store(missing_ptr, who)
     if IS_TIMED:
-        _do("{ fence.sc.sys; mov.u32 $0, $1; }", x)
+        _do("{ fence.sc.sys; mov.u32 $0, $1; }", who)
+        # a trap stops what is on its way to the host as well
+        start = tl.extra.cuda.globaltimer()
+        now = start
+        while now - start < SAID_AFTER:
+            now = tl.extra.cuda.globaltimer()
         tl.debug_barrier()
-        _do("{ trap; mov.u32 $0, $1; }", x)
+        _do("{ trap; mov.u32 $0, $1; }", who)
 
 
 @triton.jit(do_not_specialize=("tokens", "patience"))
@@ -160,8 +168,7 @@ def _merge_remote_kernel(
                 now = _time(now, IS_TIMED)
             if raised - call < 0:
                 is_late = True
-                tl.store(missing_ptr, other + 1)
-                _stop(raised, IS_TIMED)
+                _stop(missing_ptr, other + 1, IS_TIMED)
     tl.debug_barrier()
 
     own_lse = row_of_lse + RANK * heads * stride_lse
