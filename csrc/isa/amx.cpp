@@ -21,7 +21,9 @@ class DenormalsAreZero {
 };
 
 // Its processors have second-level caches of 2 MiB.
-int64_t tile_rows(const Attention& a) { return rows_in_cache(a, 1024); }
+paged_attn::RowLimits row_limits(const Attention& a) {
+  return {a.batch_invariant ? 0 : few_rows(a), rows_in_cache(a, 1024)};
+}
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   const int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
@@ -83,7 +85,7 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
 // What multiplies pairs; engines.cpp sends all else to another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
     "amx",
-    tile_rows,
+    row_limits,
     workspace_floats,
     attend,
     nullptr,  // merge_splits

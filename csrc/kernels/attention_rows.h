@@ -11,7 +11,11 @@
 
 namespace {
 
+// Rows of a group that are better served without packing keys; latents have one engine.
+PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) { return a.latent ? 0 : 16; }
+
 constexpr int ROW_COLUMNS = 128;  // keys per softmax update
+static_assert(ROW_COLUMNS == MAX_COLUMNS, "rows add up what tiles do");
 
 // The dot products that are under way together, enough to hide the latency of one.
 constexpr int DOTS = W < 8 ? 8 : W;
@@ -77,6 +81,62 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
       }
       for (int i = 0; i < ROWS; ++i)
         memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
+    }
+  }
+}
+
+// The same to the last bit as attention_tile.h's products of packed keys: a lane is a key, whose
+// dims are added up in their order. Keys are turned in registers for the first rows; where there
+// are more, `turned` (operands of a key, W) keeps them for the rest.
+template <class Product, class T, int ROWS>
+PAGED_ATTN_INLINE void dot_keys_in_order(const T* k, const int64_t* offset, int columns,
+                                         ReadAhead<T>& ahead, const float* q, int64_t rows,
+                                         int64_t head_dim, float scale, float* scores,
+                                         float* turned) {
+  constexpr int STEP = W * Product::DEPTH;
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  const int64_t depth = depth_of<Product>(head_dim);
+  for (int c = 0; c < columns; c += W) {
+    const T* later = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      F acc[ROWS] = {}, total[ROWS] = {};
+      const float* x = q + r * stride_q;
+      const auto step = [&](int64_t first, int count, int n) __attribute__((always_inline)) {
+        F key[W];
+        if (r == 0) {
+          const int64_t d = first * Product::DEPTH;
+#pragma GCC unroll 16
+          for (int j = 0; j < W; ++j) {
+            ahead.ask(later, d * W + j * n, n);
+            const T* from = k + offset[c + j] + d;
+            key[j] = n == STEP ? Product::load_operands(from) : Product::load_operands(from, n);
+          }
+          transpose(key);
+          if (rows > ROWS)
+            for (int j = 0; j < W; ++j) store(turned + (first + j) * W, key[j]);
+        } else {
+          for (int j = 0; j < W; ++j) key[j] = load(turned + (first + j) * W);
+        }
+#pragma GCC unroll 16
+        for (int j = 0; j < W; ++j) {
+          if (j >= count) break;
+#pragma GCC unroll 4
+          for (int i = 0; i < ROWS; ++i)
+            acc[i] = Product::multiply_add(key[j], set1(x[i * stride_q + first + j]), acc[i]);
+        }
+        if ((first + count) % MAX_CHAIN != 0 && first + count < depth) return;
+        const bool more = first + count > MAX_CHAIN;
+        for (int i = 0; i < ROWS; ++i) {
+          const F product = acc[i] * set1(scale);
+          total[i] = more ? fma(total[i], set1(1.f), product) : product;
+          acc[i] = F{};
+        }
+      };
+      int64_t first = 0;
+      for (; (first + W) * Product::DEPTH <= head_dim; first += W) step(first, W, STEP);
+      if (first < depth)
+        step(first, int(depth - first), int(head_dim - first * Product::DEPTH));
+      for (int i = 0; i < ROWS; ++i) store(scores + (r + i) * ROW_COLUMNS + c, total[i]);
     }
   }
 }
@@ -164,9 +224,13 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
-  // in fixed point: the units of a row's lanes and of its probabilities in a block, what the queries
-  // have lost, and whether that counts
-  float *units, *weight, *low, *low_units, *loses;
+  // where sums are those of attention_tile.h: of a block's values alone, and keys that were turned
+  float *sums, *turned;
+  // the units of a row's probabilities in a block (in fixed point), or what brings its earlier sums
+  // to the new maximum (where sums are of a block alone)
+  float* weight;
+  // in fixed point: the units of a row's lanes, what the queries have lost, and whether that counts
+  float *units, *low, *low_units, *loses;
   int64_t floats;
 };
 
@@ -189,19 +253,21 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.low_units = space.take(Product::FIXED ? groups * w.rows * W : 0);
   w.loses = space.take(groups);
   w.weight = space.take(groups * w.rows);
+  w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
+  w.turned = space.take(a.batch_invariant && w.rows > 4 ? w.stride_q * W : 0);
   w.floats = space.floats();
   return w;
 }
 
 // Columns of a chunk. Where a token's heads adjoin, memory is asked for in another order than it is
 // read in: what has been asked for must stay in L1 until the last head has read its part.
-template <class T, int FEWEST>
-PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads) {
+template <class T>
+PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
   constexpr int64_t BYTES = 8192;  // of two chunks and everything else in 32 KiB
   int columns = ALIGN;
   if (a.k.stride_head >= a.k.stride_token) return columns;
   const int64_t row = max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
-  while (columns > FEWEST && columns * heads * row > BYTES) columns /= 2;
+  while (columns > fewest && columns * heads * row > BYTES) columns /= 2;
   return columns;
 }
 
@@ -214,13 +280,20 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   const auto data_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
     return (const T*)x.data + kv_head_of(a, task.group_begin + g) * x.stride_head;
   };
-  const int step = chunk_columns<T, DOTS / ROWS>(a, groups);
+  // a chunk of keys fills the lanes, or else the sums, of a dot product
+  const bool in_order = !Product::FIXED && a.batch_invariant;
+  const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
   ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step);
   ahead.enter(block, next);
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
+        if constexpr (!Product::FIXED)
+          if (in_order)
+            return dot_keys_in_order<Product, T, ROWS>(
+                data_of(a.k, g), block.k_offset + c, step, ahead, w.q + g * w.rows * w.stride_q,
+                w.rows, head_dim, w.scale[g], scores, w.turned);
         dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                    w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
@@ -246,13 +319,17 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
                                   rescale, w.weight + i);
       for (int r = 0; r < ROWS; ++r) {
-        if (rescale[r] == 1) continue;
+        if (in_order) w.weight[i + r] = rescale[r];
+        if (in_order || rescale[r] == 1) continue;
         float* acc = w.acc + (i + r) * w.stride_acc;
         for (int64_t d = 0; d < w.stride_acc; d += W)
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
   };
+  float* to = in_order ? w.sums : w.acc;
+  const int64_t floats = groups * w.rows * w.stride_acc;
+  if (in_order) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
@@ -260,9 +337,14 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
         weigh_values<Product, T, ROWS>(data_of(a.v, g), block.v_offset + c, step, ahead, p,
                                        w.weight + g * w.rows, w.rows, head_dim,
-                                       w.acc + g * w.rows * w.stride_acc);
+                                       to + g * w.rows * w.stride_acc);
       });
     }
+  }
+  for (int64_t row = 0; in_order && row < groups * w.rows; ++row) {
+    const F weight = set1(w.weight[row]);
+    for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
+      store(w.acc + i, fma(load(w.acc + i), weight, load(w.sums + i)));
   }
 }
 

@@ -150,7 +150,7 @@ struct Results {
 void attend(Attention a, FILE* file) {
   const Results<Attention> results(a, a.out_dtype);
   Plan plan;
-  make_plan(a, kernels().tile_rows(a), 1, plan);
+  make_plan(a, kernels().row_limits(a), 1, plan);
   std::vector<float> partials(plan.partial_floats);
   a.partials = partials.data();
 
