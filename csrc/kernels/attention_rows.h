@@ -85,59 +85,119 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
   }
 }
 
-// The same to the last bit as attention_tile.h's products of packed keys: a lane is a key, whose
-// dims are added up in their order. Keys are turned in registers for the first rows; where there
-// are more, `turned` (operands of a key, W) keeps them for the rest.
-template <class Product, class T, int ROWS>
+// Calls f(first operand, W operands of W keys) with the dims of the keys across them, which
+// attention_tile.h packs.
+template <class Product, class T, class Function>
+PAGED_ATTN_INLINE void turn_keys(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
+                                 int64_t head_dim, Function f) {
+  constexpr int STEP = W * Product::DEPTH;
+  const T* later = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
+  const auto turn = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
+    F keys[W];
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) {
+      ahead.ask(later, d * W + j * n, n);
+      keys[j] = load_key(k + offset[j] + d);
+    }
+    transpose(keys);
+    f(d / Product::DEPTH, keys);
+  };
+  int64_t d = 0;
+  for (; d + STEP <= head_dim; d += STEP)
+    turn(d, STEP,
+         [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
+  if (d < head_dim) {
+    const int n = int(head_dim - d);
+    turn(d, n, [n](const T* p) __attribute__((always_inline)) {
+      return Product::load_operands(p, n);
+    });
+  }
+}
+
+// Dot products of ROWS queries with W keys, a lane each, to the last bit as tiles have them.
+template <class Product, int ROWS>
+struct DotsInOrder {
+  F acc[ROWS] = {}, total[ROWS] = {};
+
+  PAGED_ATTN_INLINE void add(F operands, const float* q, int64_t stride_q) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+      acc[r] = Product::multiply_add(operands, set1(q[r * stride_q]), acc[r]);
+  }
+  // after each chain of `MAX_CHAIN` operands, and the last one
+  PAGED_ATTN_INLINE void close(bool first, float scale) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const F product = acc[r] * set1(scale);
+      total[r] = first ? product : fma(total[r], set1(1.f), product);
+      acc[r] = F{};
+    }
+  }
+  PAGED_ATTN_INLINE void store_to(float* scores) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) store(scores + r * ROW_COLUMNS, total[r]);
+  }
+};
+
+template <class Product, int ROWS>
+inline void dot_turned(const float* turned, const float* q, int64_t stride_q, int64_t depth,
+                       float scale, float* scores) {
+  DotsInOrder<Product, ROWS> dots;
+  for (int64_t first = 0; first < depth; first += MAX_CHAIN) {
+    const int64_t end = min64(depth, first + MAX_CHAIN);
+#pragma GCC unroll 4
+    for (int64_t i = first; i < end; ++i) dots.add(load(turned + i * W), q + i, stride_q);
+    dots.close(first == 0, scale);
+  }
+  dots.store_to(scores);
+}
+
+// Keys that wait in `turned` for more rows than their registers leave room for.
+template <class Product, class T>
+PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
+                               const float* q, int64_t rows, int64_t head_dim, float scale,
+                               float* scores, float* turned) {
+  const int64_t depth = depth_of<Product>(head_dim);
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  turn_keys<Product>(k, offset, ahead, head_dim, [&](int64_t i, const F* keys)
+                                                     __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) store(turned + (i + j) * W, keys[j]);
+  });
+  for (int64_t r = 0; r < rows;) {
+    const auto some = [&](auto count) __attribute__((always_inline)) {
+      constexpr int ROWS = decltype(count)::value;
+      dot_turned<Product, ROWS>(turned, q + r * stride_q, stride_q, depth, scale,
+                                scores + r * ROW_COLUMNS);
+      r += ROWS;
+    };
+    rows - r >= 8 ? some(Count<8>()) : rows - r >= 4 ? some(Count<4>()) : some(Count<1>());
+  }
+}
+
+// dot_keys where each score is a lane's sum over the dims in their order.
+template <class Product, class T>
 PAGED_ATTN_INLINE void dot_keys_in_order(const T* k, const int64_t* offset, int columns,
                                          ReadAhead<T>& ahead, const float* q, int64_t rows,
                                          int64_t head_dim, float scale, float* scores,
                                          float* turned) {
-  constexpr int STEP = W * Product::DEPTH;
-  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   const int64_t depth = depth_of<Product>(head_dim);
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   for (int c = 0; c < columns; c += W) {
-    const T* later = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      F acc[ROWS] = {}, total[ROWS] = {};
-      const float* x = q + r * stride_q;
-      const auto step = [&](int64_t first, int count, int n) __attribute__((always_inline)) {
-        F key[W];
-        if (r == 0) {
-          const int64_t d = first * Product::DEPTH;
-#pragma GCC unroll 16
-          for (int j = 0; j < W; ++j) {
-            ahead.ask(later, d * W + j * n, n);
-            const T* from = k + offset[c + j] + d;
-            key[j] = n == STEP ? Product::load_operands(from) : Product::load_operands(from, n);
-          }
-          transpose(key);
-          if (rows > ROWS)
-            for (int j = 0; j < W; ++j) store(turned + (first + j) * W, key[j]);
-        } else {
-          for (int j = 0; j < W; ++j) key[j] = load(turned + (first + j) * W);
-        }
-#pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) {
-          if (j >= count) break;
-#pragma GCC unroll 4
-          for (int i = 0; i < ROWS; ++i)
-            acc[i] = Product::multiply_add(key[j], set1(x[i * stride_q + first + j]), acc[i]);
-        }
-        if ((first + count) % MAX_CHAIN != 0 && first + count < depth) return;
-        const bool more = first + count > MAX_CHAIN;
-        for (int i = 0; i < ROWS; ++i) {
-          const F product = acc[i] * set1(scale);
-          total[i] = more ? fma(total[i], set1(1.f), product) : product;
-          acc[i] = F{};
-        }
-      };
-      int64_t first = 0;
-      for (; (first + W) * Product::DEPTH <= head_dim; first += W) step(first, W, STEP);
-      if (first < depth)
-        step(first, int(depth - first), int(head_dim - first * Product::DEPTH));
-      for (int i = 0; i < ROWS; ++i) store(scores + (r + i) * ROW_COLUMNS + c, total[i]);
+    if (rows != 4) {
+      dot_many<Product>(k, offset + c, ahead, q, rows, head_dim, scale, scores + c, turned);
+      continue;
     }
+    DotsInOrder<Product, 4> dots;
+    turn_keys<Product>(k, offset + c, ahead, head_dim, [&](int64_t first, const F* keys)
+                                                           __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j)
+        dots.add(keys[j], q + first + j, stride_q);
+      const int64_t end = first + W;
+      if (end % MAX_CHAIN == 0 || end >= depth) dots.close(end <= MAX_CHAIN, scale);
+    });
+    dots.store_to(scores + c);
   }
 }
 
@@ -254,7 +314,7 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.loses = space.take(groups);
   w.weight = space.take(groups * w.rows);
   w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
-  w.turned = space.take(a.batch_invariant && w.rows > 4 ? w.stride_q * W : 0);
+  w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
   w.floats = space.floats();
   return w;
 }
@@ -283,17 +343,23 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool in_order = !Product::FIXED && a.batch_invariant;
   const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
-  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step);
+  // where a token's heads adjoin, all of a chunk is asked for before its last head is read
+  const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
+  const bool beside = in_order && a.k.stride_head < a.k.stride_token;
+  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
+                     AHEAD_BYTES + (beside ? chunk : 0));
   ahead.enter(block, next);
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
+      if constexpr (!Product::FIXED)
+        if (in_order) {
+          dot_keys_in_order<Product>(data_of(a.k, g), block.k_offset + c, step, ahead,
+                                     w.q + g * w.rows * w.stride_q, w.rows, a.head_dim,
+                                     w.scale[g], scores, w.turned);
+          continue;
+        }
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
-        if constexpr (!Product::FIXED)
-          if (in_order)
-            return dot_keys_in_order<Product, T, ROWS>(
-                data_of(a.k, g), block.k_offset + c, step, ahead, w.q + g * w.rows * w.stride_q,
-                w.rows, head_dim, w.scale[g], scores, w.turned);
         dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                    w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
                                    w.rows, head_dim, w.scale[g], scores);
