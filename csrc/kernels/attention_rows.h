@@ -176,7 +176,7 @@ PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& 
 }
 
 // dot_keys where each score is a lane's sum over the dims in their order.
-template <class Product, class T>
+template <class Product, class T, int ROWS>
 PAGED_ATTN_INLINE void dot_keys_in_order(const T* k, const int64_t* offset, int columns,
                                          ReadAhead<T>& ahead, const float* q, int64_t rows,
                                          int64_t head_dim, float scale, float* scores,
@@ -188,6 +188,7 @@ PAGED_ATTN_INLINE void dot_keys_in_order(const T* k, const int64_t* offset, int 
       dot_many<Product>(k, offset + c, ahead, q, rows, head_dim, scale, scores + c, turned);
       continue;
     }
+    if constexpr (ROWS != 4) continue;  // whose rows are fewer
     DotsInOrder<Product, 4> dots;
     turn_keys<Product>(k, offset + c, ahead, head_dim, [&](int64_t first, const F* keys)
                                                            __attribute__((always_inline)) {
@@ -354,7 +355,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
       if constexpr (!Product::FIXED)
         if (in_order) {
-          dot_keys_in_order<Product>(data_of(a.k, g), block.k_offset + c, step, ahead,
+          dot_keys_in_order<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                      w.q + g * w.rows * w.stride_q, w.rows, a.head_dim,
                                      w.scale[g], scores, w.turned);
           continue;
