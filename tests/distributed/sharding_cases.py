@@ -149,6 +149,8 @@ def writes(world, mesh, pairs):
     wanted = cache.clone()
     tpa.reshape_and_cache(key, value, wanted, slots)
     (there,) = placed(mesh, Replicate(), slots)
+    plain = partial(sharding.reshape_and_cache, key, value, cache, slots)
+    world.refuses(plain, ValueError, "kv_cache", "plain tensors")
     for cache_at, key_at in pairs:
         heads = tuple(Shard(1) if p == Shard(2) else p for p in cache_at)
         own = distribute_tensor(cache.clone(), mesh, cache_at)
