@@ -293,6 +293,7 @@ def options_of(
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
+        MERGED_COLUMNS=call.head_dim_v if parts else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
 
