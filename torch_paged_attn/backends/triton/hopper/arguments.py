@@ -126,7 +126,7 @@ class Options(NamedTuple):
     CONVERTS_V: bool = False
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
-    MERGED_COLUMNS: int = 0  # head_dim_v, where tiles are cut in pieces; else 0
+    MERGED_COLUMNS: int = 0  # head_dim_v, where pieces are added up by several; else 0
     STRETCH: int = 0  # keys that are summed up by themselves, see `stretches.py`; 0: all are
 
 

@@ -83,7 +83,7 @@ def plan_launches(
             *tiles.sizes_of_list(call),
             tiles.tile_options_of(options, form),
             call.q.device,
-            tiles.chip_of(call, packed_heads) if options.MOST_PARTS or form.short else None,
+            tiles.chip_of(call, options) if options.MOST_PARTS or form.short else None,
         )
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None

@@ -154,7 +154,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
     if OPTIONS.IS_DEALT:
         first_part, piece = dealt.first_part, dealt.number
-        pieces = pack_pieces(dealt.pieces, dealt.waiting)
+        pieces = pack_pieces(dealt.pieces, dealt.waiting, OPTIONS)
         kv_stop = first_kv_tile + num_kv_tiles
         first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
     elif OPTIONS.MOST_PARTS > 0:
@@ -169,7 +169,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         else:
             first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
             first_kv_tile += first_of_piece
-        pieces = pack_pieces(pieces, gl.where(last, pieces, 0))
+        pieces = pack_pieces(pieces, gl.where(last, pieces, 0), OPTIONS)
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers

@@ -29,9 +29,10 @@ def of_heads(mask, r, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def store_lse(m_i, total, rows, r, exists, is_sequence, params, OPTIONS: gl.constexpr):
-    """Write the logsumexp of rows `r` that exist; returns what divides their results. Of rows that
-    are no sequence's there is no sink."""
+def store_lse(m_i, total, at, rows, params, OPTIONS: gl.constexpr):
+    """Write rows' logsumexp; returns what divides their results. `at` are their numbers, tokens,
+    whether they exist, and whether they are a sequence's: others have no sink."""
+    r, token, exists, is_sequence = at
     pointers = params.pointers
     gain = 1.0
     m_i *= LN2
@@ -41,7 +42,6 @@ def store_lse(m_i, total, rows, r, exists, is_sequence, params, OPTIONS: gl.cons
         m_i, total, gain = with_sink(m_i, total, sink)
     lse = m_i + gl.log2(total) * LN2
     head = (rows.head + r % OPTIONS.HEAD_ROWS).to(gl.int64)
-    token = rows.first_token + r // OPTIONS.HEAD_ROWS
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
     gl.store(row, lse, mask=exists)
     return gl.where(total > 0.0, gain / total, 0.0) * rows.v_descale
