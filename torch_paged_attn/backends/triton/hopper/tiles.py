@@ -20,6 +20,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
+from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
@@ -255,7 +256,7 @@ def options_of(
         )
     is_whole = _pages_in_atoms(call) or is_float8(call)
     boxes = config.BLOCK_N // _rows_of_box(call.page_size, keys_per_entry)
-    return Options(
+    options = Options(
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDTH=width_of(call.head_dim),
@@ -294,7 +295,10 @@ def options_of(
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
+        COPIED_COLUMNS=call.head_dim if gathers(call) else 0,
+        COPIED_COLUMNS_V=call.head_dim_v if gathers(call) else 0,
     )
+    return fit_stages(options, call.q.itemsize, call.k.itemsize)
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
