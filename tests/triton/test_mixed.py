@@ -134,13 +134,22 @@ def test_compiles(problem):
         assert kernel.faults("sm90", problem.name) == []
 
 
+def plan_numbered(call):
+    """Hopper's kernel alone, without a list of tiles."""
+    return hopper.plan_attention(call, form=tiles.Form(is_numbered=True))
+
+
+PLANS = {"both": mixed.plan_attention, "numbered": plan_numbered}
+
+
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
-def test_both_agree_with_the_reference(problem):
+def test_agrees_with_the_reference(problem, kind):
     call = call_of(problem, "cuda")
     assert support.unsupported(call) is None
     truth = build(problem).truth()
-    plan = mixed.plan_attention(call)
+    plan = PLANS[kind](call)
     first = plan(tensors_of(call), None)
     assert_accurate(*first, truth)
     tensors = tensors_of(call)
@@ -168,13 +177,14 @@ def test_pieces_of_one_sequence(problem):
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-def test_lengths_change_between_replays():
+@pytest.mark.parametrize("kind", PLANS)
+def test_lengths_change_between_replays(kind):
     """A captured step does whatever the lengths are when it is replayed."""
     problem = Problem(
         "graph", ((1, 700), (90, 400), (1, 20), (8, 600)), 8, 2, 128, dtype=bf16, page_size=16
     )
     call = call_of(problem, "cuda")
-    plan, tensors = mixed.plan_attention(call), tensors_of(call)
+    plan, tensors = PLANS[kind](call), tensors_of(call)
     plan(tensors, None)
     addresses = [x.data_ptr() for x in tensors]
     plan(tensors, addresses)

@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     batch: int
     total_q: int
     # lists of blocks; where tiles are not listed units of a sequence, or where they are dealt out
-    # keys that a block table has room for; else 0
+    # or numbered keys that a block table has room for; else 0
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
@@ -119,7 +119,8 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
-    IS_DEALT: bool = False  # or are found by each program, with its share of the keys
+    IS_DEALT: bool = False  # or are found by each program, with its share of the keys,
+    IS_NUMBERED: bool = False  # or by their numbers (`numbered_tiles.py`)
     LEAST_SHARE: int = 0  # tiles of keys that it has at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False

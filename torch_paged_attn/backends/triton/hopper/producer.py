@@ -18,6 +18,10 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
     tiles_of,
 )
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
+from torch_paged_attn.backends.triton.hopper.numbered_tiles import (
+    find_numbered,
+    numbers_of_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
     tiles_of_stretch,
@@ -292,6 +296,24 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             tile += 1
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
+    elif OPTIONS.IS_NUMBERED:
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        numbers = numbers_of_tiles(params, OPTIONS)
+        place = unit
+        for first in range(0, numbers * heads, programs):
+            unit = first + place
+            found = find_numbered(numbers - 1 - unit // heads, params, OPTIONS)
+            if found.exists:
+                sequence = found.sequence
+                at = QueryTile(
+                    unit % heads, 0, found.b, found.first_token, sequence.q_start,
+                    sequence.query_len, sequence.k_start, sequence.key_len,
+                    gl.minimum(found.first_token + STEP, sequence.query_len),
+                )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
+                tile += 1
+            # back and forth
+            place = programs - 1 - place
     else:
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         # units of a sequence, for each head: tiles are dealt to them in turns

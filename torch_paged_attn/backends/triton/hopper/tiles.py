@@ -100,6 +100,8 @@ class Form(NamedTuple):
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
     is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
+    # sequences of any lengths have so few keys that tiles need no cutting, and no list
+    is_numbered: bool = False
 
 
 FORM = Form()
@@ -182,7 +184,9 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
-    if form.short:
+    if form.is_numbered:
+        packed = whole_group(call)
+    elif form.short:
         packed = heads_beside(call)
     elif form.is_guessed:
         packed = whole_group(call)
@@ -201,9 +205,13 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_short_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
+    if is_narrow and (form.short or form.is_numbered):
+        return choose_narrow_config(width), packed
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
-    if form.short:
+    if form.is_numbered and _has_few_rows(call, MOST_ROWS):
+        return choose_guessed_config(width), packed
+    if form.short or form.is_numbered:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
     if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
         return choose_guessed_config(width), packed
@@ -239,7 +247,7 @@ def options_of(
     layout = call.layout
     # pieces are merged on the way to a result of 16 bits
     is_float32 = call.result_dtype == torch.float32
-    is_cut = not (form.longest or is_float32)
+    is_cut = not (form.longest or form.is_numbered or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
     if call.is_batch_invariant and config.CONSUMERS == 1:
         parts *= MORE_PARTS
@@ -287,8 +295,9 @@ def options_of(
         MOST_PARTS=parts,
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=form.short > 0,
-        IS_LISTED=form.longest == 0 and not is_dealt,
+        IS_LISTED=not (form.longest or is_dealt or form.is_numbered),
         IS_DEALT=is_dealt,
+        IS_NUMBERED=form.is_numbered,
         LEAST_SHARE=max(LEAST_OF_PROGRAM // config.BLOCK_N, 1) if is_dealt else 0,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
@@ -382,7 +391,7 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     if options.IS_DEALT:
         return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
-    if options.IS_LISTED:
+    if options.IS_LISTED or options.IS_NUMBERED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
     units = max(tiles * (call.num_heads // options.PACKED_HEADS), options.MOST_PARTS)
     return min(units, target_of(call.q.device).multiprocessors)
