@@ -109,6 +109,8 @@ def form_of(call: AttentionCall, longest: int) -> Form:
     if mixed.is_mixed(call, longest) and mixed.is_numbered(call):
         return Form(is_numbered=True)
     is_guessed = support.is_guessed(call, longest)
+    if not is_guessed and support.is_numbered(call):
+        return Form(is_numbered=True)
     is_dealt = is_guessed and support.is_dealt(call)
     return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
 

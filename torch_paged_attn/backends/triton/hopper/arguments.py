@@ -77,9 +77,6 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
-    # where rows of a tile are nobody's: heads from one token to the next, of q and of the result
-    q_row_heads: int = 0
-    out_row_heads: int = 0
 
 
 class Options(NamedTuple):
@@ -94,9 +91,8 @@ class Options(NamedTuple):
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
     COLUMNS: int  # of WIDTH, those that products over it take
-    PACKED_HEADS: int  # query heads that share a tile
-    HEAD_ROWS: int  # rows of a token: a power of two, not less; rows past the heads are nobody's
-    TOKENS: int  # tokens of a consumer: BLOCK_M // HEAD_ROWS
+    PACKED_HEADS: int  # query heads that share a tile: rows of a token
+    TOKENS: int  # of a consumer: as many as its rows hold; rows that are left over are nobody's
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys
     IS_CAUSAL: bool

@@ -29,7 +29,7 @@ from torch_paged_attn.backends.triton.hopper.pieces import (
     visited_of_piece,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
+from torch_paged_attn.backends.triton.hopper.tma import bytes_of_rows, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -192,16 +192,11 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         work_info.put(tile, FIRST_PART, first_part)
     thread_barrier()  # the thread that arrives has not written all of these
     barrier = pipelines.q.full_barrier(tile)
-    mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)
+    mbarrier.expect(barrier, bytes_of_rows(q_desc.block_type, TOKENS * PACKED_HEADS) * CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
         row = first_token + i * TOKENS
-        if OPTIONS.HEAD_ROWS > PACKED_HEADS:
-            first_head = head * PACKED_HEADS
-            per_row = scalars.q_row_heads
-            load_heads(q_desc, q_start, stop_token, row, first_head, per_row, barrier, box)
-        else:
-            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
+        load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0

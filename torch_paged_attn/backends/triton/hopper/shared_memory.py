@@ -9,9 +9,10 @@ from torch_paged_attn.backends.triton.hopper.arguments import Options
 # bytes that a program may have on Hopper
 ROOM = 232448
 
-# bytes of barriers and words, for each stage of queries and of keys, and what Triton takes for
-# values that warps hand over; `test_shared_memory.py` compares with what is compiled
-OF_Q_STAGE, OF_KV_STAGE, OF_TRITON = 88, 32, 512
+# bytes of barriers and words, for each stage of queries and of keys, and, by consumers, what Triton
+# takes for values that warps hand over; `test_shared_memory.py` compares with what is compiled
+OF_Q_STAGE, OF_KV_STAGE = 88, 32
+OF_TRITON = {1: 512, 2: 640, 3: 1152}
 
 # stages of tiles that were converted to 16 bits
 CONVERTED_STAGES = 2
@@ -25,7 +26,8 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
     of_queries = rows * options.WIDTH * q_itemsize + OF_Q_STAGE
     tile = options.BLOCK_N * (options.WIDTH + options.WIDTH_V)
     of_keys = tile * kv_itemsize + OF_KV_STAGE
-    found = options.Q_STAGES * of_queries + options.KV_STAGES * of_keys + OF_TRITON
+    found = options.Q_STAGES * of_queries + options.KV_STAGES * of_keys
+    found += OF_TRITON[options.CONSUMERS]
     if options.GATHERS:
         found += COPYING * options.BLOCK_N // options.KV_PARTS * 8
     if options.CONVERTS_K:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2, target_of
 from torch_paged_attn.ops.lacking import OPTIONAL, lacking
 
 # rows of a consumer: the height of a warpgroup's product
@@ -30,6 +30,10 @@ UNBOUNDED = 2**30
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 # waves of tiles of keys in pages, from which on no tile is cut
 MOST_WAVES = 4
+
+# chunks of prompts that are told apart without a list of tiles, and keys of the longest, of tiles
+# that fill half of the chip and of fewer
+MOST_CHUNKS, MOST_NUMBERED, LEAST_NUMBERED = 4, 2048, 512
 
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
@@ -122,9 +126,6 @@ def unordered(call: AttentionCall) -> str | None:
         return "blocks of a layout do not begin at the same keys for all queries"
     if converts(call):
         return "keys of 8 bits are not summed up in stretches"
-    if call.group_size & (call.group_size - 1):
-        # a decode's keys would be read again and again, at a quarter of the speed
-        return f"heads in groups of {call.group_size} do not share tiles of few queries"
     return None
 
 
@@ -177,13 +178,12 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     if call.block_table is None or call.layout is not None:
         return False
     group = call.group_size
-    head_rows = next_power_of_2(group)
-    if not 0 < longest * head_rows <= BLOCK_M:
+    if not 0 < longest * group <= BLOCK_M:
         return False
     if call.total_q < 2 * call.batch:
         is_few = call.batch * call.num_kv_heads < target_of(call.q.device).multiprocessors
         is_long = reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call)
-        return head_rows > group and is_few and is_long
+        return not is_even(group) and is_few and is_long
     return longest * group > LEAST_GUESSED or (group == 1 and longest > LEAST_TOKENS)
 
 
@@ -217,6 +217,25 @@ def is_short(call: AttentionCall, longest: int) -> bool:
 def is_small(call: AttentionCall) -> bool:
     """Of a batch whose sequences are short, whether many programs of few rows are better."""
     return _are_few(call) or (call.group_size == 1 and mean_length(call) <= BLOCK_M)
+
+
+def has_few_tiles(call: AttentionCall) -> bool:
+    """Whether tiles are so few that it matters in which order they are worked on: the longest of
+    all heads first, and not those of one KV head after those of another."""
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    return call.layout is None and tiles < MOST_WAVES * target_of(call.q.device).multiprocessors
+
+
+def is_numbered(call: AttentionCall) -> bool:
+    """Whether chunks of prompts are so few, and see so few keys as far as anybody says, that their
+    tiles need no cutting, and no list."""
+    if call.block_table is None or call.layout is not None or call.batch > MOST_CHUNKS:
+        return False
+    if not has_few_tiles(call) or lacking(call, OF_LISTS) is not None:
+        return False
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    is_half_full = 2 * tiles >= target_of(call.q.device).multiprocessors
+    return reach_of(call) <= (MOST_NUMBERED if is_half_full else LEAST_NUMBERED)
 
 
 def _are_few(call: AttentionCall) -> bool:
@@ -286,9 +305,8 @@ def sharing_heads(call: AttentionCall) -> int:
 def is_few_rows(call: AttentionCall) -> bool:
     """Whether the rows of one consumer hold all queries of a sequence, by sizes: of decodes, or of
     as many guessed tokens each."""
-    shared = call.group_size & -call.group_size
-    is_even = call.total_q == mean_length(call) * call.batch
-    return is_even and mean_length(call) * min(shared, BLOCK_M) <= BLOCK_M
+    is_alike = call.total_q == mean_length(call) * call.batch
+    return is_alike and mean_length(call) * call.group_size <= BLOCK_M
 
 
 def most_parts(call: AttentionCall, is_uneven: bool) -> int:

@@ -26,11 +26,13 @@ from torch_paged_attn.backends.triton.hopper.support import (
     DESCALES,
     LEAST_BOX,
     LEAST_TALL,
+    MOST_CHUNKS,
     OF_LISTS,
     UNBOUNDED,
     columns_of,
     converts,
     gathers,
+    has_few_tiles,
     heads_per_layout,
     is_bound,
     is_float8,
@@ -46,7 +48,8 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.launch_cache import HAS_KNOWN_MAPS
+from torch_paged_attn.backends.triton.runtime.target import is_even, target_of
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
@@ -126,12 +129,12 @@ def pack_heads(call: AttentionCall) -> int:
             pack *= 2
         return pack
     # lengths of chunks of prompts differ
-    is_even = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
-    empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
+    is_alike = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
+    empty = -length % (2 * BLOCK_M) if is_alike else BLOCK_M
     full = length / (length + empty) * (1 + MOST_EMPTY)
     for pack in (whole_group(call), most):
-        # rows of a token that are some head's
-        if full < pack / next_power_of_2(pack):
+        # rows that are some token's
+        if full < BLOCK_M // pack * pack / BLOCK_M:
             return pack
     return 1
 
@@ -144,11 +147,10 @@ def even_heads(call: AttentionCall) -> int:
 
 def whole_group(call: AttentionCall) -> int:
     """All heads of a group, where they may share a tile, whatever their number."""
-    group, (row, head, _) = sharing_heads(call), call.q.stride()
-    if call.layout is not None or next_power_of_2(group) > BLOCK_M:
+    group = sharing_heads(call)
+    if call.layout is not None or group > BLOCK_M or not (is_even(group) or HAS_KNOWN_MAPS):
         return even_heads(call)
-    is_addressed = row % head == 0 and call.total_q * max(row // head, call.num_heads) < 2**30
-    return group if is_addressed else even_heads(call)
+    return group
 
 
 def _has_few_rows(call: AttentionCall, most: int) -> bool:
@@ -171,7 +173,7 @@ def _heads_in_turns(call: AttentionCall) -> int:
     length = mean_length(call)
 
     def tiles(heads: int) -> int:
-        return -(-length * next_power_of_2(heads) // (2 * BLOCK_M)) * (call.group_size // heads)
+        return -(-length // (2 * (BLOCK_M // heads))) * (call.group_size // heads)
 
     return min(even_heads(call), whole_group(call), key=tiles)
 
@@ -184,7 +186,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
-    if form.is_numbered:
+    if form.is_numbered and call.batch > MOST_CHUNKS:
         packed = whole_group(call)
     elif form.short:
         packed = heads_beside(call)
@@ -209,9 +211,10 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_narrow_config(width), packed
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
-    if form.is_numbered and _has_few_rows(call, MOST_ROWS):
+    is_mixed = form.short > 0 or (form.is_numbered and call.batch > MOST_CHUNKS)
+    if is_mixed and form.is_numbered and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
-    if form.short or form.is_numbered:
+    if is_mixed:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
     if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
         return choose_guessed_config(width), packed
@@ -255,8 +258,7 @@ def options_of(
     if is_dealt:
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
-    head_rows = next_power_of_2(packed_heads)
-    tokens = BLOCK_M // head_rows
+    tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
         queries_per_list, keys_per_entry = shape_of_lists(
@@ -271,7 +273,6 @@ def options_of(
         WIDTH_V=width_of(call.head_dim_v),
         COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
-        HEAD_ROWS=head_rows,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
@@ -330,7 +331,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
     unit = call.softcap or call.scale
     return Scalars(
         num_heads=call.num_heads,
-        heads_per_unit=call.group_size // packed_heads,
+        heads_per_unit=(call.num_heads if has_few_tiles(call) else call.group_size) // packed_heads,
         stride_layout_batch=layout.crow_indices.shape[-2] if layout and batched else 0,
         k_page_rows=k.stride(0) // k.stride(2) if is_paged else 0,
         v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
@@ -342,17 +343,8 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
         **strides,
-        **_heads_of_rows(call, packed_heads),
         **_strides_of_descales(call),
     )
-
-
-def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
-    """Where rows of a tile are nobody's, heads from one token to the next, of q and the result."""
-    if next_power_of_2(packed_heads) == packed_heads:
-        return {}
-    row, head, _ = call.q.stride()
-    return dict(q_row_heads=row // head, out_row_heads=call.num_heads)
 
 
 def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
@@ -399,22 +391,19 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
 
 def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
     """How the accelerator finds rows of tensors like q, k, v and out."""
-    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_heads, ragged_rows
+    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
 
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
-    heads, tokens = options.HEAD_ROWS, options.TOKENS
+    heads, tokens = options.PACKED_HEADS, options.TOKENS
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
-    of_queries = ragged_rows
-    if options.HEAD_ROWS > options.PACKED_HEADS:
-        of_queries = functools.partial(ragged_heads, group=options.PACKED_HEADS)
     return (
-        of_queries(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        of_queries(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
+        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 
 
