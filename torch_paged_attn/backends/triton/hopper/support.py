@@ -31,9 +31,12 @@ LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 # waves of tiles of keys in pages, from which on no tile is cut
 MOST_WAVES = 4
 
-# chunks of prompts that are told apart without a list of tiles, and keys of the longest, of tiles
-# that fill half of the chip and of fewer
-MOST_CHUNKS, MOST_NUMBERED, LEAST_NUMBERED = 4, 2048, 512
+# chunks of prompts that are told apart without a list of tiles, and for quarters of the chip that
+# their tiles fill, keys of the longest sequence from which on they had better be cut
+MOST_CHUNKS, MOST_NUMBERED = 4, (512, 512, 1024, 2048, 2048)
+
+# bytes of keys and values that stay in the chip's cache while several waves of tiles read them
+IN_CACHE = 40 << 20
 
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
@@ -210,20 +213,30 @@ def is_short(call: AttentionCall, longest: int) -> bool:
         return False
     # what was measured: encoders, and of few tiles those of short sequences
     is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
-    is_measured = is_full and width_of(call.head_dim) <= 128 and call.batch <= MOST_SEQUENCES
-    return is_measured and (not _are_few(call) or mean_length(call) <= 2 * BLOCK_M)
+    width = width_of(call.head_dim)
+    is_measured = is_full and width <= 128 and call.batch <= MOST_SEQUENCES
+    return is_measured and (not _are_few(call) or width == 64 or mean_length(call) <= 2 * BLOCK_M)
 
 
 def is_small(call: AttentionCall) -> bool:
     """Of a batch whose sequences are short, whether many programs of few rows are better."""
-    return _are_few(call) or (call.group_size == 1 and mean_length(call) <= BLOCK_M)
+    length = mean_length(call)
+    is_few = _are_few(call) and length <= 2 * BLOCK_M
+    return is_few or (call.group_size == 1 and length <= BLOCK_M)
 
 
 def has_few_tiles(call: AttentionCall) -> bool:
-    """Whether tiles are so few that it matters in which order they are worked on: the longest of
-    all heads first, and not those of one KV head after those of another."""
+    """Whether tiles are so few that it matters in which order they are worked on."""
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     return call.layout is None and tiles < MOST_WAVES * target_of(call.q.device).multiprocessors
+
+
+def is_sorted(call: AttentionCall) -> bool:
+    """Whether the longest tiles of all heads come first, and not those of one KV head after those
+    of another: few tiles end together then, but its keys are no longer read together."""
+    of_key = call.num_kv_heads * (call.head_dim + call.head_dim_v) * call.k.itemsize
+    sequences = 1 if call.block_table is None else call.batch
+    return has_few_tiles(call) and sequences * reach_of(call) * of_key <= IN_CACHE
 
 
 def is_numbered(call: AttentionCall) -> bool:
@@ -234,8 +247,8 @@ def is_numbered(call: AttentionCall) -> bool:
     if not has_few_tiles(call) or lacking(call, OF_LISTS) is not None:
         return False
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
-    is_half_full = 2 * tiles >= target_of(call.q.device).multiprocessors
-    return reach_of(call) <= (MOST_NUMBERED if is_half_full else LEAST_NUMBERED)
+    quarters = 4 * tiles // target_of(call.q.device).multiprocessors
+    return reach_of(call) <= MOST_NUMBERED[min(quarters, 4)]
 
 
 def _are_few(call: AttentionCall) -> bool:

@@ -32,10 +32,10 @@ from torch_paged_attn.backends.triton.hopper.support import (
     columns_of,
     converts,
     gathers,
-    has_few_tiles,
     heads_per_layout,
     is_bound,
     is_float8,
+    is_sorted,
     key_bound,
     mean_length,
     most_parts,
@@ -88,6 +88,10 @@ MORE_PARTS = 3
 # of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
 # ends take longer than products
 MOST_ROWS = 256
+
+# keys of the longest sequence up to which tiles of one consumer are better, if there are few:
+# of head_dim 256, and of 128
+MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 
 # keys that are dealt out to a program at least: parts of fewer take longer to merge
 LEAST_OF_PROGRAM = 512
@@ -216,14 +220,33 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), packed
     if is_mixed:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
-    if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
+    if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
     if is_narrow:
         return choose_narrow_config(width), packed
-    config = choose_hopper_config(
-        width, mean_length(call), is_causal, layout is not None, gathers(call)
-    )
+    # of long contexts, the diagonal is little
+    length = mean_length(call) if call.block_table is None else max(mean_length(call), _said(call))
+    config = choose_hopper_config(width, length, is_causal, layout is not None, gathers(call))
     return config, packed
+
+
+def _said(call: AttentionCall) -> int:
+    """The least that the longest sequence's keys are, of what is said of them: they are more than
+    half; 0 where nothing is said."""
+    return call.max_seqlen_k // 2
+
+
+def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
+    """Whether few queries in pages have tiles of one consumer: more, and sooner done, but the same
+    keys are read for fewer rows."""
+    width, reach = width_of(call.head_dim), reach_of(call)
+    if call.block_table is None or call.layout is not None or width == 64:
+        return False
+    if width == 256:
+        return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
+    tokens = BLOCK_M // packed_heads
+    tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
+    return reach <= MOST_LOW and tiles <= target_of(call.q.device).multiprocessors
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
@@ -331,7 +354,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
     unit = call.softcap or call.scale
     return Scalars(
         num_heads=call.num_heads,
-        heads_per_unit=(call.num_heads if has_few_tiles(call) else call.group_size) // packed_heads,
+        heads_per_unit=(call.num_heads if is_sorted(call) else call.group_size) // packed_heads,
         stride_layout_batch=layout.crow_indices.shape[-2] if layout and batched else 0,
         k_page_rows=k.stride(0) // k.stride(2) if is_paged else 0,
         v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
