@@ -343,6 +343,15 @@ def fill_less(tensor_map: Any, box: tuple[int, ...]) -> None:
     tensor_map.filled = box
 
 
+def as_filled(description: Any, tensor_map: Any) -> Any:
+    """What Triton says of a tensor map's boxes, with their own shape. It loads wide ones by columns
+    of a swizzle's width."""
+    box = getattr(tensor_map, "filled", None)
+    if box is None:
+        return description
+    return description | {"block_size": [*box[:-1], description["block_size"][-1]]}
+
+
 def ready_kernel(compiled: Any) -> ReadyKernel | None:
     """A kernel that Triton has compiled and started once, or None where only Triton knows how."""
     from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
@@ -364,10 +373,6 @@ def ready_kernel(compiled: Any) -> ReadyKernel | None:
 
     def describe_map(tensor_map: Any, number: int) -> list[Any]:
         description = descriptions[number] if descriptions else None
-        if (box := getattr(tensor_map, "filled", None)) is not None:
-            # Triton loads a wide box in columns of its swizzle's width
-            columns = description["block_size"][-1]
-            description = description | {"block_size": [*box[:-1], columns]}
-        return make_tensordesc_arg(tensor_map, description)
+        return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map))
 
     return ReadyKernel(launcher, fixed, describe_map)
