@@ -44,7 +44,7 @@ PAGE_SIZES = (0, 1, 16, 128)
 # where stretches of keys begin, and around
 CUTS = (0, 1, 100, LENGTH)
 if HAS_GPU:
-    SAME_ELSEWHERE += ("plain", "d128", "d128_window", "d256", "group_of_7", "softcap", "alibi")
+    SAME_ELSEWHERE += ("plain", "d128", "d128_window", "d256", "softcap")
     CUTS = (0, 1, 63, 511, 512, 513, 1500, 2047, 2048, 4096, LENGTH - 1, LENGTH)
 
 

@@ -124,8 +124,6 @@ class Options(NamedTuple):
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
     STRETCH: int = 0  # keys that are summed up by themselves, see `stretches.py`; 0: all are
-    COPIED_COLUMNS: int = 0  # head_dim, where rows are copied
-    COPIED_COLUMNS_V: int = 0
 
 
 class Params(NamedTuple):

@@ -60,10 +60,9 @@ class KvLoader:
     num_pages: gl.tensor
     OPTIONS: gl.constexpr
     PART: gl.constexpr
-    COPIED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, slots, pipeline, page_rows, num_pages, OPTIONS, PART, COPIED):
+    def __init__(self, desc, slots, pipeline, page_rows, num_pages, OPTIONS, PART):
         self.desc = desc
         self.slots = slots
         self.pipeline = pipeline
@@ -71,7 +70,6 @@ class KvLoader:
         self.num_pages = num_pages
         self.OPTIONS = gl.constexpr(OPTIONS)
         self.PART = gl.constexpr(PART)
-        self.COPIED = gl.constexpr(COPIED)
 
     @gluon.jit
     def load_tiles(self, n, stop, num_tiles, keys):
@@ -214,8 +212,7 @@ class KvLoader:
 
     @gluon.jit
     def _copy_rows(self, n, keys):
-        """Fill n with the rows that were found; what nobody sees is zero, as columns past a head's
-        are."""
+        """Fill n with the rows that were found; what nobody sees is zero."""
         WIDTH: gl.constexpr = self.desc.block_shape[4]
         ROWS: gl.constexpr = self.OPTIONS.BLOCK_N // self.OPTIONS.KV_PARTS
         FIRST: gl.constexpr = self.PART * ROWS
@@ -232,10 +229,7 @@ class KvLoader:
         for i in gl.static_range(0, ROWS, STEP):
             row = gl.expand_dims(found.slice(i, STEP).load(gl.SliceLayout(1, layout)), 1)
             target = tile.slice(FIRST + i, STEP)
-            is_there = row >= 0
-            if self.COPIED < WIDTH:
-                is_there = is_there & gl.expand_dims(column < self.COPIED, 0)
-            async_copy.async_copy_global_to_shared(target, columns + row * PIECE, is_there)
+            async_copy.async_copy_global_to_shared(target, columns + row * PIECE, row >= 0)
         async_copy.mbarrier_arrive(barrier)
         mbarrier.arrive(barrier, count=1)
 

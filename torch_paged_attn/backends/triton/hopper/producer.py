@@ -226,7 +226,7 @@ def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr)
     stored = pipelines.stored_k if OPTIONS.CONVERTS_K else pipelines.k
     return KvLoader(
         params.k_desc, slots, stored, scalars.k_page_rows, params.sizes.num_pages, OPTIONS,
-        PART, OPTIONS.COPIED_COLUMNS,
+        PART,
     )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexp
     stored = pipelines.stored_v if OPTIONS.CONVERTS_V else pipelines.v
     return KvLoader(
         params.v_desc, slots, stored, scalars.v_page_rows, params.sizes.num_pages, OPTIONS,
-        PART, OPTIONS.COPIED_COLUMNS_V,
+        PART,
     )  # fmt: skip
 
 

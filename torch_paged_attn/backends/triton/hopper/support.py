@@ -129,6 +129,9 @@ def unordered(call: AttentionCall) -> str | None:
         return "blocks of a layout do not begin at the same keys for all queries"
     if converts(call):
         return "keys of 8 bits are not summed up in stretches"
+    if not is_even(call.group_size):
+        # they fill a tile's rows, but no GPU has been asked whether bits are equal then
+        return f"heads in groups of {call.group_size} have not been compared, bit for bit"
     return None
 
 
@@ -234,9 +237,14 @@ def has_few_tiles(call: AttentionCall) -> bool:
 def is_sorted(call: AttentionCall) -> bool:
     """Whether the longest tiles of all heads come first, and not those of one KV head after those
     of another: few tiles end together then, but its keys are no longer read together."""
+    return has_few_tiles(call) and keys_stay(call)
+
+
+def keys_stay(call: AttentionCall) -> bool:
+    """Whether all keys and values stay in the chip's cache, as far as anybody says."""
     of_key = call.num_kv_heads * (call.head_dim + call.head_dim_v) * call.k.itemsize
     sequences = 1 if call.block_table is None else call.batch
-    return has_few_tiles(call) and sequences * reach_of(call) * of_key <= IN_CACHE
+    return sequences * reach_of(call) * of_key <= IN_CACHE
 
 
 def is_numbered(call: AttentionCall) -> bool:
@@ -288,8 +296,7 @@ def gathers(call: AttentionCall) -> bool:
         return False
     if converts(call) and width_of(call.head_dim) > 128:
         return False  # registers spill
-    # copied 16 bytes at a time
-    return all(d * call.k.itemsize % 16 == 0 for d in (call.head_dim, call.head_dim_v))
+    return all(width_of(d) == d for d in (call.head_dim, call.head_dim_v))
 
 
 def key_bound(call: AttentionCall) -> int:
@@ -319,7 +326,7 @@ def is_few_rows(call: AttentionCall) -> bool:
     """Whether the rows of one consumer hold all queries of a sequence, by sizes: of decodes, or of
     as many guessed tokens each."""
     is_alike = call.total_q == mean_length(call) * call.batch
-    return is_alike and mean_length(call) * call.group_size <= BLOCK_M
+    return is_alike and mean_length(call) * min(call.group_size, BLOCK_M) <= BLOCK_M
 
 
 def most_parts(call: AttentionCall, is_uneven: bool) -> int:

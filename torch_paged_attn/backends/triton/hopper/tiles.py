@@ -32,11 +32,13 @@ from torch_paged_attn.backends.triton.hopper.support import (
     columns_of,
     converts,
     gathers,
+    has_few_tiles,
     heads_per_layout,
     is_bound,
     is_float8,
     is_sorted,
     key_bound,
+    keys_stay,
     mean_length,
     most_parts,
     reach_of,
@@ -49,7 +51,11 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     most_tiles,
 )
 from torch_paged_attn.backends.triton.runtime.launch_cache import HAS_KNOWN_MAPS
-from torch_paged_attn.backends.triton.runtime.target import is_even, target_of
+from torch_paged_attn.backends.triton.runtime.target import (
+    is_even,
+    next_power_of_2,
+    target_of,
+)
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
@@ -137,8 +143,10 @@ def pack_heads(call: AttentionCall) -> int:
     empty = -length % (2 * BLOCK_M) if is_alike else BLOCK_M
     full = length / (length + empty) * (1 + MOST_EMPTY)
     for pack in (whole_group(call), most):
-        # rows that are some token's
-        if full < BLOCK_M // pack * pack / BLOCK_M:
+        # rows that are some token's; over keys that come from memory more are lost by groups that
+        # are no power of two
+        filled = BLOCK_M // pack * pack / BLOCK_M
+        if full < (filled if keys_stay(call) else pack / next_power_of_2(pack)):
             return pack
     return 1
 
@@ -224,16 +232,12 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), packed
     if is_narrow:
         return choose_narrow_config(width), packed
-    # of long contexts, the diagonal is little
-    length = mean_length(call) if call.block_table is None else max(mean_length(call), _said(call))
+    length = mean_length(call)
+    if call.block_table is not None and not has_few_tiles(call):
+        # of long contexts, the diagonal is little; of what is said, they have more than half
+        length = max(length, call.max_seqlen_k // 2)
     config = choose_hopper_config(width, length, is_causal, layout is not None, gathers(call))
     return config, packed
-
-
-def _said(call: AttentionCall) -> int:
-    """The least that the longest sequence's keys are, of what is said of them: they are more than
-    half; 0 where nothing is said."""
-    return call.max_seqlen_k // 2
 
 
 def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
@@ -244,9 +248,11 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
         return False
     if width == 256:
         return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
+    # one wave of them, which nobody had better cut
     tokens = BLOCK_M // packed_heads
     tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
-    return reach <= MOST_LOW and tiles <= target_of(call.q.device).multiprocessors
+    most = target_of(call.q.device).multiprocessors
+    return reach <= MOST_LOW and most < 2 * tiles <= 2 * most
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
@@ -328,8 +334,6 @@ def options_of(
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
-        COPIED_COLUMNS=call.head_dim if gathers(call) else 0,
-        COPIED_COLUMNS_V=call.head_dim_v if gathers(call) else 0,
     )
     return fit_stages(options, call.q.itemsize, call.k.itemsize)
 
