@@ -295,6 +295,23 @@ def _merge(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: merge_states(out, lse, out, lse)
 
 
+def _merge_list(dtype: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.merge_states import merge_states_list
+
+    out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
+    return lambda: merge_states_list([out] * 3, [lse] * 3)
+
+
+def _merge_remote(dtype: torch.dtype) -> Callable[[], None]:
+    from torch_paged_attn.backends.triton.merge_remote import Slots, merge_remote
+
+    out, lse, numbers = torch.zeros(9, 8, 128), torch.zeros(8, 9), torch.zeros(9, dtype=torch.int32)
+    slots = [torch.zeros(Slots.of(4, 18, 128).elements)] * 4
+    flags = [torch.zeros(Slots.of(4, 18, 128).flags, dtype=torch.int32)] * 4
+    options = {"rank": 1, "out_dtype": dtype, "seconds": 1.0}
+    return lambda: merge_remote(out, lse, numbers, numbers, slots, flags, **options)
+
+
 def _merge_backward(dtype: torch.dtype) -> Callable[[], None]:
     from torch_paged_attn.backends.triton.merge_states_backward import merge_states_backward
 
@@ -329,6 +346,8 @@ def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     for name, dtype in FLOATS.items():
         calls[f"merge_states_backward/{name}"] = functools.partial(_merge_backward, dtype)
         calls[f"merge_states/{name}"] = functools.partial(_merge, dtype)
+        calls[f"merge_states/list/{name}"] = functools.partial(_merge_list, dtype)
+        calls[f"merge_remote/{name}"] = functools.partial(_merge_remote, dtype)
         for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
             write = functools.partial(_cache_write, dtype, stored)
             calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write

@@ -92,30 +92,50 @@ def _stop(x, IS_TIMED: tl.constexpr):
         _do("{ trap; mov.u32 $0, $1; }", x)
 
 
+class RemoteStrides(NamedTuple):
+    """Of this rank's part, whose columns lie side by side, and of its softmax_lse."""
+
+    token: int
+    head: int
+    lse: int
+
+
+class RemoteOptions(NamedTuple):
+    """What the kernel is compiled for."""
+
+    RANK: int
+    PROGRAMS: int
+    HEAD_DIM: int
+    WIDTH: int  # its next power of two
+    ROWS: int
+    FORMAT: Any  # how the result is stored
+    IS_TIMED: bool
+
+
 @triton.jit(do_not_specialize=("tokens", "patience"))
 def _merge_remote_kernel(
-    out_ptr,
-    lse_ptr,
+    part,  # its values, softmax_lse
     calls_ptr,
     missing_ptr,
     slots,  # of each rank, as this one sees them
     flags,
-    result_ptr,
-    result_lse_ptr,
+    result,  # its values, softmax_lse
     tokens,
     patience,  # nanoseconds, or looks
     heads,  # of one rank
-    stride_token,
-    stride_head,
-    stride_lse,
-    RANK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    IS_TIMED: tl.constexpr,
+    strides,
+    OPTIONS: tl.constexpr,
 ):
+    """Tokens and patience are no group: Triton would compile for what divides them."""
+    out_ptr, lse_ptr = part
+    result_ptr, result_lse_ptr = result
+    RANK: tl.constexpr = OPTIONS.RANK
+    PROGRAMS: tl.constexpr = OPTIONS.PROGRAMS
+    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    WIDTH: tl.constexpr = OPTIONS.WIDTH
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    FORMAT: tl.constexpr = OPTIONS.FORMAT
+    IS_TIMED: tl.constexpr = OPTIONS.IS_TIMED
     RANKS: tl.constexpr = len(slots)
     # where softmax_lse begins, behind all values
     BEHIND: tl.constexpr = 2 * RANKS * PROGRAMS * ROWS * HEAD_DIM
@@ -128,18 +148,20 @@ def _merge_remote_kernel(
     dims = tl.arange(0, WIDTH)
     inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
     within = i[:, None] * HEAD_DIM + dims[None, :]
-    row = token.to(tl.int64) * stride_token + head * stride_head
-    row_of_lse = head.to(tl.int64) * stride_lse + token
+    row = token.to(tl.int64) * strides.token + head * strides.head
+    row_of_lse = head.to(tl.int64) * strides.lse + token
     turn = (call & 1) * RANKS
 
     for other in tl.static_range(RANKS):
         if other != RANK:
             slot = ((turn + RANK) * PROGRAMS + program).to(tl.int64) * ROWS
-            at = out_ptr + row[:, None] + other * heads * stride_head + dims[None, :]
+            at = out_ptr + row[:, None] + other * heads * strides.head + dims[None, :]
             x = tl.load(at, mask=inside, other=0.0)
             tl.store(slots[other] + slot * HEAD_DIM + within, x, mask=inside)
             # a rank's heads are `heads` rows of softmax_lse
-            lse = tl.load(lse_ptr + row_of_lse + other * heads * stride_lse, mask=exists, other=0.0)
+            lse = tl.load(
+                lse_ptr + row_of_lse + other * heads * strides.lse, mask=exists, other=0.0
+            )
             tl.store(slots[other] + BEHIND + slot + i, lse, mask=exists)
     # all threads have written before one of them says so
     tl.debug_barrier()
@@ -164,7 +186,7 @@ def _merge_remote_kernel(
                 _stop(raised, IS_TIMED)
     tl.debug_barrier()
 
-    own_lse = row_of_lse + RANK * heads * stride_lse
+    own_lse = row_of_lse + RANK * heads * strides.lse
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for other in tl.static_range(RANKS):
         slot = ((turn + other) * PROGRAMS + program).to(tl.int64) * ROWS
@@ -182,7 +204,7 @@ def _merge_remote_kernel(
         # a part that saw no key may hold anything
         counts = inside & (weight > 0.0)[:, None]
         if other == RANK:
-            at = out_ptr + row[:, None] + RANK * heads * stride_head + dims[None, :]
+            at = out_ptr + row[:, None] + RANK * heads * strides.head + dims[None, :]
             x = tl.load(at, mask=counts, other=0.0)
         else:
             at = slots[RANK] + slot * HEAD_DIM + within
@@ -246,16 +268,16 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
         tokens=tokens,
         patience=round(seconds * (1e9 if is_timed else 1e6)),
         heads=heads,
-        stride_token=out.stride(0),
-        stride_head=out.stride(1),
-        stride_lse=lse.stride(0),
-        RANK=rank,
-        PROGRAMS=programs,
-        HEAD_DIM=dim,
-        WIDTH=next_power_of_2(dim),
-        ROWS=slots.rows,
-        FORMAT=stored_format(out_dtype, target),
-        IS_TIMED=is_timed,
+        strides=RemoteStrides(out.stride(0), out.stride(1), lse.stride(0)),
+        OPTIONS=RemoteOptions(
+            RANK=rank,
+            PROGRAMS=programs,
+            HEAD_DIM=dim,
+            WIDTH=next_power_of_2(dim),
+            ROWS=slots.rows,
+            FORMAT=stored_format(out_dtype, target),
+            IS_TIMED=is_timed,
+        ),
     )
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
@@ -263,11 +285,12 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
         if is_empty:
             return result, result_lse
         given = addresses if launch.is_ready else tensors
+        part = tuple(given[:2])
         shared = tuple(given[4 : 4 + ranks]), tuple(given[4 + ranks :])
         if launch.is_ready:
-            launch.start(*given[:4], *shared, result.data_ptr(), result_lse.data_ptr())
+            launch.start(part, *given[2:4], *shared, (result.data_ptr(), result_lse.data_ptr()))
         else:
-            launch(*given[:4], *shared, as_stored(result, target)[0], result_lse)
+            launch(part, *given[2:4], *shared, (as_stored(result, target)[0], result_lse))
         return result, result_lse
 
     return run
