@@ -72,8 +72,8 @@ MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 # sequence alone
 STRETCH = 2048
 
-# windows of few tiles of keys
-NARROW = range(1025)
+# windows of few tiles of keys; and beside decodes
+NARROW, NARROW_BESIDE = range(1025), range(512)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
@@ -84,6 +84,12 @@ MORE_PARTS = 3
 # of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
 # ends take longer than products
 MOST_ROWS = 256
+
+# of batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor unless a
+# window is narrow, tiles of decodes to one, from how many of these on they are most of the work, and
+# the share of a tile's rows that may be nobody's unless rows are few
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MANY_DECODES = 2048, 384, 6, 4
+MOST_MISSING = 1 / 8
 
 # keys that are dealt out to a program at least: parts of fewer take longer to merge
 LEAST_OF_PROGRAM = 512
@@ -204,13 +210,13 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_short_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
-    if is_narrow and (form.short or form.is_numbered):
+    if form.is_numbered:
+        return _choose_numbered_config(call), packed
+    if form.short and is_narrow and call.window_size_left in NARROW_BESIDE:
         return choose_narrow_config(width), packed
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
-    if form.is_numbered and _has_few_rows(call, MOST_ROWS):
-        return choose_guessed_config(width), packed
-    if form.short or form.is_numbered:
+    if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
     if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
         return choose_guessed_config(width), packed
@@ -220,6 +226,44 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         width, mean_length(call), is_causal, layout is not None, gathers(call)
     )
     return config, packed
+
+
+def decodes_of_program(call: AttentionCall) -> float:
+    """Tiles of decodes, if all sequences are some, for each multiprocessor."""
+    tiles = call.batch * call.num_heads / whole_group(call)
+    return tiles / target_of(call.q.device).multiprocessors
+
+
+def is_numbered(call: AttentionCall) -> bool:
+    """Whether a batch of long and short sequences in pages is better off without a list of tiles
+    and without another kernel: as far as anybody says, no sequence visits so many keys that its
+    tiles should be cut, and short ones, each of which takes a tile, are not too many.
+    """
+    if lacking(call, OF_LISTS) is not None or reach_of(call) > MOST_REACH:
+        return False
+    # what was measured: notes/gpu.md
+    is_narrow_head = width_of(call.head_dim) == 64
+    if converts(call) != is_narrow_head or decodes_of_program(call) > MOST_DECODES:
+        return False
+    if is_narrow_head or call.window_size_left in NARROW_BESIDE:
+        return call.window_size_left in NARROW_BESIDE
+    group = whole_group(call)
+    is_full = group >= (1 - MOST_MISSING) * next_power_of_2(group) and not gathers(call)
+    return _has_few_rows(call, MOST_ROWS_NUMBERED if is_full else MOST_ROWS)
+
+
+def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
+    """Tiles where sequences are long and short, and their tiles are numbered."""
+    width = width_of(call.head_dim)
+    if call.window_size_left in NARROW_BESIDE and width <= 128:
+        return choose_guessed_config(width, is_narrow=True)
+    # rows that are copied, and many decodes, whose tiles are mostly empty rows
+    if width == 256 or gathers(call) or decodes_of_program(call) >= MANY_DECODES:
+        return choose_guessed_config(width)
+    group = whole_group(call)
+    if group == next_power_of_2(group):
+        return choose_narrow_config(width)
+    return choose_hopper_config(width, LEAST_LENGTH, call.window_right == 0, False)
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
@@ -433,7 +477,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
 def _form_of_list(options: Options, short: int) -> dict[str, Any]:
     """What is looked at at a time while tiles are listed, and by how many warps."""
     if short:
-        return dict(LOOKED_AT=64, STARTS=128, WEIGHED=64, WARPS=8)
+        return dict(PLACED=8, STARTS=128, WEIGHED=32, WARPS=8)
     if options.MOST_PARTS:
         return {}
     return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
