@@ -403,7 +403,7 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
 )
 def test_consumers_of_chunks(seqs, heads, reach, consumers):
     with assume(HOPPER):
-        assert tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0].CONSUMERS == consumers
+        assert consumers == tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0].CONSUMERS
 
 
 @pytest.mark.parametrize("group, tokens", [(5, 12), (7, 9), (3, 21), (6, 10), (8, 8)])

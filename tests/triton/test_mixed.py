@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton import flash_varlen, mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
@@ -77,6 +77,53 @@ def test_which_calls_are_mixed(seqs, longest, expected):
     problem = Problem("p", seqs, 8, 2, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
         assert mixed.is_mixed(call_of(problem), longest) is expected
+
+
+SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
+
+
+@pytest.mark.parametrize(
+    "options, longest_keys, expected",
+    [
+        (dict(), 900, (128, 8, 64, 2)),
+        (dict(), 2048, (128, 8, 64, 2)),
+        (dict(), 2049, None),  # tiles may have to be cut
+        (dict(), 0, None),  # nobody says
+        (dict(seqs=SHORT_STEP[:5] * 40 + SHORT_STEP[5:]), 900, None),  # a tile for each decode
+        (dict(seqs=SHORT_STEP[:5] * 15 + SHORT_STEP[5:]), 900, (128, 8, 128, 1)),
+        (dict(seqs=((900, 0), *SHORT_STEP)), 900, None),  # products are most of it
+        (dict(window_size_left=127), 0, (128, 8, 64, 1)),
+        (dict(window_size_left=127, seqs=((900, 0), *SHORT_STEP)), 0, (128, 8, 64, 1)),
+        (dict(window_size_left=4095), 0, None),
+        (dict(num_heads=56), 900, (128, 7, 128, 2)),
+        (dict(num_heads=56, seqs=((500, 0), *SHORT_STEP)), 900, (128, 7, 128, 2)),
+        (dict(num_heads=40), 900, (128, 5, 128, 2)),
+        (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, None),  # three of eight rows
+        (dict(page_size=1), 900, (128, 8, 128, 1)),
+        (dict(head_dim=64), 900, None),
+        (dict(head_dim=64, window_size_left=127), 900, None),
+        (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
+        (dict(kv_dtype=torch.int8), 900, None),
+        (dict(num_heads=16, head_dim=256), 900, (256, 2, 64, 1)),
+    ],
+)  # fmt: skip
+def test_which_batches_need_no_list(options, longest_keys, expected):
+    """By what is said of the longest sequence's keys: heads of a tile, its keys, and consumers."""
+    plain = dict(seqs=SHORT_STEP, num_heads=64, num_kv_heads=8, head_dim=128, page_size=16)
+    problem = Problem("p", **plain | options, dtype=bf16)
+    with assume(HOPPER):
+        call = dataclasses.replace(call_of(problem), max_seqlen_k=longest_keys)
+        # a table as wide as engines have them
+        table = call.block_table.new_zeros(call.batch, 1 << 13)
+        call = dataclasses.replace(call, block_table=table)
+        kernels, _ = flash_varlen.kernels_of(call)
+        assert (kernels == "hopper") is (expected is not None)
+        if expected is not None:
+            form = flash_varlen.form_of(call, 0)
+            config, heads = tiles.choose_tiles(call, form)
+            assert form == tiles.Form(is_numbered=True)
+            found = support.width_of(call.head_dim), heads, config.BLOCK_N, config.CONSUMERS
+            assert found == expected
 
 
 @pytest.mark.parametrize("queries, expected", [(300, (5, 1)), (9000, (1, 2))])

@@ -4,6 +4,9 @@ Hopper's kernel takes those that fill its tiles, the portable one, which reads k
 memory gives them, the others; unless these are so little work that one kernel had better do all.
 That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
 second kernel starts where the first one leaves room, and ends after it.
+
+Batches of few keys take neither (`hopper/tiles.py`, `is_numbered`): deciding takes 6 to 8 us, and
+the second kernel some more to begin and to end.
 """
 
 from typing import Any
@@ -14,12 +17,10 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
-from torch_paged_attn.backends.triton.hopper.tiles import Form, whole_group
+from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
-from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
-from torch_paged_attn.ops.lacking import lacking
 
 # mean queries of batches whose short sequences, if any, cost less than another launch
 MOST_MEAN = 512
@@ -29,9 +30,6 @@ MOST_ALONE = 4
 
 # tables with room for fewer keys: nothing to share out
 LEAST_KEYS = 256
-
-# keys of the longest sequence whose tiles are not cut, and tiles of decodes to a multiprocessor
-MOST_REACH, MOST_UNITS = 2048, 8
 
 
 def most_queries(call: AttentionCall) -> int:
@@ -52,18 +50,6 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
     if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False
     return not 0 < longest <= most_queries(call)
-
-
-def is_numbered(call: AttentionCall) -> bool:
-    """Whether a mixed batch is Hopper's kernel's alone, without a list of tiles: as far as anybody
-    says, no sequence visits so many keys that its tiles should be cut, and there are not so many
-    short ones that reading their keys by tiles of as many rows takes longer than another launch.
-    """
-    if lacking(call, support.OF_LISTS) is not None:
-        return False
-    units = call.batch * call.num_heads // whole_group(call)
-    most = MOST_UNITS * target_of(call.q.device).multiprocessors
-    return support.reach_of(call) <= MOST_REACH and units <= most
 
 
 def form_of(call: AttentionCall) -> Form:

@@ -247,7 +247,7 @@ def keys_stay(call: AttentionCall) -> bool:
     return sequences * reach_of(call) * of_key <= IN_CACHE
 
 
-def is_numbered(call: AttentionCall) -> bool:
+def are_few_chunks(call: AttentionCall) -> bool:
     """Whether chunks of prompts are so few, and see so few keys as far as anybody says, that their
     tiles need no cutting, and no list."""
     if call.block_table is None or call.layout is not None or call.batch > MOST_CHUNKS:

@@ -26,9 +26,9 @@ from torch_paged_attn.backends.triton.hopper.support import (
     DESCALES,
     LEAST_BOX,
     LEAST_TALL,
-    MOST_CHUNKS,
     OF_LISTS,
     UNBOUNDED,
+    are_few_chunks,
     columns_of,
     converts,
     gathers,
@@ -82,8 +82,8 @@ MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 # sequence alone
 STRETCH = 2048
 
-# windows of few tiles of keys
-NARROW = range(1025)
+# windows of few tiles of keys; and beside decodes
+NARROW, NARROW_BESIDE = range(1025), range(512)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
@@ -98,6 +98,12 @@ MOST_ROWS = 256
 # keys of the longest sequence up to which tiles of one consumer are better, if there are few:
 # of head_dim 256, and of 128
 MOST_LOW_WIDE, MOST_LOW = 8192, 4096
+
+# of batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor unless a
+# window is narrow, tiles of decodes to one, from how many of these on they are most of the work, and
+# the share of a tile's rows that may be nobody's unless rows are few
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MANY_DECODES = 2048, 384, 6, 4
+MOST_MISSING = 1 / 8
 
 # keys that are dealt out to a program at least: parts of fewer take longer to merge
 LEAST_OF_PROGRAM = 512
@@ -198,7 +204,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
-    if form.is_numbered and call.batch > MOST_CHUNKS:
+    is_mixed = form.is_numbered and not are_few_chunks(call)
+    if is_mixed:
         packed = whole_group(call)
     elif form.short:
         packed = heads_beside(call)
@@ -219,14 +226,13 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_short_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
-    if is_narrow and (form.short or form.is_numbered):
+    if is_mixed:
+        return _choose_numbered_config(call), packed
+    if form.short and is_narrow and call.window_size_left in NARROW_BESIDE:
         return choose_narrow_config(width), packed
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
-    is_mixed = form.short > 0 or (form.is_numbered and call.batch > MOST_CHUNKS)
-    if is_mixed and form.is_numbered and _has_few_rows(call, MOST_ROWS):
-        return choose_guessed_config(width), packed
-    if is_mixed:
+    if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
     if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
@@ -253,6 +259,44 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
     tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
     most = target_of(call.q.device).multiprocessors
     return reach <= MOST_LOW and most < 2 * tiles <= 2 * most
+
+
+def decodes_of_program(call: AttentionCall) -> float:
+    """Tiles of decodes, if all sequences are some, for each multiprocessor."""
+    tiles = call.batch * call.num_heads / whole_group(call)
+    return tiles / target_of(call.q.device).multiprocessors
+
+
+def is_numbered(call: AttentionCall) -> bool:
+    """Whether a batch of long and short sequences in pages is better off without a list of tiles
+    and without another kernel: as far as anybody says, no sequence visits so many keys that its
+    tiles should be cut, and short ones, each of which takes a tile, are not too many.
+    """
+    if lacking(call, OF_LISTS) is not None or reach_of(call) > MOST_REACH:
+        return False
+    # what was measured: notes/gpu.md
+    is_narrow_head = width_of(call.head_dim) == 64
+    if converts(call) != is_narrow_head or decodes_of_program(call) > MOST_DECODES:
+        return False
+    if is_narrow_head or call.window_size_left in NARROW_BESIDE:
+        return call.window_size_left in NARROW_BESIDE
+    group = whole_group(call)
+    is_full = group >= (1 - MOST_MISSING) * next_power_of_2(group) and not gathers(call)
+    return _has_few_rows(call, MOST_ROWS_NUMBERED if is_full else MOST_ROWS)
+
+
+def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
+    """Tiles where sequences are long and short, and their tiles are numbered."""
+    width = width_of(call.head_dim)
+    if call.window_size_left in NARROW_BESIDE and width <= 128:
+        return choose_guessed_config(width, is_narrow=True)
+    # rows that are copied, and many decodes, whose tiles are mostly empty rows
+    if width == 256 or gathers(call) or decodes_of_program(call) >= MANY_DECODES:
+        return choose_guessed_config(width)
+    group = whole_group(call)
+    if group == next_power_of_2(group):
+        return choose_narrow_config(width)
+    return choose_hopper_config(width, LEAST_LENGTH, call.window_right == 0, False)
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
@@ -453,7 +497,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
 def _form_of_list(options: Options, short: int) -> dict[str, Any]:
     """What is looked at at a time while tiles are listed, and by how many warps."""
     if short:
-        return dict(LOOKED_AT=64, STARTS=128, WEIGHED=64, WARPS=8)
+        return dict(PLACED=8, STARTS=128, WEIGHED=32, WARPS=8)
     if options.MOST_PARTS:
         return {}
     return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
