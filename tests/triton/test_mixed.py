@@ -1,5 +1,6 @@
 """Batches of long and short sequences: which kernel does what, and the results of both together."""
 
+import dataclasses
 import itertools
 
 import cross_compile

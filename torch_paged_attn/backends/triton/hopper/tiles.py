@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
+# of that, where parts are added up by several
+SHARED_COST = 0.15
 
 # keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
 # sequence alone
@@ -99,14 +101,14 @@ MOST_ROWS = 256
 # of head_dim 256, and of 128
 MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 
-# of batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor unless a
-# window is narrow, tiles of decodes to one, from how many of these on they are most of the work, and
-# the share of a tile's rows that may be nobody's unless rows are few
+# of batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor unless
+# a window is narrow, tiles of decodes to one, from how many of these on they are most of the work,
+# and the share of a tile's rows that may be nobody's unless rows are few
 MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MANY_DECODES = 2048, 384, 6, 4
 MOST_MISSING = 1 / 8
 
-# keys that are dealt out to a program at least: parts of fewer take longer to merge
-LEAST_OF_PROGRAM = 512
+# keys that are dealt out to a program at least
+LEAST_OF_PROGRAM = 128
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -331,6 +333,7 @@ def options_of(
     if is_dealt:
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
+    is_shared = parts > 0 and form.is_guessed and not call.is_batch_invariant
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -377,6 +380,7 @@ def options_of(
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
+        MERGED_COLUMNS=call.head_dim_v if is_shared else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
     return fit_stages(options, call.q.itemsize, call.k.itemsize)
@@ -503,17 +507,18 @@ def _form_of_list(options: Options, short: int) -> dict[str, Any]:
     return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
 
 
-def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
+def chip_of(call: AttentionCall, options: Options) -> Chip:
     """What the estimate goes by of how long tiles take."""
     left, width = call.window_size_left, width_of(call.head_dim)
+    shared = SHARED_COST if options.MERGED_COLUMNS else 1.0
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
-        units_per_tile=call.num_heads // packed_heads,
+        units_per_tile=call.num_heads // options.PACKED_HEADS,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
         next_cost=NEXT_COST[width],
         piece_cost=PIECE_COST[width],
-        merge_cost=MERGE_COST[width],
+        merge_cost=MERGE_COST[width] * shared,
     )
 
 
