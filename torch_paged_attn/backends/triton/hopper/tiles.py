@@ -101,11 +101,10 @@ MOST_ROWS = 256
 # of head_dim 256, and of 128
 MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 
-# of batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor unless
-# a window is narrow, tiles of decodes to one, from how many of these on they are most of the work,
-# and the share of a tile's rows that may be nobody's unless rows are few
+# of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
+# unless a window is narrow, tiles of decodes to one, and from how many of these on they are most of
+# the work
 MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MANY_DECODES = 2048, 384, 6, 4
-MOST_MISSING = 1 / 8
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -282,9 +281,7 @@ def is_numbered(call: AttentionCall) -> bool:
         return False
     if is_narrow_head or call.window_size_left in NARROW_BESIDE:
         return call.window_size_left in NARROW_BESIDE
-    group = whole_group(call)
-    is_full = group >= (1 - MOST_MISSING) * next_power_of_2(group) and not gathers(call)
-    return _has_few_rows(call, MOST_ROWS_NUMBERED if is_full else MOST_ROWS)
+    return _has_few_rows(call, MOST_ROWS if gathers(call) else MOST_ROWS_NUMBERED)
 
 
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
@@ -295,8 +292,7 @@ def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     # rows that are copied, and many decodes, whose tiles are mostly empty rows
     if width == 256 or gathers(call) or decodes_of_program(call) >= MANY_DECODES:
         return choose_guessed_config(width)
-    group = whole_group(call)
-    if group == next_power_of_2(group):
+    if is_even(whole_group(call)):
         return choose_narrow_config(width)
     return choose_hopper_config(width, LEAST_LENGTH, call.window_right == 0, False)
 
