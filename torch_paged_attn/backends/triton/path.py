@@ -131,7 +131,8 @@ def _hopper(call: AttentionCall, form: hopper.Form) -> tuple[dict[str, Any], int
         "keys_per_tile": options.BLOCK_N,
         "grid": (programs,),
         "most_pieces_of_tiles": options.MOST_PARTS,
-        "config": dataclasses.asdict(config),
+        # stages are those that fit
+        "config": {name: getattr(options, name) for name in dataclasses.asdict(config)},
     }
     return found, WORD * (math.prod(listed) + hopper.part_elements(options, programs))
 

@@ -178,9 +178,9 @@ def _has_few_rows(call: AttentionCall, most: int) -> bool:
 
 
 def heads_beside(call: AttentionCall) -> int:
-    """How many heads share a tile where another kernel takes short sequences. Where a group is no
-    power of two, rows are left empty if that makes all work one launch, unless products are most of
-    it."""
+    """How many heads share a tile where another kernel takes short sequences: all of a group that
+    is no power of two only if that makes all work one launch, as was measured when these left rows
+    of a tile empty."""
     heads = whole_group(call) if _has_few_rows(call, MOST_ROWS) else even_heads(call)
     # what decodes cost this kernel is underestimated where heads are narrow
     return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
