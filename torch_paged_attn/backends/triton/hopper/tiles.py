@@ -102,9 +102,9 @@ MOST_ROWS = 256
 MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
-# unless a window is narrow, tiles of decodes to one, and from how many of these on they are most of
-# the work
-MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MANY_DECODES = 2048, 384, 6, 4
+# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; from how
+# many of these on they are most of the work
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED, MANY_DECODES = 2048, 384, 6, 1, 4
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -281,6 +281,8 @@ def is_numbered(call: AttentionCall) -> bool:
         return False
     if is_narrow_head or call.window_size_left in NARROW_BESIDE:
         return call.window_size_left in NARROW_BESIDE
+    if gathers(call) and decodes_of_program(call) > MOST_COPIED:
+        return False  # the portable kernel reads small pages faster
     return _has_few_rows(call, MOST_ROWS if gathers(call) else MOST_ROWS_NUMBERED)
 
 
