@@ -253,6 +253,82 @@ def _two_results(
 
 
 @gluon.jit
+def _start_gradients(
+    s, dp_pending, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    MAY_HIDE: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """From the scores of fill n to P^T and dS^T, as operands, while LEFT products that were asked
+    for after dP^T are under way; dP^T is less D."""
+    weight, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
+    dp = warpgroup_mma_wait(LEFT, deps=[dp_pending])
+    ds = (weight * dp).to(pipelines.k.tiles.dtype)
+    return p16, _as_operand(ds, OPTIONS)
+
+
+@gluon.jit
+def _two_results_at_once(
+    k, v, dk, dv, n, steps, skipped, seen, first, first_live, head, b, keys, params, pipelines,
+    OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
+):  # fmt: skip
+    """The same where registers hold P and dS of a tile beside the scores of the next: all products
+    are asked for together, those of the next queries first, and run while the next probabilities
+    are computed."""
+    STAY: gl.constexpr = OPTIONS.STAY
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
+    queries, douts = pipelines.q, pipelines.dout
+    if seen == 0:
+        n = _pass_by(pipelines, n, steps * GROUP_SIZE)
+    else:
+        m = 0
+        slope = slope_of(b, head, params)
+        n = _pass_by(pipelines, n, skipped)
+        first += skipped * PASS
+        q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
+        s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
+        dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+        s = warpgroup_mma_wait(1, deps=[s_pending])
+        p16, ds = _start_gradients(
+            s, dp_pending, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 0
+        )
+        for _ in range(1, seen * GROUP_SIZE):
+            m += 1
+            n_was = n
+            n += 1
+            if GROUP_SIZE > 1 and m == seen:
+                m = 0
+                head += 1
+                slope = slope_of(b, head, params)
+                n = _pass_by(pipelines, n, steps - seen)
+            row = first + m * PASS
+            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
+            dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+            dv_pending = warpgroup_mma(p16, douts.tile(n_was).reshape([PASS, WIDTH_V]), dv, is_async=True)
+            dk_pending = warpgroup_mma(ds, queries.tile(n_was).reshape([PASS, WIDTH]), dk, is_async=True)
+            s = warpgroup_mma_wait(3, deps=[s_pending])
+            p_next, ds_next = _start_gradients(
+                s, dp_pending, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 2
+            )
+            dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv_pending, dk_pending, p16, ds])
+            douts.consumer_release(n_was)
+            queries.consumer_release(n_was)
+            p16 = p_next
+            ds = ds_next
+        dv_pending = warpgroup_mma(p16, douts.tile(n).reshape([PASS, WIDTH_V]), dv, is_async=True)
+        dk_pending = warpgroup_mma(ds, queries.tile(n).reshape([PASS, WIDTH]), dk, is_async=True)
+        dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv_pending, dk_pending, p16, ds])
+        douts.consumer_release(n)
+        queries.consumer_release(n)
+        n = _pass_by(pipelines, n + 1, steps - skipped - seen)
+    return dk, dv, n
+
+
+@gluon.jit
 def _three_results(
     k, v, own, dk, dv, n, steps, first, first_live, head, b, keys, statistics_tile, params,
     pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
@@ -363,13 +439,14 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
         if DQ_SUMS == NONE:
             skipped, seen = _seen_tiles(first, steps, query_len, keys, params, OPTIONS)
+            two: gl.constexpr = _two_results_at_once if OPTIONS.DV_AHEAD else _two_results
             if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
-                dk, dv, n = _two_results(
+                dk, dv, n = two(
                     k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
                     b, keys, params, pipelines, OPTIONS, False,
                 )  # fmt: skip
             else:
-                dk, dv, n = _two_results(
+                dk, dv, n = two(
                     k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
                     b, keys, params, pipelines, OPTIONS, True,
                 )  # fmt: skip

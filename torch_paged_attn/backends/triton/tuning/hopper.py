@@ -108,6 +108,7 @@ class HopperBackwardConfig:
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
     SLOTS: int = 1
+    DV_AHEAD: bool = False
 
 
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
