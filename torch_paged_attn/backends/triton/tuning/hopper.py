@@ -92,6 +92,9 @@ class HopperBackwardConfig:
     IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
     of the results. P and dS then go through shared memory, by DS_STAGES tiles.
 
+    AT_ONCE: P and dS of a tile wait in registers (in one pass dS in shared memory) until the scores
+    of the next are asked for, and all products run together (`backward_keys.py`).
+
     In one pass, DQ_SUMS says how dQ is added up (`hopper/sums.py`), and there are DS_STAGES tiles
     of dS and SLOTS for parts of dQ.
     """
@@ -108,7 +111,7 @@ class HopperBackwardConfig:
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
     SLOTS: int = 1
-    DV_AHEAD: bool = False
+    AT_ONCE: bool = False
 
 
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
@@ -118,7 +121,9 @@ def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
             return HopperBackwardConfig(IS_SPLIT=True)
         return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=1)
     if width == 64:
-        return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
+        return HopperBackwardConfig(
+            STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=1, AT_ONCE=True
+        )
     return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
 
 
