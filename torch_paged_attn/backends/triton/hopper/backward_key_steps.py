@@ -1,5 +1,6 @@
-"""Steps of a consumer of tiles of keys, which `backward_keys.py` and `backward_keys_at_once.py` put in
-order: of a tile of queries that passes by, probabilities, products, and parts of dQ on their way.
+"""Steps of a consumer of tiles of keys: of a tile of queries that passes by, probabilities,
+products, and parts of dQ on their way. `backward_keys.py` and `backward_keys_at_once.py` put them
+in order.
 """
 
 from typing import Any, NamedTuple

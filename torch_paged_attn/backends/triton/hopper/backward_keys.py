@@ -31,10 +31,7 @@ from torch_paged_attn.backends.triton.hopper.backward_key_steps import (
     seen_tiles,
     wait_for_queries,
 )
-from torch_paged_attn.backends.triton.hopper.backward_keys_at_once import (
-    three_results_at_once,
-    two_results_at_once,
-)
+from torch_paged_attn.backends.triton.hopper.backward_keys_at_once import two_results_at_once
 from torch_paged_attn.backends.triton.hopper.backward_work import (
     BATCH,
     CONTEXT_LEN,
@@ -250,8 +247,7 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                     b, keys, params, pipelines, OPTIONS, True,
                 )  # fmt: skip
         else:
-            three: gl.constexpr = three_results_at_once if OPTIONS.AT_ONCE else _three_results
-            dk, dv, n = three(
+            dk, dv, n = _three_results(
                 k_operand, v_operand, own, dk, dv, n, steps, first, first_live, head, b, keys,
                 statistics_tile, params, pipelines, OPTIONS, INDEX,
             )  # fmt: skip
