@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from worlds import World, only_of
 
 import torch_paged_attn as tpa
+from torch_paged_attn import reference
 from torch_paged_attn.distributed import sharding
 from torch_paged_attn.layouts import local_strided
-from torch_paged_attn.testing import assert_accurate, assert_accurate_gradients
+from torch_paged_attn.testing import Truth, assert_accurate, assert_accurate_gradients
 
 CAUSAL = (("causal", True),)
 
@@ -70,6 +71,38 @@ def case_any_placement(world: World) -> None:
         own = placed(mesh, at, *pack.inputs())
         found, found_lse = sharding.flash_varlen(*own, pack.cu_seqlens, causal=True)
         assert torch.equal(found.full_tensor(), out) and torch.equal(found_lse.full_tensor(), lse)
+
+
+def case_dropout_of_one_process(world: World) -> None:
+    """Wherever heads lie, they know which they are."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    whole = Replicate()
+    for kv_heads, at in ((4, Shard(1)), (4, Shard(0)), (1, Shard(1))):
+        pack = Pack((5, 0, 40, 3), num_kv_heads=kv_heads, options=CAUSAL)
+        options = {"causal": True, "dropout_p": 0.3, "rng_state": torch.tensor([5, 7])}
+        leaves = [x.requires_grad_() for x in pack.inputs()]
+        out, lse = tpa.flash_varlen(*leaves, pack.cu_seqlens, **options)
+        args = dict(zip("qkv", pack.inputs(), strict=True), cu_seqlens_q=pack.cu_seqlens)
+        args |= {"max_seqlen_q": 0, "max_seqlen_k": 0} | options
+        truth = Truth.of(reference.flash_varlen, **args)
+        dout, _ = pack.gradients_in()
+        out.backward(dout)
+        for is_whole in (False, True):  # q, k and v do not have to lie alike
+            places = [whole if is_whole else at, *[at if kv_heads > 1 else whole] * 2]
+            own = [
+                distribute_tensor(x.detach(), mesh, [p]).requires_grad_()
+                for x, p in zip(leaves, places, strict=True)
+            ]
+            found, found_lse = sharding.flash_varlen(*own, pack.cu_seqlens, **options)
+            assert_accurate(found.full_tensor(), found_lse.full_tensor(), truth)
+            with torch.no_grad():
+                again, _ = sharding.flash_varlen(*own, pack.cu_seqlens, **options)
+            assert torch.equal(again.full_tensor(), found.full_tensor())
+            found.backward(distribute_tensor(dout, mesh, list(found.placements)))
+            if kv_heads > 1:  # fewer heads share keys, which other kernels take
+                assert torch.equal(found.full_tensor(), out), (at, is_whole)
+                assert torch.equal(found_lse.full_tensor(), lse), (at, is_whole)
+                assert torch.equal(own[1].grad.full_tensor(), leaves[1].grad), (at, is_whole)
 
 
 def case_paged_and_block_sparse(world: World) -> None:

@@ -1,8 +1,10 @@
 """Layers and steps as engines run them: FSDP2, torch.compile, and the example."""
 
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -113,3 +115,15 @@ def case_prefix_and_rest(world: World) -> None:
     hints = {"max_seqlen_q": 7, "max_seqlen_k": 40}
     truth = Truth.of(reference.flash_varlen, q, k, v, bounds, keys, **hints)
     assert_accurate(out, lse, truth)
+
+
+def case_documentation(world: World) -> None:
+    """What docs/distributed.md shows runs on several processes as well."""
+    page = Path(tpa.__file__).parents[1] / "docs" / "distributed.md"
+    snippets = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(snippets) == 3
+    begins = mock.patch.object(dist, "init_process_group", lambda *args, **options: None)
+    ends = mock.patch.object(dist, "destroy_process_group", lambda: None)
+    with begins, ends:
+        for snippet in snippets:
+            exec(compile(snippet, str(page), "exec"), {})

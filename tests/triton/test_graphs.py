@@ -2,6 +2,9 @@
 results and memory of their own.
 """
 
+import ast
+import builtins
+import importlib
 import itertools
 import operator
 
@@ -49,14 +52,26 @@ def nodes(arch: str, name: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def names_in_source() -> list[str]:
-    """The functions that Inductor prints for the kernel, into one module."""
-    from torch_paged_attn.backends.triton.portable.graph_kernel import _graph_attention_fwd_kernel
-
-    text = printed(_graph_attention_fwd_kernel)
+def printed_names(module: str, kernel: str) -> tuple[list[str], set[str]]:
+    """Of a kernel as Inductor prints it into one module: its functions, and what they name that
+    the module does not define.
+    """
+    text = printed(getattr(importlib.import_module(module), kernel))
     # between quotes of three, where a line's end in a string would be lost
     assert "\\n" not in text and "'''" not in text
-    return [line[4 : line.index("(")] for line in text.splitlines() if line.startswith("def ")]
+    # the printer goes on behind a function's decorator
+    tree = ast.parse(text[text.index("def ") :])
+    functions = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
+    known = {x.name for x in functions} | {"tl", "triton"} | set(dir(builtins))
+    named = set()
+    for x in ast.walk(tree):
+        if isinstance(x, ast.arg):
+            known.add(x.arg)
+        elif isinstance(x, ast.alias):
+            known.add(x.asname or x.name)
+        elif isinstance(x, ast.Name):
+            (named if isinstance(x.ctx, ast.Load) else known).add(x.id)
+    return [x.name for x in functions], named - known
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +114,15 @@ def test_what_a_graph_would_copy_or_cannot_hold_stays_one_node(name, elsewhere):
     assert [target for target, _ in found] == ["paged_attn.flash_varlen.default"]
 
 
-def test_what_inductor_prints_has_every_name_once(elsewhere):
-    names = elsewhere.submit(names_in_source).result()
-    assert names[0] == "_graph_attention_fwd_kernel" and len(names) == len(set(names))
+@pytest.mark.parametrize(
+    "module, kernel",
+    [
+        ("portable.graph_kernel", "_graph_attention_fwd_kernel"),
+        ("merge_states", "_merge_kernel"),
+    ],
+)
+def test_what_inductor_prints_has_every_name_once(module, kernel, elsewhere):
+    module = f"torch_paged_attn.backends.triton.{module}"
+    names, unknown = elsewhere.submit(printed_names, module, kernel).result()
+    assert names[0] == kernel and len(names) == len(set(names))
+    assert not unknown

@@ -23,16 +23,14 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.dequant import as_stored, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import (
-    INTERPRETED,
-    next_power_of_2,
-    target_of,
-)
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 
 # elements that a program merges
 BLOCK = 512
+WARPS = 4
+THREADS = tl.constexpr(32 * WARPS)
 
 
 class Slots(NamedTuple):
@@ -71,9 +69,21 @@ def _lse_of(lse_ptr, slots_ptr, row_of_lse, at_lse, exists, IS_OWN: tl.constexpr
 
 @triton.jit
 def _time(waited, IS_TIMED: tl.constexpr):
-    """Nanoseconds of the chip's clock; looks that were taken, where Triton reads no clock."""
+    """Nanoseconds of the chip's clock; looks that were taken, where Triton reads no clock.
+
+    Each thread reads another time, and all of them have to leave a loop together: those that left
+    it alone stopped the device before the one that writes had said why.
+    """
     if IS_TIMED:
-        return tl.extra.cuda.globaltimer()
+        clocks = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;",
+            "=l,r",
+            [tl.arange(0, THREADS)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        return tl.max(clocks, 0)
     else:
         return waited + 1
 
@@ -92,30 +102,50 @@ def _stop(x, IS_TIMED: tl.constexpr):
         _do("{ trap; mov.u32 $0, $1; }", x)
 
 
+class RemoteStrides(NamedTuple):
+    """Of this rank's part, whose columns lie side by side, and of its softmax_lse."""
+
+    token: int
+    head: int
+    lse: int
+
+
+class RemoteOptions(NamedTuple):
+    """What the kernel is compiled for."""
+
+    RANK: int
+    PROGRAMS: int
+    HEAD_DIM: int
+    WIDTH: int  # its next power of two
+    ROWS: int
+    FORMAT: Any  # how the result is stored
+    IS_TIMED: bool
+
+
 @triton.jit(do_not_specialize=("tokens", "patience"))
 def _merge_remote_kernel(
-    out_ptr,
-    lse_ptr,
+    part,  # its values, softmax_lse
     calls_ptr,
     missing_ptr,
     slots,  # of each rank, as this one sees them
     flags,
-    result_ptr,
-    result_lse_ptr,
+    result,  # its values, softmax_lse
     tokens,
     patience,  # nanoseconds, or looks
     heads,  # of one rank
-    stride_token,
-    stride_head,
-    stride_lse,
-    RANK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    IS_TIMED: tl.constexpr,
+    strides,
+    OPTIONS: tl.constexpr,
 ):
+    """Tokens and patience are no group: Triton would compile for what divides them."""
+    out_ptr, lse_ptr = part
+    result_ptr, result_lse_ptr = result
+    RANK: tl.constexpr = OPTIONS.RANK
+    PROGRAMS: tl.constexpr = OPTIONS.PROGRAMS
+    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    WIDTH: tl.constexpr = OPTIONS.WIDTH
+    ROWS: tl.constexpr = OPTIONS.ROWS
+    FORMAT: tl.constexpr = OPTIONS.FORMAT
+    IS_TIMED: tl.constexpr = OPTIONS.IS_TIMED
     RANKS: tl.constexpr = len(slots)
     # where softmax_lse begins, behind all values
     BEHIND: tl.constexpr = 2 * RANKS * PROGRAMS * ROWS * HEAD_DIM
@@ -128,18 +158,20 @@ def _merge_remote_kernel(
     dims = tl.arange(0, WIDTH)
     inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
     within = i[:, None] * HEAD_DIM + dims[None, :]
-    row = token.to(tl.int64) * stride_token + head * stride_head
-    row_of_lse = head.to(tl.int64) * stride_lse + token
+    row = token.to(tl.int64) * strides.token + head * strides.head
+    row_of_lse = head.to(tl.int64) * strides.lse + token
     turn = (call & 1) * RANKS
 
     for other in tl.static_range(RANKS):
         if other != RANK:
             slot = ((turn + RANK) * PROGRAMS + program).to(tl.int64) * ROWS
-            at = out_ptr + row[:, None] + other * heads * stride_head + dims[None, :]
+            at = out_ptr + row[:, None] + other * heads * strides.head + dims[None, :]
             x = tl.load(at, mask=inside, other=0.0)
             tl.store(slots[other] + slot * HEAD_DIM + within, x, mask=inside)
             # a rank's heads are `heads` rows of softmax_lse
-            lse = tl.load(lse_ptr + row_of_lse + other * heads * stride_lse, mask=exists, other=0.0)
+            lse = tl.load(
+                lse_ptr + row_of_lse + other * heads * strides.lse, mask=exists, other=0.0
+            )
             tl.store(slots[other] + BEHIND + slot + i, lse, mask=exists)
     # all threads have written before one of them says so
     tl.debug_barrier()
@@ -164,7 +196,7 @@ def _merge_remote_kernel(
                 _stop(raised, IS_TIMED)
     tl.debug_barrier()
 
-    own_lse = row_of_lse + RANK * heads * stride_lse
+    own_lse = row_of_lse + RANK * heads * strides.lse
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for other in tl.static_range(RANKS):
         slot = ((turn + other) * PROGRAMS + program).to(tl.int64) * ROWS
@@ -182,7 +214,7 @@ def _merge_remote_kernel(
         # a part that saw no key may hold anything
         counts = inside & (weight > 0.0)[:, None]
         if other == RANK:
-            at = out_ptr + row[:, None] + RANK * heads * stride_head + dims[None, :]
+            at = out_ptr + row[:, None] + RANK * heads * strides.head + dims[None, :]
             x = tl.load(at, mask=counts, other=0.0)
         else:
             at = slots[RANK] + slot * HEAD_DIM + within
@@ -237,7 +269,7 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
     slots = Slots.of(ranks, tokens * heads, dim)
     is_empty = tokens == 0
     target = target_of(out.device)
-    is_timed = torch.version.cuda is not None and not INTERPRETED
+    is_timed = target.arch.startswith("sm")
     new_out = Allocation((tokens, heads, dim), out_dtype, out.device)
     new_lse = Allocation((heads, tokens), torch.float32, out.device)
     launch = Launch(
@@ -246,16 +278,17 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
         tokens=tokens,
         patience=round(seconds * (1e9 if is_timed else 1e6)),
         heads=heads,
-        stride_token=out.stride(0),
-        stride_head=out.stride(1),
-        stride_lse=lse.stride(0),
-        RANK=rank,
-        PROGRAMS=programs,
-        HEAD_DIM=dim,
-        WIDTH=next_power_of_2(dim),
-        ROWS=slots.rows,
-        FORMAT=stored_format(out_dtype, target),
-        IS_TIMED=is_timed,
+        strides=RemoteStrides(out.stride(0), out.stride(1), lse.stride(0)),
+        OPTIONS=RemoteOptions(
+            RANK=rank,
+            PROGRAMS=programs,
+            HEAD_DIM=dim,
+            WIDTH=next_power_of_2(dim),
+            ROWS=slots.rows,
+            FORMAT=stored_format(out_dtype, target),
+            IS_TIMED=is_timed,
+        ),
+        num_warps=WARPS,
     )
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
@@ -263,11 +296,12 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
         if is_empty:
             return result, result_lse
         given = addresses if launch.is_ready else tensors
+        part = tuple(given[:2])
         shared = tuple(given[4 : 4 + ranks]), tuple(given[4 + ranks :])
         if launch.is_ready:
-            launch.start(*given[:4], *shared, result.data_ptr(), result_lse.data_ptr())
+            launch.start(part, *given[2:4], *shared, (result.data_ptr(), result_lse.data_ptr()))
         else:
-            launch(*given[:4], *shared, as_stored(result, target)[0], result_lse)
+            launch(part, *given[2:4], *shared, (as_stored(result, target)[0], result_lse))
         return result, result_lse
 
     return run

@@ -3,7 +3,7 @@ parts or of a list.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
+from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
@@ -35,23 +36,37 @@ def _weighted(out_ptr, offset, inside, weight, FORMAT: tl.constexpr):
     return out * weight[:, None]
 
 
+class MergeOptions(NamedTuple):
+    """What the kernels are compiled for."""
+
+    HEAD_DIM_V: int
+    WIDTH: int  # its next power of two
+    FORMAT: Any  # how parts are stored
+    OUT_FORMAT: Any
+    BLOCK_R: int
+
+
 @triton.jit
 def _merge_rows(
-    outs, lses, out_ptr, lse_ptr, total_q, num_heads, out_strides, lse_strides,
-    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, OUT_FORMAT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS: tl.constexpr
 ):  # fmt: skip
-    """Merge a program's rows of all parts. Strides are those of token, head and dim, and of head
-    and token, part after part.
+    """Merge a program's rows of all parts. Strides are those of token, head and dim, part after
+    part, then those of head and token.
     """
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    WIDTH: tl.constexpr = OPTIONS.WIDTH
+    BLOCK_R: tl.constexpr = OPTIONS.BLOCK_R
+    FORMAT: tl.constexpr = OPTIONS.FORMAT
+    OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
     PARTS: tl.constexpr = len(outs)
+    BEHIND: tl.constexpr = 3 * PARTS
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     token, head = r // num_heads, r % num_heads
     exists = token < total_q
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     found = ()
     for i in tl.static_range(PARTS):
-        at = lses[i] + head * lse_strides[2 * i] + token * lse_strides[2 * i + 1]
+        at = lses[i] + head * strides[BEHIND + 2 * i] + token * strides[BEHIND + 2 * i + 1]
         found += (tl.load(at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]
         m = tl.maximum(m, found[i])
     shift = finite_or_zero(m)
@@ -66,8 +81,8 @@ def _merge_rows(
     inside = exists[:, None] & (dims < HEAD_DIM_V)[None, :]
     merged = tl.zeros([BLOCK_R, WIDTH], tl.float32)
     for i in tl.static_range(PARTS):
-        row = token * out_strides[3 * i] + head * out_strides[3 * i + 1]
-        at = row[:, None] + (dims * out_strides[3 * i + 2])[None, :]
+        row = token * strides[3 * i] + head * strides[3 * i + 1]
+        at = row[:, None] + (dims * strides[3 * i + 2])[None, :]
         merged += _weighted(outs[i], at, inside, _weight(found[i], shift) / divisor, FORMAT)
     stored = encode(merged, out_ptr.dtype.element_ty, OUT_FORMAT)
     tl.store(out_ptr + (r * HEAD_DIM_V)[:, None] + dims[None, :], stored, mask=inside)
@@ -101,6 +116,9 @@ def _merge_kernel(
     """Of two parts, one by one: a node of a graph takes no tuples, and Triton would compile for the
     divisors of strides in them, which differ from call to call.
     """
+    OPTIONS: tl.constexpr = named("HEAD_DIM_V WIDTH FORMAT OUT_FORMAT BLOCK_R")(
+        HEAD_DIM_V=HEAD_DIM_V, WIDTH=WIDTH, FORMAT=FORMAT, OUT_FORMAT=FORMAT, BLOCK_R=BLOCK_R
+    )
     _merge_rows(
         (out_a_ptr, out_b_ptr),
         (lse_a_ptr, lse_b_ptr),
@@ -115,13 +133,12 @@ def _merge_kernel(
             stride_out_b_token,
             stride_out_b_head,
             stride_out_b_dim,
+            stride_lse_a_head,
+            stride_lse_a_token,
+            stride_lse_b_head,
+            stride_lse_b_token,
         ),
-        (stride_lse_a_head, stride_lse_a_token, stride_lse_b_head, stride_lse_b_token),
-        HEAD_DIM_V,
-        WIDTH,
-        FORMAT,
-        FORMAT,
-        BLOCK_R,
+        OPTIONS,
     )
 
 
@@ -177,24 +194,10 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
 
 @triton.jit(do_not_specialize=("total_q",))
 def _merge_list_kernel(
-    outs,
-    lses,
-    out_ptr,
-    lse_ptr,
-    total_q,
-    num_heads,
-    out_strides,
-    lse_strides,
-    HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-    OUT_FORMAT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    _merge_rows(
-        outs, lses, out_ptr, lse_ptr, total_q, num_heads, out_strides, lse_strides,
-        HEAD_DIM_V, WIDTH, FORMAT, OUT_FORMAT, BLOCK_R,
-    )  # fmt: skip
+    outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """Of any number of parts: see `_merge_rows`."""
+    _merge_rows(outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS)
 
 
 def merge_states_list(
@@ -228,13 +231,14 @@ def _plan_list(*tensors: Tensor, out_dtype: torch.dtype | None) -> Plan:
         (triton.cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
-        out_strides=tuple(stride for x in outs for stride in x.stride()),
-        lse_strides=tuple(stride for x in lses for stride in x.stride()),
-        HEAD_DIM_V=head_dim_v,
-        WIDTH=width,
-        FORMAT=stored_format(outs[0].dtype, target),
-        OUT_FORMAT=stored_format(dtype, target),
-        BLOCK_R=block_r,
+        strides=tuple(stride for x in (*outs, *lses) for stride in x.stride()),
+        OPTIONS=MergeOptions(
+            HEAD_DIM_V=head_dim_v,
+            WIDTH=width,
+            FORMAT=stored_format(outs[0].dtype, target),
+            OUT_FORMAT=stored_format(dtype, target),
+            BLOCK_R=block_r,
+        ),
     )
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:

@@ -181,7 +181,7 @@ def _hopper_backward_queries_kernel(
     scalars,
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """dQ. The arguments are those of `backward_arguments.py`."""
+    """dQ. The arguments are those of `backward_arguments.py`; sizes come one by one."""
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     STAY_STAGES: gl.constexpr = OPTIONS.STAY_STAGES
     FIRST_STAGES: gl.constexpr = OPTIONS.FIRST_STAGES

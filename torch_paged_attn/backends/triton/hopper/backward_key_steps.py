@@ -33,6 +33,18 @@ class KeyPipelines(NamedTuple):
     claims: Any
 
 
+class KeyTile(NamedTuple):
+    """A consumer's keys of a tile and the queries that pass by them, as values of the kernel."""
+
+    keys: Any  # the first one, how many keys are before the queries, and how many in all
+    first: Any  # query that passes by
+    steps: Any  # tiles of queries that pass by, of each head
+    first_live: Any  # queries before this one see no key
+    head: Any  # of queries, the first
+    b: Any  # the sequence
+    statistics_tile: Any
+
+
 @gluon.jit
 def meet():
     """Wait for the other consumer."""
@@ -83,14 +95,11 @@ def ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def leave(
-    dq, n, head, m, statistics_tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr
-):  # fmt: skip
-    """A part of dQ on its way out: of fill n, tile m of a head."""
+def leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """A part of dQ on its way out: of fill n, tile `number` of all heads."""
     if OPTIONS.DQ_SUMS == BY_BOX:
         leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
     else:
-        number = head * params.sizes.statistics_tiles + statistics_tile + m
         add_registers(dq, params.pointers.dq_sums, number, INDEX)
 
 

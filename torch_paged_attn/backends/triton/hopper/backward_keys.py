@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_paged_attn.backends.triton.hopper.backward_key_steps import (
+    KeyTile,
     as_operand,
     ask_for_dp,
     leave,
@@ -71,11 +72,11 @@ def _gradients_of(
 
 @gluon.jit
 def _two_results(
-    k, v, dk, dv, n, steps, skipped, seen, first, first_live, head, b, keys, params, pipelines,
-    OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
+    operands, results, n, used, tile, params, pipelines, OPTIONS: gl.constexpr,
+    MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile, for a consumer that has a use for `seen` of the `steps` tiles of each
-    head, after `skipped` ones. The scores of the next queries are asked for together with the last
+    """dK and dV of a tile, for a consumer that has a use for `seen` tiles of queries of each head,
+    after `skipped` ones. The scores of the next queries are asked for together with the last
     product of these: both run while the next probabilities are computed."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
@@ -84,6 +85,10 @@ def _two_results(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     queries = pipelines.q
+    k, v = operands
+    dk, dv = results
+    skipped, seen = used
+    keys, first, steps, first_live, head, b, _ = tile
     if seen == 0:
         n = pass_by(pipelines, n, steps * GROUP_SIZE)
     else:
@@ -128,8 +133,7 @@ def _two_results(
 
 @gluon.jit
 def _three_results(
-    k, v, own, dk, dv, n, steps, first, first_live, head, b, keys, statistics_tile, params,
-    pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr,
+    operands, own, results, n, tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
     STAY: gl.constexpr = OPTIONS.STAY
@@ -142,6 +146,9 @@ def _three_results(
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     zeros_q = gl.zeros([PASS, COLUMNS], gl.float32, of_q)
     queries, douts = pipelines.q, pipelines.dout
+    k, v = operands
+    dk, dv = results
+    keys, first, steps, first_live, head, b, statistics_tile = tile
     for g in range(OPTIONS.GROUP_SIZE):
         slope = slope_of(b, head + g, params)
         for m in range(steps):
@@ -157,20 +164,21 @@ def _three_results(
             delta = statistics.slice(PASS, PASS, dim=1).load(scores)
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             ds = (weight * (dp - delta)).to(queries.tiles.dtype)
-            tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
-            tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
+            ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
+            ds_tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
             ds = as_operand(ds, OPTIONS)
             dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
             fence_async_shared()
             meet()
             dq_pending = warpgroup_mma(
-                tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
+                ds_tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
             )
             dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
             douts.consumer_release(n)
             dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[dq_pending])
-            leave(dq, n, head + g, m, statistics_tile, params, pipelines, OPTIONS, INDEX)
+            number = (head + g) * params.sizes.statistics_tiles + statistics_tile + m
+            leave(dq, n, number, params, pipelines, OPTIONS, INDEX)
             dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
             queries.consumer_release(n)
             n += 1
@@ -231,26 +239,27 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             v_operand = v.load(stays)
         if OPTIONS.OPERANDS > 1:
             k_operand = k.load(stays)
-        dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
-        dv = gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
+        operands = k_operand, v_operand
+        results = (
+            gl.zeros([STAY, WIDTH], gl.float32, of_k),
+            gl.zeros([STAY, WIDTH_V], gl.float32, of_v),
+        )
+        of_tile = KeyTile(keys, first, steps, first_live, head, b, statistics_tile)
         if DQ_SUMS == NONE:
-            skipped, seen = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
+            used = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
             two: gl.constexpr = two_results_at_once if OPTIONS.AT_ONCE else _two_results
             if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
                 dk, dv, n = two(
-                    k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
-                    b, keys, params, pipelines, OPTIONS, False,
-                )  # fmt: skip
+                    operands, results, n, used, of_tile, params, pipelines, OPTIONS, False
+                )
             else:
                 dk, dv, n = two(
-                    k_operand, v_operand, dk, dv, n, steps, skipped, seen, first, first_live, head,
-                    b, keys, params, pipelines, OPTIONS, True,
-                )  # fmt: skip
+                    operands, results, n, used, of_tile, params, pipelines, OPTIONS, True
+                )
         else:
             dk, dv, n = _three_results(
-                k_operand, v_operand, own, dk, dv, n, steps, first, first_live, head, b, keys,
-                statistics_tile, params, pipelines, OPTIONS, INDEX,
-            )  # fmt: skip
+                operands, own, results, n, of_tile, params, pipelines, OPTIONS, INDEX
+            )
         # results leave from where keys and values lay, once nobody reads those
         if DQ_SUMS != NONE:
             meet()

@@ -37,11 +37,11 @@ def _start_gradients(
 
 @gluon.jit
 def two_results_at_once(
-    k, v, dk, dv, n, steps, skipped, seen, first, first_live, head, b, keys, params, pipelines,
-    OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
+    operands, results, n, used, tile, params, pipelines, OPTIONS: gl.constexpr,
+    MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile, for a consumer that has a use for `seen` of the `steps` tiles of each
-    head, after `skipped` ones. P and dS are operands in registers. It lets go of a tile of another
+    """dK and dV of a tile, for a consumer that has a use for `seen` tiles of queries of each head,
+    after `skipped` ones. P and dS are operands in registers. It lets go of a tile of another
     head while it holds the last of this one."""
     gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.SECOND_STAGES >= 3)
     STAY: gl.constexpr = OPTIONS.STAY
@@ -52,6 +52,10 @@ def two_results_at_once(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     queries, douts = pipelines.q, pipelines.dout
+    k, v = operands
+    dk, dv = results
+    skipped, seen = used
+    keys, first, steps, first_live, head, b, _ = tile
     if seen == 0:
         n = pass_by(pipelines, n, steps * GROUP_SIZE)
     else:

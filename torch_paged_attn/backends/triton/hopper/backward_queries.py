@@ -65,6 +65,19 @@ class QueryPipelines(NamedTuple):
     claims: Any
 
 
+class QueryRows(NamedTuple):
+    """A consumer's queries of a tile and the keys that pass by them, as values of the kernel."""
+
+    q: Any  # operands, in shared memory or in registers
+    dout: Any
+    lse: Any  # by row, in base two
+    start: Any  # (STAY, PASS), what dP is added to: -D
+    slope: Any
+    first_key: Any  # that passes by and is of use
+    position: Any  # of the first query
+    key_len: Any
+
+
 @gluon.jit
 def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.constexpr):
     """Load the rows of all consumers."""
@@ -204,11 +217,10 @@ def _pass_by(pipelines, n, count):
 
 @gluon.jit
 def _go_on(
-    q, dout, dq, ds, n, start_tile, stop_tile, first_key, position, key_len, lse, start, slope,
-    params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr,
-):  # fmt: skip
-    """Tiles [start_tile, stop_tile) of the keys from `first_key` on, after fill n, of which `ds`
-    is."""
+    dq, ds, n, tiles, rows, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
+):
+    """A range of tiles of keys, after fill n, of which `ds` is."""
+    q, dout, lse, start, slope, first_key, position, key_len = rows
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
@@ -217,7 +229,7 @@ def _go_on(
     keys, values = pipelines.k, pipelines.v
     dtype: gl.constexpr = keys.tiles.dtype
     zeros = gl.zeros([STAY, PASS], gl.float32, scores)
-    for i in range(start_tile, stop_tile):
+    for i in range(tiles[0], tiles[1]):
         keys.consumer_wait(n + 1)
         k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
         s_pending = ask_for_scores(q, k_next.permute((1, 0)), zeros, OPTIONS)
@@ -297,6 +309,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         start = zeros - delta
         n = _pass_by(pipelines, n, skipped)
         first_key += skipped * PASS
+        rows = QueryRows(q_operand, dout_operand, lse, start, slope, first_key, position, key_len)
         if seen_steps > 0:
             keys.consumer_wait(n)
             k = keys.tile(n).reshape([PASS, WIDTH])
@@ -315,14 +328,10 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             whole = 1
             if OPTIONS.IS_APART:
                 whole = gl.minimum(gl.maximum((key_len - first_key) // PASS, 1), seen_steps)
-                dq, ds, n = _go_on(
-                    q_operand, dout_operand, dq, ds, n, 1, whole, first_key, position, key_len, lse,
-                    start, slope, params, pipelines, OPTIONS, False,
-                )  # fmt: skip
-            dq, ds, n = _go_on(
-                q_operand, dout_operand, dq, ds, n, whole, seen_steps, first_key, position, key_len,
-                lse, start, slope, params, pipelines, OPTIONS, True,
-            )  # fmt: skip
+                tiles = 1, whole
+                dq, ds, n = _go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, False)
+            tiles = whole, seen_steps
+            dq, ds, n = _go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, True)
             k = keys.tile(n).reshape([PASS, WIDTH])
             dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
             dq, ds = wait_for_sums(dq_pending, ds)

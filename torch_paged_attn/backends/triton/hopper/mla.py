@@ -230,9 +230,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         num_heads=call.num_heads,
         programs=programs,
         OPTIONS=options,
-        HEADS=heads,
-        PARTS=at_a_time,
-        COLUMNS=columns,
+        SHARES=(heads, at_a_time, columns),
         num_warps=4,
         **dependent_launch(target.overlaps_launches),
     )

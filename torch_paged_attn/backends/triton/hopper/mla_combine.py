@@ -46,11 +46,13 @@ def _hopper_mla_combine_kernel(
     out_ptr, pointers,
     num_pages, batch, total_q, max_keys, stride_table,
     num_heads, programs,
-    OPTIONS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    OPTIONS: tl.constexpr, SHARES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program adds up COLUMNS columns of HEADS heads of a token, PARTS parts at a time;
-    `programs` left parts."""
+    `programs` left parts. Sizes come one by one, as in `mla_kernel.py`."""
+    HEADS: tl.constexpr = SHARES[0]
+    PARTS: tl.constexpr = SHARES[1]
+    COLUMNS: tl.constexpr = SHARES[2]
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)

@@ -45,7 +45,8 @@ def _hopper_mla_fwd_kernel(
     scalars,
     OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """The arguments are those of `mla_arguments.py`."""
+    """The arguments are those of `mla_arguments.py`. Sizes come one by one: Triton compiles a
+    kernel anew for the divisors of a number in a tuple."""
     queries = new_queries(q_desc, q_rope_desc, OPTIONS)
     keys = new_keys(k_desc, k_rope_desc, OPTIONS)
     pipelines = LatentPipelines(queries, keys, new_exchange(), new_work_info(1))

@@ -88,7 +88,7 @@ def _attention_dbias_kernel(
                 is_seen = is_seen & _is_listed(keys, n0, memory, strides, OPTIONS)
             if is_seen:
                 ds, _, _ = key_tile_gradients(
-                    (n0, keys.stop), rows, queries, statistics, keys, memory, pointers, strides,
+                    (n0, keys.stop), (rows, queries, statistics), keys, memory, pointers, strides,
                     scalars, OPTIONS, True,
                 )  # fmt: skip
                 total += ds

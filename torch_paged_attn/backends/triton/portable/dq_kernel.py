@@ -64,13 +64,14 @@ def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constex
 
 @triton.jit
 def key_tile_gradients(
-    span, rows, queries, statistics, keys, memory, pointers, strides, scalars,
-    OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
+    span, tile, keys, memory, pointers, strides, scalars, OPTIONS: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """dS and dX, (queries, keys), of a tile of queries and the keys from one to before another; and
-    those keys.
+    those keys. A tile is its rows, queries and statistics.
     """
     n0, stop = span
+    rows, queries, statistics = tile
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
@@ -194,7 +195,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
         for i in tl.range(i_first, i_last):
             n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
             ds, dx, k = key_tile_gradients(
-                (n0, stop), rows, queries, statistics, keys, memory, pointers, strides, scalars,
+                (n0, stop), (rows, queries, statistics), keys, memory, pointers, strides, scalars,
                 OPTIONS, phase != 1,
             )  # fmt: skip
             if HAS_DBIAS:

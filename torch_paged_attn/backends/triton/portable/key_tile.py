@@ -74,10 +74,11 @@ def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _add_query_tile(
-    dk, dv, first_token, memory, keys, queries, pointers, strides, scalars,
-    OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr,
+    sums, first_token, memory, keys, queries, pointers, strides, scalars, OPTIONS: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the queries from `first_token` on add to dK (without the scale) and dV."""
+    dk, dv = sums
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
@@ -236,7 +237,7 @@ def add_sequence(
                     row = tl.load(rows_ptr + i // PER_BLOCK)
                     first_token = row * OPTIONS.Q_BLOCK + i % PER_BLOCK * BLOCK_M - queries.past
                 dk, dv = _add_query_tile(
-                    dk, dv, first_token, memory, keys, queries, pointers, strides, scalars,
+                    (dk, dv), first_token, memory, keys, queries, pointers, strides, scalars,
                     OPTIONS, phase != 1,
                 )  # fmt: skip
     return dk, dv
