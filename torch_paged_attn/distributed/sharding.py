@@ -314,9 +314,12 @@ def reshape_and_cache(
         kv_cache: a DTensor, or two: each dimension of the mesh has its heads, or copies of it.
 
     Raises:
-        ValueError: on all ranks, a cache that is placed otherwise.
+        ValueError: on all ranks, a cache that is placed otherwise, or is no DTensor.
     """
     caches = [kv_cache] if isinstance(kv_cache, DTensor) else list(kv_cache)
+    if not all(isinstance(x, DTensor) for x in caches):
+        came = f"is {type(kv_cache).__name__} of plain tensors"
+        fail("reshape_and_cache", "kv_cache", came, "a DTensor, or two; or the package's function")
     mesh, heads = caches[0].device_mesh, 2 if len(caches) == 1 else 1
     at = [Shard(1) if p == Shard(heads) else Replicate() for p in caches[0].placements]
     pair = [_lift(mesh, x).redistribute(placements=at) for x in (key, value)]

@@ -33,7 +33,7 @@ class Pointers(NamedTuple):
     # None where boxes of keys are loaded
     k: Any = None
     v: Any = None
-    # (total_q, num_heads, head_dim_v) float32; None where the accelerator stores the result
+    # (total_q, num_heads, head_dim_v), float32 or of pieces; None where the accelerator stores it
     out: Any = None
     counters: Any = None  # of pieces, where units of keys are dealt out: zeros before and after
 
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     batch: int
     total_q: int
     # lists of blocks; where tiles are not listed units of a sequence, or where they are dealt out
-    # keys that a block table has room for; else 0
+    # or numbered keys that a block table has room for; else 0
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
@@ -77,9 +77,6 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
-    # where rows of a tile are nobody's: heads from one token to the next, of q and of the result
-    q_row_heads: int = 0
-    out_row_heads: int = 0
 
 
 class Options(NamedTuple):
@@ -94,9 +91,8 @@ class Options(NamedTuple):
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
     COLUMNS: int  # of WIDTH, those that products over it take
-    PACKED_HEADS: int  # query heads that share a tile
-    HEAD_ROWS: int  # rows of a token: a power of two, not less; rows past the heads are nobody's
-    TOKENS: int  # tokens of a consumer: BLOCK_M // HEAD_ROWS
+    PACKED_HEADS: int  # query heads that share a tile: rows of a token
+    TOKENS: int  # of a consumer: as many as its rows hold; rows that are left over are nobody's
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys
     IS_CAUSAL: bool
@@ -119,13 +115,15 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
-    IS_DEALT: bool = False  # or are found by each program, with its share of the keys
+    IS_DEALT: bool = False  # or are found by each program, with its share of the keys,
+    IS_NUMBERED: bool = False  # or by their numbers (`numbered_tiles.py`)
     LEAST_SHARE: int = 0  # tiles of keys that it has at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
+    MERGED_COLUMNS: int = 0  # head_dim_v, where pieces are added up by several; else 0
     STRETCH: int = 0  # keys that are summed up by themselves, see `stretches.py`; 0: all are
 
 

@@ -18,14 +18,19 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
     tiles_of,
 )
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
+from torch_paged_attn.backends.triton.hopper.numbered_tiles import (
+    find_numbered,
+    numbers_of_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
+    pack_pieces,
     tiles_of_stretch,
     unpack_piece,
     visited_of_piece,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
+from torch_paged_attn.backends.triton.hopper.tma import bytes_of_rows, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -79,10 +84,11 @@ class QueryTile(NamedTuple):
     key_len: Any
     stop_token: Any
     piece: Any = 0  # of `dealt_work.py`, where units of keys are dealt out
+    is_last: Any = 0  # whether the program surely has no tile after this one
 
 
 @gluon.jit
-def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.constexpr):
+def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, is_last, COUNTERS: gl.constexpr):
     """Head and entry of a unit of work: a tile for each of `heads_per_unit` heads, which share
     keys, then the next tile; then the next heads."""
     tile = unit // heads_per_unit
@@ -91,7 +97,9 @@ def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.conste
     b, first_token, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
     stop_token = gl.load(entry + 6)
-    return QueryTile(head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token)
+    return QueryTile(
+        head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, 0, is_last
+    )
 
 
 @gluon.jit
@@ -114,7 +122,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
     number of the next tile of keys."""
-    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt = at
+    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt, last = at
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
@@ -149,7 +157,8 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     # a tile that sees no key visits one, of masked keys, and writes its empty rows
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
     if OPTIONS.IS_DEALT:
-        first_part, piece, pieces = dealt.first_part, dealt.number, dealt.pieces
+        first_part, piece = dealt.first_part, dealt.number
+        pieces = pack_pieces(dealt.pieces, dealt.waiting, OPTIONS)
         kv_stop = first_kv_tile + num_kv_tiles
         first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
     elif OPTIONS.MOST_PARTS > 0:
@@ -164,6 +173,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         else:
             first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
             first_kv_tile += first_of_piece
+        pieces = pack_pieces(pieces, gl.where(last, pieces, 0), OPTIONS)
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers
@@ -188,16 +198,11 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         work_info.put(tile, FIRST_PART, first_part)
     thread_barrier()  # the thread that arrives has not written all of these
     barrier = pipelines.q.full_barrier(tile)
-    mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)
+    mbarrier.expect(barrier, bytes_of_rows(q_desc.block_type, TOKENS * PACKED_HEADS) * CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
         row = first_token + i * TOKENS
-        if OPTIONS.HEAD_ROWS > PACKED_HEADS:
-            first_head = head * PACKED_HEADS
-            per_row = scalars.q_row_heads
-            load_heads(q_desc, q_start, stop_token, row, first_head, per_row, barrier, box)
-        else:
-            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
+        load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0
@@ -285,13 +290,33 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
         num_tiles = gl.load(pointers.tile_list + 1)
         units = num_tiles * (scalars.num_heads // OPTIONS.PACKED_HEADS)
         while unit < units:
+            # all units are worked on at once, if they are no more than programs
             at = _tile_of(
-                unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
-            )
+                unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, units <= programs,
+                OPTIONS.COUNTERS,
+            )  # fmt: skip
             n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
             tile += 1
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
+    elif OPTIONS.IS_NUMBERED:
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        numbers = numbers_of_tiles(params, OPTIONS)
+        place = unit
+        for first in range(0, numbers * heads, programs):
+            unit = first + place
+            found = find_numbered(numbers - 1 - unit // heads, params, OPTIONS)
+            if found.exists:
+                sequence = found.sequence
+                at = QueryTile(
+                    unit % heads, 0, found.b, found.first_token, sequence.q_start,
+                    sequence.query_len, sequence.k_start, sequence.key_len,
+                    gl.minimum(found.first_token + STEP, sequence.query_len),
+                )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
+                tile += 1
+            # back and forth
+            place = programs - 1 - place
     else:
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         # units of a sequence, for each head: tiles are dealt to them in turns
