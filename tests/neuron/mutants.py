@@ -401,7 +401,7 @@ def main(names):
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
     chosen = [fault for fault in FAULTS if not names or fault.name in names]
     # each is processes of their own, which the threads wait for
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         suites = list(dict.fromkeys(fault.tests for fault in chosen))
         for tests, passed in zip(suites, pool.map(lambda x: passes(ROOT, x), suites), strict=True):
             if not passed:
