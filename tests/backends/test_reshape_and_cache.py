@@ -120,14 +120,14 @@ def test_write_every_bfloat16(case, runner):
 @pytest.mark.over({"int32": torch.int32, "int64": torch.int64})
 def test_write_slots(case, runner):
     """One tensor for both caches, and slots of either type."""
-    key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
+    key, value, _, slots = make(torch.bfloat16, torch.bfloat16, tokens=70)
     args = key, value, torch.randn(2, 10, 3, 32, 24).bfloat16(), slots.to(case)
     check_write(runner, *args)
 
 
 def test_write_outside(runner):
     """A slot past the end: the CPU writes nothing at all, an accelerator skips the token."""
-    key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
+    key, value, _, slots = make(torch.bfloat16, torch.bfloat16, tokens=70)
     slots[3], slots[4] = SLOTS, 2**62
     cache = torch.randn(2, 10, 3, 32, 24).bfloat16()
     if runner.skips_slots:
@@ -153,7 +153,7 @@ def test_write_none(runner):
 
 def test_write_twice(runner):
     """Of two tokens for one slot one wins, whole."""
-    key, value, caches, slots = make(torch.float32, torch.float32)
+    key, value, caches, slots = make(torch.float32, torch.float32, tokens=70)
     slots[:] = 5
     written = runner.write(key, value, caches, slots)
     winners = {
