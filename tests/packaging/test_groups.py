@@ -19,7 +19,6 @@ FLAT = {
     "_graph_attention_fwd_kernel": "a node of a graph takes no tuples",
     "_merge_kernel": "a node of a graph takes no tuples",
     "_hopper_backward_keys_kernel": "eight boxes, each with a description of its own",
-    "_statistics_kernel": "constants that other functions take one by one",
 }
 
 
