@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 
 from torch_paged_attn import reference
 
@@ -72,11 +73,9 @@ def expected(key, value, caches, slots, *scales):
 
 
 def assert_same_bytes(found, wanted):
-    pairs = (
-        [(found, wanted)] if isinstance(found, torch.Tensor) else zip(found, wanted, strict=True)
-    )
-    for a, b in pairs:
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    if isinstance(found, torch.Tensor):
+        found, wanted = [found], [wanted]
+    assert_same_bits(found, wanted)
 
 
 def check_write(runner, *args):
