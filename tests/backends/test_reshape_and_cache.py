@@ -33,8 +33,9 @@ def make(dtype, cache_dtype, layout="hnd", tokens=150, heads=3, slots=SLOTS, dim
     num_pages = -(-slots // page_size)
     key = (torch.randn(tokens, heads, dim, generator=g) * 3).to(dtype)
     value = (torch.randn(tokens, heads, dim_v, generator=g) * 3).to(dtype)
-    key[0] *= 100  # saturates
-    key[1] *= 1e-4  # subnormal in eight bits
+    # of two tokens that have slots
+    key[22] *= 1000  # saturates
+    key[23] *= 1e-4  # subnormal in eight bits
     mapping = torch.randperm(slots, generator=g)[:tokens]
     mapping[20:50] = torch.arange(67, 97)
     mapping[:20][(mapping[:20] >= 67) & (mapping[:20] < 97)] = -1
