@@ -53,10 +53,11 @@ from torch_paged_attn.backends.triton.hopper.sums import BY_LANE, NONE
 
 @gluon.jit
 def _gradients_of(
-    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
     """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
+    s, dp_pending = pending
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
@@ -101,7 +102,7 @@ def _two_results(
         dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         ds, dv = _gradients_of(
-            s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+            (s, dp_pending), dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
         )
         for _ in range(1, seen * GROUP_SIZE):
             m += 1
@@ -121,7 +122,7 @@ def _two_results(
             s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
             queries.consumer_release(n_was)
             ds, dv = _gradients_of(
-                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+                (s, dp_pending), dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
             )
         q = queries.tile(n).reshape([PASS, WIDTH])
         dk_pending = warpgroup_mma(ds, q, dk, is_async=True)

@@ -25,11 +25,12 @@ from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores
 
 @gluon.jit
 def _start_gradients(
-    s, dp_pending, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    pending, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """From the scores of fill n to P^T and dS^T, as operands, while LEFT products that were asked
     for after dP^T are under way; dP^T is less D."""
+    s, dp_pending = pending
     weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
     dp = warpgroup_mma_wait(LEFT, deps=[dp_pending])
     return p16, as_operand((weight * dp).to(pipelines.k.tiles.dtype), OPTIONS)
@@ -68,7 +69,7 @@ def two_results_at_once(
         dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         p16, ds = _start_gradients(
-            s, dp_pending, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 0
+            (s, dp_pending), n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 0
         )
         for _ in range(1, seen * GROUP_SIZE):
             m += 1
@@ -91,7 +92,7 @@ def two_results_at_once(
             )
             s = warpgroup_mma_wait(3, deps=[s_pending])
             p_next, ds_next = _start_gradients(
-                s, dp_pending, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 2
+                (s, dp_pending), n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 2
             )
             dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv_pending, dk_pending, p16, ds])
             douts.consumer_release(n_was)
