@@ -176,6 +176,7 @@ SAMPLES: dict[str, Sample] = {
             "gradients_asked_for": (),
             "gradients_of_out_alone": (),
             "gradients_of_parts": (),
+            "gradients_beside_a_large_sink": (),
             "gradients_only_read": (),
             "gradients_of_nothing": (),
             "merge_prefix": (),
@@ -231,7 +232,7 @@ SAMPLES: dict[str, Sample] = {
 }
 _OF_GRADIENTS = (
     *("same_bits", "at_any_order", "alone", "unseen_memory", "any_strides", "asked_for"),
-    *("of_out_alone", "of_parts", "only_read", "of_nothing"),
+    *("of_out_alone", "of_parts", "only_read", "of_nothing", "beside_a_large_sink"),
 )
 # what differs between the generations: gathers, transpositions, copies by ScalarE, the room in SBUF
 _OTHER_GENERATIONS = Sample(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 
 from torch_paged_attn import reference
 
@@ -32,8 +33,9 @@ def make(dtype, cache_dtype, layout="hnd", tokens=150, heads=3, slots=SLOTS, dim
     num_pages = -(-slots // page_size)
     key = (torch.randn(tokens, heads, dim, generator=g) * 3).to(dtype)
     value = (torch.randn(tokens, heads, dim_v, generator=g) * 3).to(dtype)
-    key[0] *= 100  # saturates
-    key[1] *= 1e-4  # subnormal in eight bits
+    # of two tokens that have slots
+    key[22] *= 1000  # saturates
+    key[23] *= 1e-4  # subnormal in eight bits
     mapping = torch.randperm(slots, generator=g)[:tokens]
     mapping[20:50] = torch.arange(67, 97)
     mapping[:20][(mapping[:20] >= 67) & (mapping[:20] < 97)] = -1
@@ -72,11 +74,9 @@ def expected(key, value, caches, slots, *scales):
 
 
 def assert_same_bytes(found, wanted):
-    pairs = (
-        [(found, wanted)] if isinstance(found, torch.Tensor) else zip(found, wanted, strict=True)
-    )
-    for a, b in pairs:
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    if isinstance(found, torch.Tensor):
+        found, wanted = [found], [wanted]
+    assert_same_bits(found, wanted)
 
 
 def check_write(runner, *args):
@@ -120,14 +120,14 @@ def test_write_every_bfloat16(case, runner):
 @pytest.mark.over({"int32": torch.int32, "int64": torch.int64})
 def test_write_slots(case, runner):
     """One tensor for both caches, and slots of either type."""
-    key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
+    key, value, _, slots = make(torch.bfloat16, torch.bfloat16, tokens=70)
     args = key, value, torch.randn(2, 10, 3, 32, 24).bfloat16(), slots.to(case)
     check_write(runner, *args)
 
 
 def test_write_outside(runner):
     """A slot past the end: the CPU writes nothing at all, an accelerator skips the token."""
-    key, value, _, slots = make(torch.bfloat16, torch.bfloat16)
+    key, value, _, slots = make(torch.bfloat16, torch.bfloat16, tokens=70)
     slots[3], slots[4] = SLOTS, 2**62
     cache = torch.randn(2, 10, 3, 32, 24).bfloat16()
     if runner.skips_slots:
@@ -153,7 +153,7 @@ def test_write_none(runner):
 
 def test_write_twice(runner):
     """Of two tokens for one slot one wins, whole."""
-    key, value, caches, slots = make(torch.float32, torch.float32)
+    key, value, caches, slots = make(torch.float32, torch.float32, tokens=70)
     slots[:] = 5
     written = runner.write(key, value, caches, slots)
     winners = {

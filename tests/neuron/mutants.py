@@ -7,6 +7,7 @@ pass without it, run first, alone; where they pass, every test of the backend ru
 has survived if all do.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 import shutil
@@ -367,10 +368,12 @@ FAULTS = (
 
 def passes(folder, tests):
     """Whether tests pass on the package in a folder. None that runs is an error."""
-    # not `python -m`, which would find the package of the working directory first
-    pytest = Path(sys.executable).with_name("pytest")
-    command = [pytest, "-x", "-q", "-p", "no:cacheprovider", *tests]
-    paths = {"PYTHONPATH": f"{folder}:{ROOT / 'tools'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    # -P: or the package of the working directory would be found first
+    command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    given = os.environ.get("PYTHONPATH", "").split(":")
+    others = [x for x in given if Path(x) not in (ROOT, Path())]
+    path = ":".join([str(folder), str(ROOT / "tools"), *others])
+    paths = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(tests)}: {done.stdout[-500:]}{done.stderr[-500:]}")
@@ -397,14 +400,16 @@ def main(names):
     if unknown:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
     chosen = [fault for fault in FAULTS if not names or fault.name in names]
-    for tests in dict.fromkeys(fault.tests for fault in chosen):
-        if not passes(ROOT, tests):
-            raise SystemExit(f"{' '.join(tests)}: fails without a fault")
-    survivors = []
-    for fault in chosen:
-        alive = survives(fault)
-        print(f"{'SURVIVES' if alive else 'caught'}: {fault.name}", flush=True)
-        survivors += [fault.name] * alive
+    # each is processes of their own, which the threads wait for
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        suites = list(dict.fromkeys(fault.tests for fault in chosen))
+        for tests, passed in zip(suites, pool.map(lambda x: passes(ROOT, x), suites), strict=True):
+            if not passed:
+                raise SystemExit(f"{' '.join(tests)}: fails without a fault")
+        survivors = []
+        for fault, alive in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVES' if alive else 'caught'}: {fault.name}", flush=True)
+            survivors += [fault.name] * alive
     sys.exit(bool(survivors))
 
 

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from same_bits import same_bits
 
 from torch_paged_attn.reference.philox import dropout_keep
 from torch_paged_attn.testing import PROBLEMS, Layout, assert_accurate, build
@@ -25,11 +26,6 @@ def over(names):
 
 def pairs(bounds):
     return list(itertools.pairwise(bounds.tolist()))
-
-
-def same_bits(one, other):
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs)
 
 
 def test_heads_without_room_together_go_one_by_one(run, machine):

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from same_bits import same_bits
 
 from torch_paged_attn import reference
 from torch_paged_attn.backends.neuron import backward_plan
@@ -125,11 +126,6 @@ def gradients(call):
     from torch_paged_attn.backends.neuron import BACKEND
 
     return BACKEND.function(call.op)(**call.args)
-
-
-def same_bits(one, other):
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,13 +13,17 @@ HEADS, DIM = 2, 64
 
 
 @functools.cache
-def problem(keys, rows, seed, dtype):
-    """A call of one sequence, what a loss hands back, and the truth about it."""
+def problem(keys, rows, seed, dtype, first=1.0):
+    """A call of one sequence, what a loss hands back, and the truth about it. The first row's is
+    multiplied by a number.
+    """
     g = torch.Generator().manual_seed(seed)
     q, k, v, dout = (
         torch.randn(n, HEADS, DIM, generator=g).to(dtype) for n in (rows, keys, keys, rows)
     )
     dlse = torch.randn(HEADS, rows, generator=g)
+    dout[0] *= first
+    dlse[:, 0] *= first
     lengths = {"cu_seqlens_q": cumulative([rows]), "cu_seqlens_k": cumulative([keys])}
     call = {"q": q, "k": k, "v": v, **lengths}
     return call, dout, dlse, Gradients.by_reference("flash_varlen", call, dout, dlse)
@@ -105,6 +109,17 @@ def test_scaled_row(dtype, factor, keys, rows, which):
     found[which][1, 1] *= factor
     name = ("dq", "dk", "dv")[which]
     with pytest.raises(AssertionError, match=rf"^{name}: (row 1 of head 1|m)"):
+        assert_accurate_gradients(found, truth)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.2])
+def test_scaled_row_of_small_weights(factor):
+    """Its weights are no normal numbers of float16: each is some percent off, their sum is not."""
+    call, dout, dlse, truth = problem(2048, 64, 0, torch.float16, first=2.0**-12)
+    found = kernel(call, dout, dlse)
+    assert_accurate_gradients(found, truth)
+    found[0][0, 1] *= factor
+    with pytest.raises(AssertionError, match=r"^dq: row 0 of head 1"):
         assert_accurate_gradients(found, truth)
 
 

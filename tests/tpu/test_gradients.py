@@ -10,6 +10,7 @@ import pytest
 import torch
 from jax_arrays import rng_words, to_jax, to_torch
 from pallas_oracle import watch
+from same_bits import same_bits
 
 from torch_paged_attn import environment, reference
 from torch_paged_attn.backends.tpu import binding
@@ -54,10 +55,6 @@ def backward(args, results, **changes):
 def as_op(gradients):
     """As the op returns them."""
     return [torch.empty(0) if x is None else to_torch(x) for x in gradients]
-
-
-def same_bits(one, other):
-    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
 def test_either_way_of_the_dmas_and_two_cores_give_the_same_bits():

@@ -174,3 +174,25 @@ def test_a_window_between_the_keys_of_a_rank(device):
     call.dout[1] = float("nan")
     truth = build(problem).gradients(call.dout.cpu(), call.dlse.cpu())
     assert_accurate_gradients([x.cpu() for x in differentiate(call)], truth)
+
+
+@pytest.mark.parametrize("arch", ["sm86", "sm120"])
+def test_wide_float32_heads_have_no_room_in_a_small_shared_memory(arch):
+    """139 KiB of 99 (`cross_compile.py`): refused at the forward and at the backward."""
+    from torch_paged_attn.backends.triton import BACKEND
+    from torch_paged_attn.backends.triton import flash_varlen_backward as op
+    from torch_paged_attn.backends.triton.runtime.target import Target, assume
+
+    def call_of(dtype, head_dim=576):
+        problem = Problem("wide", ((3, 0),), 2, 1, head_dim, 512, dtype=dtype)
+        return backward_call(problem, "cpu")
+
+    wide = call_of(torch.float32)
+    with assume(Target.of_arch(arch, 84)):
+        assert "shared memory" in BACKEND.unsupported_backward(wide.forward)
+        assert BACKEND.unsupported_backward(call_of(torch.bfloat16).forward) is None
+        given = wide.tensors() | {"cu_seqlens_k": None, "seqused_k": None}
+        with pytest.raises(NotImplementedError, match="flash_varlen_backward: q is float32"):
+            op.flash_varlen_backward._plan(*given.values())
+    with assume(Target.of_arch("sm90", 132)):
+        assert BACKEND.unsupported_backward(wide.forward) is None

@@ -44,7 +44,8 @@ def is_extended(name):
     return name.removeprefix(cross_compile.BACKWARDS) in EXTENDED | EXTENDED_DIFFERENTIABLE
 
 
-# backwards that no tile was found for: with the smallest they spill, so they work, slowly
+# backwards that no tile was found for: with the smallest they spill (notes/gpu.md), so they work,
+# slowly, or where shared memory does not hold them are refused
 UNFITTED = {
     *(("", f"{width}/{kind}/f32") for width in ("d256", "d576") for kind in KINDS),
     *((arch, f"d128/{kind}/f32") for arch in RDNA for kind in ("everything", "one_bias")),

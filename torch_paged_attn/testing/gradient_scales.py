@@ -27,6 +27,8 @@ from torch_paged_attn.testing.scales import (
     LOGIT,
     ROW,
     SURE,
+    of_coarse,
+    subnormal,
 )
 
 
@@ -153,7 +155,7 @@ class GradientObserver:
         spread = (weights.square() @ values.square()).sqrt()
         deviation = (off.square() @ values.square()).sqrt()
         together = torch.zeros_like(golden) if along_row is None else along_row
-        float32 = ROW * magnitude + self._lost() * values.abs().sum(-2, keepdim=True)
+        float32 = ROW * magnitude + self._lost(weights, values)
         alike, chance = 0.5 * self._eps, SURE * DEVIATION * self._eps
 
         rounded = (alike * square.sqrt()).maximum(chance * spread.norm(dim=-1))
@@ -182,11 +184,15 @@ class GradientObserver:
         # a sum's error along the sum is more than the parts' along themselves
         scale.row_along[rows] = scale.row_along[rows].masked_fill(is_shared, float("inf"))
 
-    def _lost(self) -> float:
-        """How far a weight may be off that is too small for its dtype."""
-        info = torch.finfo(self._dtype)
-        half = max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
-        return half / (1.0 - self._call.forward.dropout_p)
+    def _lost(self, weights: Tensor, values: Tensor) -> Tensor:
+        """What sums miss by weights that are too small for their dtype: see `scales.py`."""
+        # a kernel may round before it scales what dropout leaves
+        scale = 1.0 / (1.0 - self._call.forward.dropout_p)
+        half, smallest = (scale * x for x in subnormal(self._dtype))
+        size = weights.abs()
+        vanish = size <= half
+        coarse = half * weights.sign() * (~vanish & (size < smallest))
+        return (size * vanish) @ values.abs() + of_coarse(coarse, values)
 
 
 @dataclasses.dataclass

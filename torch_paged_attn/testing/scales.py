@@ -143,18 +143,32 @@ def _probability_eps(sums: Sums) -> float:
 
 def _lost(sums: Sums) -> Tensor:
     """What numbers of the result miss by probabilities that are too small for their dtype."""
-    info = torch.finfo(sums.dtype)
     # the largest probability, the sink's too, is 1 when they are rounded
     one = sums.softmax.sum(-1, keepdim=True).neg() + 1.0
     if sums.softmax.shape[-1]:
         one = one.maximum(sums.softmax.amax(-1, keepdim=True))
-    # float32 may be flushed to zero
-    half = one * max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny)
+    half, smallest = (one * x for x in subnormal(sums.dtype))
     magnified = (sums.weights / sums.softmax).nan_to_num(0.0)
     vanish, values = sums.softmax <= half, sums.values
-    coarse = half * magnified * (~vanish & (sums.softmax < 2.0 * info.tiny * one))
-    alike, chance = _times(coarse, values).abs(), _times(coarse**2, values**2).sqrt()
-    return _times(sums.weights * vanish, values.abs()) + alike.maximum(SURE / 3**0.5 * chance)
+    coarse = half * magnified * (~vanish & (sums.softmax < smallest))
+    return _times(sums.weights * vanish, values.abs()) + of_coarse(coarse, values)
+
+
+def subnormal(dtype: torch.dtype) -> tuple[float, float]:
+    """What a number may be and still be rounded to zero, and what it has to be to be as exact as
+    any.
+    """
+    info = torch.finfo(dtype)
+    # float32 may be flushed to zero
+    return max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny), 2.0 * info.tiny
+
+
+def of_coarse(off: Tensor, values: Tensor) -> Tensor:
+    """What a sum of values is off by that come with weights, each of them `off` by up to as much:
+    all alike, or each by chance.
+    """
+    chance = _times(off**2, values**2).sqrt()
+    return _times(off, values).abs().maximum(SURE / 3**0.5 * chance)
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:

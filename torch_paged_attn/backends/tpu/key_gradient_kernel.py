@@ -42,20 +42,12 @@ def key_gradient_kernel(
 class QueryLoader(Ring):
     """Tiles of queries, of their dout and statistics, on their way through a ring of buffers."""
 
-    refs: Refs
-    options: Options
-    num_tiles: int
-
     @property
-    def num_cores(self) -> int:  # type: ignore[override]
-        return self.options.config.num_cores
-
-    @property
-    def busy_from(self) -> Any:  # type: ignore[override]
+    def busy_from(self) -> Any:
         return self.refs.key_tiles.busy_from
 
     @property
-    def num_buffers(self) -> int:  # type: ignore[override]
+    def num_buffers(self) -> int:
         return self.refs.q_buffers.shape[0]
 
     def turns(self, tile: Array) -> Array:

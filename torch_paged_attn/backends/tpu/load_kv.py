@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.float16 import widen
-from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.ring import Ring
 
 
@@ -24,20 +23,12 @@ class KvLoader(Ring):
     interpreter, which two copies on one semaphore would hide.
     """
 
-    refs: Refs
-    options: Options
-    num_tiles: int
-
     @property
-    def num_cores(self) -> int:  # type: ignore[override]
-        return self.options.config.num_cores
-
-    @property
-    def busy_from(self) -> Any:  # type: ignore[override]
+    def busy_from(self) -> Any:
         return self.refs.tiles.busy_from
 
     @property
-    def num_buffers(self) -> int:  # type: ignore[override]
+    def num_buffers(self) -> int:
         return self.refs.k_buffers.shape[0]
 
     @property

@@ -5,12 +5,15 @@ ahead of the computation, across the ends of tiles and sequences, so that no til
 empty ring.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 
 
 class Cursor(NamedTuple):
@@ -21,13 +24,23 @@ class Cursor(NamedTuple):
     slot: Array  # the buffer that is computed on next
 
 
+@dataclasses.dataclass(frozen=True)
 class Ring:
     """The buffers of one kernel; a subclass says what a block is."""
 
+    refs: Refs
+    options: Options
     num_tiles: int
-    num_cores: int
-    num_buffers: int
-    busy_from: Any  # (num_tiles + cores,) this tile or the core's next one that has a block
+
+    @property
+    def num_buffers(self) -> int:
+        """Blocks that there is room for."""
+        raise NotImplementedError
+
+    @property
+    def busy_from(self) -> Any:
+        """`(num_tiles + cores,)`: this tile or the core's next one that has a block."""
+        raise NotImplementedError
 
     def turns(self, tile: Array) -> Array:
         """How many blocks the tile visits."""
@@ -96,7 +109,7 @@ class Ring:
 
         turn = cursor.turn + 1
         is_done = turn >= self.turns(tile)
-        following = self.busy_from[tile + self.num_cores]
+        following = self.busy_from[tile + self.options.config.num_cores]
         return cursor._replace(
             tile=jnp.where(is_done, following, cursor.tile), turn=jnp.where(is_done, 0, turn)
         )

@@ -50,8 +50,14 @@ class Triton(Backend):
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
         """The portable kernels have a gradient of all that the contract has one of, but of a bias
-        whose tiles lie in several of a layout's blocks.
+        whose tiles lie in several of a layout's blocks, and of wide float32 heads where shared
+        memory is small.
         """
+        if max(call.head_dim, call.head_dim_v) > 256:
+            from torch_paged_attn.backends.triton.portable.backward import lacks_room
+
+            if (reason := lacks_room(call)) is not None:
+                return f"{reason}, for whose gradient this GPU's shared memory has no room"
         bias = call.attn_bias
         if call.layout is None or call.key_ranks == 1 or bias is None:
             return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
-from torch_paged_attn.backends.triton.portable.backward import plan_backward
+from torch_paged_attn.backends.triton.portable.backward import lacks_room, plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backward_call import BackwardCall, arguments
@@ -51,6 +51,8 @@ class BackwardOp:
         if call.wanted[3] and call.forward.layout is not None and ranks > 1:
             allowed = "1 beside a layout where the gradient of attn_bias is asked for"
             fail(call.op, "key_ranks", f"is {ranks}", allowed, NotImplementedError)
+        if (reason := lacks_room(call.forward)) is not None:
+            fail(call.op, "q", reason, "16 bits on this GPU", NotImplementedError)
         reason = backward_sm90.unsupported(call)
         paths.announce(self._name, "triton", "portable" if reason else "hopper", reason or "")
         if reason is None:

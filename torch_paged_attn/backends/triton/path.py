@@ -42,7 +42,7 @@ WORD = 4
 
 def path(op: str, call: Any, target: str | None = None) -> Path:
     """The path of a call; `target` as in `explain`."""
-    if target is None and assumed() is None and not INTERPRETED and not torch.cuda.is_available():
+    if target is None and assumed() is None and not _runs_here(call):
         reason = f"torch {torch.__version__} finds no GPU here; target='sm90:132' would name one"
         return Path("triton", None, reason)
     # fake tensors have no addresses, as what is traced
@@ -57,10 +57,19 @@ def path(op: str, call: Any, target: str | None = None) -> Path:
     return Path("triton", op, "there is one kernel for all GPUs")
 
 
+def _runs_here(call: Any) -> bool:
+    """Whether there is a GPU, or an interpreter of what lies in the host's memory."""
+    is_interpreted = INTERPRETED and all(x.device.type != "cuda" for x in _tensors(call))
+    return is_interpreted or torch.cuda.is_available()
+
+
 def _has_addresses(call: Any) -> bool:
+    return not any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in _tensors(call))
+
+
+def _tensors(call: Any) -> list[Tensor]:
     given = call if isinstance(call, dict) else call.tensors()
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    return not any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in tensors)
+    return [x for x in given.values() if isinstance(x, Tensor)]
 
 
 def parse(target: str) -> Target:

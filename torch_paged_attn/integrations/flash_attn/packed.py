@@ -27,18 +27,10 @@ def flash_attn_qkvpacked_func(
     _check("flash_attn_qkvpacked_func", "qkv", qkv, "(batch, seqlen, 3, num_heads, head_dim)")
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v,
+        dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
@@ -57,18 +49,10 @@ def flash_attn_kvpacked_func(
     _check("flash_attn_kvpacked_func", "kv", kv, "(batch, seqlen_k, 2, num_kv_heads, head_dim)")
     k, v = kv.unbind(2)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v,
+        dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -90,22 +74,10 @@ def flash_attn_varlen_qkvpacked_func(
     _check("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(total, 3, num_heads, head_dim)")
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -128,22 +100,10 @@ def flash_attn_varlen_kvpacked_func(
     _check("flash_attn_varlen_kvpacked_func", "kv", kv, "(total_k, 2, num_kv_heads, head_dim)")
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def _check(op: str, name: str, packed: Any, shape: str) -> None:

@@ -97,13 +97,14 @@ def choose_configs(call: BackwardCall) -> Configs:
     forward = call.forward
     width, width_v = width_of(forward.head_dim), width_of(forward.head_dim_v)
     dq, dk, dv, *_ = call.wanted
+    mean_length = forward.total_q // max(forward.batch, 1)
     one_pass = None
     if not call.deterministic and dq and (dk or dv):
-        mean_length = forward.total_q // max(forward.batch, 1)
         has_window = is_bound(forward.window_size_left)
         one_pass = choose_one_pass_config(width, mean_length, has_window)
     if one_pass is None:
-        queries = choose_queries_config(width)
+        columns = columns_of(forward.head_dim)
+        queries = choose_queries_config(width, width_v, columns, mean_length)
         return Configs(choose_keys_config(width, width_v), queries)
     if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
         one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)

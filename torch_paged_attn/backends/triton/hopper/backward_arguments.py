@@ -67,6 +67,7 @@ class BackwardOptions(NamedTuple):
     SLOTS: int  # of a consumer for dQ on its way out: where a warp of its own adds it up
     REGISTERS: int  # of a consumer's thread
     OPERANDS: int  # of the two tiles that stay, how many are kept in registers
+    AT_ONCE: bool  # all products of a tile of keys are asked for together
 
 
 class BackwardParams(NamedTuple):

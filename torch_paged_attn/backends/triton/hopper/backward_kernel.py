@@ -12,10 +12,8 @@ from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardParams,
     BackwardSizes,
 )
-from torch_paged_attn.backends.triton.hopper.backward_keys import (
-    KeyPipelines,
-    consume_keys,
-)
+from torch_paged_attn.backends.triton.hopper.backward_key_steps import KeyPipelines
+from torch_paged_attn.backends.triton.hopper.backward_keys import consume_keys
 from torch_paged_attn.backends.triton.hopper.backward_keys_producer import (
     add_parts,
     keep_keys,

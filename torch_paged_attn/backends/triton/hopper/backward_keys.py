@@ -12,8 +12,6 @@ A program works on 128 keys of one KV head; each of two consumers owns 64 of the
 The order of products of one pass is FlashAttention-3's (arXiv 2407.08608, algorithm 3).
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_paged_attn.backends.triton.hopper.backward_key_steps import (
+    KeyTile,
+    as_operand,
+    ask_for_dp,
+    leave,
+    meet,
+    pass_by,
+    probabilities_of,
+    seen_tiles,
+    wait_for_queries,
+)
+from torch_paged_attn.backends.triton.hopper.backward_keys_at_once import two_results_at_once
 from torch_paged_attn.backends.triton.hopper.backward_work import (
     BATCH,
     CONTEXT_LEN,
@@ -37,171 +47,28 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     slope_of,
 )
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
-from torch_paged_attn.backends.triton.hopper.scores import (
-    ask_for_scores,
-    probabilities,
-)
-from torch_paged_attn.backends.triton.hopper.sums import (
-    BY_BOX,
-    BY_LANE,
-    NONE,
-    add_registers,
-    leave_part,
-)
-
-# a named barrier of both consumers: Triton uses the first few for its own
-MEETING = gl.constexpr(8)
-
-
-class KeyPipelines(NamedTuple):
-    """What is on its way between the warps of a program."""
-
-    k: Any
-    v: Any
-    q: Any
-    dout: Any
-    statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
-    p: Any  # shared memory for P; None unless consumers share out columns
-    ds: Any  # the same for dS, and in one pass
-    sums: Any  # parts of dQ on their way out; None unless BY_BOX
-    done: Any  # barriers of results that lie where keys and values lay
-    info: Any
-    claims: Any
-
-
-class KeyTile(NamedTuple):
-    """A consumer's keys of a tile and the queries that pass by them, as values of the kernel."""
-
-    keys: Any  # the first one, how many keys are before the queries, and how many in all
-    first: Any  # query that passes by
-    steps: Any  # tiles of queries that pass by, of each head
-    first_live: Any  # queries before this one see no key
-    head: Any  # of queries, the first
-    b: Any  # the sequence
-    statistics_tile: Any
-
-
-@gluon.jit
-def meet():
-    """Wait for the other consumer."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEETING], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-def _probabilities_of(
-    s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
-):  # fmt: skip
-    """P^T of fill n as an operand, and what the gradient needs of it."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
-    dtype: gl.constexpr = pipelines.k.tiles.dtype
-    first_key, context_len, key_len = keys
-    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-    lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
-    position = context_len + row
-    p, weight = probabilities(
-        s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
-    )
-    return weight, gl.convert_layout(p.to(dtype), operand)
-
-
-@gluon.jit
-def _as_operand(ds, OPTIONS: gl.constexpr):
-    """dS^T for the product that gives dK."""
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
-    return gl.convert_layout(ds, operand)
+from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores
+from torch_paged_attn.backends.triton.hopper.sums import BY_LANE, NONE
 
 
 @gluon.jit
 def _gradients_of(
-    s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
+    pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
     """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
+    s, dp_pending = pending
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    weight, p16 = _probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
+    weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_pending])
     ds = (weight * dp).to(pipelines.k.tiles.dtype)
-    ds = _as_operand(ds, OPTIONS)
+    ds = as_operand(ds, OPTIONS)
     dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
     pipelines.dout.consumer_release(n)
     return ds, dv
-
-
-@gluon.jit
-def _ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
-    """The product dP^T less D, from which it starts."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-    start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
-    pipelines.dout.consumer_wait(n)
-    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
-    return warpgroup_mma(v, dout.permute((1, 0)), start, is_async=True)
-
-
-@gluon.jit
-def _leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """A part of dQ on its way out: of fill n, tile `number` of all heads."""
-    if OPTIONS.DQ_SUMS == BY_BOX:
-        leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
-    else:
-        add_registers(dq, params.pointers.dq_sums, number, INDEX)
-
-
-@gluon.jit
-def _wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
-    """Fill n of the queries."""
-    PASS: gl.constexpr = OPTIONS.PASS
-    WIDTH: gl.constexpr = OPTIONS.WIDTH
-    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    pipelines.q.consumer_wait(n)
-    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
-    if OPTIONS.HAS_RIGHT and row < first_live:
-        clear_before(q, first_live - row)
-        pipelines.dout.consumer_wait(n)
-        clear_before(pipelines.dout.tile(n).reshape([PASS, WIDTH_V]), first_live - row)
-    return q
-
-
-@gluon.jit
-def _seen_tiles(first, steps, query_len, keys, params, OPTIONS: gl.constexpr):
-    """Which of the queries that pass by see a consumer's keys: the number of the first tile of
-    them, and how many. It lets go of one between heads, of whose last it holds another."""
-    gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.FIRST_STAGES >= 3)
-    PASS: gl.constexpr = OPTIONS.PASS
-    scalars = params.scalars
-    first_key, context_len, key_len = keys
-    skipped = 0
-    seen = steps
-    if OPTIONS.HAS_RIGHT:
-        skipped = gl.maximum(first_key - context_len - scalars.window_right - first, 0) // PASS
-    if OPTIONS.HAS_LEFT:
-        last_key = gl.minimum(first_key + OPTIONS.STAY, key_len) - 1
-        stop = gl.minimum(query_len, last_key - context_len + scalars.window_left + 1)
-        seen = gl.maximum((stop - first + PASS - 1) // PASS, 0)
-    seen = gl.maximum(gl.where(first_key < key_len, seen, 0) - skipped, 0)
-    return gl.minimum(skipped, steps - seen), seen
-
-
-@gluon.jit
-def _pass_by(pipelines, n, count):
-    """Let go of fills that a consumer has no use for."""
-    for i in range(n, n + count):
-        pipelines.q.consumer_wait(i)
-        pipelines.q.consumer_release(i)
-        pipelines.dout.consumer_wait(i)
-        pipelines.dout.consumer_release(i)
-    return n + count
 
 
 @gluon.jit
@@ -224,18 +91,18 @@ def _two_results(
     skipped, seen = used
     keys, first, steps, first_live, head, b, _ = tile
     if seen == 0:
-        n = _pass_by(pipelines, n, steps * GROUP_SIZE)
+        n = pass_by(pipelines, n, steps * GROUP_SIZE)
     else:
         m = 0
         slope = slope_of(b, head, params)
-        n = _pass_by(pipelines, n, skipped)
+        n = pass_by(pipelines, n, skipped)
         first += skipped * PASS
-        q = _wait_for_queries(pipelines, n, first, first_live, OPTIONS)
+        q = wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-        dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+        dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         ds, dv = _gradients_of(
-            s, dp_pending, dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+            (s, dp_pending), dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
         )
         for _ in range(1, seen * GROUP_SIZE):
             m += 1
@@ -245,23 +112,23 @@ def _two_results(
                 m = 0
                 head += 1
                 slope = slope_of(b, head, params)
-                n = _pass_by(pipelines, n, steps - seen)
+                n = pass_by(pipelines, n, steps - seen)
             row = first + m * PASS
             q_was = queries.tile(n_was).reshape([PASS, WIDTH])
-            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            q = wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
             dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
-            dp_pending = _ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+            dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
             s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
             queries.consumer_release(n_was)
             ds, dv = _gradients_of(
-                s, dp_pending, dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
+                (s, dp_pending), dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
             )
         q = queries.tile(n).reshape([PASS, WIDTH])
         dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
         dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
         queries.consumer_release(n)
-        n = _pass_by(pipelines, n + 1, steps - skipped - seen)
+        n = pass_by(pipelines, n + 1, steps - skipped - seen)
     return dk, dv, n
 
 
@@ -287,22 +154,20 @@ def _three_results(
         slope = slope_of(b, head + g, params)
         for m in range(steps):
             row = first + m * PASS
-            q = _wait_for_queries(pipelines, n, row, first_live, OPTIONS)
+            q = wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             dout = douts.tile(n).reshape([PASS, WIDTH_V])
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
             douts.consumer_wait(n)
             dp_pending = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_pending])
-            weight, p16 = _probabilities_of(
-                s, n, row, keys, slope, params, pipelines, OPTIONS, True
-            )
+            weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, True)
             statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
             delta = statistics.slice(PASS, PASS, dim=1).load(scores)
             dp = warpgroup_mma_wait(0, deps=[dp_pending])
             ds = (weight * (dp - delta)).to(queries.tiles.dtype)
             ds_tile = pipelines.ds.index(n % OPTIONS.DS_STAGES)
             ds_tile.slice(INDEX * STAY, STAY, dim=0).store(ds)
-            ds = _as_operand(ds, OPTIONS)
+            ds = as_operand(ds, OPTIONS)
             dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
             fence_async_shared()
             meet()
@@ -314,7 +179,7 @@ def _three_results(
             dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[dq_pending])
             number = (head + g) * params.sizes.statistics_tiles + statistics_tile + m
-            _leave(dq, n, number, params, pipelines, OPTIONS, INDEX)
+            leave(dq, n, number, params, pipelines, OPTIONS, INDEX)
             dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
             queries.consumer_release(n)
             n += 1
@@ -382,13 +247,14 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         )
         of_tile = KeyTile(keys, first, steps, first_live, head, b, statistics_tile)
         if DQ_SUMS == NONE:
-            used = _seen_tiles(first, steps, query_len, keys, params, OPTIONS)
+            used = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
+            two: gl.constexpr = two_results_at_once if OPTIONS.AT_ONCE else _two_results
             if OPTIONS.IS_APART and first_key + STAY <= keys[2]:
-                dk, dv, n = _two_results(
+                dk, dv, n = two(
                     operands, results, n, used, of_tile, params, pipelines, OPTIONS, False
                 )
             else:
-                dk, dv, n = _two_results(
+                dk, dv, n = two(
                     operands, results, n, used, of_tile, params, pipelines, OPTIONS, True
                 )
         else:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.hopper.backward_keys import meet
+from torch_paged_attn.backends.triton.hopper.backward_key_steps import meet
 from torch_paged_attn.backends.triton.hopper.backward_work import (
     BATCH,
     CONTEXT_LEN,

@@ -279,14 +279,12 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
         position = info.get(tile, CONTEXT_LEN) + first_token
         head, stop_token = info.get(tile, HEAD), info.get(tile, STOP_STAY)
-        q_start = info.get(tile, Q_START)
         skipped, seen_steps = _seen_tiles(info, tile, first_token, params, OPTIONS)
         unseen = steps - skipped - seen_steps
         number = head * params.sizes.statistics_tiles + info.get(tile, STATISTICS_TILE)
         b = 0
         if pointers.alibi_slopes is not None:
             b = info.get(tile, BATCH)
-        claims.consumer_release(tile)
         slope = slope_of(b, head, params)
         token = first_token + r
         exists = token < stop_token
@@ -344,6 +342,11 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             douts.consumer_release(tile)
         if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
             queries.consumer_release(tile)
+        # read again: registers are wanted for the tiles
+        first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
+        q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)
+        position, head = info.get(tile, CONTEXT_LEN) + first_token, info.get(tile, HEAD)
+        claims.consumer_release(tile)
         # a row that has seen no key may hold NaN, and with a sink a finite lse
         if OPTIONS.HAS_RIGHT:
             lse_row = gl.where(position + r + scalars.window_right < 0, float("inf"), lse_row)

@@ -24,6 +24,7 @@ from torch_paged_attn.backends.triton.portable.dbias_kernel import _attention_db
 from torch_paged_attn.backends.triton.portable.dkdv_kernel import _attention_dkdv_kernel
 from torch_paged_attn.backends.triton.portable.dq_kernel import _attention_dq_kernel
 from torch_paged_attn.backends.triton.portable.formats import formats_of
+from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.tiles import Tiles, Traits, key_bound, traits_of
 from torch_paged_attn.backends.triton.portable.transposed_lists import plan_transposed_lists
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
@@ -37,6 +38,21 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_backward_config,
 )
 from torch_paged_attn.backward_call import BackwardCall, tensor_names
+
+# rows of the smallest tiles
+FEWEST_ROWS = 16
+
+
+def lacks_room(call: AttentionCall) -> str | None:
+    """Why shared memory does not hold the smallest tiles: in float32 the rows of keys, of values,
+    of queries and of their gradients lie there. None if it does."""
+    if call.q.dtype != torch.float32:
+        return None
+    room = target_of(call.q.device).shared_memory
+    columns = sum(sum(chunks(dim, FEWEST_ROWS)) for dim in (call.head_dim, call.head_dim_v))
+    if room is None or 2 * FEWEST_ROWS * 4 * columns + 1024 <= room:
+        return None
+    return f"is float32 with heads of {call.head_dim} and {call.head_dim_v} numbers"
 
 
 def _gap(has_layout: bool) -> int:

@@ -193,12 +193,10 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         high = (high * enlarge[:, None]).to(DTYPE)
         scale = scale * reduce
     if not OPTIONS.RAW_SCORES:
-        if pointers.q_descale is not None:
-            at = b * strides.q_descale_batch + rows.kv_head * strides.q_descale_head
-            scale = scale * tl.load(pointers.q_descale + at, mask=b < sizes.batch, other=0.0)
-        if pointers.k_descale is not None:
-            at = b * strides.k_descale_batch + rows.kv_head * strides.k_descale_head
-            scale = scale * tl.load(pointers.k_descale + at, mask=b < sizes.batch, other=0.0)
+        of_q = strides.q_descale_batch, strides.q_descale_head
+        scale = _descaled(scale, pointers.q_descale, of_q, rows, sizes.batch)
+        of_k = strides.k_descale_batch, strides.k_descale_head
+        scale = _descaled(scale, pointers.k_descale, of_k, rows, sizes.batch)
     latent_low, latent_high, latent_scale = 0.0, 0.0, 0.0
     if pointers.q_latent is not None:
         offsets = rows.row * strides.latent_token + rows.head.to(tl.int64) * strides.latent_head
@@ -232,17 +230,23 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
 
 
 @triton.jit
+def _descaled(scale, descale_ptr, strides, rows, batch):
+    """A scale times what numbers in 8 bits stand for, by sequence and KV head, if that is given."""
+    if descale_ptr is not None:
+        at = rows.b * strides[0] + rows.kv_head * strides[1]
+        scale = scale * tl.load(descale_ptr + at, mask=rows.b < batch, other=0.0)
+    return scale
+
+
+@triton.jit
 def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     """What products of latents are multiplied by: theirs is the scale of values."""
-    b = rows.b
     scale = tl.full([], 1.0, tl.float32) * scalars.scale
     if not OPTIONS.RAW_SCORES:
-        if pointers.q_descale is not None:
-            at = b * strides.q_descale_batch + rows.kv_head * strides.q_descale_head
-            scale = scale * tl.load(pointers.q_descale + at, mask=b < sizes.batch, other=0.0)
-        if pointers.v_descale is not None:
-            at = b * strides.v_descale_batch + rows.kv_head * strides.v_descale_head
-            scale = scale * tl.load(pointers.v_descale + at, mask=b < sizes.batch, other=0.0)
+        of_q = strides.q_descale_batch, strides.q_descale_head
+        scale = _descaled(scale, pointers.q_descale, of_q, rows, sizes.batch)
+        of_v = strides.v_descale_batch, strides.v_descale_head
+        scale = _descaled(scale, pointers.v_descale, of_v, rows, sizes.batch)
     return scale
 
 

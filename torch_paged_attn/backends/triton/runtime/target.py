@@ -11,6 +11,9 @@ import torch
 # the interpreter runs kernels on the CPU, program by program, in NumPy
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
+# bytes of shared memory that a program may have
+OF_DATA_CENTRES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448, "sm103": 232448}
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -38,6 +41,13 @@ class Target:
     def overlaps_launches(self) -> bool:
         """Whether a kernel can be started before the one before it has ended, to wait there."""
         return self.arch.startswith("sm") and int(self.arch[2:]) >= 90
+
+    @property
+    def shared_memory(self) -> int | None:
+        """Bytes of it that a program may have, on NVIDIA's chips: 99 KiB on those for graphics."""
+        if not self.arch.startswith("sm"):
+            return None
+        return OF_DATA_CENTRES.get(self.arch, 101376)
 
     def smallest_chunk(self, block_m: int) -> int:
         """The narrowest operand of a product in 16 bits.

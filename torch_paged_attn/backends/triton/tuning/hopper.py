@@ -92,6 +92,9 @@ class HopperBackwardConfig:
     IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
     of the results. P and dS then go through shared memory, by DS_STAGES tiles.
 
+    AT_ONCE: P and dS of a tile wait in registers until the scores of the next are asked for, and
+    all products run together (`hopper/backward_keys_at_once.py`); not in one pass.
+
     In one pass, DQ_SUMS says how dQ is added up (`hopper/sums.py`), and there are DS_STAGES tiles
     of dS and SLOTS for parts of dQ.
     """
@@ -108,6 +111,7 @@ class HopperBackwardConfig:
     DQ_SUMS: int = 0
     DS_STAGES: int = 2
     SLOTS: int = 1
+    AT_ONCE: bool = False
 
 
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
@@ -117,14 +121,27 @@ def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
             return HopperBackwardConfig(IS_SPLIT=True)
         return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=1)
     if width == 64:
-        return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2)
+        return HopperBackwardConfig(
+            STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=1, AT_ONCE=True
+        )
     return HopperBackwardConfig(STAY_STAGES=2, FIRST_STAGES=3)
 
 
-def choose_queries_config(width: int) -> HopperBackwardConfig:
-    """For dQ."""
+def choose_queries_config(
+    width: int, width_v: int, columns: int, mean_length: int
+) -> HopperBackwardConfig:
+    """For dQ. `columns` of `width` hold numbers."""
     if width == 256:
-        return HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
+        # registers that sums of 192 columns leave hold the gradients of 128
+        operands = 1 if (columns, width_v) == (192, 128) else 0
+        return HopperBackwardConfig(
+            PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True, OPERANDS=operands
+        )
+    if width == 64 and mean_length >= 2048:
+        # a third consumer hides more of the exponentials; its tiles are larger
+        return HopperBackwardConfig(
+            CONSUMERS=3, FIRST_STAGES=4, SECOND_STAGES=4, REGISTERS=160, OPERANDS=1
+        )
     return HopperBackwardConfig(FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=2 if width == 64 else 0)
 
 

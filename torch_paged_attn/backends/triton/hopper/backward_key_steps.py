@@ -1,0 +1,149 @@
+"""Steps of a consumer of tiles of keys: of a tile of queries that passes by, probabilities,
+products, and parts of dQ on their way. `backward_keys.py` and `backward_keys_at_once.py` put them
+in order.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from torch_paged_attn.backends.triton.hopper.consumer import clear_before
+from torch_paged_attn.backends.triton.hopper.scores import probabilities
+from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, add_registers, leave_part
+
+# a named barrier of both consumers: Triton uses the first few for its own
+MEETING = gl.constexpr(8)
+
+
+class KeyPipelines(NamedTuple):
+    """What is on its way between the warps of a program."""
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
+    p: Any  # shared memory for P; None unless consumers share out columns
+    ds: Any  # the same for dS, and in one pass
+    sums: Any  # parts of dQ on their way out; None unless BY_BOX
+    done: Any  # barriers of results that lie where keys and values lay
+    info: Any
+    claims: Any
+
+
+class KeyTile(NamedTuple):
+    """A consumer's keys of a tile and the queries that pass by them, as values of the kernel."""
+
+    keys: Any  # the first one, how many keys are before the queries, and how many in all
+    first: Any  # query that passes by
+    steps: Any  # tiles of queries that pass by, of each head
+    first_live: Any  # queries before this one see no key
+    head: Any  # of queries, the first
+    b: Any  # the sequence
+    statistics_tile: Any
+
+
+@gluon.jit
+def meet():
+    """Wait for the other consumer."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [MEETING], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def probabilities_of(
+    s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
+):  # fmt: skip
+    """P^T of fill n as an operand, and what the gradient needs of it."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
+    dtype: gl.constexpr = pipelines.k.tiles.dtype
+    first_key, context_len, key_len = keys
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
+    position = context_len + row
+    p, weight = probabilities(
+        s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
+    )
+    return weight, gl.convert_layout(p.to(dtype), operand)
+
+
+@gluon.jit
+def as_operand(ds, OPTIONS: gl.constexpr):
+    """dS^T for the product that gives dK."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    return gl.convert_layout(ds, operand)
+
+
+@gluon.jit
+def ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
+    """The product dP^T less D, from which it starts."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+    start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
+    pipelines.dout.consumer_wait(n)
+    dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
+    return warpgroup_mma(v, dout.permute((1, 0)), start, is_async=True)
+
+
+@gluon.jit
+def leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+    """A part of dQ on its way out: of fill n, tile `number` of all heads."""
+    if OPTIONS.DQ_SUMS == BY_BOX:
+        leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
+    else:
+        add_registers(dq, params.pointers.dq_sums, number, INDEX)
+
+
+@gluon.jit
+def wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
+    """Fill n of the queries."""
+    PASS: gl.constexpr = OPTIONS.PASS
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
+    pipelines.q.consumer_wait(n)
+    q = pipelines.q.tile(n).reshape([PASS, WIDTH])
+    if OPTIONS.HAS_RIGHT and row < first_live:
+        clear_before(q, first_live - row)
+        pipelines.dout.consumer_wait(n)
+        clear_before(pipelines.dout.tile(n).reshape([PASS, WIDTH_V]), first_live - row)
+    return q
+
+
+@gluon.jit
+def seen_tiles(first, steps, query_len, keys, params, OPTIONS: gl.constexpr):
+    """Which of the queries that pass by see a consumer's keys: the number of the first tile of
+    them, and how many. It lets go of one between heads, of whose last it holds another."""
+    gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.FIRST_STAGES >= 3)
+    PASS: gl.constexpr = OPTIONS.PASS
+    scalars = params.scalars
+    first_key, context_len, key_len = keys
+    skipped = 0
+    seen = steps
+    if OPTIONS.HAS_RIGHT:
+        skipped = gl.maximum(first_key - context_len - scalars.window_right - first, 0) // PASS
+    if OPTIONS.HAS_LEFT:
+        last_key = gl.minimum(first_key + OPTIONS.STAY, key_len) - 1
+        stop = gl.minimum(query_len, last_key - context_len + scalars.window_left + 1)
+        seen = gl.maximum((stop - first + PASS - 1) // PASS, 0)
+    seen = gl.maximum(gl.where(first_key < key_len, seen, 0) - skipped, 0)
+    return gl.minimum(skipped, steps - seen), seen
+
+
+@gluon.jit
+def pass_by(pipelines, n, count):
+    """Let go of fills that a consumer has no use for."""
+    for i in range(n, n + count):
+        pipelines.q.consumer_wait(i)
+        pipelines.q.consumer_release(i)
+        pipelines.dout.consumer_wait(i)
+        pipelines.dout.consumer_release(i)
+    return n + count
