@@ -158,11 +158,12 @@ def test_sizes_are_no_part_of_the_description(options):
     """A launch cache keeps kernel and scalars for calls that differ in sizes and memory only."""
     described, sizes = set(), set()
     for seqs in (((300, 0),), ((513, 90), (290, 0)), ((280, 16),) * 16):
-        call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
-        config, packed_heads = tiles.choose_tiles(call)
-        scalars = tiles.scalars_of(call, packed_heads)
-        described.add((tiles.options_of(call, config, packed_heads), scalars))
-        sizes.add(tiles.sizes_of(call, lists_per_head=3))
+        with assume(HOPPER):
+            call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
+            config, packed_heads = tiles.choose_tiles(call)
+            scalars = tiles.scalars_of(call, packed_heads)
+            described.add((tiles.options_of(call, config, packed_heads), scalars))
+            sizes.add(tiles.sizes_of(call, lists_per_head=3))
     assert len(described) == 1
     assert len(sizes) == 3
 
@@ -380,6 +381,7 @@ def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
         (((40, 0),) * 512, dict(num_kv_heads=4), 40, "portable"),  # few rows in a tile
         (((40, 0),) * 512, dict(num_heads=8, head_dim=128), 40, "hopper"),  # which heads fill
         (((100, 0),) * 5, dict(num_heads=8, head_dim=128), 100, "portable"),  # few tiles
+        (((480, 0),) * 4, dict(num_heads=12, num_kv_heads=12), 480, "hopper"),  # longer sequences
     ],
 )
 def test_short_sequences(seqs, options, longest, kernels):
@@ -392,6 +394,78 @@ def test_short_sequences(seqs, options, longest, kernels):
             assert flash_varlen.in_turns(call, other) == 0
         paged = hopper_call(dataclasses.replace(problem, seqs=seqs[:5], page_size=16))
         assert flash_varlen.in_turns(paged, longest) == 0
+
+
+def chunks(seqs, heads=(32, 8, 128), page_size=16, reach=0, **options):
+    """A call of chunks of prompts whose table has room for 131,072 keys."""
+    problem = Problem("chunks", seqs, *heads, dtype=bf16, page_size=page_size, **options)
+    table = torch.zeros(len(seqs), 2**17 // page_size, dtype=torch.int32)
+    return hopper_call(problem, block_table=table, max_seqlen_k=reach)
+
+
+@pytest.mark.parametrize(
+    "queries, heads, reach, is_numbered, is_sorted",
+    [
+        (1008, (32, 32, 128), 2048, True, True),
+        (1008, (32, 32, 128), 4096, False, False),  # its keys do not stay in the cache
+        (1008, (32, 8, 128), 4096, False, True),  # better cut, as far as is known
+        (260, (32, 8, 128), 1024, False, True),  # the same: less than half of the chip
+        (243, (40, 8, 128), 512, True, True),
+        (1008, (32, 32, 128), 0, False, False),  # nobody says anything
+        (4000, (32, 8, 128), 2048, False, False),  # many tiles
+    ],
+)
+def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted):
+    with assume(HOPPER):
+        call = chunks(((queries, 90),), heads, reach=reach)
+        form = flash_varlen.form_of(call, 0)
+        config, packed = tiles.choose_tiles(call, form)
+        assert form == tiles.Form(is_numbered=is_numbered)
+        heads_at_once = tiles.scalars_of(call, packed).heads_per_unit * packed
+        assert heads_at_once == (call.num_heads if is_sorted else call.group_size)
+        assert tiles.options_of(call, config, packed, form).IS_LISTED is not is_numbered
+
+
+@pytest.mark.parametrize(
+    "seqs, heads, reach, consumers",
+    [
+        (((381, 8500),), (8, 4, 256), 16384, 2),
+        (((482, 4000),), (8, 4, 256), 8192, 1),
+        (((219, 1867),), (32, 32, 128), 4096, 1),  # one wave of tiles
+        (((243, 70),), (40, 8, 128), 512, 2),  # more than one
+        (((219, 1867),), (8, 8, 128), 4096, 2),  # less than half of one
+        (((1775, 27000),) * 4, (64, 8, 64), 32768, 3),
+        (((1775, 2000),) * 4, (64, 8, 64), 4096, 2),
+    ],
+)
+def test_consumers_of_chunks(seqs, heads, reach, consumers):
+    with assume(HOPPER):
+        assert consumers == tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0].CONSUMERS
+
+
+@pytest.mark.parametrize("group, tokens", [(5, 12), (7, 9), (3, 21), (6, 10), (8, 8)])
+def test_tokens_of_a_group_fill_a_tile(group, tokens):
+    """Boxes of so many tokens and heads; what Triton compiles for has 64 rows."""
+    with assume(HOPPER):
+        call = chunks(((90, 90),), (4 * group, 4, 128), reach=512)
+        config, packed = tiles.choose_tiles(call)
+        options = tiles.options_of(call, config, packed)
+        assert (packed, options.TOKENS) == (group, tokens)
+        boxes = tiles.boxes_of(call, call.new_results()[0], options)
+    for box in (boxes[0], boxes[3]):
+        tensor_map = box.at(16)
+        filled = getattr(tensor_map, "filled", tuple(tensor_map.block_shape))
+        assert filled == (1, 1, tokens, group, 128)
+        assert torch.Size(tensor_map.block_shape).numel() == 64 * 128
+
+
+def test_heads_of_any_width_are_batch_invariant():
+    for dim in (64, 96, 128, 256):
+        problem = Problem("wide", MIXED, 8, 2, dim, dtype=bf16, page_size=16, batch_invariant=True)
+        with assume(HOPPER):
+            assert flash_varlen.kernels_of(hopper_call(problem))[0] == "hopper"
+            call = hopper_call(dataclasses.replace(problem, num_heads=14))
+            assert flash_varlen.kernels_of(call)[0] == "portable"
 
 
 @pytest.mark.parametrize(
@@ -411,21 +485,20 @@ def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
 
 
 @pytest.mark.parametrize(
-    "longest, keys, is_packed, said",
+    "keys, is_packed, said",
     [
-        (1, 900, False, 1024),
-        (5, 1024, False, 1024),
-        (5, 1025, False, 2048),
-        (1, 7, False, 512),
-        (1, 10**6, False, 131072),
-        (1, 0, False, 0),
-        (0, 900, False, 0),
-        (5, 900, True, 0),
-        (5, torch.tensor(900), False, 0),
+        (900, False, 1024),
+        (1024, False, 1024),
+        (1025, False, 2048),
+        (7, False, 512),
+        (10**6, False, 131072),
+        (0, False, 0),
+        (900, True, 0),
+        (torch.tensor(900), False, 0),
     ],
 )
-def test_what_is_said_of_its_keys(longest, keys, is_packed, said):
-    assert flash_varlen.said_of_reach(longest, keys, is_packed) == said
+def test_what_is_said_of_its_keys(keys, is_packed, said):
+    assert flash_varlen.said_of_reach(keys, is_packed) == said
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -38,13 +38,13 @@ if HAS_GPU:
         "int8": ((8, 2, 128), {"kv_dtype": torch.int8, "descale": "heads"}),
     }
 
-# of pages of other sizes, and of packed keys: no kernel for Hopper takes all that the others take
+# of pages of other sizes, and of packed keys
 SAME_ELSEWHERE = ("window_sinks",)
 PAGE_SIZES = (0, 1, 16, 128)
 # where stretches of keys begin, and around
 CUTS = (0, 1, 100, LENGTH)
 if HAS_GPU:
-    SAME_ELSEWHERE += ("plain", "d128", "d128_window", "d256")
+    SAME_ELSEWHERE += ("plain", "d128", "d128_window", "d256", "softcap")
     CUTS = (0, 1, 63, 511, 512, 513, 1500, 2047, 2048, 4096, LENGTH - 1, LENGTH)
 
 

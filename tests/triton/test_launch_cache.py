@@ -199,13 +199,14 @@ class Param:
 
 
 class Kernel:
-    """Stands for a kernel: notes the launches that go through Triton, and the others."""
+    """Stands for a kernel: notes what is compiled, the launches that go through Triton, and the
+    others."""
 
     arg_names = ("q", "group", "tokens", "heads", "BLOCK")
     params = tuple(map(Param, arg_names))
 
     def __init__(self):
-        self.by_triton, self.by_launcher = [], []
+        self.compiled, self.by_triton, self.by_launcher = [], [], []
 
     def __getitem__(self, grid):
         def run(*args, **options):
@@ -213,6 +214,10 @@ class Kernel:
             return self
 
         return run
+
+    def warmup(self, *args, grid, **options):
+        self.compiled.append((grid, args, options))
+        return self
 
     def ready(self):
         start = lambda *args: self.by_launcher.append(args)  # noqa: E731
@@ -232,30 +237,31 @@ def some(kernel, tokens=5, heads=4, block=64):
     return Launch(kernel, (2, 3), tokens=tokens, heads=heads, BLOCK=block, num_warps=4)
 
 
-def test_a_launch_goes_through_triton_once_then_hands_over_addresses(known):
+def test_a_launch_is_compiled_by_triton_once_and_hands_over_addresses(known):
     kernel, q, k = Kernel(), torch.zeros(4), torch.zeros(4)
     launch = some(kernel)
     assert not launch.is_ready
     launch(q, (k, None))
     options = {"tokens": 5, "heads": 4, "BLOCK": 64, "num_warps": 4}
-    assert kernel.by_triton == [((2, 3, 1), (q, (k, None)), options)]
+    assert kernel.compiled == [((2, 3, 1), (q, (k, None)), options)]
     assert launch.is_ready
     launch(k, (q, None))
     launch.start(11, (q.data_ptr(), None))
     fixed = 2, 3, 1, STREAM, "fixed"
     assert kernel.by_launcher == [
+        (*fixed, q.data_ptr(), (k.data_ptr(), None), 5, 4, 64),
         (*fixed, k.data_ptr(), (q.data_ptr(), None), 5, 4, 64),
         (*fixed, 11, (q.data_ptr(), None), 5, 4, 64),
     ]
-    assert len(kernel.by_triton) == 1
+    assert len(kernel.compiled) == 1 and not kernel.by_triton
 
 
 def test_a_new_number_of_tokens_takes_the_kernel_that_is_there(known):
     kernel, q = Kernel(), torch.zeros(4)
     some(kernel)(q, (None,))
     some(kernel, tokens=6)(q, (None,))
-    assert len(kernel.by_triton) == len(kernel.by_launcher) == 1
-    assert kernel.by_launcher[0][-3:] == (6, 4, 64)
+    assert len(kernel.compiled) == 1
+    assert [x[-3:] for x in kernel.by_launcher] == [(5, 4, 64), (6, 4, 64)]
 
 
 def off_by_four():
@@ -281,7 +287,7 @@ def test_what_a_kernel_is_compiled_for_is_the_key(name, known, monkeypatch):
         monkeypatch.setattr(launch_cache, "current_device", lambda: 1)
     make, pointer = OTHER_LAUNCHES[name]
     make(kernel)(pointer(), (None,))
-    assert len(kernel.by_triton) == 2
+    assert len(kernel.compiled) == 2
 
 
 @pytest.mark.parametrize("why", ["another Triton", "scratch memory"])
@@ -322,6 +328,15 @@ def test_pointers_become_addresses_and_tensor_maps_arguments(known):
     assert found == ["map 0", None, x.data_ptr(), (x.data_ptr(), None), "map 1"]
 
 
+def test_a_tensor_map_fills_less_than_triton_knows():
+    """Triton's own boxes, of powers of two, are loaded by columns."""
+    tensor_map, description = types.SimpleNamespace(), {"block_size": [1, 64, 1, 64], "swizzle": 3}
+    assert launch_cache.as_filled(description, tensor_map) is description
+    launch_cache.fill_less(tensor_map, (1, 12, 5, 128))
+    found = launch_cache.as_filled(description, tensor_map)
+    assert found == {"block_size": [1, 12, 5, 64], "swizzle": 3}
+
+
 def test_a_launch_of_other_sizes_is_ready_if_numbers_are_as_short(known):
     kernel, q = Kernel(), torch.zeros(4)
     launch = some(kernel)
@@ -329,7 +344,8 @@ def test_a_launch_of_other_sizes_is_ready_if_numbers_are_as_short(known):
     launch(q, (None,))
     resized = launch.resized((4,), tokens=6)
     resized.start(q.data_ptr(), (None,))
-    assert kernel.by_launcher == [(4, 1, 1, STREAM, "fixed", q.data_ptr(), (None,), 6, 4, 64)]
+    started = (4, 1, 1, STREAM, "fixed", q.data_ptr(), (None,), 6, 4, 64)
+    assert len(kernel.by_launcher) == 2 and kernel.by_launcher[1] == started
     assert not launch.resized((4,), tokens=2**31).is_ready
 
 
@@ -378,7 +394,7 @@ def test_launches_that_share_a_kernel_share_it_in_triton_and_sizes_share_one():
         model(((1, n), (1, n // 3), (1, 2)), spare_pages=spare)
         for n, spare in ((300, 0), (301, 1), (16 * 29, 16), (16 * 30 - 1, 1))
     ]
-    prefill = [model(((n, 60), (n, 0))) for n in (700, 701, 16 * 44)]
+    prefill = [model(((n, 2000), (n, 0))) for n in (700, 701, 16 * 44)]
     with cross_compile.workers(1) as pool:
         found = pool.submit(launches, [*decode, *prefill]).result()
     theirs = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton import flash_varlen, mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
@@ -80,6 +80,54 @@ def test_which_calls_are_mixed(seqs, longest, expected):
         assert mixed.is_mixed(call_of(problem), longest) is expected
 
 
+SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
+
+
+@pytest.mark.parametrize(
+    "options, longest_keys, expected",
+    [
+        (dict(), 900, (128, 8, 64, 2)),
+        (dict(), 2048, (128, 8, 64, 2)),
+        (dict(), 2049, None),  # tiles may have to be cut
+        (dict(), 0, None),  # nobody says
+        (dict(seqs=SHORT_STEP[:5] * 40 + SHORT_STEP[5:]), 900, None),  # a tile for each decode
+        (dict(seqs=SHORT_STEP[:5] * 15 + SHORT_STEP[5:]), 900, (128, 8, 128, 1)),
+        (dict(seqs=((900, 0), *SHORT_STEP)), 900, None),  # products are most of it
+        (dict(window_size_left=127), 0, (128, 8, 64, 1)),
+        (dict(window_size_left=127, seqs=((900, 0), *SHORT_STEP)), 0, (128, 8, 64, 1)),
+        (dict(window_size_left=4095), 0, None),
+        (dict(num_heads=56), 900, (128, 7, 128, 2)),
+        (dict(num_heads=56, seqs=((500, 0), *SHORT_STEP)), 900, (128, 7, 128, 2)),
+        (dict(num_heads=40), 900, (128, 5, 128, 2)),
+        (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 128, 2)),
+        (dict(page_size=1), 900, (128, 8, 128, 1)),
+        (dict(page_size=1, seqs=SHORT_STEP * 3), 900, None),
+        (dict(head_dim=64), 900, None),
+        (dict(head_dim=64, window_size_left=127), 900, None),
+        (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
+        (dict(kv_dtype=torch.int8), 900, None),
+        (dict(num_heads=16, head_dim=256), 900, (256, 2, 64, 1)),
+    ],
+)  # fmt: skip
+def test_which_batches_need_no_list(options, longest_keys, expected):
+    """By what is said of the longest sequence's keys: heads of a tile, its keys, and consumers."""
+    plain = dict(seqs=SHORT_STEP, num_heads=64, num_kv_heads=8, head_dim=128, page_size=16)
+    problem = Problem("p", **plain | options, dtype=bf16)
+    with assume(HOPPER):
+        call = dataclasses.replace(call_of(problem), max_seqlen_k=longest_keys)
+        # a table as wide as engines have them
+        table = call.block_table.new_zeros(call.batch, 1 << 13)
+        call = dataclasses.replace(call, block_table=table)
+        kernels, _ = flash_varlen.kernels_of(call)
+        assert (kernels == "hopper") is (expected is not None)
+        if expected is not None:
+            form = flash_varlen.form_of(call, 0)
+            config, heads = tiles.choose_tiles(call, form)
+            assert form == tiles.Form(is_numbered=True)
+            found = support.width_of(call.head_dim), heads, config.BLOCK_N, config.CONSUMERS
+            assert found == expected
+
+
 @pytest.mark.parametrize("queries, expected", [(300, (5, 1)), (9000, (1, 2))])
 def test_heads_and_consumers_of_a_tile(queries, expected):
     """All heads of a group, and one consumer, where rows are few."""
@@ -88,11 +136,6 @@ def test_heads_and_consumers_of_a_tile(queries, expected):
         call = call_of(problem)
         config, heads = tiles.choose_tiles(call, mixed.form_of(call))
         assert (heads, config.CONSUMERS) == expected
-        # tokens that are no whole number of heads apart
-        strides = call.q.stride(0) + 8, *call.q.stride()[1:]
-        q = torch.empty(call.q.shape[0] * strides[0], dtype=bf16).as_strided(call.q.shape, strides)
-        call = dataclasses.replace(call, q=q)
-        assert tiles.choose_tiles(call, mixed.form_of(call))[1] == 1
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:3], ids=lambda p: p.name)
@@ -134,13 +177,22 @@ def test_compiles(problem):
         assert kernel.faults("sm90", problem.name) == []
 
 
+def plan_numbered(call):
+    """Hopper's kernel alone, without a list of tiles."""
+    return hopper.plan_attention(call, form=tiles.Form(is_numbered=True))
+
+
+PLANS = {"both": mixed.plan_attention, "numbered": plan_numbered}
+
+
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
-def test_both_agree_with_the_reference(problem):
+def test_agrees_with_the_reference(problem, kind):
     call = call_of(problem, "cuda")
     assert support.unsupported(call) is None
     truth = build(problem).truth()
-    plan = mixed.plan_attention(call)
+    plan = PLANS[kind](call)
     first = plan(tensors_of(call), None)
     assert_accurate(*first, truth)
     tensors = tensors_of(call)
@@ -168,13 +220,14 @@ def test_pieces_of_one_sequence(problem):
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-def test_lengths_change_between_replays():
+@pytest.mark.parametrize("kind", PLANS)
+def test_lengths_change_between_replays(kind):
     """A captured step does whatever the lengths are when it is replayed."""
     problem = Problem(
         "graph", ((1, 700), (90, 400), (1, 20), (8, 600)), 8, 2, 128, dtype=bf16, page_size=16
     )
     call = call_of(problem, "cuda")
-    plan, tensors = mixed.plan_attention(call), tensors_of(call)
+    plan, tensors = PLANS[kind](call), tensors_of(call)
     plan(tensors, None)
     addresses = [x.data_ptr() for x in tensors]
     plan(tensors, addresses)

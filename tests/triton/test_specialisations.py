@@ -33,9 +33,11 @@ def test_one_kernel_for_all_lengths():
     ragged = [model([(n, 0), (n + 7, 90), (1, n)], page_size=None) for n in range(700, 705)]
     # sizes of 1 and of multiples of 16, of which Triton would compile kernels of their own
     ragged += [model([(n, 0)] * b, page_size=None) for n, b in ((1024, 1), (1031, 1), (256, 16))]
-    found = specialisations([*ragged, *(model([(n, 60), (n, 0)]) for n in range(700, 705))])
-    # packed and paged; of packed ones, where one head fills its tiles and where it does not
-    assert found == {"_hopper_attention_fwd_kernel": 3, "_tile_order_kernel": 3}
+    few = [model([(n, 60), (n, 0)]) for n in range(700, 705)]
+    found = specialisations([*ragged, *few, *(model([(n, 2000), (n, 0)]) for n in range(700, 705))])
+    # packed and paged; of packed ones, where one head fills its tiles and where it does not; of
+    # paged ones, with few keys, whose tiles are not listed, and with many
+    assert found == {"_hopper_attention_fwd_kernel": 4, "_tile_order_kernel": 3}
 
 
 def test_few_kernels_for_all_batches():

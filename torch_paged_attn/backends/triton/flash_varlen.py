@@ -12,7 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
-from torch_paged_attn.backends.triton.hopper.tiles import Form
+from torch_paged_attn.backends.triton.hopper.tiles import Form, is_numbered
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -106,7 +106,11 @@ def form_of(call: AttentionCall, longest: int) -> Form:
     """What Hopper's kernel is told of a batch that it has for itself."""
     if call.is_batch_invariant:
         return Form(is_guessed=support.is_few_rows(call))
+    if mixed.is_mixed(call, longest) and is_numbered(call):
+        return Form(is_numbered=True)
     is_guessed = support.is_guessed(call, longest)
+    if not is_guessed and support.are_few_chunks(call):
+        return Form(is_numbered=True)
     is_dealt = is_guessed and support.is_dealt(call)
     return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
 
@@ -120,6 +124,8 @@ def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
     if reason is not None:
         return "portable", reason
     if not call.is_batch_invariant and mixed.is_mixed(call, longest):
+        if is_numbered(call):
+            return "hopper", None
         return "hopper and portable", "the batch may hold long and short sequences"
     return "hopper", None
 
@@ -159,12 +165,11 @@ def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> in
     return longest if longest <= support.MOST_SHORT else 0
 
 
-def said_of_reach(longest: int, max_seqlen_k: Any, is_packed: bool) -> int:
-    """What a plan is told of the keys of the longest sequence, where a plan is told of `longest`
-    queries and keys are in pages: a power of two that is not less, or the largest of these; 0 where
-    nothing is said.
+def said_of_reach(max_seqlen_k: Any, is_packed: bool) -> int:
+    """What a plan is told of the keys of the longest sequence, where keys are in pages: a power of
+    two that is not less, or the largest of these; 0 where nothing is said.
     """
-    if is_packed or not longest or type(max_seqlen_k) is not int or not max_seqlen_k:
+    if is_packed or type(max_seqlen_k) is not int or not max_seqlen_k:
         return 0
     return 1 << min(max((max_seqlen_k - 1).bit_length(), LEAST_REACH), MOST_REACH)
 
@@ -198,7 +203,7 @@ class AttentionOp:
         tensors = *args[:at], *args[at + 2 :]
         is_packed = len(args) <= self._table or args[self._table] is None
         longest = said_of_longest(args[at], args[at + 1], is_packed)
-        key, plan = self._kinds[longest, said_of_reach(longest, args[at + 1], is_packed)]
+        key, plan = self._kinds[longest, said_of_reach(args[at + 1], is_packed)]
         return launch_cache.call(key, plan, tensors, options)
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:

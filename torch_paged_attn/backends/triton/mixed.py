@@ -4,6 +4,9 @@ Hopper's kernel takes those that fill its tiles, the portable one, which reads k
 memory gives them, the others; unless these are so little work that one kernel had better do all.
 That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
 second kernel starts where the first one leaves room, and ends after it.
+
+Batches of few keys take neither (`hopper/tiles.py`, `is_numbered`): deciding takes 6 to 8 us, and
+the second kernel some more to begin and to end.
 """
 
 from typing import Any

@@ -78,9 +78,7 @@ def parse(target: str) -> Target:
 def _attention(call: AttentionCall) -> Path:
     is_packed = call.block_table is None
     longest = said_of_longest(call.max_seqlen_q, call.max_seqlen_k, is_packed)
-    call = dataclasses.replace(
-        call, max_seqlen_k=said_of_reach(longest, call.max_seqlen_k, is_packed)
-    )
+    call = dataclasses.replace(call, max_seqlen_k=said_of_reach(call.max_seqlen_k, is_packed))
     kernels, reason = kernels_of(call, longest)
     turns = in_turns(call, longest)
     details: dict[str, Any] = {"target": target_of(call.q.device).arch}
@@ -133,7 +131,8 @@ def _hopper(call: AttentionCall, form: hopper.Form) -> tuple[dict[str, Any], int
         "keys_per_tile": options.BLOCK_N,
         "grid": (programs,),
         "most_pieces_of_tiles": options.MOST_PARTS,
-        "config": dataclasses.asdict(config),
+        # stages are those that fit
+        "config": {name: getattr(options, name) for name in dataclasses.asdict(config)},
     }
     return found, WORD * (math.prod(listed) + hopper.part_elements(options, programs))
 

@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     batch: int
     total_q: int
     # lists of blocks; where tiles are not listed units of a sequence, or where they are dealt out
-    # keys that a block table has room for; else 0
+    # or numbered keys that a block table has room for; else 0
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
@@ -77,9 +77,6 @@ class Scalars(NamedTuple):
     stride_k_head: int = 0
     stride_v: int = 0
     stride_v_head: int = 0
-    # where rows of a tile are nobody's: heads from one token to the next, of q and of the result
-    q_row_heads: int = 0
-    out_row_heads: int = 0
 
 
 class Options(NamedTuple):
@@ -94,9 +91,8 @@ class Options(NamedTuple):
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
     COLUMNS: int  # of WIDTH, those that products over it take
-    PACKED_HEADS: int  # query heads that share a tile
-    HEAD_ROWS: int  # rows of a token: a power of two, not less; rows past the heads are nobody's
-    TOKENS: int  # tokens of a consumer: BLOCK_M // HEAD_ROWS
+    PACKED_HEADS: int  # query heads that share a tile: rows of a token
+    TOKENS: int  # of a consumer: as many as its rows hold; rows that are left over are nobody's
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys
     IS_CAUSAL: bool
@@ -119,7 +115,8 @@ class Options(NamedTuple):
     COUNTERS: int  # words of the list of tiles before its entries
     LETS_FOLLOW: bool  # the next kernel starts beside this one
     IS_LISTED: bool = True  # tiles come from a list, the longest first
-    IS_DEALT: bool = False  # or are found by each program, with its share of the keys
+    IS_DEALT: bool = False  # or are found by each program, with its share of the keys,
+    IS_NUMBERED: bool = False  # or by their numbers (`numbered_tiles.py`)
     LEAST_SHARE: int = 0  # tiles of keys that it has at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False

@@ -75,7 +75,7 @@ def plan_launches(
     chosen, packed_heads = tiles.choose_tiles(call, form)
     options = tiles.options_of(call, config or chosen, packed_heads, form)
     of_unlisted = tiles.units_in_turns(call, options, form)
-    if options.IS_DEALT:
+    if options.IS_DEALT or options.IS_NUMBERED:
         of_unlisted = tiles.sizes_of_list(call)[2]
     list_tiles = None
     if options.IS_LISTED:

@@ -27,7 +27,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     produce_tiles,
 )
 from torch_paged_attn.backends.triton.hopper.stretches import new_left
-from torch_paged_attn.backends.triton.hopper.tma import shape_of_tiles
+from torch_paged_attn.backends.triton.hopper.tma import boxes, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
 # consumers come first, then this many producers
@@ -89,9 +89,7 @@ def _hopper_attention_fwd_kernel(
     q_layout: gl.constexpr = q_desc.layout
     k_layout: gl.constexpr = k_desc.layout
     v_layout: gl.constexpr = v_desc.layout
-    q_shape: gl.constexpr = [
-        Q_STAGES * CONSUMERS, 1, 1, OPTIONS.TOKENS, OPTIONS.HEAD_ROWS, OPTIONS.WIDTH,
-    ]  # fmt: skip
+    q_shape: gl.constexpr = boxes(Q_STAGES * CONSUMERS, q_desc.block_shape)
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
     queries = new_pipeline(dtype, q_shape, q_layout, Q_STAGES, CONSUMERS, 1)

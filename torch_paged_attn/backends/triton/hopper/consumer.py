@@ -151,7 +151,7 @@ def _clear_from(tile, first):
 @gluon.jit
 def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
-    HEAD_ROWS: gl.constexpr = OPTIONS.HEAD_ROWS
+    HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
     first_key = work_info.get(tile, FIRST_KEY)
@@ -163,13 +163,13 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     head = work_info.get(tile, HEAD)
     box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * OPTIONS.CONSUMERS + INDEX)
     context_len = work_info.get(tile, CONTEXT_LEN)
-    position = context_len + first_token + r // HEAD_ROWS
+    position = context_len + first_token + r // HEADS
     b = work_info.get(tile, BATCH)
     is_sequence = of_heads((r >= 0) & (b < params.sizes.batch), r, OPTIONS)
     slope = 0.0
     if pointers.alibi_slopes is not None:
         slope_ptr = pointers.alibi_slopes + b * scalars.stride_alibi_batch
-        slope_ptr += (head + r % HEAD_ROWS) * scalars.stride_alibi_head
+        slope_ptr += (head + r % HEADS) * scalars.stride_alibi_head
         slope = gl.load(slope_ptr, mask=is_sequence, other=0.0) * scalars.alibi_scale
     full_start = 0
     full_stop = key_len

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.pipeline import new_pipeline
+from torch_paged_attn.backends.triton.hopper.tma import boxes
 from torch_paged_attn.backends.triton.hopper.work_info import FIRST_KEY, KV_STOP, NUM_KV_TILES
 
 # registers of a converter's thread, and the rows that it converts at a time
@@ -41,17 +42,12 @@ def new_tiles(
     return new_pipeline(dtype, shape, layout, STAGES, CONSUMERS, 1)
 
 
-@gluon.constexpr_function
-def _one_of_each(count, box):
-    return [count, *box]
-
-
 @gluon.jit
 def new_results(desc, CONSUMERS: gl.constexpr):
     """A box of results for each consumer."""
     dtype: gl.constexpr = desc.dtype
     layout: gl.constexpr = desc.layout
-    shape: gl.constexpr = _one_of_each(CONSUMERS, desc.block_shape)
+    shape: gl.constexpr = boxes(CONSUMERS, desc.block_shape)
     return gl.allocate_shared_memory(dtype, shape, layout)
 
 

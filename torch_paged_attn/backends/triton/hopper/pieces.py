@@ -121,7 +121,9 @@ def leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.co
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, result)), 0)
     # rows past the tile's last token are nobody's
-    exists = of_heads(rows.first_token + row // OPTIONS.HEAD_ROWS < rows.stop_token, row, OPTIONS)
+    exists = of_heads(
+        rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token, row, OPTIONS
+    )
     gl.store(pointers.parts + part * (ROWS * WIDTH) + row * WIDTH + column, acc, mask=exists)
     gl.store(references + part * (2 * ROWS) + r, m_i)
     gl.store(references + part * (2 * ROWS) + ROWS + r, total)
@@ -231,7 +233,8 @@ def _add_parts(
     r = gl.arange(0, ROWS, by_row)
     row = gl.expand_dims(r, 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    exists = of_heads(rows.first_token + row // OPTIONS.HEAD_ROWS < rows.stop_token, row, OPTIONS)
+    token = rows.first_token + row // OPTIONS.PACKED_HEADS
+    exists = of_heads(token < rows.stop_token, row, OPTIONS)
     shift = finite(gl.convert_layout(m_all, by_row))
     values = pointers.parts + first + row * WIDTH + column
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)

@@ -18,6 +18,10 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
     tiles_of,
 )
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
+from torch_paged_attn.backends.triton.hopper.numbered_tiles import (
+    find_numbered,
+    numbers_of_tiles,
+)
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
     pack_pieces,
@@ -26,7 +30,7 @@ from torch_paged_attn.backends.triton.hopper.pieces import (
     visited_of_piece,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
-from torch_paged_attn.backends.triton.hopper.tma import load_heads, load_rows
+from torch_paged_attn.backends.triton.hopper.tma import bytes_of_rows, load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
     BATCH,
     CONTEXT_LEN,
@@ -194,16 +198,11 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         work_info.put(tile, FIRST_PART, first_part)
     thread_barrier()  # the thread that arrives has not written all of these
     barrier = pipelines.q.full_barrier(tile)
-    mbarrier.expect(barrier, q_desc.block_type.nbytes * CONSUMERS)
+    mbarrier.expect(barrier, bytes_of_rows(q_desc.block_type, TOKENS * PACKED_HEADS) * CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
         row = first_token + i * TOKENS
-        if OPTIONS.HEAD_ROWS > PACKED_HEADS:
-            first_head = head * PACKED_HEADS
-            per_row = scalars.q_row_heads
-            load_heads(q_desc, q_start, stop_token, row, first_head, per_row, barrier, box)
-        else:
-            load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
+        load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
 
     list_ptr = 0
@@ -300,6 +299,24 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
             tile += 1
             # claimed while the consumers are busy, so that the next queries are there in time
             unit = gl.atomic_add(pointers.tile_list, 1) + programs
+    elif OPTIONS.IS_NUMBERED:
+        heads = scalars.num_heads // OPTIONS.PACKED_HEADS
+        numbers = numbers_of_tiles(params, OPTIONS)
+        place = unit
+        for first in range(0, numbers * heads, programs):
+            unit = first + place
+            found = find_numbered(numbers - 1 - unit // heads, params, OPTIONS)
+            if found.exists:
+                sequence = found.sequence
+                at = QueryTile(
+                    unit % heads, 0, found.b, found.first_token, sequence.q_start,
+                    sequence.query_len, sequence.k_start, sequence.key_len,
+                    gl.minimum(found.first_token + STEP, sequence.query_len),
+                )  # fmt: skip
+                n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
+                tile += 1
+            # back and forth
+            place = programs - 1 - place
     else:
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         # units of a sequence, for each head: tiles are dealt to them in turns

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.softmax import LN2, with_sink
-from torch_paged_attn.backends.triton.hopper.tma import store_heads, store_rows
+from torch_paged_attn.backends.triton.hopper.tma import store_rows
 
 # what Triton 3.6 has as a private method
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -22,9 +22,10 @@ def seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def of_heads(mask, r, OPTIONS: gl.constexpr):
-    """A mask of rows without those that are no head's."""
-    if OPTIONS.HEAD_ROWS > OPTIONS.PACKED_HEADS:
-        mask = mask & (r % OPTIONS.HEAD_ROWS < OPTIONS.PACKED_HEADS)
+    """A mask of rows without those that are left over."""
+    ROWS: gl.constexpr = OPTIONS.TOKENS * OPTIONS.PACKED_HEADS
+    if ROWS < OPTIONS.BLOCK_M:
+        mask = mask & (r < ROWS)
     return mask
 
 
@@ -37,11 +38,11 @@ def store_lse(m_i, total, at, rows, params, OPTIONS: gl.constexpr):
     gain = 1.0
     m_i *= LN2
     if pointers.sinks is not None:
-        sink_ptr = pointers.sinks + rows.head + r % OPTIONS.HEAD_ROWS
+        sink_ptr = pointers.sinks + rows.head + r % OPTIONS.PACKED_HEADS
         sink = gl.load(sink_ptr, mask=is_sequence, other=-float("inf"))
         m_i, total, gain = with_sink(m_i, total, sink)
     lse = m_i + gl.log2(total) * LN2
-    head = (rows.head + r % OPTIONS.HEAD_ROWS).to(gl.int64)
+    head = (rows.head + r % OPTIONS.PACKED_HEADS).to(gl.int64)
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
     gl.store(row, lse, mask=exists)
     return gl.where(total > 0.0, gain / total, 0.0) * rows.v_descale
@@ -66,11 +67,7 @@ def store_result(out, rows, stop_token, params, OPTIONS: gl.constexpr):
     if box_shape[-1] < out.shape[-1]:
         out = seen_as(out, box_shape, box_layout)
     fence_async_shared()
-    if OPTIONS.HEAD_ROWS > OPTIONS.PACKED_HEADS:
-        per_row = params.scalars.out_row_heads
-        store_heads(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, per_row, out)
-    else:
-        store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
+    store_rows(out_desc, rows.q_start, stop_token, rows.first_token, rows.head, out)
 
 
 @gluon.jit
@@ -80,8 +77,8 @@ def store_float32(acc, rows, stop_token, params, OPTIONS: gl.constexpr):
     layout: gl.constexpr = acc.type.layout
     r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)
-    token = rows.first_token + r // OPTIONS.HEAD_ROWS
-    head = rows.head + r % OPTIONS.HEAD_ROWS
+    token = rows.first_token + r // OPTIONS.PACKED_HEADS
+    head = rows.head + r % OPTIONS.PACKED_HEADS
     start = ((rows.q_start + token).to(gl.int64) * params.scalars.num_heads + head) * COLUMNS
     exists = gl.expand_dims(of_heads(token < stop_token, r, OPTIONS), 1)
     if acc.shape[1] > COLUMNS:

@@ -115,7 +115,7 @@ def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, IND
     else:
         counter = pointers.tile_list + ENTRY + first_part
     tokens = gl.minimum(rows.stop_token - rows.first_token, OPTIONS.TOKENS)
-    num_rows = gl.maximum(tokens, 0) * OPTIONS.HEAD_ROWS
+    num_rows = gl.maximum(tokens, 0) * OPTIONS.PACKED_HEADS
     first, stop = _arrive(counter, piece, pieces, word >> 16, num_rows, OPTIONS)
     if stop - first > _rows_together(MANY, OPTIONS):
         _add_parts(first, stop, parts, rows, params, OPTIONS, FEW)
@@ -165,9 +165,9 @@ def _add_parts(
             for j in gl.static_range(AT_ONCE):
                 found = found + _rows_of_part(i + j, r, exists, column, parts, pointers, OPTIONS)
             m_all, total, acc = _fold_parts(m_all, total, acc, found, AT_ONCE)
-        token = rows.first_token + r // OPTIONS.HEAD_ROWS
+        token = rows.first_token + r // OPTIONS.PACKED_HEADS
         share = store_lse(m_all, total, (r, token, exists, exists), rows, params, OPTIONS)
-        head = rows.head + r % OPTIONS.HEAD_ROWS
+        head = rows.head + r % OPTIONS.PACKED_HEADS
         row = (rows.q_start + token).to(gl.int64) * params.scalars.num_heads + head
         out = pointers.out + gl.expand_dims(row * OPTIONS.MERGED_COLUMNS, 1) + column
         result = (acc * gl.expand_dims(share, 1)).to(pointers.out.dtype.element_ty)

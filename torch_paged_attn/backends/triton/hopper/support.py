@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2, target_of
 from torch_paged_attn.ops.lacking import OPTIONAL, lacking
 
 # rows of a consumer: the height of a warpgroup's product
@@ -30,6 +30,13 @@ UNBOUNDED = 2**30
 LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 # waves of tiles of keys in pages, from which on no tile is cut
 MOST_WAVES = 4
+
+# chunks of prompts that are told apart without a list of tiles, and for quarters of the chip that
+# their tiles fill, keys of the longest sequence from which on they had better be cut
+MOST_CHUNKS, MOST_NUMBERED = 4, (512, 512, 1024, 2048, 2048)
+
+# bytes of keys and values that stay in the chip's cache while several waves of tiles read them
+IN_CACHE = 40 << 20
 
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
@@ -128,12 +135,9 @@ def unordered(call: AttentionCall) -> str | None:
         return "blocks of a layout do not begin at the same keys for all queries"
     if converts(call):
         return "keys of 8 bits are not summed up in stretches"
-    if call.group_size & (call.group_size - 1):
-        # a decode's keys would be read again and again, at a quarter of the speed
-        return f"heads in groups of {call.group_size} do not share tiles of few queries"
-    if max(width_of(call.head_dim), width_of(call.head_dim_v)) > 64:
-        # test_invariance failed on an H200 at 128 (notes/gpu.md), and the cause is not known
-        return f"head_dim {call.head_dim} has not had the same bits wherever keys lie"
+    if not is_even(call.group_size):
+        # they fill a tile's rows, but no GPU has been asked whether bits are equal then
+        return f"heads in groups of {call.group_size} have not been compared, bit for bit"
     return None
 
 
@@ -186,12 +190,11 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     if call.block_table is None or call.layout is not None:
         return False
     group = call.group_size
-    head_rows = next_power_of_2(group)
-    if not 0 < longest * head_rows <= BLOCK_M:
+    if not 0 < longest * group <= BLOCK_M:
         return False
     rows, is_said = longest * group, bool(call.max_seqlen_k)
     if call.total_q < 2 * call.batch:
-        return _is_guessed_decode(call, head_rows > group, is_said)
+        return _is_guessed_decode(call, not is_even(group), is_said)
     if rows > MOST_PORTABLE or (group == 1 and longest > LEAST_TOKENS):
         return True
     width, tiles = width_of(call.head_dim), call.batch * call.num_kv_heads
@@ -243,13 +246,47 @@ def is_short(call: AttentionCall, longest: int) -> bool:
         return False
     # what was measured: encoders, and of few tiles those of short sequences
     is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
-    is_measured = is_full and width_of(call.head_dim) <= 128 and call.batch <= MOST_SEQUENCES
-    return is_measured and (not _are_few(call) or mean_length(call) <= 2 * BLOCK_M)
+    width = width_of(call.head_dim)
+    is_measured = is_full and width <= 128 and call.batch <= MOST_SEQUENCES
+    return is_measured and (not _are_few(call) or width == 64 or mean_length(call) <= 2 * BLOCK_M)
 
 
 def is_small(call: AttentionCall) -> bool:
     """Of a batch whose sequences are short, whether many programs of few rows are better."""
-    return _are_few(call) or (call.group_size == 1 and mean_length(call) <= BLOCK_M)
+    length = mean_length(call)
+    is_few = _are_few(call) and length <= 2 * BLOCK_M
+    return is_few or (call.group_size == 1 and length <= BLOCK_M)
+
+
+def has_few_tiles(call: AttentionCall) -> bool:
+    """Whether tiles are so few that it matters in which order they are worked on."""
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    return call.layout is None and tiles < MOST_WAVES * target_of(call.q.device).multiprocessors
+
+
+def is_sorted(call: AttentionCall) -> bool:
+    """Whether the longest tiles of all heads come first, and not those of one KV head after those
+    of another: few tiles end together then, but its keys are no longer read together."""
+    return has_few_tiles(call) and keys_stay(call)
+
+
+def keys_stay(call: AttentionCall) -> bool:
+    """Whether all keys and values stay in the chip's cache, as far as anybody says."""
+    of_key = call.num_kv_heads * (call.head_dim + call.head_dim_v) * call.k.itemsize
+    sequences = 1 if call.block_table is None else call.batch
+    return sequences * reach_of(call) * of_key <= IN_CACHE
+
+
+def are_few_chunks(call: AttentionCall) -> bool:
+    """Whether chunks of prompts are so few, and see so few keys as far as anybody says, that their
+    tiles need no cutting, and no list."""
+    if call.block_table is None or call.layout is not None or call.batch > MOST_CHUNKS:
+        return False
+    if not has_few_tiles(call) or lacking(call, OF_LISTS) is not None:
+        return False
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    quarters = 4 * tiles // target_of(call.q.device).multiprocessors
+    return reach_of(call) <= MOST_NUMBERED[min(quarters, 4)]
 
 
 def _are_few(call: AttentionCall) -> bool:
@@ -318,9 +355,8 @@ def sharing_heads(call: AttentionCall) -> int:
 def is_few_rows(call: AttentionCall) -> bool:
     """Whether the rows of one consumer hold all queries of a sequence, by sizes: of decodes, or of
     as many guessed tokens each."""
-    shared = call.group_size & -call.group_size
-    is_even = call.total_q == mean_length(call) * call.batch
-    return is_even and mean_length(call) * min(shared, BLOCK_M) <= BLOCK_M
+    is_alike = call.total_q == mean_length(call) * call.batch
+    return is_alike and mean_length(call) * min(call.group_size, BLOCK_M) <= BLOCK_M
 
 
 def most_parts(call: AttentionCall, is_uneven: bool) -> int:

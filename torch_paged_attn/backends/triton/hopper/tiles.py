@@ -20,6 +20,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
+from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
@@ -27,13 +28,17 @@ from torch_paged_attn.backends.triton.hopper.support import (
     LEAST_TALL,
     OF_LISTS,
     UNBOUNDED,
+    are_few_chunks,
     columns_of,
     converts,
     gathers,
+    has_few_tiles,
     heads_per_layout,
     is_bound,
     is_float8,
+    is_sorted,
     key_bound,
+    keys_stay,
     mean_length,
     most_parts,
     reach_of,
@@ -45,7 +50,12 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.launch_cache import HAS_KNOWN_MAPS
+from torch_paged_attn.backends.triton.runtime.target import (
+    is_even,
+    next_power_of_2,
+    target_of,
+)
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
@@ -74,8 +84,8 @@ SHARED_COST = 0.15
 # sequence alone
 STRETCH = 2048
 
-# windows of few tiles of keys
-NARROW = range(1025)
+# windows of few tiles of keys; and beside decodes
+NARROW, NARROW_BESIDE = range(1025), range(512)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
@@ -86,6 +96,15 @@ MORE_PARTS = 3
 # of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
 # ends take longer than products
 MOST_ROWS = 256
+
+# keys of the longest sequence up to which tiles of one consumer are better, if there are few:
+# of head_dim 256, and of 128
+MOST_LOW_WIDE, MOST_LOW = 8192, 4096
+
+# of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
+# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; from how
+# many of these on they are most of the work
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED, MANY_DECODES = 2048, 384, 6, 1, 4
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -101,6 +120,8 @@ class Form(NamedTuple):
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
     is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
+    # sequences of any lengths have so few keys that tiles need no cutting, and no list
+    is_numbered: bool = False
 
 
 FORM = Form()
@@ -125,12 +146,14 @@ def pack_heads(call: AttentionCall) -> int:
             pack *= 2
         return pack
     # lengths of chunks of prompts differ
-    is_even = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
-    empty = -length % (2 * BLOCK_M) if is_even else BLOCK_M
+    is_alike = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
+    empty = -length % (2 * BLOCK_M) if is_alike else BLOCK_M
     full = length / (length + empty) * (1 + MOST_EMPTY)
     for pack in (whole_group(call), most):
-        # rows of a token that are some head's
-        if full < pack / next_power_of_2(pack):
+        # rows that are some token's; over keys that come from memory more are lost by groups that
+        # are no power of two
+        filled = BLOCK_M // pack * pack / BLOCK_M
+        if full < (filled if keys_stay(call) else pack / next_power_of_2(pack)):
             return pack
     return 1
 
@@ -143,11 +166,10 @@ def even_heads(call: AttentionCall) -> int:
 
 def whole_group(call: AttentionCall) -> int:
     """All heads of a group, where they may share a tile, whatever their number."""
-    group, (row, head, _) = sharing_heads(call), call.q.stride()
-    if call.layout is not None or next_power_of_2(group) > BLOCK_M:
+    group = sharing_heads(call)
+    if call.layout is not None or group > BLOCK_M or not (is_even(group) or HAS_KNOWN_MAPS):
         return even_heads(call)
-    is_addressed = row % head == 0 and call.total_q * max(row // head, call.num_heads) < 2**30
-    return group if is_addressed else even_heads(call)
+    return group
 
 
 def _has_few_rows(call: AttentionCall, most: int) -> bool:
@@ -156,9 +178,9 @@ def _has_few_rows(call: AttentionCall, most: int) -> bool:
 
 
 def heads_beside(call: AttentionCall) -> int:
-    """How many heads share a tile where another kernel takes short sequences. Where a group is no
-    power of two, rows are left empty if that makes all work one launch, unless products are most of
-    it."""
+    """How many heads share a tile where another kernel takes short sequences: all of a group that
+    is no power of two only if that makes all work one launch, as was measured when these left rows
+    of a tile empty."""
     heads = whole_group(call) if _has_few_rows(call, MOST_ROWS) else even_heads(call)
     # what decodes cost this kernel is underestimated where heads are narrow
     return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
@@ -170,7 +192,7 @@ def _heads_in_turns(call: AttentionCall) -> int:
     length = mean_length(call)
 
     def tiles(heads: int) -> int:
-        return -(-length * next_power_of_2(heads) // (2 * BLOCK_M)) * (call.group_size // heads)
+        return -(-length // (2 * (BLOCK_M // heads))) * (call.group_size // heads)
 
     return min(even_heads(call), whole_group(call), key=tiles)
 
@@ -183,7 +205,10 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
-    if form.short:
+    is_mixed = form.is_numbered and not are_few_chunks(call)
+    if is_mixed:
+        packed = whole_group(call)
+    elif form.short:
         packed = heads_beside(call)
     elif form.is_guessed:
         packed = whole_group(call)
@@ -202,18 +227,76 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_short_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
+    if is_mixed:
+        return _choose_numbered_config(call), packed
+    if form.short and is_narrow and call.window_size_left in NARROW_BESIDE:
+        return choose_narrow_config(width), packed
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
     if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
-    if width == 256 and layout is None and call.page_size and _has_few_rows(call, 2 * BLOCK_M):
+    if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
     if is_narrow:
         return choose_narrow_config(width), packed
-    config = choose_hopper_config(
-        width, mean_length(call), is_causal, layout is not None, gathers(call)
-    )
+    length = mean_length(call)
+    if call.block_table is not None and not has_few_tiles(call):
+        # of long contexts, the diagonal is little; of what is said, they have more than half
+        length = max(length, call.max_seqlen_k // 2)
+    config = choose_hopper_config(width, length, is_causal, layout is not None, gathers(call))
     return config, packed
+
+
+def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
+    """Whether few queries in pages have tiles of one consumer: more, and sooner done, but the same
+    keys are read for fewer rows."""
+    width, reach = width_of(call.head_dim), reach_of(call)
+    if call.block_table is None or call.layout is not None or width == 64:
+        return False
+    if width == 256:
+        return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
+    # one wave of them, which nobody had better cut
+    tokens = BLOCK_M // packed_heads
+    tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
+    most = target_of(call.q.device).multiprocessors
+    return reach <= MOST_LOW and most < 2 * tiles <= 2 * most
+
+
+def decodes_of_program(call: AttentionCall) -> float:
+    """Tiles of decodes, if all sequences are some, for each multiprocessor."""
+    tiles = call.batch * call.num_heads / whole_group(call)
+    return tiles / target_of(call.q.device).multiprocessors
+
+
+def is_numbered(call: AttentionCall) -> bool:
+    """Whether a batch of long and short sequences in pages is better off without a list of tiles
+    and without another kernel: as far as anybody says, no sequence visits so many keys that its
+    tiles should be cut, and short ones, each of which takes a tile, are not too many.
+    """
+    if lacking(call, OF_LISTS) is not None or reach_of(call) > MOST_REACH:
+        return False
+    # what was measured: notes/gpu.md
+    is_narrow_head = width_of(call.head_dim) == 64
+    if converts(call) != is_narrow_head or decodes_of_program(call) > MOST_DECODES:
+        return False
+    if is_narrow_head or call.window_size_left in NARROW_BESIDE:
+        return call.window_size_left in NARROW_BESIDE
+    if gathers(call) and decodes_of_program(call) > MOST_COPIED:
+        return False  # the portable kernel reads small pages faster
+    return _has_few_rows(call, MOST_ROWS if gathers(call) else MOST_ROWS_NUMBERED)
+
+
+def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
+    """Tiles where sequences are long and short, and their tiles are numbered."""
+    width = width_of(call.head_dim)
+    if call.window_size_left in NARROW_BESIDE and width <= 128:
+        return choose_guessed_config(width, is_narrow=True)
+    # rows that are copied, and many decodes, whose tiles are mostly empty rows
+    if width == 256 or gathers(call) or decodes_of_program(call) >= MANY_DECODES:
+        return choose_guessed_config(width)
+    if is_even(whole_group(call)):
+        return choose_narrow_config(width)
+    return choose_hopper_config(width, LEAST_LENGTH, call.window_right == 0, False)
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
@@ -240,7 +323,7 @@ def options_of(
     layout = call.layout
     # pieces are merged on the way to a result of 16 bits
     is_float32 = call.result_dtype == torch.float32
-    is_cut = not (form.longest or is_float32)
+    is_cut = not (form.longest or form.is_numbered or is_float32)
     parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
     if call.is_batch_invariant and config.CONSUMERS == 1:
         parts *= MORE_PARTS
@@ -249,8 +332,7 @@ def options_of(
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
     is_shared = parts > 0 and form.is_guessed and not call.is_batch_invariant
-    head_rows = next_power_of_2(packed_heads)
-    tokens = BLOCK_M // head_rows
+    tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
         queries_per_list, keys_per_entry = shape_of_lists(
@@ -258,14 +340,13 @@ def options_of(
         )
     is_whole = _pages_in_atoms(call) or is_float8(call)
     boxes = config.BLOCK_N // _rows_of_box(call.page_size, keys_per_entry)
-    return Options(
+    options = Options(
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDTH=width_of(call.head_dim),
         WIDTH_V=width_of(call.head_dim_v),
         COLUMNS=width_of(call.head_dim) if is_whole else columns_of(call.head_dim),
         PACKED_HEADS=packed_heads,
-        HEAD_ROWS=head_rows,
         TOKENS=tokens,
         GROUP_SIZE=call.group_size,
         PAGE_SIZE=call.page_size,
@@ -289,8 +370,9 @@ def options_of(
         MOST_PARTS=parts,
         COUNTERS=config.CONSUMERS * parts,
         LETS_FOLLOW=form.short > 0,
-        IS_LISTED=form.longest == 0 and not is_dealt,
+        IS_LISTED=not (form.longest or is_dealt or form.is_numbered),
         IS_DEALT=is_dealt,
+        IS_NUMBERED=form.is_numbered,
         LEAST_SHARE=max(LEAST_OF_PROGRAM // config.BLOCK_N, 1) if is_dealt else 0,
         GATHERS=gathers(call),
         CONVERTS_K=converts(call) and not is_float8(call),
@@ -299,6 +381,7 @@ def options_of(
         MERGED_COLUMNS=call.head_dim_v if is_shared else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
+    return fit_stages(options, call.q.itemsize, call.k.itemsize)
 
 
 def _rows_of_box(page_size: int, keys_per_entry: int) -> int:
@@ -321,7 +404,7 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
     unit = call.softcap or call.scale
     return Scalars(
         num_heads=call.num_heads,
-        heads_per_unit=call.group_size // packed_heads,
+        heads_per_unit=(call.num_heads if is_sorted(call) else call.group_size) // packed_heads,
         stride_layout_batch=layout.crow_indices.shape[-2] if layout and batched else 0,
         k_page_rows=k.stride(0) // k.stride(2) if is_paged else 0,
         v_page_rows=v.stride(0) // v.stride(2) if is_paged else 0,
@@ -333,17 +416,8 @@ def scalars_of(call: AttentionCall, packed_heads: int) -> Scalars:
         softcap_scale_log2=2 * call.scale / call.softcap * LOG2E.value if call.softcap else 0.0,
         alibi_scale=1.0 / unit,
         **strides,
-        **_heads_of_rows(call, packed_heads),
         **_strides_of_descales(call),
     )
-
-
-def _heads_of_rows(call: AttentionCall, packed_heads: int) -> dict[str, int]:
-    """Where rows of a tile are nobody's, heads from one token to the next, of q and the result."""
-    if next_power_of_2(packed_heads) == packed_heads:
-        return {}
-    row, head, _ = call.q.stride()
-    return dict(q_row_heads=row // head, out_row_heads=call.num_heads)
 
 
 def _strides_of_descales(call: AttentionCall) -> dict[str, int]:
@@ -382,7 +456,7 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     if options.IS_DEALT:
         return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
-    if options.IS_LISTED:
+    if options.IS_LISTED or options.IS_NUMBERED:
         tiles = most_tiles(call.total_q, call.batch, tokens, options.HAS_LAYOUT)
     units = max(tiles * (call.num_heads // options.PACKED_HEADS), options.MOST_PARTS)
     return min(units, target_of(call.q.device).multiprocessors)
@@ -390,22 +464,19 @@ def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
 
 def boxes_of(call: AttentionCall, out: Tensor, options: Options) -> "tuple[Boxes, ...]":
     """How the accelerator finds rows of tensors like q, k, v and out."""
-    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_heads, ragged_rows
+    from torch_paged_attn.backends.triton.hopper.tma import atoms_of_rows, ragged_rows
 
     # (rows, heads, dim), whether the rows are tokens or slots of pages
     k, v = (x if call.page_size == 0 else x[0].transpose(0, 1) for x in (call.k, call.v))
     of_keys = atoms_of_rows if _pages_in_atoms(call) else functools.partial(ragged_rows, heads=1)
     rows = _rows_of_box(call.page_size, options.KEYS_PER_ENTRY)
-    heads, tokens = options.HEAD_ROWS, options.TOKENS
+    heads, tokens = options.PACKED_HEADS, options.TOKENS
     stored = call.q if options.FLOAT32_COLUMNS else out  # float32 is not stored through boxes
-    of_queries = ragged_rows
-    if options.HEAD_ROWS > options.PACKED_HEADS:
-        of_queries = functools.partial(ragged_heads, group=options.PACKED_HEADS)
     return (
-        of_queries(call.q, rows=tokens, heads=heads, width=options.WIDTH),
+        ragged_rows(call.q, rows=tokens, heads=heads, width=options.WIDTH),
         of_keys(k, rows=rows, width=options.WIDTH),
         of_keys(v, rows=rows, width=options.WIDTH_V),
-        of_queries(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
+        ragged_rows(stored, rows=tokens, heads=heads, width=options.WIDTH_V),
     )
 
 
@@ -428,7 +499,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
 def _form_of_list(options: Options, short: int) -> dict[str, Any]:
     """What is looked at at a time while tiles are listed, and by how many warps."""
     if short:
-        return dict(LOOKED_AT=64, STARTS=128, WEIGHED=64, WARPS=8)
+        return dict(PLACED=8, STARTS=128, WEIGHED=32, WARPS=8)
     if options.MOST_PARTS:
         return {}
     return dict(PLACED=8, LOOKED_AT=128, STARTS=256)

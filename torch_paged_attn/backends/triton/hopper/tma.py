@@ -19,6 +19,8 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torch_paged_attn.backends.triton.runtime.launch_cache import fill_less
+from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2
 from torch_paged_attn.lru import LRU
 
 # the sizes that a tensor map is told: of the rows' axis, and of the two axes without a bound;
@@ -46,7 +48,9 @@ class _Address:
 
 
 class Boxes:
-    """The boxes of tensors of one description: `at` an address, a tensor map."""
+    """The boxes of tensors of one description: `at` an address, a tensor map. `place` is their
+    shape in shared memory as Triton has it, powers of two, of which a box may fill less.
+    """
 
     def __init__(
         self,
@@ -55,8 +59,10 @@ class Boxes:
         strides: tuple[int, ...],
         box: tuple[int, ...],
         swizzle: int = 128,
+        place: tuple[int, ...] | None = None,
     ) -> None:
         self._dtype, self._shape, self._strides, self._box = dtype, shape, strides, box
+        self._place = place or box
         self._layout = gl.NVMMASharedLayout(
             swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(box)
         )
@@ -66,8 +72,10 @@ class Boxes:
         """The tensor map for a tensor that lies there."""
         found = self._maps.get(address)
         if found is None:
-            groups = [*self._shape], [*self._strides], [*self._box]
+            groups = [*self._shape], [*self._strides], [*self._place]
             found = TensorDescriptor(_Address(address, self._dtype), *groups, self._layout)
+            if self._place != self._box:
+                fill_less(found, self._box)
             self._maps.put(address, found)
         return found
 
@@ -77,22 +85,14 @@ _boxes = functools.lru_cache(maxsize=256)(Boxes)
 
 
 def ragged_rows(x: Tensor, rows: int, heads: int, width: int) -> Boxes:
-    """Boxes of (1, 1, rows, heads, width) of tensors like x, (rows, heads, dim), of any strides."""
+    """Boxes of (1, 1, rows, heads, width) of tensors like x, (rows, heads, dim), of any strides. If
+    `heads` is no power of two, a box fills part of its place, row after row."""
     row, head, _ = x.stride()
     shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, x.shape[1], x.shape[2]
     strides = 2**34 - row, row, row, head, 1
     swizzle = min(128, width * x.itemsize)
-    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
-
-
-def ragged_heads(x: Tensor, rows: int, group: int, heads: int, width: int) -> Boxes:
-    """The same boxes, of which the heads past a group's are loaded as zeros and are not stored.
-    Tensors like x have rows that lie a whole number of heads apart."""
-    row, head, _ = x.stride()
-    shape = NO_BOUND, NO_BOUND, ROW_BOUND.value, group, x.shape[2]
-    strides = 2**34 - row, head, row, head, 1
-    swizzle = min(128, width * x.itemsize)
-    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle)
+    place = None if is_even(heads) else (1, 1, next_power_of_2(rows * heads), 1, width)
+    return _boxes(x.dtype, shape, strides, (1, 1, rows, heads, width), swizzle, place)
 
 
 def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
@@ -148,6 +148,19 @@ def rows_of_box(box):
 
 
 @gluon.constexpr_function
+def boxes(count, box):
+    """The shape of several boxes."""
+    return [count, *box]
+
+
+@gluon.constexpr_function
+def bytes_of_rows(block_type, rows):
+    """Bytes of so many rows of a box of `ragged_rows`, which holds no more."""
+    shape = block_type.shape
+    return block_type.nbytes // (shape[2] * shape[3]) * rows
+
+
+@gluon.constexpr_function
 def shape_of_tiles(stages, box, rows):
     """The shape of `stages` tiles of `rows` rows, each made of boxes."""
     tile = [*box]
@@ -179,21 +192,6 @@ def load_rows(desc, start, size, row, head, barrier, smem, column=0):
 def store_rows(desc, start, size, row, head, smem, column=0):
     """Store a box as rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
     async_store(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
-
-
-@gluon.jit
-def load_heads(desc, start, size, row, head, per_row, barrier, smem):
-    """Load a box of `ragged_heads`, whose first head is `head`, as `load_rows` does. Tokens are
-    `per_row` heads apart."""
-    at = [ROW_BOUND, (start + size) * per_row + head, ROW_BOUND - size + row, 0, 0]
-    async_load(desc, at, barrier, smem)
-
-
-@gluon.jit
-def store_heads(desc, start, size, row, head, per_row, smem):
-    """Store such a box, as `store_rows` does."""
-    at = [ROW_BOUND, (start + size) * per_row + head, ROW_BOUND - size + row, 0, 0]
-    async_store(desc, at, smem)
 
 
 @gluon.jit

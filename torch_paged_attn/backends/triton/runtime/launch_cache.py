@@ -55,10 +55,9 @@ SIZED = frozenset(
 # them, and of their addresses, which a graph does not know (None)
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
-# the Triton whose launcher `ready_kernel` knows
-IS_KNOWN = (
-    triton.__version__.startswith("3.6.") and torch.version.cuda is not None and not INTERPRETED
-)
+# the Triton whose launcher `ready_kernel` knows, and its tensor maps: only there `fill_less`
+HAS_KNOWN_MAPS = triton.__version__.startswith("3.6.")
+IS_KNOWN = HAS_KNOWN_MAPS and torch.version.cuda is not None and not INTERPRETED
 
 # how many modes such as torch.set_default_device's are on: they see every look at a tensor
 _function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
@@ -285,15 +284,16 @@ class Launch:
         """Take the kernel that is there, or have Triton find or compile one; and launch it."""
         key = compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
-        is_new = ready is None
-        if is_new:
-            ready = ready_kernel(self._through_triton(pointers))
+        if ready is None:
+            # Triton would launch it with tensor maps of its own making
+            compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
+            ready = ready_kernel(compiled)
             if ready is None:
+                self._through_triton(pointers)
                 return
             _kernels.put(key, ready)
         self._take(ready, len(pointers))
-        if not is_new:
-            self(*pointers)
+        self(*pointers)
 
 
 class ReadyKernel:
@@ -337,6 +337,21 @@ class ReadyKernel:
         return found
 
 
+def fill_less(tensor_map: Any, box: tuple[int, ...]) -> None:
+    """Have the accelerator load and store boxes that are smaller than a tensor map's own, which is
+    as Triton has it: powers of two."""
+    tensor_map.filled = box
+
+
+def as_filled(description: Any, tensor_map: Any) -> Any:
+    """What Triton says of a tensor map's boxes, with their own shape. It loads wide ones by columns
+    of a swizzle's width."""
+    box = getattr(tensor_map, "filled", None)
+    if box is None:
+        return description
+    return description | {"block_size": [*box[:-1], description["block_size"][-1]]}
+
+
 def ready_kernel(compiled: Any) -> ReadyKernel | None:
     """A kernel that Triton has compiled and started once, or None where only Triton knows how."""
     from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
@@ -357,6 +372,7 @@ def ready_kernel(compiled: Any) -> ReadyKernel | None:
     )  # fmt: skip
 
     def describe_map(tensor_map: Any, number: int) -> list[Any]:
-        return make_tensordesc_arg(tensor_map, descriptions[number] if descriptions else None)
+        description = descriptions[number] if descriptions else None
+        return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map))
 
     return ReadyKernel(launcher, fixed, describe_map)

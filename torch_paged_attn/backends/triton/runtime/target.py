@@ -89,3 +89,8 @@ def target_of(device: torch.device) -> Target:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`, a tenth of the time that Triton's takes."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def is_even(n: int) -> bool:
+    """Whether a number is a power of two."""
+    return n & (n - 1) == 0

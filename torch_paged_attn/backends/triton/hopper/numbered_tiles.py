@@ -1,0 +1,54 @@
+"""Tiles of queries of a paged batch, found by their numbers: without a list, and without a launch
+that makes one.
+
+They are numbered with gaps, as in `seqlen_info.py`, from the last to the first: a causal sequence's
+longest tiles come first, and engines put decodes before chunks of prompts. Programs take them in
+turns, back and forth, so that who has a longer one in a turn has a shorter one in the next. The
+heads of a tile are neighbours: together they read whole tokens of a cache.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_paged_attn.backends.triton.hopper.dealt_work import sequence_of
+
+# sequences that are looked at at a time
+LOOKED_AT = gl.constexpr(128)
+
+
+class Numbered(NamedTuple):
+    """A tile, as values of the kernel."""
+
+    b: Any
+    sequence: Any
+    first_token: Any
+    exists: Any  # whether the number is a tile's, and not in a gap
+
+
+@gluon.jit
+def numbers_of_tiles(params, OPTIONS: gl.constexpr):
+    """How many numbers there are: what `num_tiles` of `seqlen_info.py` says."""
+    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    return params.sizes.total_q // STEP + params.sizes.batch + 1
+
+
+@gluon.jit
+def find_numbered(number, params, OPTIONS: gl.constexpr):
+    """Tile number `number`, found by a warp; none where it is negative."""
+    by_lane: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0])
+    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    batch = params.sizes.batch
+    lane = gl.arange(0, LOOKED_AT, by_lane)
+    started = lane * 0
+    for b0 in range(0, batch + 1, LOOKED_AT):
+        other = b0 + lane
+        bound = gl.load(params.pointers.cu_seqlens_q + other, mask=other <= batch, other=0)
+        started += ((other <= batch) & (bound // STEP + other <= number)).to(gl.int32)
+    b = gl.maximum(gl.sum(started, 0) - 1, 0)
+    sequence = sequence_of(b, params, OPTIONS)
+    place = number - sequence.q_start // STEP - b
+    first_token = place * STEP
+    exists = (place >= 0) & (first_token < sequence.query_len)
+    return Numbered(b, sequence, first_token, exists)
