@@ -37,3 +37,15 @@ def test_kernels_keep_what_the_reference_keeps(query_axis, paired):
     query_len, key_len = FIRST_QUERY + TILE_Q, FIRST_KEY + KEYS
     expected = dropout_keep(state, p, SEQUENCE, 2 * GROUP, query_len, key_len)
     assert torch.equal(heads, expected[GROUP:, FIRST_QUERY:, FIRST_KEY:])
+
+
+def test_high_halves_from_pieces():
+    import jax.numpy as jnp
+    import numpy as np
+
+    from torch_paged_attn.backends.tpu.wide_products import _of_pieces
+
+    numbers = np.array([0, 1, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF], np.uint32)
+    for a in (1, 0xD2511F53, 0xFFFFFFFF):
+        high = np.asarray(_of_pieces(a, jnp.asarray(numbers)))
+        assert high.tolist() == [a * int(x) >> 32 for x in numbers]
