@@ -5,16 +5,18 @@ namespace {
 
 Engines engines;
 
+const Kernels& engine_of_tiles(const Attention& a) {
+  const bool pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype) && !a.latent;
+  return pairs ? *engines.tiles : *engines.rest;
+}
+
 const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
+  // whose few rows add up as its tiles do
+  if (a.batch_invariant) return engine_of_tiles(a);
   if (!multiply_as_pairs(a.q_dtype, a.kv_dtype)) return *engines.rest;
   if (a.kv_dtype == DType::int8) return *engines.int8_rows;
   if (a.kv_dtype != DType::bfloat16) return *engines.float8_rows;
   return rows <= 2 ? *engines.one_row : *engines.few_rows;
-}
-
-const Kernels& engine_of_tiles(const Attention& a) {
-  const bool pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype) && !a.latent;
-  return pairs ? *engines.tiles : *engines.rest;
 }
 
 const Kernels& engine_of_backward(const Backward& b) {
@@ -22,7 +24,10 @@ const Kernels& engine_of_backward(const Backward& b) {
   return multiply_as_pairs(a.q_dtype, a.kv_dtype) ? *engines.backward : *engines.rest;
 }
 
-int64_t tile_rows(const Attention& a) { return engine_of_tiles(a).tile_rows(a); }
+RowLimits row_limits(const Attention& a) {
+  const int64_t few = engine_of_rows(a, 1).row_limits(a).few;
+  return {few, engine_of_tiles(a).row_limits(a).tile};
+}
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   int64_t floats = 0;
@@ -57,7 +62,7 @@ const Kernels& combine(const Engines& set) {
   engines = set;
   table = *set.rest;
   table.name = set.name;
-  table.tile_rows = tile_rows;
+  table.row_limits = row_limits;
   table.workspace_floats = workspace_floats;
   table.attend = attend;
   table.backward_floats = backward_floats;

@@ -12,7 +12,7 @@ constexpr int SAMPLE_DIMS = 64, SAMPLE_FLOATS = 4096;
 
 struct Kernels {
   const char* name;
-  int64_t (*tile_rows)(const Attention&);  // that a tile of query rows has at most
+  RowLimits (*row_limits)(const Attention&);
   // float32 scratch that `attend` needs for tasks of at most this many rows (a group's) and groups
   int64_t (*workspace_floats)(const Attention&, int64_t few_rows, int64_t groups,
                               int64_t tile_rows);

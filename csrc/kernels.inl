@@ -9,7 +9,7 @@
 #define PAGED_ATTN_KERNELS(isa)                                                       \
   const paged_attn::Kernels paged_attn::kernels_##isa = {                             \
       #isa,                                                                           \
-      tile_rows,                                                                      \
+      row_limits,                                                                     \
       workspace_floats,                                                               \
       attend,                                                                         \
       merge_splits,                                                                   \

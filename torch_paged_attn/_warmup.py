@@ -129,9 +129,10 @@ def warmup(
                     table = zeros(batch, -(-context // page_size), dtype=torch.int32)
                     hints: list[dict[str, int]] = [{}]
                     if length <= FEW:
-                        # keys of the longest sequence are as many as the table holds, or few
+                        # nothing is said of keys, or few, or as many as the table holds
                         longest = {"max_seqlen_q": length}
-                        hints += longest, {**longest, "max_seqlen_k": CONTEXTS[0]}
+                        reaches = CONTEXTS[0], context
+                        hints += longest, *({**longest, "max_seqlen_k": n} for n in reaches)
                     for said in hints:
                         results = op(q, k_cache, v_cache, block_table=table, **lengths, **said)
         if results[0].dtype.itemsize > 1:

@@ -122,6 +122,12 @@ struct Attention {
   float* partials;  // results of split sequences, waiting for the merge
 };
 
+// A group's rows of queries, which decide what serves them: up to `few` read keys in place, for more
+// the keys are packed, for up to `tile` of them at once.
+struct RowLimits {
+  int64_t few, tile;
+};
+
 // A piece of work: query tokens of one sequence x head groups x a range of its keys.
 struct Task {
   int32_t sequence;

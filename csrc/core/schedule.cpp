@@ -8,7 +8,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t FEW_ROWS = 16;  // a group's rows that are better served without packing keys
 constexpr int64_t FULL_ROWS = 48;        // multiples of it fill the register tiles of every ISA
 constexpr int64_t MANY_TILES = 8;        // that a long sequence is cut into, for threads to share
 constexpr int64_t PACKED_ROWS = 256;     // fewer do not pay for packing the keys, threads or not
@@ -96,15 +95,14 @@ void add_splits(const Attention& a, const Sequence& s, Task task, Plan& plan) {
   }
 }
 
-void add_sequence(const Attention& a, const Sequence& s, int64_t most_rows, Plan& plan) {
+void add_sequence(const Attention& a, const Sequence& s, const RowLimits& limits, Plan& plan) {
   // a bias hides keys, and a layout lists them, per head
   const bool shared = a.bias == nullptr && (a.layout.crow == nullptr || a.layout.num_heads == 1);
-  const int64_t tokens = tile_tokens(a, s, most_rows);
+  const int64_t tokens = tile_tokens(a, s, limits.tile);
   for (int64_t token = 0, end; token < s.q_len; token = end) {
     end = tile_end(a, s, token, tokens);
     const int64_t rows = (end - token) * a.group_size;
-    // latents have one engine
-    const bool few = rows <= FEW_ROWS && !a.batch_invariant && !a.latent;
+    const bool few = rows <= limits.few;
     const int64_t step = few && shared ? a.num_groups : 1;
     if (few)
       plan.few_rows = std::max(plan.few_rows, rows),
@@ -161,11 +159,11 @@ void spread_heads(const Attention& a, int64_t threads, Plan& plan) {
 
 }  // namespace
 
-void make_plan(const Attention& a, int64_t most_rows, int64_t threads, Plan& plan) {
+void make_plan(const Attention& a, const RowLimits& limits, int64_t threads, Plan& plan) {
   plan.tasks.clear();
   plan.merges.clear();
   plan.partial_floats = plan.few_rows = plan.few_groups = plan.tile_rows = plan.cost = 0;
-  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), most_rows, plan);
+  for (int64_t b = 0; b < a.batch; ++b) add_sequence(a, sequence_at(a, b), limits, plan);
   for (const Task& task : plan.tasks) plan.cost += task.cost;
   if (threads == 1 || plan.cost < WORTH_SHARING) return;
   spread_heads(a, threads, plan);

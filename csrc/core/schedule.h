@@ -22,7 +22,7 @@ struct Plan {
   int64_t cost;                             // of all tasks, in multiply-adds
 };
 
-// Tiles have about `most_rows` query rows at most: what the engine that serves them wants.
-void make_plan(const Attention&, int64_t most_rows, int64_t threads, Plan&);
+// The limits, which tiles keep about, are those of the engines that serve the call.
+void make_plan(const Attention&, const RowLimits&, int64_t threads, Plan&);
 
 }  // namespace paged_attn

@@ -3,6 +3,7 @@
 #include "../kernels/attention_amx.h"
 #include "../kernels/attention_backward.h"
 #include "../kernels/attention_rows_amx.h"
+#include "../kernels/attention_rows_amx_in_order.h"
 
 namespace {
 
@@ -21,10 +22,14 @@ class DenormalsAreZero {
 };
 
 // Its processors have second-level caches of 2 MiB.
-int64_t tile_rows(const Attention& a) { return rows_in_cache(a, 1024); }
+paged_attn::RowLimits row_limits(const Attention& a) {
+  return {few_rows(a), rows_in_cache(a, 1024)};
+}
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
-  const int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
+  int64_t few = few_rows ? amx_rows_workspace(a, few_rows, groups, nullptr).floats : 0;
+  if (few_rows && a.batch_invariant)
+    few = amx_in_order_workspace(a, few_rows, groups, nullptr).floats;
   const int64_t tile = tile_rows ? amx_workspace(a, tile_rows, nullptr).floats : 0;
   return max64(vectors.workspace_floats(a, few_rows, groups, 0), max64(few, tile));
 }
@@ -41,6 +46,12 @@ bool attend_rows_if_finite(const Attention& a, const paged_attn::Task& task, flo
 void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* workspace) {
   const int64_t rows = rows_of(a, task);
   const int64_t wanted = register_rows(rows);
+  if (a.batch_invariant) {
+    const Sequence s = sequence_at(a, task.sequence);
+    return wanted == 4   ? attend_rows_in_order<4>(a, s, task, workspace)
+           : wanted == 8 ? attend_rows_in_order<8>(a, s, task, workspace)
+                         : attend_rows_in_order<16>(a, s, task, workspace);
+  }
   const bool done = wanted == 4   ? attend_rows_if_finite<4>(a, task, workspace)
                     : wanted == 8 ? attend_rows_if_finite<8>(a, task, workspace)
                                   : attend_rows_if_finite<16>(a, task, workspace);
@@ -83,7 +94,7 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
 // What multiplies pairs; engines.cpp sends all else to another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
     "amx",
-    tile_rows,
+    row_limits,
     workspace_floats,
     attend,
     nullptr,  // merge_splits

@@ -22,9 +22,10 @@ PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
 
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
 
-// Whether few rows are multiplied in fixed point; dropout rounds probabilities in another place.
+// Whether few rows are multiplied in fixed point; dropout rounds probabilities in another place, and
+// tiles add up in another way.
 PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
-  return a.kv_dtype == paged_attn::DType::int8 && !a.dropout.enabled &&
+  return a.kv_dtype == paged_attn::DType::int8 && !a.dropout.enabled && !a.batch_invariant &&
          paged_attn::multiply_as_pairs(a.q_dtype, a.kv_dtype);
 }
 
@@ -48,7 +49,7 @@ void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_att
 
 // The more rows a tile has, the more of them a packed block of keys serves: as many as leave a
 // second-level cache of 1 MiB room for the keys.
-int64_t tile_rows(const Attention& a) { return rows_in_cache(a, 512); }
+paged_attn::RowLimits row_limits(const Attention& a) { return {few_rows(a), rows_in_cache(a, 512)}; }
 
 int64_t workspace_floats(const Attention& a, int64_t few_rows, int64_t groups, int64_t tile_rows) {
   return with_product(a, [&](auto product) __attribute__((always_inline)) {

@@ -11,7 +11,11 @@
 
 namespace {
 
+// Rows of a group that are better served without packing keys; latents have one engine.
+PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) { return a.latent ? 0 : 16; }
+
 constexpr int ROW_COLUMNS = 128;  // keys per softmax update
+static_assert(ROW_COLUMNS == MAX_COLUMNS, "rows add up what tiles do");
 
 // The dot products that are under way together, enough to hide the latency of one.
 constexpr int DOTS = W < 8 ? 8 : W;
@@ -78,6 +82,123 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
       for (int i = 0; i < ROWS; ++i)
         memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
     }
+  }
+}
+
+// Calls f(first operand, W operands of W keys) with the dims of the keys across them, which
+// attention_tile.h packs.
+template <class Product, class T, class Function>
+PAGED_ATTN_INLINE void turn_keys(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
+                                 int64_t head_dim, Function f) {
+  constexpr int STEP = W * Product::DEPTH;
+  const T* later = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
+  const auto turn = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
+    F keys[W];
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) {
+      ahead.ask(later, d * W + j * n, n);
+      keys[j] = load_key(k + offset[j] + d);
+    }
+    transpose(keys);
+    f(d / Product::DEPTH, keys);
+  };
+  int64_t d = 0;
+  for (; d + STEP <= head_dim; d += STEP)
+    turn(d, STEP,
+         [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
+  if (d < head_dim) {
+    const int n = int(head_dim - d);
+    turn(d, n, [n](const T* p) __attribute__((always_inline)) {
+      return Product::load_operands(p, n);
+    });
+  }
+}
+
+// Dot products of ROWS queries with W keys, a lane each, to the last bit as tiles have them.
+template <class Product, int ROWS>
+struct DotsInOrder {
+  F acc[ROWS] = {}, total[ROWS] = {};
+
+  PAGED_ATTN_INLINE void add(F operands, const float* q, int64_t stride_q) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+      acc[r] = Product::multiply_add(operands, set1(q[r * stride_q]), acc[r]);
+  }
+  // after each chain of `MAX_CHAIN` operands, and the last one
+  PAGED_ATTN_INLINE void close(bool first, float scale) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const F product = acc[r] * set1(scale);
+      total[r] = first ? product : fma(total[r], set1(1.f), product);
+      acc[r] = F{};
+    }
+  }
+  PAGED_ATTN_INLINE void store_to(float* scores) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) store(scores + r * ROW_COLUMNS, total[r]);
+  }
+};
+
+template <class Product, int ROWS>
+inline void dot_turned(const float* turned, const float* q, int64_t stride_q, int64_t depth,
+                       float scale, float* scores) {
+  DotsInOrder<Product, ROWS> dots;
+  for (int64_t first = 0; first < depth; first += MAX_CHAIN) {
+    const int64_t end = min64(depth, first + MAX_CHAIN);
+#pragma GCC unroll 4
+    for (int64_t i = first; i < end; ++i) dots.add(load(turned + i * W), q + i, stride_q);
+    dots.close(first == 0, scale);
+  }
+  dots.store_to(scores);
+}
+
+// Keys that wait in `turned` for more rows than their registers leave room for.
+template <class Product, class T>
+PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
+                               const float* q, int64_t rows, int64_t head_dim, float scale,
+                               float* scores, float* turned) {
+  const int64_t depth = depth_of<Product>(head_dim);
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  turn_keys<Product>(k, offset, ahead, head_dim, [&](int64_t i, const F* keys)
+                                                     __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) store(turned + (i + j) * W, keys[j]);
+  });
+  for (int64_t r = 0; r < rows;) {
+    const auto some = [&](auto count) __attribute__((always_inline)) {
+      constexpr int ROWS = decltype(count)::value;
+      dot_turned<Product, ROWS>(turned, q + r * stride_q, stride_q, depth, scale,
+                                scores + r * ROW_COLUMNS);
+      r += ROWS;
+    };
+    rows - r >= 8 ? some(Count<8>()) : rows - r >= 4 ? some(Count<4>()) : some(Count<1>());
+  }
+}
+
+// dot_keys where each score is a lane's sum over the dims in their order.
+template <class Product, class T, int ROWS>
+PAGED_ATTN_INLINE void dot_keys_in_order(const T* k, const int64_t* offset, int columns,
+                                         ReadAhead<T>& ahead, const float* q, int64_t rows,
+                                         int64_t head_dim, float scale, float* scores,
+                                         float* turned) {
+  const int64_t depth = depth_of<Product>(head_dim);
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  for (int c = 0; c < columns; c += W) {
+    if (rows != 4) {
+      dot_many<Product>(k, offset + c, ahead, q, rows, head_dim, scale, scores + c, turned);
+      continue;
+    }
+    if constexpr (ROWS != 4) continue;  // whose rows are fewer
+    DotsInOrder<Product, 4> dots;
+    turn_keys<Product>(k, offset + c, ahead, head_dim, [&](int64_t first, const F* keys)
+                                                           __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int j = 0; j < W; ++j)
+        dots.add(keys[j], q + first + j, stride_q);
+      const int64_t end = first + W;
+      if (end % MAX_CHAIN == 0 || end >= depth) dots.close(end <= MAX_CHAIN, scale);
+    });
+    dots.store_to(scores + c);
   }
 }
 
@@ -164,9 +285,13 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
-  // in fixed point: the units of a row's lanes and of its probabilities in a block, what the queries
-  // have lost, and whether that counts
-  float *units, *weight, *low, *low_units, *loses;
+  // where sums are those of attention_tile.h: of a block's values alone, and keys that were turned
+  float *sums, *turned;
+  // the units of a row's probabilities in a block (in fixed point), or what brings its earlier sums
+  // to the new maximum (where sums are of a block alone)
+  float* weight;
+  // in fixed point: the units of a row's lanes, what the queries have lost, and whether that counts
+  float *units, *low, *low_units, *loses;
   int64_t floats;
 };
 
@@ -189,19 +314,21 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   w.low_units = space.take(Product::FIXED ? groups * w.rows * W : 0);
   w.loses = space.take(groups);
   w.weight = space.take(groups * w.rows);
+  w.sums = space.take(a.batch_invariant ? groups * w.rows * w.stride_acc : 0);
+  w.turned = space.take(a.batch_invariant ? w.stride_q * W : 0);
   w.floats = space.floats();
   return w;
 }
 
 // Columns of a chunk. Where a token's heads adjoin, memory is asked for in another order than it is
 // read in: what has been asked for must stay in L1 until the last head has read its part.
-template <class T, int FEWEST>
-PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads) {
+template <class T>
+PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
   constexpr int64_t BYTES = 8192;  // of two chunks and everything else in 32 KiB
   int columns = ALIGN;
   if (a.k.stride_head >= a.k.stride_token) return columns;
   const int64_t row = max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
-  while (columns > FEWEST && columns * heads * row > BYTES) columns /= 2;
+  while (columns > fewest && columns * heads * row > BYTES) columns /= 2;
   return columns;
 }
 
@@ -214,12 +341,25 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   const auto data_of = [&](const paged_attn::KeyValue& x, int g) __attribute__((always_inline)) {
     return (const T*)x.data + kv_head_of(a, task.group_begin + g) * x.stride_head;
   };
-  const int step = chunk_columns<T, DOTS / ROWS>(a, groups);
-  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step);
+  // a chunk of keys fills the lanes, or else the sums, of a dot product
+  const bool in_order = !Product::FIXED && a.batch_invariant;
+  const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
+  // where a token's heads adjoin, all of a chunk is asked for before its last head is read
+  const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
+  const bool beside = in_order && a.k.stride_head < a.k.stride_token;
+  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
+                     AHEAD_BYTES + (beside ? chunk : 0));
   ahead.enter(block, next);
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
+      if constexpr (!Product::FIXED)
+        if (in_order) {
+          dot_keys_in_order<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
+                                     w.q + g * w.rows * w.stride_q, w.rows, a.head_dim,
+                                     w.scale[g], scores, w.turned);
+          continue;
+        }
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                    w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,
@@ -246,13 +386,17 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                                   row_at, w.scores + i * ROW_COLUMNS, ROW_COLUMNS, w.m + i, w.l + i,
                                   rescale, w.weight + i);
       for (int r = 0; r < ROWS; ++r) {
-        if (rescale[r] == 1) continue;
+        if (in_order) w.weight[i + r] = rescale[r];
+        if (in_order || rescale[r] == 1) continue;
         float* acc = w.acc + (i + r) * w.stride_acc;
         for (int64_t d = 0; d < w.stride_acc; d += W)
           store(acc + d, load(acc + d) * set1(rescale[r]));
       }
     }
   };
+  float* to = in_order ? w.sums : w.acc;
+  const int64_t floats = groups * w.rows * w.stride_acc;
+  if (in_order) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
       if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
@@ -260,9 +404,14 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
         weigh_values<Product, T, ROWS>(data_of(a.v, g), block.v_offset + c, step, ahead, p,
                                        w.weight + g * w.rows, w.rows, head_dim,
-                                       w.acc + g * w.rows * w.stride_acc);
+                                       to + g * w.rows * w.stride_acc);
       });
     }
+  }
+  for (int64_t row = 0; in_order && row < groups * w.rows; ++row) {
+    const F weight = set1(w.weight[row]);
+    for (int64_t i = row * w.stride_acc; i < (row + 1) * w.stride_acc; i += W)
+      store(w.acc + i, fma(load(w.acc + i), weight, load(w.sums + i)));
   }
 }
 

@@ -66,8 +66,9 @@ PAGED_ATTN_INLINE int64_t spacing(const int64_t* offset) {
 
 template <class T>
 PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64_t spaced,
-                                        int64_t head_dim, ReadAhead<T>& ahead, float* buffer) {
-  const T* later = (const T*)ahead.claim(TILE_KEYS * head_dim * int64_t(sizeof(T)));
+                                        int64_t head_dim, ReadAhead<T>* ahead, float* buffer) {
+  const int64_t bytes = TILE_KEYS * head_dim * int64_t(sizeof(T));
+  const T* later = ahead ? (const T*)ahead->claim(bytes) : nullptr;
   if (sizeof(T) == 2 && spaced && head_dim % TILE_DIMS == 0)
     return {(const char*)(x + offset[0]), spaced * int64_t(sizeof(T)), later};
   constexpr int LINE = CACHE_LINE / int(sizeof(T));
@@ -76,7 +77,7 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
     const T* row = x + offset[i];
     for (int64_t d = 0; d < head_dim; d += LINE) {
       const int n = int(min64(LINE, head_dim - d));
-      ahead.ask(later, i * head_dim + d, n);
+      if (later) ahead->ask(later, i * head_dim + d, n);
       F operands[LINE / TILE_DIMS];
       AmxProduct::load_line(row + d, n, operands);
       for (int j = 0; j < n; j += TILE_DIMS)
@@ -88,14 +89,14 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
 
 // While a tile is multiplied, as many bytes as it has are asked for.
 template <class T>
-PAGED_ATTN_INLINE void ask_for_tile(const TileRows<T>& x, int64_t i, const ReadAhead<T>& ahead) {
+PAGED_ATTN_INLINE void ask_for_tile(const TileRows<T>& x, int64_t i, const ReadAhead<T>* ahead) {
   constexpr int ELEMENTS = TILE_KEYS * TILE_DIMS;
-  if (x.later) ahead.ask(x.later, i * ELEMENTS, ELEMENTS);
+  if (x.later) ahead->ask(x.later, i * ELEMENTS, ELEMENTS);
 }
 
 // scores (16 keys, rows) = k . q
 template <int ROWS, class T>
-PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const ReadAhead<T>& ahead, const float* q,
+PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const ReadAhead<T>* ahead, const float* q,
                                  int64_t tiles, float* scores) {
   constexpr int64_t STRIDE = ROWS * sizeof(float);
   _tile_zero(2);
@@ -110,7 +111,7 @@ PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const ReadAhead<T>& ahead
 
 // acc (even and odd dims of rows) += p (rows twice, 16 keys) @ v
 template <int ROWS, class T>
-PAGED_ATTN_INLINE void weigh_tiles(const TileRows<T>& v, const ReadAhead<T>& ahead, const float* p,
+PAGED_ATTN_INLINE void weigh_tiles(const TileRows<T>& v, const ReadAhead<T>* ahead, const float* p,
                                    int64_t tiles, float* acc, int64_t stride_acc) {
   constexpr int64_t STRIDE = ROW_COLUMNS * sizeof(float);
   const int64_t stride = stride_acc * int64_t(sizeof(float));
@@ -191,8 +192,10 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
     return (const T*)x.data + kv_head_of(a, group) * x.stride_head;
   };
   const int groups = task.group_end - task.group_begin;
-  ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS, ahead_bytes<T>(a, groups));
-  ahead.enter(block, next);
+  ReadAhead<T> cursor(a, kv_head_of(a, task.group_begin), groups, TILE_KEYS,
+                      ahead_bytes<T>(a, groups));
+  cursor.enter(block, next);
+  ReadAhead<T>* const ahead = &cursor;
   for (int c = 0; c < columns; c += TILE_KEYS) {
     const int64_t spaced = spacing(block.k_offset + c);
     for (int group = task.group_begin; group < task.group_end; ++group) {
@@ -222,6 +225,21 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
   }
 }
 
+// Queries of a group as right operands: (operand of head_dim, ROWS).
+template <int ROWS>
+PAGED_ATTN_INLINE void turn_queries(const Attention& a, const Sequence& s,
+                                    const paged_attn::Task& task, int64_t group, int64_t depth,
+                                    float* rows, float* turned) {
+  memset(rows, 0, ROWS * depth * sizeof(float));
+  load_queries<AmxProduct>(a, s, task, group, rows, depth);
+  for (int64_t d = 0; d < depth; d += W) {
+    F x[ROWS];
+    for (int r = 0; r < ROWS; ++r) x[r] = load(rows + r * depth + d);
+    interleave<ROWS>(x);
+    for (int r = 0; r < ROWS; ++r) store(turned + d * ROWS + r * W, x[r]);
+  }
+}
+
 // Returns false, and has written nothing, if a sum is not finite.
 template <int ROWS>
 inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
@@ -234,14 +252,7 @@ inline bool attend_rows_by_tiles(const Attention& a, const Sequence& s,
   const int64_t depth = w.key_tiles * W;
   for (int g = 0; g < groups; ++g) {
     w.scale[g] = logit_scale(a, s, kv_head_of(a, task.group_begin + g));
-    memset(w.tiles, 0, ROWS * depth * sizeof(float));
-    load_queries<AmxProduct>(a, s, task, task.group_begin + g, w.tiles, depth);
-    for (int64_t d = 0; d < depth; d += W) {
-      F x[ROWS];
-      for (int r = 0; r < ROWS; ++r) x[r] = load(w.tiles + r * depth + d);
-      interleave<ROWS>(x);
-      for (int r = 0; r < ROWS; ++r) store(w.q + (g * depth + d) * ROWS + r * W, x[r]);
-    }
+    turn_queries<ROWS>(a, s, task, task.group_begin + g, depth, w.tiles, w.q + g * depth * ROWS);
   }
 
   for_each_block(a, s, task, ROW_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool more)

@@ -29,7 +29,7 @@ void run(Attention& a) {
   static thread_local Scratch partials, workspace;
   const int64_t threads = torch::stable::get_num_threads();
   const Kernels& isa = kernels();
-  make_plan(a, isa.tile_rows(a), threads, plan);
+  make_plan(a, isa.row_limits(a), threads, plan);
   a.partials = partials.floats(plan.partial_floats);
   if (plan.partial_floats > 0 && a.partials == nullptr) throw std::bad_alloc();
 

@@ -15,7 +15,7 @@ namespace {
 std::string described(const Attention& a) {
   Plan plan;
   const int64_t threads = torch::stable::get_num_threads();
-  make_plan(a, kernels().tile_rows(a), threads, plan);
+  make_plan(a, kernels().row_limits(a), threads, plan);
   int64_t rows = 0;
   for (const Task& task : plan.tasks) rows += task.few_rows;
   const int64_t floats =

@@ -1,8 +1,11 @@
 """Layers and steps as engines run them: FSDP2, torch.compile, and the example."""
 
+import re
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from worlds import World, only_of
 
 import torch_paged_attn as tpa
 from torch_paged_attn import reference
+from torch_paged_attn.distributed import ulysses
 from torch_paged_attn.distributed.context_parallel import (
     Shards,
     all_gather_attention,
@@ -76,8 +80,13 @@ def case_compiled_context_parallel_layer(world: World) -> None:
             out, lse = scheme(q.sin(), k.sin(), v.sin(), shards, causal=True)
             return out.square(), lse
 
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        if scheme is ulysses_attention and ulysses.TORCH < (2, 12):
+            own = [shards.shard(x) for x in pack.inputs()]
+            world.refuses(partial(compiled, *own), Exception, "2.12 or later")
+            continue
         results = []
-        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        for run in (layer, compiled):
             own = [shards.shard(x).requires_grad_() for x in pack.inputs()]
             out, lse = run(*own)
             out.sum().backward()
@@ -113,3 +122,15 @@ def case_prefix_and_rest(world: World) -> None:
     hints = {"max_seqlen_q": 7, "max_seqlen_k": 40}
     truth = Truth.of(reference.flash_varlen, q, k, v, bounds, keys, **hints)
     assert_accurate(out, lse, truth)
+
+
+def case_documentation(world: World) -> None:
+    """What docs/distributed.md shows runs on several processes as well."""
+    page = Path(tpa.__file__).parents[1] / "docs" / "distributed.md"
+    snippets = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(snippets) == 3
+    begins = mock.patch.object(dist, "init_process_group", lambda *args, **options: None)
+    ends = mock.patch.object(dist, "destroy_process_group", lambda: None)
+    with begins, ends:
+        for snippet in snippets:
+            exec(compile(snippet, str(page), "exec"), {})

@@ -63,6 +63,7 @@ void set(Attention& call, const std::string& name, const char* text, char* blob)
   MEMBER(out_scale)
   MEMBER(bias) MEMBER(bias_stride_head) MEMBER(bias_stride_query) MEMBER(bias_stride_key)
   MEMBER(softmax_scale) MEMBER(softcap) MEMBER(window_left) MEMBER(window_right)
+  MEMBER(batch_invariant)
   MEMBER(dropout.enabled) MEMBER(dropout.seed[0]) MEMBER(dropout.seed[1]) MEMBER(dropout.offset)
   MEMBER(dropout.threshold) MEMBER(dropout.keep_scale)
   MEMBER(layout.crow) MEMBER(layout.crow_batch) MEMBER(layout.crow_head) MEMBER(layout.crow_row)
@@ -150,7 +151,7 @@ struct Results {
 void attend(Attention a, FILE* file) {
   const Results<Attention> results(a, a.out_dtype);
   Plan plan;
-  make_plan(a, kernels().tile_rows(a), 1, plan);
+  make_plan(a, kernels().row_limits(a), 1, plan);
   std::vector<float> partials(plan.partial_floats);
   a.partials = partials.data();
 

@@ -69,6 +69,7 @@ def attention(call: Call) -> dict[str, Any]:
         "window_left": args.get("window_size_left", -1),
         "window_right": 0 if args.get("causal") else args.get("window_size_right", -1),
         "out_scale": args.get("out_scale"),
+        "batch_invariant": int(args.get("batch_invariant", False)),
     }
     for name, t in (("k", k), ("v", v)):
         members[f"{name}.data"] = t

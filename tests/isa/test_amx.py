@@ -13,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
+from same_bits import assert_same_bits
 
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,
@@ -97,6 +98,38 @@ def test_gradients_agree_with_the_reference(name, program, tmp_path):
     dout, dlse = hostile_gradients(call, out, lse)
     found = run_call.attend_backward(call, dout, dlse, out, lse, [program], tmp_path)
     assert_accurate_gradients(found, call.gradients(dout, dlse))
+
+
+# causal: the last tokens that a cut sequence has stand where they stood
+IN_ORDER = ("mixed/bf16", "mixed/kv_e4m3", "window_softcap", "sinks_window", "vllm_cache", "tiny")
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_few_rows_add_up_as_tiles_do(name, program, tmp_path):
+    """With `batch_invariant`, the tokens of a prompt have the same bits alone and among others."""
+    problem = next(p for n, p in PROBLEMS.items() if name in n and p.dtype == BFLOAT16)
+    call = build(dataclasses.replace(problem, batch_invariant=True))
+    out, lse = run_call.attend(call, [program], tmp_path)
+    assert_accurate(out, lse, call.truth())
+    for b, rows in ((1, (0, 1)), (1, (77, 78)), (1, (126, 128)), (2, (5, 7)), (2, (33, 37))):
+        found = run_call.attend(cut(call, problem, b, *rows), [program], tmp_path)
+        start = int(call.args["cu_seqlens_q"][b])
+        among = slice(start + rows[0], start + rows[1])
+        assert_same_bits(found, (out[among], lse[:, among]))
+
+
+def cut(call, problem, b, first, last):
+    """Query tokens [first, last) of a sequence, and the keys up to them."""
+    chunk = dict(call.alone(b).args)
+    _, past = problem.seqs[b]
+    lengths = {"cu_seqlens_q": last - first}
+    if chunk.get("cu_seqlens_k") is not None or chunk.get("block_table") is None:
+        lengths["cu_seqlens_k"] = past + last
+    chunk |= {name: torch.tensor([0, n], dtype=torch.int32) for name, n in lengths.items()}
+    if chunk.get("seqused_k") is not None:
+        chunk["seqused_k"] = torch.tensor([past + last], dtype=torch.int32)
+    chunk["q"] = chunk["q"][first:last]
+    return dataclasses.replace(call, args=chunk)
 
 
 def test_every_load_of_a_tile_says_that_it_reads_memory():

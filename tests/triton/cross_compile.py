@@ -234,6 +234,7 @@ class Kernel:
     is_float32: bool  # its products run on the plain units
     own_float8: int  # instructions that convert to or from float8, in the chip's sense of it
     fused: int  # products that the compiler fused with sums without being asked, on NVIDIA's chips
+    parts_threads: bool  # by a clock that each of them reads
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -248,6 +249,9 @@ class Kernel:
             found.append("no matrix instruction")
         if self.own_float8 and arch == "gfx942":
             found.append("float8 in the chip's own format, which is not OCP's")
+        if self.parts_threads:
+            # some would leave a loop while the others wait for them in it
+            found.append("a branch by a clock that each thread reads for itself")
         if call in INVARIANT and self.fused > 0:
             # which of two it takes differs from row to row of a tile
             found.append(f"{self.fused} sums whose rounding is the compiler's choice")
@@ -386,8 +390,30 @@ def _fused(ptx: str, llvm: str) -> int:
     return max(len(re.findall(r"\bfma\.rn\.\S*f32\b", ptx)) - sum(int(n or 1) for n in asked), 0)
 
 
+def _parts_threads(ptx: str) -> bool:
+    """Whether a branch depends on a clock by way of registers alone. What has been through memory
+    is the same for all threads.
+    """
+    lines = [re.sub(r"^@!?%p\d+\s+(?!bra)", "", line.strip()) for line in ptx.splitlines()]
+    own: set[str] = set()
+    while True:
+        known = len(own)
+        for line in lines:
+            to, *sources = re.findall(r"%[a-z]+\d+", line) or [""]
+            if line.startswith("@"):
+                if to in own:
+                    return True
+            elif "%globaltimer" in line or (
+                not line.startswith(("ld.", "st.", "atom.")) and not own.isdisjoint(sources)
+            ):
+                own.add(to)
+        if len(own) == known:
+            return False
+
+
 def _read(arch: str, name: str, binary) -> Kernel:
     scalar_spills = fused = 0
+    parts_threads = False
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
 
@@ -401,6 +427,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         text = binary.asm["ptx"]
         registers, spills = _local_memory(binary.asm["cubin"])
         fused = _fused(text, binary.asm["llir"])
+        parts_threads = "%globaltimer" in text and _parts_threads(text)
     # Gluon's kernels begin further down
     code = binary.asm.get("ttir") or binary.asm["ttgir"]
     is_float32 = not re.search(r"(tt\.dot|warp_group_dot) .*x(bf16|f16|f8E\w+)", code)
@@ -408,7 +435,8 @@ def _read(arch: str, name: str, binary) -> Kernel:
     shared = binary.metadata.shared
     own_float8 = len(re.findall(r"\bv_cvt_\w*(fp8|bf8)", text))
     return Kernel(
-        name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused
+        *(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused),
+        parts_threads=parts_threads,
     )
 
 

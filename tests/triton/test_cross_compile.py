@@ -30,6 +30,8 @@ FEW = {
     # of bits that depend on a sequence alone: Hopper's kernel, and the portable one
     ("sm90", "rl/invariant/f16"),
     ("sm80", "rl/invariant/f16"),
+    # whose threads wait for other GPUs
+    ("sm90", "merge_remote/bf16"),
 }
 
 
@@ -68,8 +70,9 @@ JOBS = [
     (arch, name)
     for i, arch in enumerate(cross_compile.CHIPS)
     for j, name in enumerate(cross_compile.CALLS)
-    if (
-        (arch, name) in FEW or (IS_THOROUGH and is_fitted(arch, name))
+    if (arch, name) in FEW
+    or (
+        IS_THOROUGH and is_fitted(arch, name)
         if name.startswith(cross_compile.BACKWARDS) or is_extended(name)
         else IS_THOROUGH or (i + j) % 10 == 0
     )

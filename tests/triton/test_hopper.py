@@ -337,6 +337,43 @@ def test_many_keys_are_dealt_out():
 
 
 @pytest.mark.parametrize(
+    "batch, queries, keys, heads, kernels",
+    [
+        # decodes of eight heads that share keys, or of wide ones
+        (17, 1, 131072, (8, 1, 128), "dealt"),
+        (17, 1, 131072, (4, 1, 128), "portable"),
+        (17, 1, 0, (8, 1, 128), "portable"),
+        (17, 1, 4096, (8, 1, 128), "portable"),
+        (33, 1, 4096, (8, 1, 128), "dealt"),
+        (90, 1, 131072, (8, 1, 128), "portable"),
+        (16, 1, 512, (8, 4, 256), "listed"),
+        (16, 1, 2048, (8, 4, 256), "portable"),
+        # guessed tokens of few rows
+        (7, 2, 2048, (40, 8, 128), "listed"),
+        (7, 2, 512, (40, 8, 128), "portable"),
+        (90, 2, 2048, (40, 8, 128), "portable"),
+        (19, 4, 2048, (8, 4, 256), "listed"),
+        # of many rows: by keys, but not where each tile has few
+        (4, 8, 8192, (8, 1, 128), "listed"),
+        (69, 4, 2048, (32, 32, 128), "dealt"),
+        (87, 8, 1024, (32, 32, 128), "listed"),
+    ],
+)
+def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
+    """As figures of an H200 say: benchmarks/notes/gpu.md."""
+    problem = Problem("few", ((queries, 60),) * batch, *heads, dtype=bf16, page_size=64)
+    table = torch.zeros(batch, 2048, dtype=torch.int32)
+    with assume(HOPPER):
+        call = hopper_call(problem, block_table=table, max_seqlen_k=keys)
+        found = flash_varlen.kernels_of(call, queries)[0]
+        if found == "hopper":
+            form = flash_varlen.form_of(call, queries)
+            assert form.is_guessed
+            found = "dealt" if form.is_dealt else "listed"
+        assert found == kernels
+
+
+@pytest.mark.parametrize(
     "seqs, options, longest, kernels",
     [
         (((128, 0),) * 512, dict(num_kv_heads=4), 128, "hopper"),

@@ -12,7 +12,6 @@ has what. All are differentiable where `flash_varlen` is.
                            process. `num_heads` has to be divisible by the ranks
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,15 +78,21 @@ def all_gather_attention(
         NotImplementedError: on all ranks, another option, or `memory` with gradients.
     """
 
+    # with gradients other messages are sent
+    trains = _wants_gradients(q, k, v, *options.values())
+
     def check(call: AttentionCall) -> None:
         _check(call)
         if memory is not None:
-            _check_memory(memory, (q, k, v, *options.values()), shards)
+            memory.check(OP, k, v, shards.ranks)
+            if trains:
+                came = "came where gradients are wanted"
+                fail(OP, "memory", came, "None", NotImplementedError)
 
-    check_call(OP, q, k, v, shards, options, ALLOWED, check, memory is not None)
+    check_call(OP, q, k, v, shards, options, ALLOWED, check, memory is not None, trains)
     exchange = exchange_of(shards, options)
     placement = exchange.placement
-    if placement is not None and _may_share((q, k, v, *options.values())):
+    if placement is not None and not trains and _may_share(q.device):
         options["k_start"] = placement.k_start
         if memory is None or not placement.travels:
             k, v = placement.fetch(k, v)
@@ -113,24 +118,18 @@ def _check(call: AttentionCall) -> None:
             refuse_lacking(OP, call.q.device, ("q_position",), name)
 
 
-def _may_share(given: tuple[Any, ...]) -> bool:
-    """Whether sequences may share rows of keys: no gradient of theirs is wanted, the backend can
-    be told where keys lie, and no graph is made, which has no messages between two ranks."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    if torch.compiler.is_compiling() or _wants_gradients(tensors):
+def _may_share(device: torch.device) -> bool:
+    """Whether sequences may share rows of keys: the backend can be told where keys lie, and no
+    graph is made, which has no messages between two ranks."""
+    if torch.compiler.is_compiling():
         return False
-    backend, _ = serving_device(tensors[0].device)
+    backend, _ = serving_device(device)
     return backend is not None and "k_start" not in backend.lacks
 
 
-def _wants_gradients(tensors: Iterable[Tensor]) -> bool:
+def _wants_gradients(*given: Any) -> bool:
+    tensors = [x for x in given if isinstance(x, Tensor)]
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _check_memory(memory: SharedKeys, given: tuple[Any, ...], shards: Shards) -> None:
-    memory.check(OP, given[1], given[2], shards.ranks)
-    if _wants_gradients(x for x in given if isinstance(x, Tensor)):
-        fail(OP, "memory", "came where gradients are wanted", "None", NotImplementedError)
 
 
 def exchange_of(shards: Shards, options: dict[str, Any]) -> Exchange:

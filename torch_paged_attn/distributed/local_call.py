@@ -69,6 +69,15 @@ def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: st
             fail(op, what, came, "none", NotImplementedError)
 
 
+def from_head(rng_state: Tensor, head: int) -> Tensor:
+    """`rng_state` of a call whose first head is that one of the whole, so that dropout drops what
+    one process drops. Waits for no device.
+    """
+    base = torch.cat([rng_state, rng_state.new_zeros(5 - len(rng_state))])
+    base[2] += head
+    return base
+
+
 def is_default(value: Any, default: Any) -> bool:
     """Whether an option is not given, or as good as not."""
     return value is default or (not isinstance(value, Tensor) and value == default)

@@ -8,8 +8,8 @@ k, v, of a paged cache's k and v and of `out`, `Shard(0)` of `softmax_lse`, sink
 head for all (MQA, MLA) stays replicated while q is sharded.
 
 The functions here do what the rules cannot: they round scheduling hints, which are part of the key
-under which DTensor finds a rule again (14 ms for each new number), and take plain tensors beside
-DTensors for replicated ones.
+under which DTensor finds a rule again (14 ms for each new number), take plain tensors beside
+DTensors for replicated ones, and have dropout drop what one process drops.
 """
 
 import functools
@@ -26,6 +26,7 @@ from torch_paged_attn import ops
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.backward_call import arguments as backward_arguments
+from torch_paged_attn.distributed.local_call import from_head
 from torch_paged_attn.distributed.placed_calls import attend_locally, placed_alike
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.flash_varlen import fill_hints
@@ -242,12 +243,42 @@ def _rounded(hint: int) -> int:
     return 1 << (hint - 1).bit_length() if hint > 0 else hint
 
 
+def _by_heads_or_whole(mesh: DeviceMesh, given: dict[str, Any]) -> list[Any]:
+    """Bring q, k and v to where dropout knows the heads: each dimension of the mesh has all of
+    them, or a share. Returns where q lies.
+    """
+    named = {name: _lift(mesh, given[name]) for name in ("q", "k", "v")}
+    shared = [any(x.placements[i] == Shard(1) for x in named.values()) for i in range(mesh.ndim)]
+    for name, x in named.items():
+        is_whole = name != "q" and x.shape[1] == 1
+        at = [Shard(1) if there and not is_whole else Replicate() for there in shared]
+        given[name] = x.redistribute(placements=at)
+    return list(given["q"].placements)
+
+
+def _own_dropout(mesh: DeviceMesh, given: dict[str, Any]) -> None:
+    """Have this rank's heads drop what they drop on one process: `rng_state`, which a rule takes
+    for replicated, says which of all heads comes first here.
+    """
+    placements = _by_heads_or_whole(mesh, given)
+    heads, first = given["q"].shape[1], 0
+    for dim, placement in enumerate(placements):
+        if placement == Shard(1):
+            heads //= mesh.size(dim)
+            first += heads * mesh.get_local_rank(dim)
+    rng = given["rng_state"]
+    local = rng.to_local() if isinstance(rng, DTensor) else rng
+    given["rng_state"] = _lift(mesh, from_head(local, first))
+
+
 def _attend(op: str, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     given = dict(zip(POSITIONAL[op], args, strict=False)) | options
+    mesh = next((x.device_mesh for x in given.values() if isinstance(x, DTensor)), None)
+    if mesh is not None and given.get("rng_state") is not None:
+        _own_dropout(mesh, given)
     if (placed := placed_alike(POSITIONAL[op], given, RULES[op])) is not None:
         return attend_locally(getattr(ops, op), given, placed)
     q, k = given["q"], given["k"]
-    mesh = next((x.device_mesh for x in given.values() if isinstance(x, DTensor)), None)
     if mesh is None:
         return getattr(ops, op)(**given)
     names = ("block_table", "max_seqlen_q", "max_seqlen_k")
@@ -283,9 +314,12 @@ def reshape_and_cache(
         kv_cache: a DTensor, or two: each dimension of the mesh has its heads, or copies of it.
 
     Raises:
-        ValueError: on all ranks, a cache that is placed otherwise.
+        ValueError: on all ranks, a cache that is placed otherwise, or is no DTensor.
     """
     caches = [kv_cache] if isinstance(kv_cache, DTensor) else list(kv_cache)
+    if not all(isinstance(x, DTensor) for x in caches):
+        came = f"is {type(kv_cache).__name__} of plain tensors"
+        fail("reshape_and_cache", "kv_cache", came, "a DTensor, or two; or the package's function")
     mesh, heads = caches[0].device_mesh, 2 if len(caches) == 1 else 1
     at = [Shard(1) if p == Shard(heads) else Replicate() for p in caches[0].placements]
     pair = [_lift(mesh, x).redistribute(placements=at) for x in (key, value)]

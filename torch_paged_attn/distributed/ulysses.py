@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.distributed.local_call import check_call, refuse_lacking
+from torch_paged_attn.distributed.local_call import check_call, from_head, refuse_lacking
 from torch_paged_attn.distributed.ranks import Ranks
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.ops import flash_varlen
@@ -64,9 +64,8 @@ def ulysses_attention(
     for name in ("alibi_slopes", "sinks"):
         if (x := options.get(name)) is not None:
             options[name] = x[..., ranks.rank * own : (ranks.rank + 1) * own].contiguous()
-    if (rng := options.get("rng_state")) is not None:  # this rank's head 0 is another one's there
-        base = torch.cat([rng, rng.new_zeros(5 - len(rng))])
-        options["rng_state"] = base + base.new_tensor([0, 0, ranks.rank * own, 0, 0])
+    if (rng := options.get("rng_state")) is not None:
+        options["rng_state"] = from_head(rng, ranks.rank * own)
     cu_seqlens = shards.keep("cu_seqlens", lambda: shards.to_device(cumulative(shards.lengths)))
     out, lse = flash_varlen(q, k, v, cu_seqlens, **options)
     return to_rows(out, shards), to_rows(lse.mT, shards).mT.contiguous()

@@ -23,16 +23,14 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.dequant import as_stored, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import (
-    INTERPRETED,
-    next_power_of_2,
-    target_of,
-)
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 
 # elements that a program merges
 BLOCK = 512
+WARPS = 4
+THREADS = tl.constexpr(32 * WARPS)
 
 
 class Slots(NamedTuple):
@@ -71,9 +69,21 @@ def _lse_of(lse_ptr, slots_ptr, row_of_lse, at_lse, exists, IS_OWN: tl.constexpr
 
 @triton.jit
 def _time(waited, IS_TIMED: tl.constexpr):
-    """Nanoseconds of the chip's clock; looks that were taken, where Triton reads no clock."""
+    """Nanoseconds of the chip's clock; looks that were taken, where Triton reads no clock.
+
+    Each thread reads another time, and all of them have to leave a loop together: those that left
+    it alone stopped the device before the one that writes had said why.
+    """
     if IS_TIMED:
-        return tl.extra.cuda.globaltimer()
+        clocks = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;",
+            "=l,r",
+            [tl.arange(0, THREADS)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        return tl.max(clocks, 0)
     else:
         return waited + 1
 
@@ -259,7 +269,7 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
     slots = Slots.of(ranks, tokens * heads, dim)
     is_empty = tokens == 0
     target = target_of(out.device)
-    is_timed = torch.version.cuda is not None and not INTERPRETED
+    is_timed = target.arch.startswith("sm")
     new_out = Allocation((tokens, heads, dim), out_dtype, out.device)
     new_lse = Allocation((heads, tokens), torch.float32, out.device)
     launch = Launch(
@@ -278,6 +288,7 @@ def _plan(*tensors: Tensor, rank: int, out_dtype: torch.dtype, seconds: float) -
             FORMAT=stored_format(out_dtype, target),
             IS_TIMED=is_timed,
         ),
+        num_warps=WARPS,
     )
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:

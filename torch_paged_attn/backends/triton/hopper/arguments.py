@@ -33,7 +33,7 @@ class Pointers(NamedTuple):
     # None where boxes of keys are loaded
     k: Any = None
     v: Any = None
-    # (total_q, num_heads, head_dim_v) float32; None where the accelerator stores the result
+    # (total_q, num_heads, head_dim_v), float32 or of pieces; None where the accelerator stores it
     out: Any = None
     counters: Any = None  # of pieces, where units of keys are dealt out: zeros before and after
 
@@ -126,6 +126,7 @@ class Options(NamedTuple):
     CONVERTS_V: bool = False
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
+    MERGED_COLUMNS: int = 0  # head_dim_v, where pieces are added up by several; else 0
     STRETCH: int = 0  # keys that are summed up by themselves, see `stretches.py`; 0: all are
 
 

@@ -83,7 +83,7 @@ def plan_launches(
             *tiles.sizes_of_list(call),
             tiles.tile_options_of(options, form),
             call.q.device,
-            tiles.chip_of(call, packed_heads) if options.MOST_PARTS or form.short else None,
+            tiles.chip_of(call, options) if options.MOST_PARTS or form.short else None,
         )
     programs = tiles.grid_of(call, options, form)
     new_parts = scratch = None
@@ -116,6 +116,7 @@ def plan_launches(
     )
 
     is_float32 = options.FLOAT32_COLUMNS > 0
+    is_stored = is_float32 or options.MERGED_COLUMNS > 0
     # the lengths that the kernel reads itself where tiles are not listed
     none = (None,) * 3
 
@@ -145,7 +146,7 @@ def plan_launches(
                     lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, left,
                     of_q, of_k, of_v, *unlisted,
                     *((k, v) if options.GATHERS else (None, None)),
-                )._replace(out=out if is_float32 else None, counters=counters),
+                )._replace(out=out if is_stored else None, counters=counters),
             )  # fmt: skip
             return tile_list, parts
         of_q, of_k, of_v, *starts, table, slopes, sink = pick((*addresses, None))
@@ -169,7 +170,7 @@ def plan_launches(
             *boxes_at(1, k_boxes, addresses[1]),
             *boxes_at(2, v_boxes, addresses[2]),
             *boxes_at(3, out_boxes, addresses[0] if is_float32 else at_out),
-            (*pointers, *slots, at_out if is_float32 else None, at_counters),
+            (*pointers, *slots, at_out if is_stored else None, at_counters),
         )
         return tile_list, parts
 

@@ -24,7 +24,7 @@ from torch_paged_attn.backends.triton.hopper.descale import (
     factor_of_scores,
     take_queries,
 )
-from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces
+from torch_paged_attn.backends.triton.hopper.pieces import merge_pieces, pieces_in
 from torch_paged_attn.backends.triton.hopper.results import (
     of_heads,
     place_of_result,
@@ -34,6 +34,7 @@ from torch_paged_attn.backends.triton.hopper.results import (
     store_result,
 )
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores, finish_scores
+from torch_paged_attn.backends.triton.hopper.shared_pieces import merge_shared
 from torch_paged_attn.backends.triton.hopper.softmax import (
     partial_sum,
     rescale,
@@ -321,6 +322,8 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         pending = warpgroup_mma(p, v, acc, is_async=True)
         total = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
         stop_token = rows.stop_token
+        token = rows.position - rows.context_len
+        at = (r, token, of_heads(token < stop_token, r, OPTIONS), rows.is_sequence)
         place = place_of_result(out, params.out_desc)
         if IS_FLOAT8:
             # the last tile's result has left shared memory long since
@@ -336,24 +339,31 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 total = fold(total_left, total, old, weight)
                 if state > NONE_LEFT:
                     acc = join_left(acc, apart, params, OPTIONS, INDEX)
-            if OPTIONS.MOST_PARTS > 0 and pipelines.work_info.get(tile, PIECES) > 1:
-                stop_token = merge_pieces(
-                    (acc, m_i, total), place, rows, params, pipelines.work_info, tile, OPTIONS,
-                    INDEX,
-                )  # fmt: skip
+            if (
+                OPTIONS.MOST_PARTS > 0
+                and pieces_in(pipelines.work_info.get(tile, PIECES), OPTIONS) > 1
+            ):
+                sums = (acc, m_i, total)
+                work_info = pipelines.work_info
+                if OPTIONS.MERGED_COLUMNS > 0:
+                    stop_token = merge_shared(sums, rows, params, work_info, tile, OPTIONS, INDEX)
+                else:
+                    stop_token = merge_pieces(
+                        sums, place, at, rows, params, work_info, tile, OPTIONS, INDEX
+                    )
             else:
-                share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
+                share = store_lse(m_i, total, at, rows, params, OPTIONS)
                 if OPTIONS.FLOAT32_COLUMNS > 0:
                     store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
                 else:
                     place.store(scale_rows(acc, share).to(place.dtype))
         elif OPTIONS.FLOAT32_COLUMNS > 0:
-            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
+            share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
         else:
-            share = store_lse(m_i, total, rows, stop_token, r, params, OPTIONS)
+            share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])
             values.consumer_release(n)
             place.store(scale_rows(acc, share).to(place.dtype))

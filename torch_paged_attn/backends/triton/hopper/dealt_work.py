@@ -38,6 +38,7 @@ class Share(NamedTuple):
     share: Any  # how many units each program has
     begin: Any
     stop: Any
+    total: Any  # of all programs
     b: Any  # the sequence that it begins in
     base: Any  # the first unit of that
 
@@ -49,6 +50,7 @@ class Piece(NamedTuple):
     count: Any
     number: Any  # which piece it is, of how many
     pieces: Any
+    waiting: Any  # how many of them, the first ones, are the last that their programs have
     first_part: Any
 
 
@@ -119,7 +121,7 @@ def share_of(program, programs, params, OPTIONS: gl.constexpr):
         ended_before += ended.to(gl.int32)
         first += gl.where(ended, work, 0)
         before += gl.sum(work, 0)
-    return Share(share, begin, stop, gl.sum(ended_before, 0), gl.sum(first, 0))
+    return Share(share, begin, stop, total, gl.sum(ended_before, 0), gl.sum(first, 0))
 
 
 @gluon.jit
@@ -144,8 +146,9 @@ def piece_of(number, sequence, base, program, dealt, OPTIONS: gl.constexpr):
     first_program = start // dealt.share
     last_program = gl.where(is_whole, program, (stop - 1) // dealt.share)
     pieces = last_program - first_program + 1
+    goes_on = stop < gl.minimum((last_program + 1) * dealt.share, dealt.total)
     # what a program leaves of the tile that it ends in, and of the one that it begins in
     return Piece(
         sequence.first + first - start, count, program - first_program, pieces,
-        2 * first_program + 1,
+        pieces - goes_on.to(gl.int32), 2 * first_program + 1,
     )  # fmt: skip

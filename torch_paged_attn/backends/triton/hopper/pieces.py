@@ -4,7 +4,7 @@ Each piece is an entry of the list of tiles (`piece_plan.py` says how long it is
 leaves its rows' sums, not yet divided, as a part; the last one that arrives at a tile adds up all
 parts, in the order of the keys, so that the bits do not depend on who that is, and writes the
 result. Where pieces are stretches of keys (`stretches.py`), it adds them up as a consumer that had
-all of them would have done.
+all of them would have done. Parts of few queries are added up by several: see `shared_pieces.py`.
 """
 
 from typing import Any, NamedTuple
@@ -37,6 +37,23 @@ COLUMNS, AT_ONCE = gl.constexpr(64), gl.constexpr(4)
 def unpack_piece(word):
     """The tile's first part, of one head; which of its pieces an entry is, of how many."""
     return word >> 16, (word >> 8) & 255, word & 255
+
+
+@gluon.jit
+def pack_pieces(pieces, waiting, OPTIONS: gl.constexpr):
+    """A word: how many pieces a tile has; and how many of them, the first ones, are waited for by
+    who had them, where parts are added up by several."""
+    if OPTIONS.MERGED_COLUMNS > 0:
+        pieces = waiting << 16 | pieces
+    return pieces
+
+
+@gluon.jit
+def pieces_in(word, OPTIONS: gl.constexpr):
+    """How many pieces a tile has."""
+    if OPTIONS.MERGED_COLUMNS > 0:
+        word = word & 0xFFFF
+    return word
 
 
 @gluon.jit
@@ -85,7 +102,7 @@ class Parts(NamedTuple):
 
 
 @gluon.jit
-def _part_number(first, piece, step, OPTIONS: gl.constexpr):
+def part_number(first, piece, step, OPTIONS: gl.constexpr):
     """The number of a piece's part. Of dealt work a program has two parts, the one that it begins
     with and the one that it ends with, which is the first of its tile."""
     if OPTIONS.IS_DEALT:
@@ -95,7 +112,7 @@ def _part_number(first, piece, step, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.constexpr):
+def leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.constexpr):
     """Write sums, references and sums of weights of a piece as part number `part`."""
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
@@ -112,14 +129,14 @@ def _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.c
 
 @gluon.jit
 def merge_pieces(
-    sums, place, rows, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+    sums, place, at, rows, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):
     """Leave this piece's part. The last consumer to arrive adds up all of them, writes the rows'
     logsumexp, and leaves the result in `place`, in shared memory; the others return that their tile
     stops at token 0.
 
     `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
-    sums of weights.
+    sums of weights; `at` is as for `results.store_lse`.
     """
     acc, m_i, total = sums
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
@@ -138,8 +155,8 @@ def merge_pieces(
     first_part = first_part * CONSUMERS + INDEX
     references = pointers.parts + OPTIONS.MOST_PARTS * CONSUMERS * ROWS * WIDTH
     parts = Parts(first_part, step, pieces, references)
-    part = _part_number(first_part, work_info.get(tile, PIECE), step, OPTIONS)
-    _leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
+    part = part_number(first_part, work_info.get(tile, PIECE), step, OPTIONS)
+    leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)
     # every thread has written before one of them counts
     thread_barrier()
     if OPTIONS.IS_DEALT:
@@ -156,7 +173,7 @@ def merge_pieces(
         total = gl.zeros([ROWS], gl.float32, by_row)
         for i in range(0, pieces, AT_ONCE):
             for j in gl.static_range(AT_ONCE):
-                part = _part_number(first_part, _place_of(i + j, pieces, OPTIONS), step, OPTIONS)
+                part = part_number(first_part, _place_of(i + j, pieces, OPTIONS), step, OPTIONS)
                 m_part, total_part = _part_of_rows(references, part, r, ROWS)
                 total_part = gl.where(i + j < pieces, total_part, 0.0)
                 if OPTIONS.STRETCH > 0:
@@ -166,10 +183,10 @@ def merge_pieces(
                     total = fold(total, total_part, old, weight)
                 else:
                     m_new = gl.maximum(m_all, m_part)
-                    shift = _finite(m_new)
+                    shift = finite(m_new)
                     total = total * gl.exp2(m_all - shift) + total_part * gl.exp2(m_part - shift)
                     m_all = m_new
-        share = store_lse(m_all, total, rows, stop, r, params, OPTIONS)
+        share = store_lse(m_all, total, at, rows, params, OPTIONS)
         for first in gl.static_range(0, WIDTH, COLUMNS):
             _add_parts(first, parts, m_all, share, place, rows, pointers, OPTIONS)
     else:
@@ -188,7 +205,7 @@ def _place_of(i, pieces, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _finite(m):
+def finite(m):
     """Rows that have seen no key yet keep -inf; shifting by 0 instead avoids inf - inf."""
     return gl.where(m == -float("inf"), 0.0, m)
 
@@ -215,7 +232,7 @@ def _add_parts(
     row = gl.expand_dims(r, 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     exists = of_heads(rows.first_token + row // OPTIONS.HEAD_ROWS < rows.stop_token, row, OPTIONS)
-    shift = _finite(gl.convert_layout(m_all, by_row))
+    shift = finite(gl.convert_layout(m_all, by_row))
     values = pointers.parts + first + row * WIDTH + column
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     m_so_far = gl.full([ROWS], -float("inf"), gl.float32, by_row)
@@ -223,7 +240,7 @@ def _add_parts(
         for j in gl.static_range(AT_ONCE):
             is_one = i + j < parts.count
             number = _place_of(i + j, parts.count, OPTIONS)
-            part = _part_number(parts.first, number, parts.step, OPTIONS)
+            part = part_number(parts.first, number, parts.step, OPTIONS)
             m_part, _ = _part_of_rows(parts.references, part, r, ROWS)
             values_of = values + part * (ROWS * WIDTH)
             if OPTIONS.STRETCH > 0:

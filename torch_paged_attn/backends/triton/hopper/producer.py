@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.hopper.dealt_work import (
 from torch_paged_attn.backends.triton.hopper.load_kv import KeyRange, KvLoader
 from torch_paged_attn.backends.triton.hopper.pieces import (
     keys_of_piece,
+    pack_pieces,
     tiles_of_stretch,
     unpack_piece,
     visited_of_piece,
@@ -79,10 +80,11 @@ class QueryTile(NamedTuple):
     key_len: Any
     stop_token: Any
     piece: Any = 0  # of `dealt_work.py`, where units of keys are dealt out
+    is_last: Any = 0  # whether the program surely has no tile after this one
 
 
 @gluon.jit
-def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.constexpr):
+def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, is_last, COUNTERS: gl.constexpr):
     """Head and entry of a unit of work: a tile for each of `heads_per_unit` heads, which share
     keys, then the next tile; then the next heads."""
     tile = unit // heads_per_unit
@@ -91,7 +93,9 @@ def _tile_of(unit, tile_list_ptr, num_tiles, heads_per_unit, COUNTERS: gl.conste
     b, first_token, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
     stop_token = gl.load(entry + 6)
-    return QueryTile(head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token)
+    return QueryTile(
+        head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, 0, is_last
+    )
 
 
 @gluon.jit
@@ -114,7 +118,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     """Publish a tile of queries, the program's number `tile`, and load its queries and the first
     part of its keys, from right to left: tiles of keys that need a mask come first. Returns the
     number of the next tile of keys."""
-    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt = at
+    head, entry, b, first_token, q_start, query_len, k_start, key_len, stop_token, dealt, last = at
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
@@ -149,7 +153,8 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     # a tile that sees no key visits one, of masked keys, and writes its empty rows
     num_kv_tiles = gl.maximum(num_kv_tiles, 1)
     if OPTIONS.IS_DEALT:
-        first_part, piece, pieces = dealt.first_part, dealt.number, dealt.pieces
+        first_part, piece = dealt.first_part, dealt.number
+        pieces = pack_pieces(dealt.pieces, dealt.waiting, OPTIONS)
         kv_stop = first_kv_tile + num_kv_tiles
         first_kv_tile, num_kv_tiles = visited_of_piece(dealt, first_kv_tile, kv_stop)
     elif OPTIONS.MOST_PARTS > 0:
@@ -164,6 +169,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         else:
             first_of_piece, num_kv_tiles = keys_of_piece(piece, pieces, num_kv_tiles)
             first_kv_tile += first_of_piece
+        pieces = pack_pieces(pieces, gl.where(last, pieces, 0), OPTIONS)
     kv_start = (first_kv_tile + num_kv_tiles) * KV_STEP
 
     # once the consumers are done with what lay there, so are the other producers
@@ -285,9 +291,11 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
         num_tiles = gl.load(pointers.tile_list + 1)
         units = num_tiles * (scalars.num_heads // OPTIONS.PACKED_HEADS)
         while unit < units:
+            # all units are worked on at once, if they are no more than programs
             at = _tile_of(
-                unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, OPTIONS.COUNTERS
-            )
+                unit, pointers.tile_list, num_tiles, scalars.heads_per_unit, units <= programs,
+                OPTIONS.COUNTERS,
+            )  # fmt: skip
             n = _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS)
             tile += 1
             # claimed while the consumers are busy, so that the next queries are there in time

@@ -29,20 +29,21 @@ def of_heads(mask, r, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def store_lse(m_i, total, rows, stop_token, r, params, OPTIONS: gl.constexpr):
-    """Write the rows' logsumexp; returns what divides their results."""
+def store_lse(m_i, total, at, rows, params, OPTIONS: gl.constexpr):
+    """Write rows' logsumexp; returns what divides their results. `at` are their numbers, tokens,
+    whether they exist, and whether they are a sequence's: others have no sink."""
+    r, token, exists, is_sequence = at
     pointers = params.pointers
     gain = 1.0
     m_i *= LN2
     if pointers.sinks is not None:
         sink_ptr = pointers.sinks + rows.head + r % OPTIONS.HEAD_ROWS
-        sink = gl.load(sink_ptr, mask=rows.is_sequence, other=-float("inf"))
+        sink = gl.load(sink_ptr, mask=is_sequence, other=-float("inf"))
         m_i, total, gain = with_sink(m_i, total, sink)
     lse = m_i + gl.log2(total) * LN2
-    token = rows.position - rows.context_len
     head = (rows.head + r % OPTIONS.HEAD_ROWS).to(gl.int64)
     row = pointers.lse + head * params.sizes.total_q + rows.q_start + token
-    gl.store(row, lse, mask=of_heads(token < stop_token, r, OPTIONS))
+    gl.store(row, lse, mask=exists)
     return gl.where(total > 0.0, gain / total, 0.0) * rows.v_descale
 
 

@@ -40,12 +40,18 @@ IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # sizes of pages whose rows are copied
 GATHERED = (1, 2, 4, 8)
 
-# rows of a sequence's tile that the portable kernel is fast at
-LEAST_GUESSED = 16
+# rows of a sequence's tile that the portable kernel is fast at; where tiles are no more than
+# multiprocessors, fewer, of heads of up to 128 if there are so many keys
+MOST_PORTABLE, MOST_PORTABLE_OF_FEW, LEAST_KEYS_OF_FEW = 16, 7, 1024
 # tokens of a sequence, of groups of one head, that it is slow at all the same
 LEAST_TOKENS = 3
-# tiles of 128 keys for each multiprocessor, as far as is said, from which on they are dealt out
-LEAST_DEALT = 64
+# tiles of 128 keys for each multiprocessor, as far as is said, from which on they are dealt out, of
+# guessed tokens and of decodes; of guessed tokens, keys of the longest sequence
+LEAST_DEALT, LEAST_DEALT_OF_DECODES, LEAST_REACH = 64, 8, 2048
+# groups of heads, and tiles, of decodes whose keys are dealt out
+EIGHT, DEALT_TILES = 8, range(9, 64)
+# tiles, and keys, of decodes with wide heads
+WIDE_TILES, MOST_WIDE_REACH = range(33, 133), 1024
 # keys of the longest sequence from which on 8-bit tiles are taller
 LEAST_TALL = 4096
 
@@ -183,11 +189,30 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     head_rows = next_power_of_2(group)
     if not 0 < longest * head_rows <= BLOCK_M:
         return False
+    rows, is_said = longest * group, bool(call.max_seqlen_k)
     if call.total_q < 2 * call.batch:
-        is_few = call.batch * call.num_kv_heads < target_of(call.q.device).multiprocessors
-        is_long = reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call)
-        return head_rows > group and is_few and is_long
-    return longest * group > LEAST_GUESSED or (group == 1 and longest > LEAST_TOKENS)
+        return _is_guessed_decode(call, head_rows > group, is_said)
+    if rows > MOST_PORTABLE or (group == 1 and longest > LEAST_TOKENS):
+        return True
+    width, tiles = width_of(call.head_dim), call.batch * call.num_kv_heads
+    is_long = width == 256 or (width == 128 and is_said and reach_of(call) > LEAST_KEYS_OF_FEW)
+    is_few = tiles <= target_of(call.q.device).multiprocessors
+    return rows > MOST_PORTABLE_OF_FEW and is_few and is_long
+
+
+def _is_guessed_decode(call: AttentionCall, is_uneven: bool, is_said: bool) -> bool:
+    """The same of decodes. A group is uneven if it is no power of two; others come here only where
+    something is said of their keys."""
+    tiles, width = call.batch * call.num_kv_heads, width_of(call.head_dim)
+    if is_uneven:
+        is_few = tiles < target_of(call.q.device).multiprocessors
+        return is_few and (reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call))
+    if converts(call) or not is_said:
+        return False
+    if width == 256:
+        return tiles in WIDE_TILES and reach_of(call) <= MOST_WIDE_REACH
+    is_measured = call.group_size == EIGHT and width == 128 and tiles in DEALT_TILES
+    return is_measured and is_dealt(call)
 
 
 def reach_of(call: AttentionCall) -> int:
@@ -198,9 +223,14 @@ def reach_of(call: AttentionCall) -> int:
 
 def is_dealt(call: AttentionCall) -> bool:
     """Whether sequences of few queries have so many keys that they are better dealt out in equal
-    shares: of fewer, a list of tiles makes fewer pieces, which take time to merge."""
-    tiles = call.batch * call.num_kv_heads * (-(-reach_of(call) // (2 * LEAST_KEYS)))
-    return tiles >= LEAST_DEALT * target_of(call.q.device).multiprocessors
+    shares: of fewer, or of tiles of few keys, a list of tiles is the better one.
+    """
+    reach = reach_of(call)
+    tiles = call.batch * call.num_kv_heads * (-(-reach // (2 * LEAST_KEYS)))
+    is_decode = call.total_q < 2 * call.batch and call.group_size == EIGHT
+    least = LEAST_DEALT_OF_DECODES if is_decode else LEAST_DEALT
+    is_long = is_decode or reach >= LEAST_REACH
+    return is_long and tiles >= least * target_of(call.q.device).multiprocessors
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:

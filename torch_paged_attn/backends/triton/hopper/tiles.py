@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 NEXT_COST = {64: 9.0, 128: 6.0, 256: 6.0}
 PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
+# of that, where parts are added up by several
+SHARED_COST = 0.15
 
 # keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
 # sequence alone
@@ -85,8 +87,8 @@ MORE_PARTS = 3
 # ends take longer than products
 MOST_ROWS = 256
 
-# keys that are dealt out to a program at least: parts of fewer take longer to merge
-LEAST_OF_PROGRAM = 512
+# keys that are dealt out to a program at least
+LEAST_OF_PROGRAM = 128
 
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
@@ -246,6 +248,7 @@ def options_of(
     if is_dealt:
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
+    is_shared = parts > 0 and form.is_guessed and not call.is_batch_invariant
     head_rows = next_power_of_2(packed_heads)
     tokens = BLOCK_M // head_rows
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
@@ -293,6 +296,7 @@ def options_of(
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
+        MERGED_COLUMNS=call.head_dim_v if is_shared else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
 
@@ -430,17 +434,18 @@ def _form_of_list(options: Options, short: int) -> dict[str, Any]:
     return dict(PLACED=8, LOOKED_AT=128, STARTS=256)
 
 
-def chip_of(call: AttentionCall, packed_heads: int) -> Chip:
+def chip_of(call: AttentionCall, options: Options) -> Chip:
     """What the estimate goes by of how long tiles take."""
     left, width = call.window_size_left, width_of(call.head_dim)
+    shared = SHARED_COST if options.MERGED_COLUMNS else 1.0
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
-        units_per_tile=call.num_heads // packed_heads,
+        units_per_tile=call.num_heads // options.PACKED_HEADS,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
         next_cost=NEXT_COST[width],
         piece_cost=PIECE_COST[width],
-        merge_cost=MERGE_COST[width],
+        merge_cost=MERGE_COST[width] * shared,
     )
 
 
