@@ -26,6 +26,8 @@ FAMILIES = {
     "decode_d32": (32, 64, 1, jnp.bfloat16),
     "decode_d80": (80, 16, 1, jnp.bfloat16),
     "decode_d256": (256, 16, 1, jnp.bfloat16),
+    "decode_d72": (72, 16, 1, jnp.bfloat16),
+    "decode_fp16": (128, 16, 1, jnp.int16),
     "decode_e4m3": (128, 32, 1, jnp.float8_e4m3fn),
     "mixed": (128, 16, 100, jnp.bfloat16),
     "mixed_d64": (64, 32, 100, jnp.bfloat16),
@@ -37,7 +39,7 @@ FAMILIES = {
 def _program(head_dim, page_size, queries, dtype, *, is_whole):
     """A cache write and attention behind it, with a cache that is far larger than all else."""
     batch, keys = 4, 1024
-    of_q = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
+    of_q = {jnp.float32: jnp.float32, jnp.int16: jnp.float16}.get(dtype, jnp.bfloat16)
     cache = (2, PAGES, KV_HEADS, page_size, head_dim)[0 if is_whole else 1 :]
     cache = ShapeDtypeStruct(packed_shape(cache), dtype)
     caches = (cache,) if is_whole else (cache, cache)

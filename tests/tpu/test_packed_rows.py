@@ -26,6 +26,13 @@ def test_a_packed_cache_is_read_as_it_lies(num_heads, head_dim, page_size, run):
     assert_accurate(*run(call, "on_wait", **_as_jax(packed)), call.truth())
 
 
+def test_bits_of_float16_are_a_cache_of_float16(run):
+    problem = PROBLEMS["llama3_8b/mixed/bf16"]
+    call = build(dataclasses.replace(problem, dtype=torch.float16, seqs=SEQS))
+    bits = {name: call.args[name].contiguous().view(torch.int16) for name in "kv"}
+    assert_accurate(*run(call, "on_wait", **_as_jax(bits)), call.truth())
+
+
 def test_a_packed_cache_is_written_as_the_other_one():
     import numpy as np
     from jax_arrays import to_jax, to_torch

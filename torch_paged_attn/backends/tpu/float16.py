@@ -1,5 +1,9 @@
 """float16 is read as 16-bit integers: TPUs have no instructions for it, not even loads.
 
+A kernel takes no argument of float16, and to XLA its bits are a copy of the array. So a cache that
+is never copied is allocated as int16, which attention takes for float16 queries, and a cache write
+for float16 keys.
+
 Numbers below 2**-14 become zero on a chip, which flushes float32 of that encoding.
 """
 

@@ -86,8 +86,6 @@ def for_heads(sizes: Sequence[int], options: Options, body: Callable[[list[Any]]
     """
     num_heads, rows = sizes
     most = min(MOST_HEADS, max(1, MOST_ROWS // rows))
-    if options.dropout_p > 0.0:
-        most = 1  # drawing numbers takes longer than any latency
     together = max(n for n in range(1, most + 1) if num_heads % n == 0)
 
     def attend_some(i: Any, _: None) -> None:

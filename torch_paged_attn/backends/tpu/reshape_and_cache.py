@@ -355,6 +355,8 @@ def _scatter(new: Array, cache: Array, slots: Array, plane: tuple[int, ...] = ()
 
 def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
     """Convert to the cache's dtype: rounded to nearest even, 8 bits saturated."""
+    if dtype == jnp.int16:
+        return to_bits(x)
     if dtype.name not in STORED:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
@@ -371,8 +373,9 @@ def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
 def unsupported(key: Array, cache: Array) -> str | None:
     """Why there is no kernel for a write: the argument, what came, what is supported."""
     given, stored = key.dtype.name, cache.dtype.name
-    if stored not in (given, *STORED):
-        names = ", ".join((given, *STORED))
+    taken = (given, *STORED, "int16") if given == "float16" else (given, *STORED)
+    if stored not in taken:
+        names = ", ".join(taken)
         return f"key has dtype {given}, its cache {stored}; supported: {names}"
     return None
 
