@@ -96,9 +96,9 @@ def test_nan_stays(case, runner):
 
 
 def test_padding_rows(runner):
-    """They are 0, and -inf in softmax_lse."""
+    """They are 0, and -inf in softmax_lse, beside sinks too."""
     problem = PROBLEMS["sglang/page1/f16"]
-    out, lse = runner.attend(build(dataclasses.replace(problem, padding_rows=2)))
+    out, lse = runner.attend(build(dataclasses.replace(problem, padding_rows=2, sinks=True)))
     assert (out[-2:] == 0).all()
     assert (lse[:, -2:] == -INF).all()
 
