@@ -47,7 +47,13 @@ def is_extended(name):
 # backwards that no tile was found for: with the smallest they spill (notes/gpu.md), so they work,
 # slowly, or where shared memory does not hold them are refused
 UNFITTED = {
-    *(("", f"{width}/{kind}/f32") for width in ("d256", "d576") for kind in KINDS),
+    *(
+        (arch, f"{width}/{kind}/f32")
+        for arch in cross_compile.CHIPS
+        if not arch.startswith("gfx9")
+        for width in ("d256", "d576")
+        for kind in KINDS
+    ),
     *((arch, f"d128/{kind}/f32") for arch in RDNA for kind in ("everything", "one_bias")),
     *(
         (arch, f"d576/{kind}/bf16")
@@ -64,7 +70,7 @@ def is_fitted(arch, name):
     if not name.startswith(cross_compile.BACKWARDS):
         return arch == "sm90" or not is_extended(name)
     call = name.removeprefix(cross_compile.BACKWARDS)
-    return not {("", call), (arch, call)} & UNFITTED
+    return (arch, call) not in UNFITTED
 
 
 JOBS = [
