@@ -109,7 +109,8 @@ class Heads:
 
 def unsupported(call: Call) -> str | None:
     """Why there is no kernel for a valid call: the argument, what came, what is supported."""
-    queries, stored = (*FLOATS, *FLOAT8), (call.q.dtype.name, *FLOAT8, "int8")
+    queries = (*FLOATS, *FLOAT8)
+    stored: tuple[str, ...] = (call.q.dtype.name, *FLOAT8, "int8")
     if call.q.dtype.name == "float16" and call.block_table is not None:
         stored = (*stored, "int16")  # the bits of float16
     if call.q.dtype.name not in queries:
