@@ -20,7 +20,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: thorough-properties thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+.PHONY: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
 .PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
@@ -186,13 +186,17 @@ lint: install
 # In parts, each of which may run on a machine of its own; EXAMPLES for each property, others each time.
 EXAMPLES ?= 2000
 THOROUGH := HYPOTHESIS_EXAMPLES=$(EXAMPLES) HYPOTHESIS_PROFILE=thorough $(PYTEST)
-thorough: thorough-properties thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+thorough: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
 
 thorough-properties: install
 	$(THOROUGH) tests/properties
 
+# csrc by every C++ compiler that is here
+thorough-build: install
+	$(THOROUGH) tests/packaging/test_build.py
+
 thorough-compile: install
-	$(THOROUGH) tests/triton/test_cross_compile.py
+	$(THOROUGH) tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py
 
 thorough-fuzz: install
 	$(THOROUGH) tests/neuron tests/tpu -k fuzz
