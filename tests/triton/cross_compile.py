@@ -219,6 +219,15 @@ BACKWARD = {
 }
 
 
+# what shared memory of 99 KiB does not hold, and is refused by name
+REFUSED = {
+    (arch, f"{BACKWARDS}{name}")
+    for arch in ("sm86", "sm120")
+    for name in BACKWARD
+    if name.startswith("d576/") and name.endswith("/f32")
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """What one compiled kernel takes. `spills`: bytes of stack, scratch and local memory. Scalar

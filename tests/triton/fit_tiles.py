@@ -47,6 +47,8 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     taken: dict[str, list[str]] = {}
     both = itertools.product((True, False), cross_compile.CALLS.items())
     for has_gluon, (name, call) in both:
+        if (arch, name) in cross_compile.REFUSED:
+            continue
         tiles.choose_tiles.cache_clear()
         launch_cache.clear()
 

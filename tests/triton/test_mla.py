@@ -184,7 +184,7 @@ def test_parts_are_added_up(heads, programs, device):
     pointers = MlaPointers(lse, *lengths, None, parts)
     _hopper_mla_combine_kernel[(call.total_q, -(-heads // 16), 2)](
         out, pointers, **mla.sizes_of(call)._asdict(), num_heads=heads, programs=programs,
-        OPTIONS=options, HEADS=16, PARTS=2, COLUMNS=256, **dependent_launch(False),
+        OPTIONS=options, SHARES=(16, 2, 256), **dependent_launch(False),
     )  # fmt: skip
     assert_accurate(out, lse, build(problem).truth())
 

@@ -193,10 +193,14 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         high = (high * enlarge[:, None]).to(DTYPE)
         scale = scale * reduce
     if not OPTIONS.RAW_SCORES:
-        of_q = strides.q_descale_batch, strides.q_descale_head
-        scale = _descaled(scale, pointers.q_descale, of_q, rows, sizes.batch)
-        of_k = strides.k_descale_batch, strides.k_descale_head
-        scale = _descaled(scale, pointers.k_descale, of_k, rows, sizes.batch)
+        scale = _descaled(
+            scale, pointers.q_descale, strides.q_descale_batch, strides.q_descale_head,
+            rows, sizes.batch,
+        )  # fmt: skip
+        scale = _descaled(
+            scale, pointers.k_descale, strides.k_descale_batch, strides.k_descale_head,
+            rows, sizes.batch,
+        )  # fmt: skip
     latent_low, latent_high, latent_scale = 0.0, 0.0, 0.0
     if pointers.q_latent is not None:
         offsets = rows.row * strides.latent_token + rows.head.to(tl.int64) * strides.latent_head
@@ -230,10 +234,10 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
 
 
 @triton.jit
-def _descaled(scale, descale_ptr, strides, rows, batch):
+def _descaled(scale, descale_ptr, stride_batch, stride_head, rows, batch):
     """A scale times what numbers in 8 bits stand for, by sequence and KV head, if that is given."""
     if descale_ptr is not None:
-        at = rows.b * strides[0] + rows.kv_head * strides[1]
+        at = rows.b * stride_batch + rows.kv_head * stride_head
         scale = scale * tl.load(descale_ptr + at, mask=rows.b < batch, other=0.0)
     return scale
 
@@ -243,10 +247,14 @@ def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
     """What products of latents are multiplied by: theirs is the scale of values."""
     scale = tl.full([], 1.0, tl.float32) * scalars.scale
     if not OPTIONS.RAW_SCORES:
-        of_q = strides.q_descale_batch, strides.q_descale_head
-        scale = _descaled(scale, pointers.q_descale, of_q, rows, sizes.batch)
-        of_v = strides.v_descale_batch, strides.v_descale_head
-        scale = _descaled(scale, pointers.v_descale, of_v, rows, sizes.batch)
+        scale = _descaled(
+            scale, pointers.q_descale, strides.q_descale_batch, strides.q_descale_head,
+            rows, sizes.batch,
+        )  # fmt: skip
+        scale = _descaled(
+            scale, pointers.v_descale, strides.v_descale_batch, strides.v_descale_head,
+            rows, sizes.batch,
+        )  # fmt: skip
     return scale
 
 
