@@ -46,7 +46,7 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window):
     for kind in kinds.unique(dim=0):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
-        work = list_items(batch, spans, stacks, group_size, P, [KeyTile(tile_k, 1, depth)], None)
+        work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
         parts = levels(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
         for item in range(work.num_items):
             stack = work.stack[item]

@@ -125,7 +125,7 @@ def _make(
     for kind in kinds.unique(dim=0):
         _, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
-        work = list_items(batch, spans, stacks, group_size, P, [KeyTile(tile_k, 1, depth)], None)
+        work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
         slots = slots_of(work, host, options)
         info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, True)
         width = score_width(*dims, tile_k)

@@ -12,7 +12,7 @@ no key and makes the kernel write the empty result.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -120,6 +120,11 @@ class Stacks:
     depth: int
     is_aligned: bool = True
 
+    def of(self, chosen: Tensor) -> "Stacks":
+        """Those of a mask, (num_stacks,) bool."""
+        names = ("span", "first_row", "stop_row", "key_start", "key_stop")
+        return dataclasses.replace(self, **{n: getattr(self, n)[chosen] for n in names})
+
 
 def spans_of(batch: Batch, planes: int, layout: BlockLayout | None) -> Spans:
     """The spans of every plane: sequences, cut at the rows of a layout; padding tokens are last."""
@@ -160,8 +165,8 @@ def build_work_lists(
     keys.
 
     `planes` heads are planned one by one (1: together). `depths` ascend from 1: a span is cut into
-    stacks of the last of them, and what is left takes the first that holds it. Of `key_tiles`, each
-    list takes the one that `list_items` chooses among those with room for its stacks.
+    stacks of the last of them, and what is left takes the first that holds it. Of `key_tiles`, stacks
+    take what `_share_out` says among those with room for them.
     """
     spans = spans_of(batch, planes, layout)
     tiles = -(-spans.length * group_size // tile_q)
@@ -182,7 +187,8 @@ def build_work_lists(
                 depth,
             )
             fitting = [tile for tile in key_tiles if depth <= tile.deepest]
-            lists.append(list_items(batch, spans, stacks, group_size, tile_q, fitting, layout))
+            for tile, part in _share_out(batch, spans, stacks, group_size, tile_q, fitting, layout):
+                lists.append(list_items(batch, spans, part, group_size, tile_q, tile, layout))
     return lists
 
 
@@ -194,18 +200,85 @@ def _items(columns: Columns, tile_k: int) -> Tensor:
     return (-(-columns.width // tile_k)).clamp(min=1)
 
 
-def _choose(
-    key_tiles: Sequence[KeyTile], columns_of: Callable[[KeyTile], Columns]
-) -> tuple[KeyTile, Columns]:
-    """The first tile that adds few columns to the last one's, and the columns it has."""
+def _share_out(
+    batch: Batch,
+    spans: Spans,
+    stacks: Stacks,
+    group_size: int,
+    tile_q: int,
+    key_tiles: Sequence[KeyTile],
+    layout: BlockLayout | None,
+) -> list[tuple[KeyTile, Stacks]]:
+    """Which stacks meet which tiles; `key_tiles` go from the longest to the shortest.
+
+    All of them the first tile that adds few columns to what the shortest tiles gather, for a tile is
+    gathered whole. Where none does, a tile longer than the shortest may serve the stacks to which it
+    adds few, in a list of their own: if what it gathers is at least half of all.
+    """
     *longer, shortest = key_tiles
-    columns = columns_of(shortest)
-    least = int(_items(columns, shortest.keys).sum()) * shortest.keys
+    rows = _rows_of(batch, spans, stacks, group_size, tile_q)
+
+    def gathered(tile: KeyTile) -> Tensor:
+        """Columns that each stack gathers."""
+        columns = _columns_of(tile, spans, stacks, rows, layout)
+        return _items(columns, tile.keys) * tile.keys
+
+    least = gathered(shortest)
     for tile in longer:
-        candidate = columns_of(tile)
-        if int(_items(candidate, tile.keys).sum()) * tile.keys <= (1 + MORE_COLUMNS) * least:
-            return tile, candidate
-    return shortest, columns
+        candidate = gathered(tile)
+        if int(candidate.sum()) <= (1 + MORE_COLUMNS) * int(least.sum()):
+            return [(tile, stacks)]
+        fits = candidate <= (1 + MORE_COLUMNS) * least
+    if longer and 2 * int(least[fits].sum()) >= int(least.sum()):
+        return [(longer[-1], stacks.of(fits)), (shortest, stacks.of(~fits))]
+    return [(shortest, stacks)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of some stacks, `(num_stacks, depth * tile_q)` each; see `WorkList`."""
+
+    token: Tensor  # within its sequence
+    member: Tensor
+    is_row: Tensor
+    position: Tensor
+    start: Tensor  # the keys it sees
+    stop: Tensor
+
+
+def _rows_of(batch: Batch, spans: Spans, stacks: Stacks, group_size: int, tile_q: int) -> Rows:
+    span, first_row, depth = stacks.span, stacks.first_row, stacks.depth
+    _, lengths, key_lens = batch.sequences()
+    sequence = spans.sequence[span]
+    key_len = key_lens[sequence]
+    past = key_len - lengths[sequence]
+
+    last_row = torch.minimum(first_row + depth * tile_q, stacks.stop_row) - 1
+    row = first_row[:, None] + torch.arange(depth * tile_q)
+    is_row = row <= last_row[:, None]
+    row = torch.minimum(row, last_row[:, None])
+    token = spans.first[span, None] + row // group_size
+    position = past[:, None] + token
+    key_start, key_stop = stacks.key_start[:, None], stacks.key_stop[:, None]
+    start, stop = (
+        edge.clamp(min=key_start).minimum(key_stop)
+        for edge in batch.visible(position, key_len[:, None])
+    )
+    return Rows(token, row % group_size, is_row, position, start, stop)
+
+
+def _columns_of(
+    tile: KeyTile, spans: Spans, stacks: Stacks, rows: Rows, layout: BlockLayout | None
+) -> Columns:
+    """The columns of each stack, where tiles are of this size."""
+    start, stop = rows.start[:, 0], rows.stop[:, -1]
+    if layout is None:
+        return Stretch.over(start, stop, tile.keys if stacks.is_aligned else 1)
+    sequence, plane = spans.sequence[stacks.span], spans.plane[stacks.span]
+    csr = layout.crow_indices, layout.col_indices
+    head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)
+    row, size = spans.layout_row[stacks.span], layout.k_block_size
+    return Blocks.listed_in(csr, size, sequence, head, row, start, stop)
 
 
 def list_items(
@@ -214,50 +287,22 @@ def list_items(
     stacks: Stacks,
     group_size: int,
     tile_q: int,
-    key_tiles: Sequence[KeyTile],
+    tile: KeyTile,
     layout: BlockLayout | None,
 ) -> WorkList:
-    """The items of these stacks; a stack that sees no key has one.
-
-    `key_tiles` go from the longest to the shortest: the first is taken whose tiles have few more
-    columns in all than the shortest's, for a tile is gathered whole.
-    """
-    span, first_row, depth = stacks.span, stacks.first_row, stacks.depth
-    starts, lengths, key_lens = batch.sequences()
+    """The items of these stacks; a stack that sees no key has one."""
+    span, depth = stacks.span, stacks.depth
     sequence, plane = spans.sequence[span], spans.plane[span]
-    first_token, key_len = spans.first[span], key_lens[sequence]
-    past = key_len - lengths[sequence]
-
-    last_row = torch.minimum(first_row + depth * tile_q, stacks.stop_row) - 1
-    row = first_row[:, None] + torch.arange(depth * tile_q)
-    is_row = row <= last_row[:, None]
-    row = torch.minimum(row, last_row[:, None])
-    token = first_token[:, None] + row // group_size
-    position = past[:, None] + token
-    key_start, key_stop = stacks.key_start[:, None], stacks.key_stop[:, None]
-    row_start, row_stop = (
-        edge.clamp(min=key_start).minimum(key_stop)
-        for edge in batch.visible(position, key_len[:, None])
-    )
-
-    start, stop = row_start[:, 0], row_stop[:, -1]
-
-    def columns_of(tile: KeyTile) -> Columns:
-        if layout is None:
-            return Stretch.over(start, stop, tile.keys if stacks.is_aligned else 1)
-        csr = layout.crow_indices, layout.col_indices
-        head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)
-        size = layout.k_block_size
-        return Blocks.listed_in(csr, size, sequence, head, spans.layout_row[span], start, stop)
-
-    tile, columns = _choose(key_tiles, columns_of)
+    rows = _rows_of(batch, spans, stacks, group_size, tile_q)
+    columns = _columns_of(tile, spans, stacks, rows, layout)
+    is_row = rows.is_row
     tile_k, grain = tile.keys, tile.run
     num_items = _items(columns, tile_k)
     stack, rank = count_up(num_items)
     number = torch.arange(len(span))[:, None]
     first_column = rank * tile_k
     bounds = []
-    for edge in (row_start, row_stop):
+    for edge in (rows.start, rows.stop):
         column = columns.before(number, edge)[stack] - first_column[:, None]
         bounds.append(column.clamp(0, tile_k))
     # two rows that see nothing of this tile may bound it on either side: empty is [0, 0)
@@ -275,10 +320,10 @@ def list_items(
         tile_k=tile_k,
         sequence=sequence,
         plane=plane,
-        token=(starts[sequence, None] + token).view(shape),
-        member=(row % group_size).view(shape),
+        token=(batch.sequences()[0][sequence, None] + rows.token).view(shape),
+        member=rows.member.view(shape),
         is_row=is_row.view(shape),
-        position=position.view(shape),
+        position=rows.position.view(shape),
         stack=stack,
         is_first=rank == 0,
         is_last=rank == num_items[stack] - 1,
