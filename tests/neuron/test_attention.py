@@ -20,6 +20,22 @@ GENERATIONS = [2, 3, 4]
 FULL = Layout(16, 16, density=1.0)
 
 
+@pytest.fixture
+def tiles(monkeypatch):
+    """The tiles of keys of every list that is laid out, `(tile_k, share)`."""
+    from torch_paged_attn.backends.neuron import plan
+
+    seen, make = set(), plan.lay_out
+
+    def spy(work, *rest):
+        seen.add((work.tile_k, work.share))
+        return make(work, *rest)
+
+    monkeypatch.setattr(plan, "lay_out", spy)
+    plan.plan_cache.clear()
+    return seen
+
+
 def over(names):
     return pytest.mark.parametrize("problem", [PROBLEMS[n] for n in names], ids=list(names))
 
@@ -67,27 +83,74 @@ LONG_TILES = {
 @pytest.mark.parametrize(
     "generation, name", [*((3, name) for name in LONG_TILES), (2, "decodes"), (4, "decodes")]
 )
-def test_long_tiles(name, generation, run):
+def test_long_tiles(name, generation, run, tiles):
     """Tiles of 1024 and 2048 keys, gathered by runs of 8 and 16 tokens of a page."""
     import nki_emulator
 
-    from torch_paged_attn.backends.neuron import plan
-
-    seen = set()
-    make = plan.lay_out
-
-    def spy(work, *rest):
-        seen.add(work.tile_k)
-        return make(work, *rest)
-
     problem = dataclasses.replace(LONG, name=f"long/{name}", **LONG_TILES[name])
     call = build(problem)
-    with nki_emulator.emulated(generation), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "lay_out", spy)
-        plan.plan_cache.clear()
+    with nki_emulator.emulated(generation):
         found = run(call)
-    assert max(seen) >= 1024
+    assert max(tiles)[0] >= 1024
     assert_accurate(*found, call.truth())
+
+
+SHARED = {
+    "pairs": ({"seqs": ((1, 300), (70, 30))}, 2),
+    "fours": ({"head_dim": 64, "seqs": ((3, 200), (0, 5), (1, 90)), "softcap": 20.0}, 4),
+    "eight bits": ({"kv_dtype": torch.float8_e4m3fn, "seqs": ((2, 300), (1, 0))}, 4),
+    "window": ({"seqs": ((40, 300),), "window_size_left": 100, "alibi": "heads"}, 2),
+    "wide": ({"head_dim": 160, "seqs": ((2, 130),), "sinks": True}, 2),
+    "blocks": ({"seqs": ((64, 200),), "layout": Layout(16, 32, density=0.5)}, 2),
+    "dropout": ({"seqs": ((30, 60),), "dropout_p": 0.2}, 2),
+    "two programs": ({"seqs": ((9, 300),)}, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "generation, name",
+    [*((3, name) for name in SHARED), (2, "pairs"), (2, "eight bits"), (4, "fours")],
+)
+def test_heads_share_a_gather_of_keys(name, generation, run, tiles, monkeypatch):
+    """Heads divide the partitions, so that each of them has runs of 8 or 16 tokens of a page."""
+    import nki_emulator
+
+    options, share = SHARED[name]
+    problem = dataclasses.replace(LONG, num_heads=8, num_kv_heads=4, name=f"shared/{name}")
+    call = build(dataclasses.replace(problem, **options))
+    if name == "two programs":
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    with nki_emulator.emulated(generation):
+        found = run(call)
+    assert tiles == {(512, share)}
+    assert_accurate(*found, call.truth())
+
+
+@pytest.mark.parametrize("change", [{"num_kv_heads": 1}, {"bias": "bool"}, {"page_size": 4}])
+def test_heads_share_nothing_where_they_cannot(change, run, tiles, machine):
+    """One head, a bias laid out for unshared keys, pages without longer runs."""
+    problem = dataclasses.replace(LONG, seqs=((2, 100),), name="unshared", **change)
+    call = build(problem)
+    assert_accurate(*run(call), call.truth())
+    assert {share for _, share in tiles} == {1}
+
+
+def test_long_prompts_get_long_tiles_beside_short_ones(run, tiles, machine, monkeypatch):
+    """Two lists: of the stacks that fill tiles of 1024 keys, and of the others."""
+    from torch_paged_attn.backends.neuron import work_list
+
+    call = build(dataclasses.replace(LONG, name="split", seqs=((1, 1000), (1, 400), (1, 1023))))
+    together = run(call)
+    assert tiles == {(512, 2)}
+    monkeypatch.setattr(work_list, "LAUNCH_COLUMNS", 2048)
+    from torch_paged_attn.backends.neuron import plan
+
+    plan.plan_cache.clear()
+    tiles.clear()
+    apart = run(call)
+    assert tiles == {(1024, 1), (512, 2)}
+    for found in (together, apart):
+        assert_accurate(*found, call.truth())
 
 
 # the first shares its heads, the others have one, or one at a time: these share their items

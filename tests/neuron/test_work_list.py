@@ -1,13 +1,17 @@
 """A work list shows every row the keys it sees, each once, whatever the tiles."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_paged_attn.attention_call import BlockLayout
+from torch_paged_attn.backends.neuron import work_list
 from torch_paged_attn.backends.neuron.work_list import Batch, KeyTile, build_work_lists
 
-TILE_Q, TILE_K, GRAIN = 8, 16, 4
+TILE_Q, GRAIN = 8, 4
+# the last as a gather of two heads has it
+TILES = ([KeyTile(16, GRAIN, 4)], [KeyTile(32, GRAIN, 2), KeyTile(16, GRAIN, 4, share=2)])
 
 
 @st.composite
@@ -42,15 +46,17 @@ def test_every_pair_that_is_visible_is_shown_once(data):
     bounds = torch.tensor([0, *(q for q, _ in seqs)]).cumsum(0)
     total = int(bounds[-1]) + padding
     batch = Batch(bounds, torch.tensor([k for _, k in seqs], dtype=torch.long), total, *windows)
-    lists = build_work_lists(
-        batch,
-        group_size=group,
-        planes=planes,
-        tile_q=TILE_Q,
-        key_tiles=[KeyTile(TILE_K, GRAIN, 4)],
-        depths=(1, 2, 4),
-        layout=layout,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_list, "LAUNCH_COLUMNS", data.draw(st.sampled_from((0, 8192))))
+        lists = build_work_lists(
+            batch,
+            group_size=group,
+            planes=planes,
+            tile_q=TILE_Q,
+            key_tiles=data.draw(st.sampled_from(TILES)),
+            depths=(1, 2, 4),
+            layout=layout,
+        )
 
     shown = torch.zeros(planes, total, group, 100, dtype=torch.long)
     stored = torch.zeros(planes, total, group, dtype=torch.long)
@@ -58,7 +64,7 @@ def test_every_pair_that_is_visible_is_shown_once(data):
         keys = (work.keys[..., None] + torch.arange(GRAIN)).flatten(1)
         for item, stack in enumerate(work.stack.tolist()):
             at = work.plane[stack], work.token[stack], work.member[stack]
-            column = torch.arange(TILE_K)
+            column = torch.arange(work.tile_k)
             start, stop = work.row_start[item], work.row_stop[item]
             sees = (column >= start[..., None]) & (column < stop[..., None])
             assert not (sees & ~work.is_row[stack][..., None]).any()

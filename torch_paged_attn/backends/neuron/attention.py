@@ -102,6 +102,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
                 depth=info.work.depth,
                 chunks=info.work.tile_k // (P * run),
                 run=run,
+                share=info.work.share,
                 scale=float(scale),
                 softcap=float(call.softcap),
                 keep_scale=1.0 / (1.0 - call.dropout_p),

@@ -177,6 +177,7 @@ def _options(
         depth=work.depth,
         chunks=work.tile_k // P,
         run=1,
+        share=1,
         width=step.width,
         levels=step.levels,
         scale=float(scale),

@@ -29,6 +29,11 @@ class PagedKV:
         """The fields of the kernels' `RowLayout`."""
         return self.slot_stride, self.head_stride, self.offset, self.dim
 
+    @property
+    def rows_of_head(self) -> int:
+        """From a head to the next, where they share a gather: a head begins with a row."""
+        return self.head_stride // self.storage.shape[1]
+
     def row_of(self, page: Tensor, head: Tensor | int, slot: Tensor) -> Tensor:
         """The rows in which the keys of these pages, heads and slots start."""
         row = page * self.page_rows + head * self.head_rows + slot * self.slot_rows

@@ -9,7 +9,7 @@ from torch_paged_attn.attention_call import AttentionCall, BlockLayout, key_leng
 from torch_paged_attn.backends.neuron.kernels.query_tile import P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.plan_cache import PlanCache, read
-from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
+from torch_paged_attn.backends.neuron.tile_sizes import DEPTHS, TileSizes
 from torch_paged_attn.backends.neuron.work_info import WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import Batch, WorkList, build_work_lists
 
@@ -91,13 +91,13 @@ def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -
 
 def places_of(rows: tuple[PagedKV, ...]) -> tuple[tuple[int, ...], ...]:
     """What of the rows a plan depends on."""
-    return tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows) for r in rows)
+    return tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows, r.rows_of_head) for r in rows)
 
 
 def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
     batch = batch_of(host, options)
     tiles = options.tiles
-    heads, deepest = tiles.heads, tiles.deepest
+    heads, deepest = tiles.heads, _deepest(tiles, host.layout)
     lists = build_work_lists(
         batch,
         group_size=heads.members,
@@ -112,6 +112,14 @@ def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -
         lay_out(work, heads, rows, slots_of(work, host, options), in_sequence, tiles.item_programs)
         for work in lists
     ]
+
+
+def _deepest(tiles: TileSizes, layout: BlockLayout | None) -> int:
+    """Tiles in the deepest stack: a row of a layout fills no more than this."""
+    if layout is None:
+        return tiles.deepest
+    needed = -(-layout.q_block_size * tiles.heads.members // P)
+    return min(n for n in DEPTHS if n >= min(needed, tiles.deepest))
 
 
 def batch_of(host: Metadata, options: PlanOptions) -> Batch:

@@ -16,6 +16,11 @@ RUNS = (4, 2, 1)
 # in longer tiles a run is long enough for a DMA to be efficient
 LONG_RUNS = (16, 8)
 
+# bytes that a DMA's pieces have at least where it is efficient, by NKI's bandwidth guide
+LONG_PIECE = 2048
+# partitions that a head has at least, where several share a gather of keys
+LEAST_SHARE = 32
+
 # bytes of a partition of SBUF for an item's keys and values, and for what a stack keeps
 KEY_BYTES = 64 * 1024
 STACK_BYTES = 96 * 1024
@@ -58,23 +63,44 @@ def choose_tile_sizes(
     tile_k = next(n for n in KEY_TILES if n // P * token_bytes <= KEY_BYTES or n == P)
     kept = loaded * (call.head_dim * query_bytes + call.head_dim_v * 4)
     deepest = next(n for n in DEPTHS if n * kept <= STACK_BYTES or n == 1)
-    run, key_tiles = 1, []
+    run, share, key_tiles = 1, 1, []
     if call.page_size and all(r.slot_stride == r.dim for r in rows):
         block = call.page_size if call.layout is None else call.layout.k_block_size
         fits = math.gcd(call.page_size, block)
         run = next(n for n in RUNS if fits % n == 0 and n * P <= tile_k)
+        share = _share(call, heads, loaded, fits, run, rows[0])
         for n in LONG_RUNS:
             room = (LONG_BYTES - 2 * n * token_bytes) // kept
             if fits % n == 0 and n * P > tile_k and room >= 1:
                 key_tiles.append(KeyTile(n * P, n, room))
     return TileSizes(
         heads=heads,
-        key_tiles=(*key_tiles, KeyTile(tile_k, run, deepest)),
+        key_tiles=(*key_tiles, KeyTile(tile_k, run, deepest, share)),
         deepest=deepest,
         splits_heads=splits_heads,
         loaded=loaded,
         item_programs=1 if splits_heads else programs,
     )
+
+
+def _share(
+    call: AttentionCall, heads: Heads, loaded: int, fits: int, run: int, rows: PagedKV
+) -> int:
+    """How many heads share a gather of keys in runs of `run` tokens, or of more until pieces are
+    long; `fits` tokens lie side by side. A head of its own for each item has nobody to share with,
+    and what a bias hides is laid out for unshared keys.
+    """
+    share = 1
+    if heads.planes > 1 or call.attn_bias is not None or rows.head_stride % rows.storage.shape[1]:
+        return share
+    while (
+        share * run * call.head_dim * call.k.itemsize < LONG_PIECE
+        and loaded % (2 * share) == 0
+        and fits % (2 * share * run) == 0
+        and P // (2 * share) >= LEAST_SHARE
+    ):
+        share *= 2
+    return share
 
 
 def _key_bytes(call: AttentionCall) -> int:

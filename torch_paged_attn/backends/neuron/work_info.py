@@ -135,7 +135,10 @@ def lay_out(
     loaded = row.where(has_rows, skipped)[stack].where(first[:, None, None], skipped)
     stored = row.where(work.is_row, skipped)[stack].where(last[:, None, None], skipped)
     head = heads.head_of(work.plane)[work.stack, None]
-    keys = [r.row_of(slots[0], head, slots[1])[items].unflatten(1, (chunks, P)) for r in rows]
+    k_rows, v_rows = (r.row_of(slots[0], head, slots[1])[items] for r in rows)
+    shares = torch.arange(work.share)[:, None] * rows[0].rows_of_head
+    of_first = k_rows[:, :: work.share].unflatten(1, (chunks, 1, -1))
+    keys = [(of_first + shares).flatten(2), v_rows.unflatten(1, (chunks, P))]
     columns = [loaded, stored, *keys]
     if token_in_sequence is not None:
         query_head = heads.member_of(plane, work.member)

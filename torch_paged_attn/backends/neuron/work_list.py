@@ -55,6 +55,7 @@ class WorkList:
     """
 
     tile_k: int
+    share: int  # KV heads among which a gather of keys divides its partitions
     sequence: Tensor  # (num_stacks,); the padding tokens are one sequence more
     plane: Tensor  # (num_stacks,) which head; 0 where all heads go together
     token: Tensor  # (num_stacks, depth, tile_q) in the whole batch
@@ -93,6 +94,7 @@ class KeyTile:
     keys: int
     run: int  # that lie side by side and are gathered as one row; divides `keys`, and blocks
     deepest: int  # stack of queries that has room beside such a tile
+    share: int = 1  # KV heads that divide a gather of keys: its runs are as many times as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +167,8 @@ def build_work_lists(
     keys.
 
     `planes` heads are planned one by one (1: together). `depths` ascend from 1: a span is cut into
-    stacks of the last of them, and what is left takes the first that holds it. Of `key_tiles`, stacks
-    take what `_share_out` says among those with room for them.
+    stacks of the last of them, and what is left takes the first that holds it. Of `key_tiles`,
+    stacks take what `_share_out` says among those with room for them.
     """
     spans = spans_of(batch, planes, layout)
     tiles = -(-spans.length * group_size // tile_q)
@@ -194,6 +196,9 @@ def build_work_lists(
 
 # of the columns that the shortest tiles have in all, what longer ones may add
 MORE_COLUMNS = 1 / 8
+# what gathers fewer does not get a launch of its own for longer tiles: of Llama-3-8B's shapes these
+# are 32 MiB, some 90 us of Trainium2's DMA engines
+LAUNCH_COLUMNS = 8192
 
 
 def _items(columns: Columns, tile_k: int) -> Tensor:
@@ -211,9 +216,10 @@ def _share_out(
 ) -> list[tuple[KeyTile, Stacks]]:
     """Which stacks meet which tiles; `key_tiles` go from the longest to the shortest.
 
-    All of them the first tile that adds few columns to what the shortest tiles gather, for a tile is
-    gathered whole. Where none does, a tile longer than the shortest may serve the stacks to which it
-    adds few, in a list of their own: if what it gathers is at least half of all.
+    All of them the first tile that adds few columns to what the shortest tiles gather, for a tile
+    is gathered whole. Where none does, a tile longer than the shortest may serve the stacks to
+    which it adds few, in a list of their own: if what it gathers is half of all or more, and enough
+    for a launch.
     """
     *longer, shortest = key_tiles
     rows = _rows_of(batch, spans, stacks, group_size, tile_q)
@@ -229,7 +235,7 @@ def _share_out(
         if int(candidate.sum()) <= (1 + MORE_COLUMNS) * int(least.sum()):
             return [(tile, stacks)]
         fits = candidate <= (1 + MORE_COLUMNS) * least
-    if longer and 2 * int(least[fits].sum()) >= int(least.sum()):
+    if longer and int(least[fits].sum()) >= max(LAUNCH_COLUMNS, int(least.sum()) // 2):
         return [(longer[-1], stacks.of(fits)), (shortest, stacks.of(~fits))]
     return [(shortest, stacks)]
 
@@ -313,11 +319,13 @@ def list_items(
 
     # a grain that nobody sees is replaced by one that somebody does: no other key is looked up
     column = torch.arange(0, tile_k, grain)
-    low, high = (edge // grain * grain for edge in (key_start, (key_stop - 1).clamp(min=0)))
-    column = column.clamp(low[:, None], high[:, None]) + first_column[:, None]
+    longest = grain * tile.share
+    low, high = (edge // longest * longest for edge in (key_start, (key_stop - 1).clamp(min=0)))
+    column = column.clamp(low[:, None], high[:, None] + longest - grain) + first_column[:, None]
     shape = (-1, depth, tile_q)
     return WorkList(
         tile_k=tile_k,
+        share=tile.share,
         sequence=sequence,
         plane=plane,
         token=(batch.sequences()[0][sequence, None] + rows.token).view(shape),

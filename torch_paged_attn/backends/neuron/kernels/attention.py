@@ -2,7 +2,8 @@
 
 An item is a stack of `depth` tiles of P query rows, on the partitions, against `tile_k` keys. The
 KV heads of an item are loaded together, so that DMAs are long: a row of queries or results holds
-every head, and keys come in runs of `run` tokens where the cache has them side by side. Queries are
+every head, and keys come in runs of `run` tokens where the cache has them side by side, or of
+`share` times as many where so many heads divide a gather's partitions. Queries are
 loaded with the first item of a stack, results are stored with the last; the index of every other
 item is -1, which a DMA skips. Scores, the running maximum and the sums are float32; probabilities
 are rounded to q's dtype for the second product.
@@ -91,18 +92,26 @@ def turns_by_dma(dtype, options):
     return options.depth > 1
 
 
-def attend_head(head, stack, item, tensors, program):
-    """Fold an item's keys and values of one head into the state of each tile of the stack."""
-    options, columns = program.options, program.columns
-    keys, values, at = item.k, item.v, head
+def turn_keys(head, dtype, item, program):
+    """The keys of `head` and of those that share its gather, (P, dim / P, share, tile_k)."""
+    options = program.options
+    keys, at = item.k, head // options.share
     if options.kv_dtype != "":
-        keys = dequantize_head(item.k, head, stack.q.dtype, options.kv_dtype)
-        values = dequantize_head(item.v, head, stack.q.dtype, options.kv_dtype)
+        keys = dequantize_head(keys, at, dtype, options.kv_dtype)
         at = 0
     if nisa.get_nc_version() == nisa.nc_version.gen2:
-        clear_unseen(keys, at, item.unseen)  # a product transposes: 0 * NaN would spread
+        clear_unseen(keys, at, item.unseen_k)  # a product transposes: 0 * NaN would spread
+    return transpose_keys(keys, at, options.share, program.identity)
+
+
+def attend_head(head, turned, stack, item, tensors, program):
+    """Fold an item's keys, turned, and values of one head into the state of each tile."""
+    options, columns = program.options, program.columns
+    values, at = item.v, head
+    if options.kv_dtype != "":
+        values = dequantize_head(values, head, stack.q.dtype, options.kv_dtype)
+        at = 0
     clear_unseen(values, at, item.unseen)
-    turned = transpose_keys(keys, at, program.identity)
     by_dma = turns_by_dma(stack.q.dtype, options)
     for level in range(options.depth):
         scores = score_tile(level, head, turned, stack, item, tensors, program)
@@ -183,8 +192,11 @@ def attend_item(number, stack, tensors, program):
     item = load_item(number, stack, tensors, program)
     is_first = program.columns.is_first
     begin_stack(stack, item.bound[:, is_first : is_first + 1])
-    for head in range(program.heads):
-        attend_head(head, stack, item, tensors, program)
+    share = program.options.share
+    for first in range(0, program.heads, share):
+        turned = turn_keys(first, stack.q.dtype, item, program)
+        for head in range(first, first + share):
+            attend_head(head, turned[:, :, head - first], stack, item, tensors, program)
     for level in range(program.options.depth):
         store_results(level, stack, item.index, tensors, program)
 

@@ -90,22 +90,31 @@ def load_item(number, stack, tensors, program):
     bound = load_table_row(tensors.bounds, number, program)
     load_rows(stack, index, tensors, program)
     begin_stack(stack, bound[:, columns.is_first : columns.is_first + 1])
-    k = load_kv(tensors.k, index, columns.k, options.k_row, program)
-    v = load_kv(tensors.v, index, columns.v, options.v_row, program)
+    k = load_kv(tensors.k, index, columns.k, options.k_row, 1, program)
+    v = load_kv(tensors.v, index, columns.v, options.v_row, 1, program)
     unseen = unseen_keys(bound, program)
     clear_unseen(k, 0, unseen)
     clear_unseen(v, 0, unseen)
     position, quad = None, None
     if options.has_alibi or options.has_dropout:
         position, quad = key_positions(number, tensors, program)
-    return Item(index=index, bound=bound, k=k, v=v, unseen=unseen, position=position, quad=quad)
+    return Item(
+        index=index,
+        bound=bound,
+        k=k,
+        v=v,
+        unseen=unseen,
+        unseen_k=unseen,
+        position=position,
+        quad=quad,
+    )
 
 
 def turn(stack, item, program):
     """Queries, their gradients, keys and values with head_dim on the partitions."""
     depth = program.options.depth
-    k = transpose_keys(item.k, 0, program.identity)
-    v = transpose_keys(item.v, 0, program.identity)
+    k = transpose_keys(item.k, 0, 1, program.identity)[:, :, 0]
+    v = transpose_keys(item.v, 0, 1, program.identity)[:, :, 0]
     q = nl.ndarray((P, depth, k.shape[1], P), dtype=stack.q.dtype, buffer=nl.sbuf)
     dout = nl.ndarray((P, depth, v.shape[1], P), dtype=stack.q.dtype, buffer=nl.sbuf)
     for level in range(depth):

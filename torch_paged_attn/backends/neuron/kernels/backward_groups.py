@@ -23,6 +23,7 @@ class BackwardOptions(nl.NKIObject):
     depth: int  # tiles of query rows in a stack
     chunks: int  # of P keys in an item
     run: int  # 1
+    share: int  # 1
     width: int  # columns of a tile of scores: products of this many fit in PSUM
     levels: Any  # for every `width` columns, the first tile and the end of those that see some
     scale: float  # of scores; divided by softcap if there is one

@@ -34,6 +34,7 @@ class Options(nl.NKIObject):
     depth: int  # tiles of query rows in a stack
     chunks: int  # of P * run keys in an item
     run: int  # tokens that lie side by side
+    share: int  # KV heads among which a gather of keys divides its partitions
     scale: float  # divided by softcap if there is one
     softcap: float
     keep_scale: float  # of what dropout keeps
@@ -121,7 +122,8 @@ class Program(nl.NKIObject):
     heads: int
     identity: Any  # (P, P)
     key_of_column: Any  # (P, tile_k)
-    key_of_partition: Any  # (P, chunks * run)
+    key_of_partition: Any  # (P, chunks * run): of values
+    key_of_share: Any  # (P, chunks * share * run): of keys, on the second generation
     philox: Any  # `philox.Constants`, or None without dropout
 
 
@@ -142,8 +144,9 @@ class Item(nl.NKIObject):
 
     index: Any  # (P, columns of `indices`)
     bound: Any  # (P, columns of `bounds`)
-    k: Any  # (P, chunks, heads, run, head_dim)
+    k: Any  # (P, chunks, heads / share, share * run, head_dim)
     v: Any  # (P, chunks, heads, run, head_dim_v)
-    unseen: Any  # (P, chunks * run): keys that no row sees
+    unseen: Any  # (P, chunks * run): values that no row sees
+    unseen_k: Any  # (P, chunks * share * run): keys, on the second generation
     position: Any  # (P, tile_k): of the keys, for ALiBi
     quad: Any  # (P, tile_k / 4): position / 4, for dropout

@@ -56,17 +56,21 @@ def load_queries(stack, index, tensors, program):
             gather_rows(tile, tensors.row_scalars, rows, part, 1, 1, nisa.oob_mode.skip)
 
 
-def load_kv(cache, index, column, layout, program):
-    """The program's heads of an item's keys, or values: (P, chunks, heads, run, dim)."""
-    options, heads = program.options, program.heads
+def load_kv(cache, index, column, layout, share, program):
+    """The program's heads of an item's keys, or values: (P, chunks, heads, run, dim).
+
+    Where `share` heads divide the partitions, their runs are as many times as long, and lie in
+    (P, chunks, heads / share, share * run, dim).
+    """
+    options, heads, run = program.options, program.heads // share, program.options.run * share
     tile = nl.ndarray(
-        (P, options.chunks, heads, options.run, layout.dim), dtype=cache.dtype, buffer=nl.sbuf
+        (P, options.chunks, heads, run, layout.dim), dtype=cache.dtype, buffer=nl.sbuf
     )
     offset = layout.offset + program.first_head * layout.head_stride
-    from_head = RowLayout(layout.token_stride, layout.head_stride, offset, layout.dim)
+    from_head = RowLayout(layout.token_stride, layout.head_stride * share, offset, layout.dim)
     for chunk in range(options.chunks):
         rows = index[:, column + chunk : column + chunk + 1]
-        gather_rows(tile[:, chunk], cache, rows, from_head, heads, options.run, nisa.oob_mode.error)
+        gather_rows(tile[:, chunk], cache, rows, from_head, heads, run, nisa.oob_mode.error)
     return tile
 
 
@@ -76,14 +80,27 @@ def load_item(number, stack, tensors, program):
     index = load_table_row(tensors.indices, number, program)
     bound = load_table_row(tensors.bounds, number, program)
     load_queries(stack, index, tensors, program)
-    k = load_kv(tensors.k, index, columns.k, options.k_row, program)
-    v = load_kv(tensors.v, index, columns.v, options.v_row, program)
+    k = load_kv(tensors.k, index, columns.k, options.k_row, options.share, program)
+    v = load_kv(tensors.v, index, columns.v, options.v_row, 1, program)
 
     unseen = unseen_keys(bound, program)
+    unseen_k = unseen
+    if options.share > 1 and nisa.get_nc_version() == nisa.nc_version.gen2:
+        unseen_k = nl.ndarray(program.key_of_share.shape, dtype=nl.uint8, buffer=nl.sbuf)
+        outside(unseen_k, program.key_of_share, bound, columns.key_start, columns.key_stop)
     position, quad = None, None
     if options.has_alibi or options.has_dropout:
         position, quad = key_positions(number, tensors, program)
-    return Item(index=index, bound=bound, k=k, v=v, unseen=unseen, position=position, quad=quad)
+    return Item(
+        index=index,
+        bound=bound,
+        k=k,
+        v=v,
+        unseen=unseen,
+        unseen_k=unseen_k,
+        position=position,
+        quad=quad,
+    )
 
 
 def unseen_keys(bound, program):

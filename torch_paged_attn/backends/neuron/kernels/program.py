@@ -26,6 +26,16 @@ def start_program(dtype, num_items, words, options, columns, draw):
     nisa.iota(dst=key_of_column, pattern=[[1, tile_k]])
     key_of_partition = nl.ndarray((P, chunks * run), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=key_of_partition, pattern=[[P * run, chunks], [1, run]], channel_multiplier=run)
+    key_of_share = key_of_partition
+    if options.share > 1 and nisa.get_nc_version() == nisa.nc_version.gen2:
+        part, longer = P // options.share, run * options.share
+        key_of_share = nl.ndarray((P, chunks * longer), dtype=nl.float32, buffer=nl.sbuf)
+        for first in range(0, P, part):
+            nisa.iota(
+                dst=key_of_share[first : first + part],
+                pattern=[[P * run, chunks], [1, longer]],
+                channel_multiplier=longer,
+            )
     philox = None
     if options.has_dropout:
         philox = philox_constants(words, draw // 4)
@@ -39,5 +49,6 @@ def start_program(dtype, num_items, words, options, columns, draw):
         identity=identity,
         key_of_column=key_of_column,
         key_of_partition=key_of_partition,
+        key_of_share=key_of_share,
         philox=philox,
     )

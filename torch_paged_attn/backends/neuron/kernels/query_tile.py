@@ -1,7 +1,8 @@
 """The steps of flash attention on one tile of P query rows and `tile_k` keys, all on the chip.
 
 Columns of scores follow the order of keys. A gather leaves key `chunk * P * run + partition * run
-+ t` on each partition, `run` neighbours side by side; transposing puts them in order again.
++ t` on each partition, `run` neighbours side by side; transposing puts them in order again. (Keys
+may lie as `share` heads one below the other, each on P / share partitions.)
 """
 
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
@@ -65,25 +66,32 @@ def outside(dst, values, bounds, start, stop):
     )
 
 
-def transpose_keys(keys, head, identity):
-    """Keys (P, chunks, heads, run, dim) as (P, dim / P, tile_k): dim on the partitions."""
+def transpose_keys(keys, head, share, identity):
+    """Keys (P, chunks, heads, run, dim) as (P, dim / P, share, tile_k): dim on the partitions, of
+    which each of `share` heads had a part.
+    """
     chunks, run, dim = keys.shape[1], keys.shape[3], keys.shape[4]
-    steps, tile_k = (dim + P - 1) // P, chunks * P * run
-    turned = nl.ndarray((P, steps, tile_k), dtype=keys.dtype, buffer=nl.sbuf)
+    part = P // share
+    steps, tile_k = (dim + P - 1) // P, chunks * part * run
+    turned = nl.ndarray((P, steps, share, tile_k), dtype=keys.dtype, buffer=nl.sbuf)
     for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
         for chunk in range(chunks):
             for first in range(0, run, TURNED):
                 count = min(TURNED, run - first)
-                part = transposed_tile((stop - start, count, P), keys.dtype)
+                tile = transposed_tile((stop - start, count, P), keys.dtype)
                 for t in range(count):
-                    transpose(part[:, t, :], keys[:, chunk, head, first + t, start:stop], identity)
-                in_order = part.ap(pattern=[[count * P, stop - start], [1, P], [P, count]])
-                column = step * tile_k + chunk * P * run + first
-                places = turned.ap(
-                    pattern=[[steps * tile_k, stop - start], [run, P], [1, count]], offset=column
-                )
-                nisa.tensor_copy(dst=places, src=in_order)
+                    transpose(tile[:, t, :], keys[:, chunk, head, first + t, start:stop], identity)
+                for i in range(share):
+                    in_order = tile.ap(
+                        pattern=[[count * P, stop - start], [1, part], [P, count]], offset=i * part
+                    )
+                    column = (step * share + i) * tile_k + chunk * part * run + first
+                    places = turned.ap(
+                        pattern=[[steps * share * tile_k, stop - start], [run, part], [1, count]],
+                        offset=column,
+                    )
+                    nisa.tensor_copy(dst=places, src=in_order)
     return turned
 
 
