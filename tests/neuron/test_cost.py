@@ -1,6 +1,7 @@
 """What the kernels' design promises, counted: few bytes, long DMAs, room to double buffer."""
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -11,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "neuron"))
 import cost
 
 CASES = {problem.name.partition("/")[2]: problem for problem in cost.CASES}
+cost_of = functools.cache(cost.cost_of)
 
 
 @pytest.mark.parametrize("name", ["prefill_1024", "chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
 def test_little_is_read_twice_and_in_long_pieces(name):
-    counted = cost.cost_of(CASES[name])
+    counted = cost_of(CASES[name])
     assert counted.short_share <= 0.05
     assert counted.dma_bytes <= 1.15 * counted.least_bytes
     # half of a bank's eight, and two items' keys fit beside what a stack keeps
@@ -25,25 +27,26 @@ def test_little_is_read_twice_and_in_long_pieces(name):
 @pytest.mark.parametrize("name", ["prefill_1024", "chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
 def test_no_more_products_than_a_design_that_transposes_by_dma(name):
     """On the third generation, where vLLM's design leaves probabilities to DMA."""
-    assert cost.cost_of(CASES[name]).matmuls <= cost.vllm_design(CASES[name]).matmuls
+    assert cost_of(CASES[name]).matmuls <= cost.vllm_design(CASES[name]).matmuls
 
 
-@pytest.mark.parametrize("name", ["chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
-def test_pages_are_read_in_pieces_of_2_KiB(name):
-    assert cost.cost_of(CASES[name]).long_share >= 0.9
+@pytest.mark.parametrize("name", ["prefill_1024", "chunk_128_of_2048", "decode_b8_ctx1k", "mixed"])
+def test_bytes_move_in_pieces_of_2_KiB(name):
+    """Tiles of 512 keys, as a prompt of 1024 has them, leave values in pieces of 1 KiB."""
+    assert cost_of(CASES[name]).long_share >= (0.85 if name == "prefill_1024" else 0.95)
 
 
 @pytest.mark.parametrize("name", ["prefill_1024", "decode_b8_ctx1k", "mixed"])
 def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
     """On the second generation, where either turns probabilities by products."""
-    counted, design = cost.cost_of(CASES[name]), cost.vllm_design(CASES[name], generation=2)
+    counted, design = cost_of(CASES[name]), cost.vllm_design(CASES[name], generation=2)
     assert counted.dma_bytes < design.dma_bytes and counted.matmuls < design.matmuls
 
 
 @pytest.mark.parametrize("name", ["2048, causal", "2048"])
 def test_backward_costs_less_than_flash_attn_bwd(name):
     problem = next(p for p in cost.BACKWARD_CASES if p.name == name)
-    counted, old = cost.cost_of(problem, backward=True), cost.flash_attn_bwd_design(problem)
+    counted, old = cost_of(problem, backward=True), cost.flash_attn_bwd_design(problem)
     assert counted.dma_bytes + cost.surroundings(problem) <= 0.7 * old.dma_bytes
     assert counted.matmuls <= 0.85 * old.matmuls and counted.columns <= 1.03 * old.columns
     elementwise = counted.instructions["vector"] + counted.instructions["scalar"]
@@ -58,6 +61,6 @@ def test_cost_follows_the_listed_blocks():
     matmuls = {}
     for density in (0.25, 1.0):
         layout = dataclasses.replace(full.layout, density=density)
-        matmuls[density] = cost.cost_of(dataclasses.replace(full, layout=layout)).matmuls
+        matmuls[density] = cost_of(dataclasses.replace(full, layout=layout)).matmuls
     # tiles are of 512 keys: the shorter lists fill theirs less
     assert matmuls[0.25] < 0.5 * matmuls[1.0]

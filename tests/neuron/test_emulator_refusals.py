@@ -241,6 +241,14 @@ FAULTS = {
             ones(8, 1, 1, 1, 4), 0.0, ones(8, 1, 1, 1, 4, dtype=nl.uint8)
         ),
     ),
+    "a constant of rank 6": (
+        "rank 6; at most 5",
+        lambda: nisa.memset(empty(8, 1, 1, 1, 1, 4), 0.0),
+    ),
+    "a reciprocal of rank 6": (
+        "rank 6; at most 5",
+        lambda: nisa.reciprocal(ones(8, 1, 1, 1, 1, 4), ones(8, 1, 1, 1, 1, 4)),
+    ),
     "integers overflow": (
         "overflows uint32",
         lambda: nisa.tensor_tensor(

@@ -43,6 +43,7 @@ def memset(
     count(engine, Engine.vector, "memset")
     check_tiles("memset", dst)
     check_engine("memset", engine, (Engine.vector, Engine.gpsimd), dst)
+    require(dst.ndim <= 5, f"memset: rank {dst.ndim}; at most 5")
     kind = float if is_float(dst.dtype) else int
     require(isinstance(value, kind), f"memset of {dst.dtype} with a {type(value).__name__}")
     dst.write(np.full(dst.shape, value, np.float32 if kind is float else np.int64))

@@ -178,6 +178,9 @@ def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None
     machine().count("vector", "reciprocal")
     check_tiles("reciprocal", dst, data)
     check_same_size("reciprocal", dst, data)
+    require(
+        max(dst.ndim, data.ndim) <= 5, f"reciprocal: rank {max(dst.ndim, data.ndim)}; at most 5"
+    )
     with np.errstate(all="ignore"):
         dst.write((np.float32(1.0) / as_float32(data.read())).reshape(dst.shape))
 
