@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BYTES = ("tests/neuron/test_eight_bits.py",)
 LONG = "tests/neuron/test_attention.py", "-k", "test_long_tiles and 3-"
+SHARED = "tests/neuron/test_attention.py", "-k", "share_a_gather or beside_short"
 EVERYTHING = ("tests/neuron", "tests/backends", "--backend", "neuron")
 
 
@@ -72,8 +73,8 @@ FAULTS = (
     Fault(
         "keys leave a bad row out",
         LOAD,
-        "heads, options.run, nisa.oob_mode.error",
-        "heads, options.run, nisa.oob_mode.skip",
+        "heads, run, nisa.oob_mode.error",
+        "heads, run, nisa.oob_mode.skip",
         BYTES,
     ),
     Fault("page ids unchecked", "plan.py", ".clamp(0, options.num_pages - 1)", "", BYTES),
@@ -121,9 +122,44 @@ FAULTS = (
     Fault(
         "key range one late",
         LOAD,
-        "columns.key_start, columns.key_stop)",
-        "columns.key_stop, columns.key_stop)",
+        "program.key_of_partition, bound, columns.key_start,",
+        "program.key_of_partition, bound, columns.key_stop,",
         MIXED,
+    ),
+    Fault(
+        "shared keys are cleared as unshared ones are",
+        LOAD,
+        "outside(unseen_k, program.key_of_share, bound, columns.key_start",
+        "outside(unseen_k, program.key_of_share, bound, columns.key_stop",
+        SHARED,
+    ),
+    Fault(
+        "heads that share a gather get the first one's keys",
+        "work_info.py",
+        "* rows[0].rows_of_head",
+        "* 0",
+        SHARED,
+    ),
+    Fault(
+        "heads that share a gather are swapped",
+        TILE,
+        "offset=i * part\n",
+        "offset=(share - 1 - i) * part\n",
+        SHARED,
+    ),
+    Fault(
+        "a run of shared keys passes the end of what is seen",
+        "work_list.py",
+        "longest = grain * tile.share",
+        "longest = grain",
+        SHARED,
+    ),
+    Fault(
+        "every stack has long tiles",
+        "work_list.py",
+        "(shortest, stacks.of(~fits))",
+        "(longer[-1], stacks.of(~fits))",
+        SHARED,
     ),
     Fault("bias shows absent keys", LOAD, "op=nl.logical_or)", "op=nl.logical_and)", BIAS),
     Fault(

@@ -104,6 +104,7 @@ SHARED = {
     "blocks": ({"seqs": ((64, 200),), "layout": Layout(16, 32, density=0.5)}, 2),
     "dropout": ({"seqs": ((30, 60),), "dropout_p": 0.2}, 2),
     "two programs": ({"seqs": ((9, 300),)}, 2),
+    "the last page": ({"seqs": ((1, 12),), "spare_pages": 0}, 2),
 }
 
 

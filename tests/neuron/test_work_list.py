@@ -61,6 +61,10 @@ def test_every_pair_that_is_visible_is_shown_once(data):
     shown = torch.zeros(planes, total, group, 100, dtype=torch.long)
     stored = torch.zeros(planes, total, group, dtype=torch.long)
     for work in lists:
+        # the runs of heads that share a gather stay within pages, and blocks that hold them
+        longest = GRAIN * work.share
+        if layout is None or layout.k_block_size % longest == 0:
+            assert (work.keys[:, :: work.share] % longest == 0).all()
         keys = (work.keys[..., None] + torch.arange(GRAIN)).flatten(1)
         for item, stack in enumerate(work.stack.tolist()):
             at = work.plane[stack], work.token[stack], work.member[stack]

@@ -321,7 +321,8 @@ def list_items(
     column = torch.arange(0, tile_k, grain)
     longest = grain * tile.share
     low, high = (edge // longest * longest for edge in (key_start, (key_stop - 1).clamp(min=0)))
-    column = column.clamp(low[:, None], high[:, None] + longest - grain) + first_column[:, None]
+    within = column % longest
+    column = (column - within).clamp(low[:, None], high[:, None]) + within + first_column[:, None]
     shape = (-1, depth, tile_q)
     return WorkList(
         tile_k=tile_k,
