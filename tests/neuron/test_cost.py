@@ -54,7 +54,10 @@ def test_backward_costs_less_than_flash_attn_bwd(name):
     assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
 
 
-def test_cost_follows_the_listed_blocks():
+def test_cost_follows_the_listed_blocks(monkeypatch):
+    from torch_paged_attn.backends.neuron import attention
+
+    monkeypatch.setattr(attention, "UNROLLED", 0)  # a loop leaves out what rounds the items up
     full = dataclasses.replace(
         CASES["blocksparse_4096_quarter"], seqs=((2048, 0),), num_heads=8, num_kv_heads=2
     )
