@@ -56,18 +56,21 @@ def test_the_environment_asks_for_invariant_bits(value, same):
     assert done.stdout.strip() == same
 
 
-def test_threads_change_no_bit():
-    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+def assert_same_bits_on_threads(run, counts):
     threads = torch.get_num_threads()
     results = []
     try:
-        for n in (1, 2, 3):
+        for n in counts:
             torch.set_num_threads(n)
-            results.append(call.run())
+            results.append(run())
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_threads_change_no_bit():
+    assert_same_bits_on_threads(build(PROBLEMS["llama3_8b/mixed/bf16"]).run, (1, 2, 3))
 
 
 # causal with groups; a bias of one head, which the heads add to in turn; a layout of every head
@@ -79,16 +82,7 @@ def test_threads_change_no_bit_of_gradients(name):
     call = build(DIFFERENTIABLE[name])
     out, lse = call.run()
     backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for n in (1, 2, 7):
-            torch.set_num_threads(n)
-            results.append(backward.run())
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert_same_bits_on_threads(backward.run, (1, 2, 7))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e5m2])

@@ -22,9 +22,10 @@ from torch_paged_attn.testing.strategies import layouts, problems
 HAS_GPU = torch.cuda.is_available()
 HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 
-# fuzzed plans, in parts that several processes share: on a GPU nearly every plan compiles a kernel
+# fuzzed plans, in parts that several processes share: on a GPU nearly every plan compiles a kernel.
+# Of the interpreter's seed no plan has 2000 keys under 16 wide heads, which take it 16 seconds
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-PARTS, PLANS = (10, 10) if HAS_GPU or IS_THOROUGH else (1, 4)
+SEEDS, PLANS = (range(10), 10) if HAS_GPU or IS_THOROUGH else ((7,), 4)
 
 DECODE = PROBLEMS["llama3_8b/decode_b5/bf16"]
 EXPONENTS = (-40, 0, 40)
@@ -42,13 +43,13 @@ def test_decode_reads_pairs_of_8_bit_numbers(exponent, kv_dtype, run, device):
     assert_accurate(*run(call.to(device)), call.truth())
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", [st.none(), layouts], ids=["flash_varlen", "blocksparse"])
-def test_fuzzed_plans_agree_with_the_reference(layout, part, run, device):
+def test_fuzzed_plans_agree_with_the_reference(layout, seed, run, device):
     """Every option mixed. On a GPU there is no time to shrink them."""
     phases = [hypothesis.Phase.generate] if HAS_GPU else list(hypothesis.Phase)
 
-    @hypothesis.seed(part)
+    @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=PLANS, derandomize=False, database=None, deadline=None, phases=phases
     )

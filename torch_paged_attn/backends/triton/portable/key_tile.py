@@ -27,6 +27,7 @@ from torch_paged_attn.backends.triton.portable.mask import (
     full_range,
     key_range,
     load_tail,
+    tiles_of_phase,
     visible,
 )
 from torch_paged_attn.backends.triton.portable.named import named
@@ -222,15 +223,7 @@ def add_sequence(
         elif FIRST_PHASE < 2:
             i_tail = tl.minimum(tl.maximum(queries.full_stop // BLOCK_M, i_full), i_stop)
         for phase in tl.static_range(FIRST_PHASE, LAST_PHASE + 1):
-            if phase == 0:
-                i_first = i_start
-                i_last = i_full
-            elif phase == 1:
-                i_first = i_full
-                i_last = i_tail
-            else:
-                i_first = i_tail
-                i_last = i_stop
+            i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
             for i in tl.range(i_first, i_last):
                 first_token = i * BLOCK_M
                 if OPTIONS.HAS_LAYOUT:
