@@ -41,8 +41,8 @@ from torch_paged_attn.backends.triton.seqlen_info import (
 
 @triton.jit
 def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """The queries of a sequence, and which of them see some key of the tile's `span`, and all of
-    them: what a key is seen by is, the other way around, what a query sees.
+    """The queries of a sequence, which of them see some key of the tile's `span`, and which see all
+    of them: the masks of the forward, with queries and keys in each other's place.
     """
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
