@@ -82,7 +82,7 @@ def why_no_amx(
 
 
 def neuron_stubs() -> list[str]:
-    """Of each of Neuron's packages that is installed and does not import, what is the matter."""
+    """Why each of Neuron's packages that is installed does not import."""
     found = []
     for package, module in NEURON.items():
         version = _versions.installed(package)

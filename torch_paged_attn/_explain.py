@@ -38,7 +38,7 @@ class Explanation:
 
     @property
     def path(self) -> Path | None:
-        """That of the backend that answers."""
+        """The path of the backend that answers."""
         return None if self.backend is None else self.paths[self.backend]
 
     def __str__(self) -> str:

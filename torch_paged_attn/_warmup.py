@@ -22,7 +22,7 @@ RAGGED, FEW = (257, 1025), 64
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two and what is halfway between them, up to `most`, and that."""
+    """Powers of two, the numbers halfway between them, all up to `most`, and `most` itself."""
     powers = [2**i for i in range(most.bit_length())]
     halfway = [3 * n // 2 for n in powers if n > 1 and 3 * n // 2 <= most]
     return sorted({*powers, *halfway, most})

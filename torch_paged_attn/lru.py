@@ -7,10 +7,9 @@ from typing import Any
 
 
 class LRU:
-    """Up to `bound` entries. The eighth of them that was read or put least recently makes room for
-    others: one entry at a time would be looked for at every new one.
-
-    Any number of threads may use it. Reading takes no lock.
+    """A dictionary of up to `bound` entries. When it is full, the eighth of the entries that was
+    used least recently is dropped at once, so that few calls have to look for what to drop. Any
+    number of threads may use it. Reading takes no lock.
     """
 
     def __init__(self, bound: int) -> None:

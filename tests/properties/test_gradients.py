@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ def backward_of(problem, seed):
     return call, dout, dlse, out, lse
 
 
+@pytest.mark.any_isa
 @given(trained, st.integers(0, 2**16))
 def test_the_rule_lets_the_formula_pass(problem, seed):
     """In float32, with a kernel's roundings or without them, from results that have theirs."""

@@ -53,6 +53,17 @@ def run(kernels):
     return run
 
 
+@pytest.fixture(scope="session")
+def compiler():
+    """A process where Triton does not interpret, for what is compiled for chips of one maker: its
+    start takes seconds. What reads all of `cross_compile.CALLS`, to which tests add, has its own.
+    """
+    import cross_compile
+
+    with cross_compile.workers(1) as process:
+        yield process
+
+
 @pytest.fixture(autouse=True)
 def forget_calls(kernels):
     """Every call of a test is planned: the environment may have changed."""

@@ -3,6 +3,8 @@ on a GPU. `tests/backends` has the named problems.
 """
 
 import dataclasses
+import itertools
+import os
 
 import hypothesis
 import pytest
@@ -20,14 +22,18 @@ from torch_paged_attn.testing.strategies import layouts, problems
 HAS_GPU = torch.cuda.is_available()
 HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 
-# fuzzed plans, in parts that several processes share: on a GPU nearly every plan compiles a kernel
-PARTS, PLANS = (10, 10) if HAS_GPU else (1, 8)
+# fuzzed plans, in parts that several processes share: on a GPU nearly every plan compiles a kernel.
+# Of the interpreter's seed no plan has 2000 keys under 16 wide heads, which take it 16 seconds
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+SEEDS, PLANS = (range(10), 10) if HAS_GPU or IS_THOROUGH else ((7,), 4)
 
 DECODE = PROBLEMS["llama3_8b/decode_b5/bf16"]
+EXPONENTS = (-40, 0, 40)
+# an interpreted call takes seconds: each format once, and each exponent
+PAIRS = [*(itertools.product if HAS_GPU or IS_THOROUGH else zip)(EXPONENTS, QUANTISED)]
 
 
-@pytest.mark.parametrize("kv_dtype", QUANTISED, ids=str)
-@pytest.mark.parametrize("exponent", [-40, 0, 40])
+@pytest.mark.parametrize("exponent, kv_dtype", PAIRS)
 def test_decode_reads_pairs_of_8_bit_numbers(exponent, kv_dtype, run, device):
     """Also for queries beyond the range of the products' float16."""
     problem = dataclasses.replace(DECODE, kv_dtype=kv_dtype, descale="heads")
@@ -37,13 +43,13 @@ def test_decode_reads_pairs_of_8_bit_numbers(exponent, kv_dtype, run, device):
     assert_accurate(*run(call.to(device)), call.truth())
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", [st.none(), layouts], ids=["flash_varlen", "blocksparse"])
-def test_fuzzed_plans_agree_with_the_reference(layout, part, run, device):
+def test_fuzzed_plans_agree_with_the_reference(layout, seed, run, device):
     """Every option mixed. On a GPU there is no time to shrink them."""
     phases = [hypothesis.Phase.generate] if HAS_GPU else list(hypothesis.Phase)
 
-    @hypothesis.seed(part)
+    @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=PLANS, derandomize=False, database=None, deadline=None, phases=phases
     )

@@ -107,8 +107,14 @@ def test_compiles(arch, name, compiler):
         assert not kernel.faults(arch, name), kernel
 
 
+@pytest.fixture(scope="module")
+def planner():
+    """A process that compiles nothing, so that one does for all chips."""
+    with cross_compile.workers(1) as process:
+        yield process
+
+
 @pytest.mark.parametrize("arch", cross_compile.CHIPS)
-def test_table_entries_compile(arch):
-    with cross_compile.workers(1) as pool:
-        taken, entries = pool.submit(fit_tiles.entries_of, arch).result()
+def test_table_entries_compile(arch, planner):
+    taken, entries = planner.submit(fit_tiles.entries_of, arch).result()
     assert set(taken) == set(entries)

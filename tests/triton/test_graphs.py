@@ -74,13 +74,6 @@ def printed_names(module: str, kernel: str) -> tuple[list[str], set[str]]:
     return [x.name for x in functions], named - known
 
 
-@pytest.fixture(scope="module")
-def elsewhere():
-    """A process where Triton does not interpret."""
-    with cross_compile.workers(1) as pool:
-        yield pool
-
-
 HELD = (
     "llama3_8b/decode_b5/bf16",
     "llama3_8b/mixed/bf16",
@@ -96,8 +89,8 @@ SHARED = ("sm90", "llama3_8b/mixed/bf16")
     "arch, name",
     [x for x in itertools.product(("sm80", "sm90", "gfx942"), HELD) if x != SHARED],
 )
-def test_a_graph_holds_the_kernel_and_writes_no_input(arch, name, elsewhere):
-    found = elsewhere.submit(nodes, arch, name).result()
+def test_a_graph_holds_the_kernel_and_writes_no_input(arch, name, compiler):
+    found = compiler.submit(nodes, arch, name).result()
     targets = [target for target, _ in found]
     assert targets.count("triton_kernel_wrapper_functional") == 1
     written = {argument for _, arguments in found for argument in arguments}
@@ -109,8 +102,8 @@ def test_a_graph_holds_the_kernel_and_writes_no_input(arch, name, elsewhere):
 @pytest.mark.parametrize(
     "name", ["llama3_8b/mixed/kv_e4m3", "llama3_8b/speculative/bf16", SHARED[1]]
 )
-def test_what_a_graph_would_copy_or_cannot_hold_stays_one_node(name, elsewhere):
-    found = elsewhere.submit(nodes, "sm90", name).result()
+def test_what_a_graph_would_copy_or_cannot_hold_stays_one_node(name, compiler):
+    found = compiler.submit(nodes, "sm90", name).result()
     assert [target for target, _ in found] == ["paged_attn.flash_varlen.default"]
 
 
@@ -121,8 +114,8 @@ def test_what_a_graph_would_copy_or_cannot_hold_stays_one_node(name, elsewhere):
         ("merge_states", "_merge_kernel"),
     ],
 )
-def test_what_inductor_prints_has_every_name_once(module, kernel, elsewhere):
+def test_what_inductor_prints_has_every_name_once(module, kernel, compiler):
     module = f"torch_paged_attn.backends.triton.{module}"
-    names, unknown = elsewhere.submit(printed_names, module, kernel).result()
+    names, unknown = compiler.submit(printed_names, module, kernel).result()
     assert names[0] == kernel and len(names) == len(set(names))
     assert not unknown

@@ -204,12 +204,6 @@ def compile_for_hopper(problem, form=tiles.FORM):
     return cross_compile.compile_call("sm90", "hopper")
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    with cross_compile.workers(1) as process:
-        yield process
-
-
 @over_shapes
 def test_compiles_to_products(problem, compiler):
     kernels = compiler.submit(compile_for_hopper, problem).result()

@@ -100,9 +100,8 @@ def compile_for_hopper(problem):
 
 
 @pytest.mark.parametrize("name", ["e4m3_page16", "kv_e4m3_d256"])
-def test_compiles_to_products(name):
-    with cross_compile.workers(1) as process:
-        kernels = process.submit(compile_for_hopper, BY_NAME[name]).result()
+def test_compiles_to_products(name, compiler):
+    kernels = compiler.submit(compile_for_hopper, BY_NAME[name]).result()
     kernel = next(k for k in kernels if "hopper" in k.name)
     assert kernel.faults("sm90", name) == []
     assert kernel.matrix_instructions > 0

@@ -118,12 +118,6 @@ def compile_for_hopper(name, sums):
     return cross_compile.compile_call("sm90", "hopper")
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    with cross_compile.workers(1) as process:
-        yield process
-
-
 @pytest.mark.parametrize(
     "name, sums",
     [w for w in WAYS if IS_THOROUGH or (w[0].partition("/")[0], w[1]) in FEW],

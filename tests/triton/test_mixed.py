@@ -168,9 +168,8 @@ def compile_both(problem):
 
 
 @pytest.mark.parametrize("problem", [PROBLEMS[0], PROBLEMS[4]], ids=lambda p: p.name)
-def test_compiles(problem):
-    with cross_compile.workers(1) as compiler:
-        kernels = compiler.submit(compile_both, problem).result()
+def test_compiles(problem, compiler):
+    kernels = compiler.submit(compile_both, problem).result()
     names = ["_tile_order_kernel", "_hopper_attention_fwd_kernel", "_attention_fwd_kernel"]
     assert [kernel.name for kernel in kernels] == names
     for kernel in kernels:

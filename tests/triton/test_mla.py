@@ -198,9 +198,8 @@ def compile_latent(problem):
 
 
 @pytest.mark.parametrize("problem", SHAPES[:1], ids=lambda p: p.name)
-def test_compiles_to_products(problem):
-    with cross_compile.workers(1) as process:
-        kernels = process.submit(compile_latent, problem).result()
+def test_compiles_to_products(problem, compiler):
+    kernels = compiler.submit(compile_latent, problem).result()
     kernel = next(k for k in kernels if k.name == "_hopper_mla_fwd_kernel")
     assert kernel.faults("sm90", problem.name) == []
     # three times scores of 576 columns, four times values of 64 keys: the first pair's are apart

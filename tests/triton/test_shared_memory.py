@@ -116,12 +116,6 @@ def allocated(problem, form):
     raise AssertionError("no kernel was compiled")
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    with cross_compile.workers(1) as process:
-        yield process
-
-
 @pytest.mark.parametrize("problem, form", CASES, ids=lambda x: getattr(x, "name", ""))
 def test_counted_bytes_hold_what_is_allocated(problem, form, compiler):
     found = compiler.submit(allocated, problem, form).result()

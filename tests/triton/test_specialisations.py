@@ -18,12 +18,15 @@ def model(seqs, page_size=16, **options):
     return Problem("model", tuple(seqs), 8, 2, 64, dtype=BF16, page_size=page_size, **options)
 
 
-def specialisations(problems):
-    with cross_compile.workers(1) as pool:
-        return pool.submit(cross_compile.specialisations, "sm90", problems).result()
+@pytest.fixture
+def specialisations(compiler):
+    def found(problems):
+        return compiler.submit(cross_compile.specialisations, "sm90", problems).result()
+
+    return found
 
 
-def test_one_kernel_for_all_lengths():
+def test_one_kernel_for_all_lengths(specialisations):
     lengths = (300, 301, 16 * 29, 16 * 30 - 1, 500)
     problems = [
         model([(1, n), (1, n // 3), (1, 2)], spare_pages=spare)
@@ -40,7 +43,7 @@ def test_one_kernel_for_all_lengths():
     assert found == {"_hopper_attention_fwd_kernel": 4, "_tile_order_kernel": 3}
 
 
-def test_few_kernels_for_all_batches():
+def test_few_kernels_for_all_batches(specialisations):
     """A kernel for each number of sequences looked at at a time, and each class of tiles."""
     decode = [model([(1, 30 + b % 5)] * b) for b in (1, 2, 3, 5, 8, 11, 21, 32, 47, 90, 130, 200)]
     assert specialisations(decode)["_attention_fwd_kernel"] <= 6
@@ -52,7 +55,7 @@ def test_warmup_on_cpu():
         torch_paged_attn.warmup(8, 2, 64, device="xla")
 
 
-def test_one_kernel_for_all_layout_sizes():
+def test_one_kernel_for_all_layout_sizes(specialisations):
     layouts = (Layout(heads="all", density=density) for density in (0.1, 0.3, 0.5, 0.8))
     problems = [
         model([(1500 + 90 * i, 0), (130, 1000 * i)], layout=layout)

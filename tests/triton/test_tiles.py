@@ -22,18 +22,19 @@ def test_group_wider_than_tile(kernels, device):
 
 
 @pytest.mark.parametrize(
-    "name, config",
+    "problem, config",
     [
-        ("llama3_8b/mixed/f32", Config(8, 16, 4, 1)),
-        ("deepseek_mla/decode/bf16", Config(16, 32, 4, 1, chain=32)),
-        ("gemma2/window_softcap/bf16", Config(32, 16, 4, 1, chain=64)),
+        (Problem("f32", ((1, 300), (21, 91)), 8, 2, 128, page_size=16), Config(8, 16, 4, 1)),
+        (PROBLEMS["deepseek_mla/decode/bf16"], Config(16, 32, 4, 1, chain=32)),
+        (PROBLEMS["gemma2/window_softcap/bf16"], Config(32, 16, 4, 1, chain=64)),
     ],
+    ids=lambda x: getattr(x, "name", ""),
 )
-def test_chains(name, config, kernels, device):
+def test_chains(problem, config, kernels, device):
     """What AMD's wide heads take."""
     from torch_paged_attn.backends.triton.portable.attention import attend
 
-    call = build(PROBLEMS[name])
+    call = build(problem)
     arguments = AttentionCall.flash_varlen(**call.to(device).args)
     assert_accurate(*attend(arguments, config=config), call.truth())
 

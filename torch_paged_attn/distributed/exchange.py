@@ -203,7 +203,9 @@ def _runs(keys: Tensor, own_rows: int) -> list[tuple[int, int]] | None:
 
 
 def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Where each of `total` rows stands among `keys`, -1 if it does not, and where again."""
+    """For each of `total` rows: where it stands among `keys`, and where it stands there a second
+    time; -1 where it does not.
+    """
     at = torch.arange(len(keys))
     first = torch.full((total,), len(keys)).scatter_reduce(0, keys, at, "amin")
     last = torch.full((total,), -1).scatter_reduce(0, keys, at, "amax")

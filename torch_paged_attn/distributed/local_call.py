@@ -27,8 +27,8 @@ def check_call(
     check: Callable[[AttentionCall], None],
     *more: Any,
 ) -> None:
-    """Raise on all ranks for what any of them must not call: arguments that a scheme has not, that
-    no `flash_varlen` takes, that are not the same everywhere, nor is `more`, or that `check`
+    """Raise on all ranks if any of them calls what it must not: arguments that the scheme lacks or
+    that no `flash_varlen` takes, arguments or `more` that differ between ranks, or what `check`
     refuses.
     """
 
@@ -59,8 +59,8 @@ def check_call(
 
 
 def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: str) -> None:
-    """Raise NotImplementedError where the device's backend has not what `what` becomes here: found
-    out in the midst of a scheme, it would leave other ranks waiting.
+    """Raise NotImplementedError if the device's backend lacks what `what` becomes here. Found in
+    the middle of a scheme, it would leave other ranks waiting.
     """
     backend, _ = serving_device(device)
     for name in names:

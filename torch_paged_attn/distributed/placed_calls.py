@@ -47,8 +47,9 @@ class _Replicated(NamedTuple):
 def placed_alike(
     names: tuple[str, ...], given: dict[str, Any], rule: Callable[..., Any]
 ) -> Placed | None:
-    """Where the results of a call lie whose arguments lie as a strategy of `rule` wants them; None
-    for any other call, which is DTensor's. `names`: the arguments that a rule gets, in its order.
+    """Where the results of a call lie, if its arguments lie as a strategy of `rule` wants them;
+    None for any other call, which DTensor dispatches. `names`: the arguments that a rule takes, in
+    its order.
     """
     if DTensorSpec is None or torch.compiler.is_compiling() or any(mode() for mode in _modes):
         return None

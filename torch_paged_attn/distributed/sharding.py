@@ -155,10 +155,9 @@ def _dims(x: Any) -> int:
 
 
 def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
-    """Of a write into `number` caches whose dimension `heads` is heads: only as everything lies.
-
-    DTensor brings arguments to where a rule wants them; a cache it would copy, and what is written
-    into the copy is lost.
+    """The rule of a write into `number` caches, whose dimension `heads` is that of heads:
+    everything has to lie as it does. DTensor moves arguments to where a rule wants them; a cache it
+    would copy, and a write into the copy is lost.
     """
     caches, scales = args[2 : 2 + number], args[3 + number :]
     lies = tuple(caches[0].placements)

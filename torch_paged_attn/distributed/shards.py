@@ -112,7 +112,7 @@ class Shards:
         return self.kept[key]
 
     def is_first(self, op: str) -> bool:
-        """Whether nobody has asked that of this batch and a scheme before."""
+        """Whether this is the first time that `is_first` is called for this batch and scheme."""
         if op in self.called:
             return False
         self.called.add(op)

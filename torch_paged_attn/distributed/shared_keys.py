@@ -178,15 +178,16 @@ class SharedKeys:
         self.handle.barrier(channel=channel, timeout_ms=self.milliseconds)
 
     def _of(self, rank: int, rows: int, group: slice) -> Tensor:
-        """`(rows, heads * (head_dim + head_dim_v))` in a rank's memory: of each row the keys of a
-        group of heads, then their values. Groups lie one behind the other."""
+        """Rows `(rows, heads * (head_dim + head_dim_v))` in a rank's memory: the keys of a group of
+        heads, then their values. Groups of heads follow each other.
+        """
         width = self.widths[0][1] + self.widths[1][1]
         shape = rows, (group.stop - group.start) * width
         behind = group.start * width * self.max_keys
         return self.handle.get_buffer(rank, shape, self.buffer.dtype, behind)
 
     def _heads_of(self, x: Tensor, group: slice) -> tuple[Tensor, Tensor]:
-        """Its keys and values, `(rows, heads, head_dim)`."""
+        """The keys and values, each `(rows, heads, head_dim)`, of such rows."""
         heads = group.stop - group.start
         dim, dim_v = (width for _, width in self.widths)
         k, v = x.split([heads * dim, heads * dim_v], 1)
@@ -232,8 +233,10 @@ class Placement:
 
     @classmethod
     def of(cls, shards: Shards, needed: list[Tensor], first: Tensor) -> "Placement | None":
-        """None, on all ranks, where pieces are too many, a rank would have nobody to talk to while
-        others talk, or does not see its own keys, which others then do not find."""
+        """The placement; None, on all ranks, if there are too many pieces, if some rank would have
+        no partner while others exchange, or if a rank does not see its own keys (others would then
+        not find them).
+        """
         size = shards.ranks.size
         places = torch.stack([x.cumsum(0) - 1 for x in needed])
         is_own = all(bool(needed[rank][shards.owned[rank]].all()) for rank in range(size))

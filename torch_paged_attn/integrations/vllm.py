@@ -45,7 +45,9 @@ def register() -> None:
 
 
 def _let_cpus_choose(custom: Any) -> None:
-    """Have vLLM's CPU platform take CUSTOM where it is asked for: it answers CPU_ATTN to all."""
+    """Make vLLM's CPU platform return CUSTOM where CUSTOM is asked for; by itself it returns
+    CPU_ATTN whatever is asked for.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     stock = CpuPlatform.get_attn_backend_cls

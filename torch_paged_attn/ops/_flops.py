@@ -66,7 +66,7 @@ def _visible(call: AttentionCall, first: int, query_len: int, key_len: int) -> i
 
 
 def _visible_by_shapes(call: AttentionCall) -> int:
-    """As many pairs as there may be."""
+    """The largest number of pairs that the shapes allow."""
     table = call.block_table
     longest = call.k.shape[0] if table is None else table.shape[1] * call.page_size
     if call.max_seqlen_k:

@@ -49,8 +49,8 @@ class Derivative(Protocol):
 
 
 class Once:
-    """Of a backward, which `create_graph=True` has recorded, too: who goes back through it is told
-    that it cannot be.
+    """The derivative of a backward, which autograd records under `create_graph=True`. Whoever
+    differentiates it gets an error: gradients have no gradients.
     """
 
     def __init__(self, op: str) -> None:

@@ -167,7 +167,7 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
 
 
 def _refuse_lacking(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise for an argument that compiled kernels lack; of those, only the CPU's ask."""
+    """Raise for an argument that the compiled kernels lack. Only the CPU's kernels call this."""
     backend = next(backend for backend in backends() if backend.is_compiled)
     forward = name.removesuffix("_backward")
     if forward == name:

@@ -79,7 +79,7 @@ class MergeDerivative:
     def gradients(
         self, parts: list[Tensor], of_two: Callable[..., tuple[Tensor, ...]]
     ) -> Sequence[Tensor]:
-        """Those of all arguments, from a function that has those of two parts."""
+        """The gradients of all arguments, from a function that returns those of two parts."""
         return of_two(*parts)
 
 
@@ -135,8 +135,8 @@ def composed_list(
 
 
 class ListDerivative(MergeDerivative):
-    """The derivative of the list form, whose arguments come here one after the other: each part's
-    is that of `merge_states`, which knows nothing of the other parts but the results.
+    """The derivative of the list form, whose arguments come one after the other. Each part's
+    gradient is that of `merge_states`: of the other parts it needs the merged results alone.
     """
 
     def gradients(

@@ -93,7 +93,9 @@ def public(op: str) -> Callable[..., Any]:
 
 
 def call_of(op: str, given: dict[str, Any]) -> AttentionCall | BackwardCall | dict[str, Any]:
-    """The call, for the ops that have a class of them; else what came."""
+    """An `AttentionCall` or `BackwardCall` for the ops that have one, else the arguments as they
+    came.
+    """
     return CALLS[op](**given) if op in CALLS else given
 
 

@@ -78,7 +78,7 @@ def _parameter(x: Argument) -> inspect.Parameter:
 
 
 def _documentation(listed: tuple[Argument, ...]) -> str:
-    """An entry per argument, or per neighbours of which the same is said."""
+    """One entry for each argument, or for neighbouring arguments that have the same meaning."""
     entries = []
     for (shape, meaning), group in itertools.groupby(listed, lambda x: (x.shape, x.meaning)):
         names = ", ".join(x.name for x in group)

@@ -43,7 +43,9 @@ class Call:
         return Truth.of(getattr(reference, self.op), cuts_off=cuts_off, **self.args)
 
     def needs(self, *names: str) -> "Call":
-        """The same call whose inputs of these names, all that can without any, require grad."""
+        """The same call, in which the inputs of these names require grad; without names, all that
+        can.
+        """
         inputs = names or tuple(GRADIENTS.values())
         args = dict(self.args)
         for name in inputs:
@@ -109,7 +111,9 @@ def _move(value: Any, device: torch.device | str, moved: dict[Any, Tensor]) -> A
 def hostile_gradients(
     call: Call, out: Tensor, softmax_lse: Tensor, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """What a loss hands back for a call's results, NaN in rows that see no key and of padding."""
+    """The gradients of a call's results that a loss hands back, with NaN in rows of padding and in
+    rows that see no key.
+    """
     g = torch.Generator().manual_seed(seed)
     dout, dlse = _randn(g, *out.shape), _randn(g, *softmax_lse.shape)
     unseen = softmax_lse.cpu() == float("-inf")

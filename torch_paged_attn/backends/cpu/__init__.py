@@ -58,7 +58,7 @@ def _load() -> str | None:
 
 
 def _announce(op: str, has_pairs: bool) -> None:
-    """The kernels call it the first time that a call goes this way."""
+    """Log which kernel answers. C++ calls it before the first call that takes a kernel."""
     from torch_paged_attn.backends.cpu.path import kernel_name
 
     paths.announce(op, "cpu", kernel_name(op, has_pairs))

@@ -76,8 +76,8 @@ def _plan(call: AttentionCall) -> dict[str, int]:
 
 
 def _imagined(call: AttentionCall) -> AttentionCall:
-    """The call with tensors of its shapes on the CPU, of which all rows are one row of zeros, and
-    lengths as equal as can be.
+    """A call of the same shapes on the CPU: the rows of each tensor are one row of zeros, and
+    sequences are as equally long as they can be.
     """
     found = {
         name: torch.zeros(x.shape[-1:], dtype=x.dtype).expand(x.shape)
@@ -112,7 +112,9 @@ def _imagined(call: AttentionCall) -> AttentionCall:
 
 
 def _longest(call: AttentionCall) -> int:
-    """Keys for which a sequence's pages have room, a layout has rows, and a bias columns."""
+    """The most keys that a sequence can have, by its pages, the layout's rows and the bias's
+    columns.
+    """
     table, layout, bias = call.block_table, call.layout, call.attn_bias
     rooms = [call.k.shape[0] if table is None else table.shape[1] * call.page_size]
     if layout is not None:
@@ -123,7 +125,7 @@ def _longest(call: AttentionCall) -> int:
 
 
 def _even(total: int, parts: int) -> Tensor:
-    """Where parts begin that are as long as each other, up to one."""
+    """Where parts begin whose sizes differ by at most one."""
     if parts <= 0:
         return torch.zeros(1, dtype=torch.int32)
     return (torch.arange(parts + 1, dtype=torch.int64) * total // parts).to(torch.int32)

@@ -49,9 +49,9 @@ class Triton(Backend):
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
-        """The portable kernels have a gradient of all that the contract has one of, but of a bias
-        whose tiles lie in several of a layout's blocks, and of wide float32 heads where shared
-        memory is small.
+        """Why a call has no gradient here, or None. The portable kernels differentiate all that the
+        contract does, except a bias whose tiles lie in several of a layout's blocks, and wide
+        float32 heads where shared memory is small.
         """
         if max(call.head_dim, call.head_dim_v) > 256:
             from torch_paged_attn.backends.triton.portable.backward import lacks_room

@@ -39,7 +39,9 @@ class Strides(NamedTuple):
 
 @triton.jit
 def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
-    """How many sequences end at or before each token: the number of its own, `batch` if none."""
+    """The sequence that each token belongs to: how many sequences end at or before it; `batch` if
+    it belongs to none.
+    """
     WIDTH: tl.constexpr = 32
     ended = tl.zeros([BLOCK], tl.int32)
     for b0 in tl.range(0, batch, WIDTH):
@@ -52,8 +54,9 @@ def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
 
 @triton.jit
 def slots_behind(pointers, strides, stride_row, page_size, max_pages, b, offset, exists):
-    """For tokens `offset` behind the first new one of their sequences b: how many tokens each has
-    before, and the token's slot; -1 where it has none, or does not exist.
+    """For the tokens that follow `offset` behind the first new token of their sequences b: how many
+    tokens the sequence had before, and the token's slot, which is -1 where the table has none or
+    the token does not exist.
     """
     before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=-1)
     position = offset.to(tl.int64) + before

@@ -63,7 +63,7 @@ class MergeStrides(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a program: a token and a head each; rows past the last do not exist."""
+    """The rows of a program, each a head of a token; rows past the last do not exist."""
 
     index: Any
     token: Any

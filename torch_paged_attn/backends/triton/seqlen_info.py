@@ -15,8 +15,9 @@ def num_tiles(total_q: int, batch: int, tokens: int, gap: int) -> int:
 
 
 def programs_in_turns(total_q: int, batch: int, longest: int, tokens: int) -> int:
-    """How many programs take the tiles of a sequence in turns, where `longest` is said to be the
-    most queries of one. More than twice as many as its share would find nothing to do.
+    """How many programs take the tiles of a sequence in turns; `longest` is how many queries the
+    longest sequence is said to have. More than twice a sequence's share of programs would find
+    nothing to do.
     """
     mean = -(-total_q // max(batch, 1))
     if mean * batch == total_q:

@@ -44,8 +44,9 @@ FEWEST_ROWS = 16
 
 
 def lacks_room(call: AttentionCall) -> str | None:
-    """Why shared memory does not hold the smallest tiles: in float32 the rows of keys, of values,
-    of queries and of their gradients lie there. None if it does."""
+    """Why shared memory does not hold the smallest tiles, or None if it does. In float32 it holds
+    rows of keys, values, queries and of their gradients.
+    """
     if call.q.dtype != torch.float32:
         return None
     room = target_of(call.q.device).shared_memory
@@ -56,12 +57,12 @@ def lacks_room(call: AttentionCall) -> str | None:
 
 
 def _gap(has_layout: bool) -> int:
-    """Of the numbers of a sequence's tiles, see `seqlen_info.py`."""
+    """How many numbers are left for the partial tiles of each sequence (`seqlen_info.py`)."""
     return 2 if has_layout else 1
 
 
 def _position_bound(call: AttentionCall) -> int:
-    """One more than the last position that a key may stand at."""
+    """The highest position of a key, plus one."""
     last, run = key_bound(call) - 1, call.key_interleave
     return max((last // run * call.key_ranks + call.key_rank) * run + last % run + 1, 0)
 

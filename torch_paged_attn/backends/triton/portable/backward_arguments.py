@@ -58,8 +58,8 @@ READ = (
 
 
 def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
-    """What puts the tensors of calls like this one, by name, and what kernels read and write
-    besides into `BackwardPointers`.
+    """A function that makes `BackwardPointers` of a call's tensors, by name, and of what else its
+    kernels read and write.
     """
     bias, has_dropout = call.forward.attn_bias, call.forward.dropout_p > 0.0
     is_mask = bias is not None and bias.dtype == torch.bool
@@ -87,8 +87,8 @@ def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
 
 
 def shares_keys(call: AttentionCall) -> bool:
-    """Whether tiles of keys that stay are of rows, which several sequences, or several blocks of a
-    layout, may have a part of.
+    """Whether the tiles of keys are tiles of rows: several sequences, or several blocks of a
+    layout, may share a row.
     """
     return call.k_start is not None or (call.layout is not None and call.key_ranks > 1)
 
@@ -103,7 +103,9 @@ def strides(call: BackwardCall) -> Any:
 def options(
     call: AttentionCall, formats: Formats, tiles: Tiles, target: Target, *, keys_stay: bool
 ) -> Any:
-    """The constants that a kernel is compiled with; `keys_stay` in that of dK and dV."""
+    """The constants that a kernel is compiled with. `keys_stay`: the kernel is that of dK and dV,
+    in which a tile of keys stays.
+    """
     layout, bias = call.layout, call.attn_bias
     found = arguments.options(call, formats, tiles, target)
     # keys are rows of a product too

@@ -27,7 +27,7 @@ from torch_paged_attn.backends.triton.portable.gradients import (
 from torch_paged_attn.backends.triton.portable.key_loop import tile_of_keys
 from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.mask import load_tail, visible
+from torch_paged_attn.backends.triton.portable.mask import load_tail, tiles_of_phase, visible
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.products import add_chunk_products, chunk_scores
 from torch_paged_attn.backends.triton.portable.query_tile import (
@@ -183,15 +183,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
     if FIRST_PHASE < 2:
         i_tail = tl.minimum(tl.maximum(keys.full_stop // BLOCK_N, i_full), i_stop)
     for phase in tl.static_range(FIRST_PHASE, 3):
-        if phase == 0:
-            i_first = i_start
-            i_last = i_full
-        elif phase == 1:
-            i_first = i_full
-            i_last = i_tail
-        else:
-            i_first = i_tail
-            i_last = i_stop
+        i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
         for i in tl.range(i_first, i_last):
             n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
             ds, dx, k = key_tile_gradients(

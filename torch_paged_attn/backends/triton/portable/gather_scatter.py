@@ -109,8 +109,8 @@ def zero_chunks_unless(keep, x, HIGH: tl.constexpr):
 
 @triton.jit
 def zero_unless(keep, x):
-    """Rows that no query sees count as 0, whatever they hold. Loaded all the same: a load that
-    waited for the mask could not run ahead of it.
+    """Rows that no query sees count as 0, whatever they hold. They are loaded all the same, because
+    a load that waits for its mask cannot run ahead of it.
     """
     return tl.where(keep[:, None], x, tl.zeros_like(x))
 

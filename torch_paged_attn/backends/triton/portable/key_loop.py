@@ -17,7 +17,7 @@ from torch_paged_attn.backends.triton.portable.load_kv import (
     score_keys,
 )
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
-from torch_paged_attn.backends.triton.portable.mask import load_tail, visible
+from torch_paged_attn.backends.triton.portable.mask import load_tail, tiles_of_phase, visible
 from torch_paged_attn.backends.triton.portable.products import chunk_scores
 from torch_paged_attn.backends.triton.softmax import fold_scores
 
@@ -98,15 +98,7 @@ def attend_keys(
             i_tail = tl.where(is_bad, i_tail, i_start)
             i_stop = tl.where(is_bad, i_stop, i_start)
         for phase in tl.static_range(FIRST_PHASE, 3):
-            if phase == 0:
-                i_first = i_start
-                i_last = i_full
-            elif phase == 1:
-                i_first = i_full
-                i_last = i_tail
-            else:
-                i_first = i_tail
-                i_last = i_stop
+            i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
             for i in tl.range(i_first, i_last):
                 n0, stop = tile_of_keys(i, keys, memory, strides, scalars, OPTIONS)
                 j = n0 + tl.arange(0, BLOCK_N)

@@ -22,7 +22,9 @@ def key_position(j, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def keys_before(position, scalars, OPTIONS: tl.constexpr):
-    """How many keys stand before a position: the number of the first one that does not."""
+    """How many keys stand before a position, which is also the number of the first key that does
+    not.
+    """
     RUN: tl.constexpr = OPTIONS.KEY_INTERLEAVE
     if OPTIONS.KEY_RANKS == 1:
         return position

@@ -27,6 +27,7 @@ from torch_paged_attn.backends.triton.portable.mask import (
     full_range,
     key_range,
     load_tail,
+    tiles_of_phase,
     visible,
 )
 from torch_paged_attn.backends.triton.portable.named import named
@@ -40,8 +41,8 @@ from torch_paged_attn.backends.triton.seqlen_info import (
 
 @triton.jit
 def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """The queries of a sequence, and which of them see some key of the tile's `span`, and all of
-    them: what a key is seen by is, the other way around, what a query sees.
+    """The queries of a sequence, which of them see some key of the tile's `span`, and which see all
+    of them: the masks of the forward, with queries and keys in each other's place.
     """
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
@@ -222,15 +223,7 @@ def add_sequence(
         elif FIRST_PHASE < 2:
             i_tail = tl.minimum(tl.maximum(queries.full_stop // BLOCK_M, i_full), i_stop)
         for phase in tl.static_range(FIRST_PHASE, LAST_PHASE + 1):
-            if phase == 0:
-                i_first = i_start
-                i_last = i_full
-            elif phase == 1:
-                i_first = i_full
-                i_last = i_tail
-            else:
-                i_first = i_tail
-                i_last = i_stop
+            i_first, i_last = tiles_of_phase(phase, i_start, i_full, i_tail, i_stop)
             for i in tl.range(i_first, i_last):
                 first_token = i * BLOCK_M
                 if OPTIONS.HAS_LAYOUT:

@@ -15,12 +15,7 @@ def key_range(
     HAS_RIGHT: tl.constexpr,
 ):
     """Half-open range of the keys that some row between two positions sees."""
-    start = tl.zeros_like(key_len)
-    stop = key_len
-    if HAS_LEFT:
-        start = tl.maximum(start, first_position - left)
-    if HAS_RIGHT:
-        stop = tl.minimum(stop, last_position + right + 1)
+    start, stop = _between(first_position, last_position, key_len, left, right, HAS_LEFT, HAS_RIGHT)
     return start, tl.maximum(start, stop)
 
 
@@ -35,13 +30,47 @@ def full_range(
     HAS_RIGHT: tl.constexpr,
 ):
     """Half-open range of the keys that every row between two positions sees; it may be empty."""
+    start, stop = _between(last_position, first_position, key_len, left, right, HAS_LEFT, HAS_RIGHT)
+    return start, tl.maximum(stop, 0)
+
+
+@triton.jit
+def _between(
+    left_of,
+    right_of,
+    key_len,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """The first key that the window to the left of one position holds, and the end of those that
+    the window to the right of another does.
+    """
     start = tl.zeros_like(key_len)
     stop = key_len
     if HAS_LEFT:
-        start = tl.maximum(start, last_position - left)
+        start = tl.maximum(start, left_of - left)
     if HAS_RIGHT:
-        stop = tl.minimum(stop, first_position + right + 1)
-    return start, tl.maximum(stop, 0)
+        stop = tl.minimum(stop, right_of + right + 1)
+    return start, stop
+
+
+@triton.jit
+def tiles_of_phase(PHASE: tl.constexpr, i_start, i_full, i_tail, i_stop):
+    """Half-open range of the tiles of a phase: 0 before those that are seen whole, 1 these, 2 those
+    behind them.
+    """
+    if PHASE == 0:
+        i_first = i_start
+        i_last = i_full
+    elif PHASE == 1:
+        i_first = i_full
+        i_last = i_tail
+    else:
+        i_first = i_tail
+        i_last = i_stop
+    return i_first, i_last
 
 
 @triton.jit

@@ -151,11 +151,10 @@ def listing_rows(keys, queries, head, pointers, sizes, scalars, OPTIONS: tl.cons
 def plan_transposed_lists(
     layout: BlockLayout, position_bound: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """What makes the lists of layouts like this one from `crow_indices` and `col_indices`, for
-    keys at positions below `position_bound`.
-
-    It returns, int32 and by head of a batch entry, the rows `(nnz,)` of all lists, and for each
-    column `(columns,)` where its list begins and how many rows it has.
+    """Plan the kernels that list, for each column of a layout, the rows in which it is listed, from
+    `crow_indices` and `col_indices` and for keys at positions below `position_bound`. They return
+    int32 tensors, by head of a batch entry: the rows `(nnz,)` of all lists, and for each column
+    `(columns,)` where its list begins and how many rows it has.
     """
     crow, col = layout.crow_indices, layout.col_indices
     batch, heads, bounds = (1, *crow.shape)[-3:]

@@ -95,8 +95,8 @@ def call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
-    """The results of an op: of the plan for calls like this one, if there is one, else of
-    `make_plan(*tensors, **options)`.
+    """The results of an op. The plan is the one kept for calls like this one, or
+    `make_plan(*tensors, **options)`, which is kept from now on.
     """
     if _function_modes() and not is_traced():
         with _without_function_modes():
@@ -146,7 +146,7 @@ def _guard(
 
 
 def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Without what was not given."""
+    """The tensors, without those that are None."""
     return tuple([x for x in tensors if x is not None])
 
 
