@@ -50,6 +50,7 @@ SHAPES = tuple(
         ("sinks_window", LONG, bf16, dict(num_heads=8, sinks=True, window_size_left=127)),
         ("softcap", MIXED, bf16, dict(head_dim=128, softcap=5.0)),
         ("softcap_d256_window", MIXED, bf16, dict(head_dim=256, softcap=50.0, window_size_left=40)),
+        ("softcap_small", MIXED, f16, dict(head_dim=128, softcap=50.0, softmax_scale=0.02)),
         ("alibi", MIXED, f16, dict(head_dim=128, alibi="heads", page_size=16)),
         ("alibi_batch", MIXED, bf16, dict(num_heads=8, alibi="batch", causal=False, softcap=5.0)),
         ("d64_long_softcap", LONG, bf16, dict(softcap=5.0, alibi="heads", causal=False)),

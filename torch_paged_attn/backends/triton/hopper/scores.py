@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_paged_attn.backends.triton.hopper.block_lists import ROW_BITS
 from torch_paged_attn.backends.triton.hopper.block_runs import first_keys, is_seen_whole
+from torch_paged_attn.backends.triton.softmax import small_tanh
 
 
 @gluon.jit
@@ -68,14 +69,20 @@ def _in_group(grouped):
 
 
 @gluon.jit
-def _softcap(s, softcap_scale_log2):
-    """tanh of scores, of which `softcap_scale_log2` is twice the factor, in base two. Its error is
-    absolute, that of a float32 near 1, which is all that counts in a logit."""
-    e = gl.exp2(s * softcap_scale_log2)
+def _softcap(s, softcap_scale_log2, IS_CLOSE: gl.constexpr):
+    """tanh of scores, of which `softcap_scale_log2` is twice the factor, in base two. IS_CLOSE: by
+    a series near 0, where the error of the quotient, some 2**-24, is much of a small logit: more
+    than float16 probabilities hide."""
+    t = s * softcap_scale_log2
     share = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [e + 1.0], gl.float32, True, 1
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [gl.exp2(t) + 1.0], gl.float32, True, 1
     )
-    return 1.0 - 2.0 * share
+    large = 1.0 - 2.0 * share
+    if IS_CLOSE:
+        small, is_small = small_tanh(t)
+        return gl.where(is_small, small, large)
+    else:
+        return large
 
 
 @gluon.jit
@@ -146,7 +153,8 @@ def finish_scores(s, runs, rows, params, OPTIONS: gl.constexpr, IS_FIRST: gl.con
     # without a diagonal or a window, only the first tile reaches past the keys
     MAY_HIDE: gl.constexpr = IS_FIRST or OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
     if OPTIONS.HAS_SOFTCAP:
-        s = _softcap(s, params.scalars.softcap_scale_log2 * rows.descale)
+        IS_FLOAT16: gl.constexpr = params.q_desc.dtype == gl.float16
+        s = _softcap(s, params.scalars.softcap_scale_log2 * rows.descale, IS_FLOAT16)
     if params.pointers.alibi_slopes is not None:
         starts = runs
         if HAS_LAYOUT:
@@ -192,7 +200,7 @@ def probabilities(
     r = gl.arange(0, ROWS, rows)
     capped = s
     if OPTIONS.HAS_SOFTCAP:
-        capped = _softcap(s, scalars.softcap_scale_log2)
+        capped = _softcap(s, scalars.softcap_scale_log2, False)
     x = capped
     if params.pointers.alibi_slopes is not None:
         # the distance of a causal call's keys to queries has one sign, which turns with the tile

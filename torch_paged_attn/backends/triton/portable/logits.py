@@ -7,7 +7,7 @@ backward has its keys in rows, (1, rows) and (keys, 1).
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.backends.triton.softmax import LOG2E, small_tanh
 
 
 @triton.jit
@@ -24,14 +24,19 @@ def _tanh(x):
 
 
 @triton.jit
-def _softcapped(s, softcap, IS_PRECISE: tl.constexpr):
+def _softcapped(s, softcap, IS_PRECISE: tl.constexpr, DTYPE: tl.constexpr):
     """Squash logits into (-softcap, softcap)."""
     if IS_PRECISE:
         return softcap * _tanh(s / softcap)
     else:
-        # off by a few 2**-24 of softcap, far less than what probabilities of 16 bits are rounded by
-        power = tl.exp2(s * (2.0 * LOG2E / softcap))
-        return softcap - 2.0 * softcap / (power + 1.0)
+        t = s * (2.0 * LOG2E / softcap)
+        # off by a few 2**-24 of softcap, far less than what probabilities are rounded by; but
+        # softmax_lse of float16 queries, if logits are a small part of softcap, would show it
+        squashed = softcap - 2.0 * softcap / (tl.exp2(t) + 1.0)
+        if tl.float16 == DTYPE:
+            small, is_small = small_tanh(t)
+            squashed = tl.where(is_small, softcap * small, squashed)
+        return squashed
 
 
 @triton.jit
@@ -76,7 +81,7 @@ def logits(s, bias, slope, position, j, pointers, scalars, OPTIONS: tl.constexpr
     """
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.HAS_SOFTCAP:
-        s = _softcapped(s, scalars.softcap, IS_PRECISE)
+        s = _softcapped(s, scalars.softcap, IS_PRECISE, OPTIONS.DTYPE)
     capped = s
     if pointers.alibi is not None:
         s = _with_alibi(s, slope, position, j)
