@@ -53,7 +53,9 @@ struct Matrix<AmxHalfProduct> {
     const int64_t chains = (depth + MAX_CHAIN - 1) / MAX_CHAIN;
     const int64_t beats = ((end - begin + PANEL - 1) / PANEL) * chains * ((rows + 31) / 32);
     fetch.pace = (fetch.lines() + beats - 1) / beats;
-    alignas(64) float turned[MAX_CHAIN * PANEL];
+    alignas(64) float space[MAX_CHAIN * PANEL];
+    float* turned = space;
+    asm("" : "+r"(turned));  // what says that a tile is read says so of more than this
     for (int64_t i = begin, n; i < end; i += n) {
       n = min64(PANEL - i % PANEL, end - i);
       for (int64_t d = 0; d < depth; d += MAX_CHAIN) {
