@@ -34,7 +34,7 @@ struct InstructionSet {
 };
 
 // All work by one table.
-Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k}; }
+Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k, &k}; }
 
 // setup.py defines PAGED_ATTN_WITHOUT_<name> for what the compiler refused.
 [[maybe_unused]] std::string not_built(const char* name) {
@@ -166,6 +166,7 @@ std::vector<InstructionSet> find_instruction_sets() {
 #else
   // int8 stays with products of 16 bits: tiles would look it up as bfloat16
   amx.few_rows = amx.float8_rows = amx.tiles = amx.backward = &kernels_amx;
+  amx.half_backward = &kernels_amx;
   sets.push_back({amx, has_pairs ? missing_amx() : absent});
 #endif
 #endif

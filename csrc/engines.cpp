@@ -21,6 +21,7 @@ const Kernels& engine_of_rows(const Attention& a, int64_t rows) {
 
 const Kernels& engine_of_backward(const Backward& b) {
   const Attention& a = b.forward;
+  if (a.q_dtype == DType::float16) return *engines.half_backward;
   return multiply_as_pairs(a.q_dtype, a.kv_dtype) ? *engines.backward : *engines.rest;
 }
 

@@ -6,7 +6,7 @@
 namespace paged_attn {
 
 // The engines of an instruction set. What multiplies as pairs of bfloat16 has one for each kind of
-// work; everything else is done by `rest`.
+// work, and so have gradients of float16; everything else is done by `rest`.
 struct Engines {
   const char* name;
   const Kernels* one_row;      // one or two query rows of bfloat16 keys: decode without groups
@@ -15,6 +15,7 @@ struct Engines {
   const Kernels* float8_rows;  // decode with float8 keys
   const Kernels* tiles;        // prefill
   const Kernels* backward;
+  const Kernels* half_backward;  // of float16, which is no pair of bfloat16
   const Kernels* rest;
 };
 

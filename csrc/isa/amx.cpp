@@ -1,4 +1,5 @@
 // AMX-BF16 multiplies pairs of bfloat16 by tiles. What has no finite sum is AVX-512-BF16's.
+#include "../core/product_amx_halves.h"
 #include "../kernels.h"
 #include "../kernels/attention_amx.h"
 #include "../kernels/attention_backward.h"
@@ -77,6 +78,8 @@ void attend(const Attention& a, const paged_attn::Task& task, float* workspace) 
 }
 
 int64_t floats_of_backward(const Backward& b) {
+  if (b.forward.q_dtype == paged_attn::DType::float16)
+    return backward_workspace<AmxHalfProduct>(b, b.tile_rows, nullptr).floats;
   return backward_workspace<AmxProduct>(b, b.tile_rows, nullptr).floats;
 }
 
@@ -85,7 +88,10 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
   static const AmxRegisters registers;
   _tile_loadconfig(&registers);
   const Sequence s = sequence_at(b.forward, task.sequence);
-  BackwardOfTask<AmxProduct>(b, task, s, memory).run();
+  if (b.forward.q_dtype == paged_attn::DType::float16)
+    BackwardOfTask<AmxHalfProduct>(b, task, s, memory).run();
+  else
+    BackwardOfTask<AmxProduct>(b, task, s, memory).run();
   _tile_release();
 }
 

@@ -132,11 +132,12 @@ def choose_queries_config(
 ) -> HopperBackwardConfig:
     """For dQ. `columns` of `width` hold numbers."""
     if width == 256:
-        # registers that sums of 192 columns leave hold the gradients of 128
-        operands = 1 if (columns, width_v) == (192, 128) else 0
-        return HopperBackwardConfig(
-            PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True, OPERANDS=operands
-        )
+        config = HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
+        if (columns, width_v) != (192, 128):
+            return config
+        # registers that sums of 192 columns leave hold the gradients of 128, which leave shared
+        # memory to another tile
+        return dataclasses.replace(config, FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=1)
     if width == 64 and mean_length >= 2048:
         # a third consumer hides more of the exponentials; its tiles are larger
         return HopperBackwardConfig(
