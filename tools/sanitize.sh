@@ -19,8 +19,13 @@ cxx=${CXX:-g++}
 export LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1
 export UBSAN_OPTIONS=print_stacktrace=1
-[ $# -gt 0 ] || set -- tests/backends tests/properties --backend cpu
+# freed memory stays with AddressSanitizer for a while: two tests that count a process's memory fail
+counts=tests/backends/test_cpu.py::test_a
+[ $# -gt 0 ] || set -- tests/backends tests/properties --backend cpu \
+  --deselect ${counts}_refused_call_leaves_no_memory_behind \
+  --deselect ${counts}_large_call_does_not_keep_its_memory
 for isa in ${PAGED_ATTN_CPU_ISA:-$("$python" -c "$list")}; do
   echo "$isa"
-  PAGED_ATTN_CPU_ISA=$isa "$python" -m pytest -q "$@"
+  # -s: what a sanitizer writes as it ends the process would be lost with what pytest captures
+  PAGED_ATTN_CPU_ISA=$isa "$python" -m pytest -q -s "$@"
 done

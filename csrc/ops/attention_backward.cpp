@@ -262,8 +262,9 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   Tensor bias_sums = empty_floats(sums_apart ? bias_numbers : 0);
   if (shared_bias)
     b.dbias_sums = static_cast<float*>(sums_apart ? bias_sums.mutable_data_ptr() : b.dbias);
-  if (has_dbias) std::memset(b.dbias, 0, bias_numbers * bytes_of(a.bias_dtype));
-  if (sums_apart) std::memset(b.dbias_sums, 0, bias_numbers * sizeof(float));
+  const bool any_bias = has_dbias && bias_numbers > 0;  // memory of no bytes has no address
+  if (any_bias) std::memset(b.dbias, 0, bias_numbers * bytes_of(a.bias_dtype));
+  if (any_bias && sums_apart) std::memset(b.dbias_sums, 0, bias_numbers * sizeof(float));
 
   const int64_t threads = torch::stable::get_num_threads();
   static thread_local BackwardPlan plan;
