@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from contenders import PROBLEMS, config_for
 from generations import GENERATIONS
-from jax import ShapeDtypeStruct
+from jax import ShapeDtypeStruct, lax
+from operations import read_operations
 
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
 from torch_paged_attn.backends.tpu.pages import packed_shape
@@ -97,3 +98,21 @@ def test_a_copy_would_be_seen():
     shape = ShapeDtypeStruct((PAGES, KV_HEADS, 16, 128), jnp.bfloat16)
     program = aot.compile_program(lambda x: x.swapaxes(1, 2) * 2, (shape,), GENERATIONS["v5e"])
     assert max(x.result_bytes for x in program.operations) == shape.size * 2
+
+
+def _loop(table, x):
+    """A sort, copies and, in a loop, a gather and a product."""
+    order = jnp.argsort(table)
+    return lax.fori_loop(0, 7, lambda i, x: jnp.sin(x[order]) @ x + i, x)
+
+
+@pytest.mark.parametrize("name", ["v5e", "tpu7x"])
+def test_what_is_dumped_has_the_operations_of_the_compiled_module(name):
+    generation = GENERATIONS[name]
+    square = ShapeDtypeStruct((512, 512), jnp.float32)
+    arguments = ShapeDtypeStruct((512,), jnp.int32), square
+    _, compiled, dumped = aot.compile_and_dump(_loop, arguments, generation)
+    found = read_operations(*aot.dumped_module(dumped))
+    assert found == read_operations(compiled.as_text(), "")
+    assert {"sort", "fusion", "copy-start"} <= {operation.opcode for operation in found}
+    assert sum(operation.cycles is not None for operation in found) >= 3
