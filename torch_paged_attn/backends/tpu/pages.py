@@ -7,7 +7,7 @@ one more pass over the keys.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,17 +131,21 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     v = k[..., :shared] if shared else v
     v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
-    def stored(x: Array, b: Array, j: Array) -> Array:
+    def stored(cache: tuple[Array, tuple[int, ...]], b: Array, j: Array) -> Array:
+        x, plane = cache
         column = jnp.minimum(j // page_size, max_pages - 1)
-        return x[table[b, column], :, j % page_size]
+        return x[(*plane, table[b, column], slice(None), j % page_size)]
 
-    k, v = (k[0], k[1]) if v is None else (k, v)
+    # a plane that is sliced out of a whole cache would be a copy of it
+    caches = ((k, (0,)), (k, (1,))) if v is None else ((k, ()), (v, ()))
     bound = batch * -(-max_pages * page_size // REPAGED)
-    return _repage((k, v), stored, lengths, bound)
+    return _repage(caches, stored, lengths, bound)
 
 
-def _repage(caches: tuple[Array, Array], stored, lengths: Lengths, bound: int) -> Pages:
-    """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of x."""
+def _repage(caches: tuple[Any, Any], stored, lengths: Lengths, bound: int) -> Pages:
+    """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of one of
+    the two `caches`.
+    """
     batch = lengths.key.shape[0]
     counts = -(-lengths.key // REPAGED)
     sequence, rank = count_up(counts, max(bound, 1))
