@@ -80,6 +80,20 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*front, page_size // fold, fold * head_dim)
 
 
+def heads_first(sharding: Any) -> Any:
+    """Where a cache (2, num_pages, page_size, num_kv_heads, head_dim) lies so that it is one of
+    (2, num_pages, num_kv_heads, page_size, head_dim) to a kernel, and nothing is copied:
+
+        jax.jit(lambda: jnp.zeros(shape), out_shardings=heads_first(sharding))()
+
+    and then `cache.swapaxes(2, 3)` for each op, within a function that is compiled with this for
+    the cache's part of `in_shardings` and `out_shardings`.
+    """
+    from jax.experimental.layout import Format, Layout
+
+    return Format(Layout((0, 1, 3, 2, 4)), sharding)
+
+
 def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
     """A cache with rows of whole lanes, or with a row for each key; it may have come as either."""
     *front, rows, width = cache.shape
