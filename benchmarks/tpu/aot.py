@@ -95,7 +95,7 @@ def compile_and_dump(
 ) -> tuple[Any, Any, list[Path]]:
     """The traced function, the compiled one, and what libtpu has written of it."""
     before = set(os.listdir(_DUMPS.name))
-    with _target(generation) as device:
+    with target(generation) as device:
         sharding = SingleDeviceSharding(device)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
@@ -114,7 +114,7 @@ def dumped_module(dumped: list[Path]) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _target(generation: Generation) -> Iterator[Any]:
+def target(generation: Generation) -> Iterator[Any]:
     """The device to compile for; Pallas' questions about the chip are answered for it."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=generation.topology)
     device = topology.devices[0]
@@ -127,7 +127,7 @@ def _target(generation: Generation) -> Iterator[Any]:
 
 def device_kind(generation: Generation) -> str:
     """What JAX calls this generation's devices."""
-    with _target(generation) as device:
+    with target(generation) as device:
         return device.device_kind
 
 

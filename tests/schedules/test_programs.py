@@ -8,10 +8,11 @@ import pytest
 from contenders import PROBLEMS, config_for
 from generations import GENERATIONS
 from jax import ShapeDtypeStruct, lax
+from jax.sharding import SingleDeviceSharding
 from operations import read_operations
 
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.pages import packed_shape
+from torch_paged_attn.backends.tpu.pages import heads_first, packed_shape
 from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
@@ -92,6 +93,43 @@ def test_latent_attention_reads_keys_and_values_as_one():
     counts = kernel.counts(GENERATIONS["v5e"])
     rows = problem.live_bytes // 576 * cache.shape[-1]
     assert rows <= counts.hbm_bytes < 1.1 * rows
+
+
+@pytest.mark.parametrize("is_heads_first", [True, False], ids=["heads_first", "as_it_comes"])
+def test_slots_before_heads_need_no_copy_where_heads_lie_first(is_heads_first):
+    """NHD: an array of another order of axes, whose pages lie as a kernel reads them."""
+    generation, batch = GENERATIONS["v5e"], 4
+
+    def call(cache, new, q, slots, cu_seqlens, lengths, table):
+        pages = reshape_and_cache(new, new, cache.swapaxes(2, 3), slots)
+        out = flash_varlen(
+            q, pages, None, cu_seqlens, None, lengths, table, max_seqlen_q=1, causal=True,
+            config=config_for(generation),
+        )  # fmt: skip
+        return pages.swapaxes(2, 3), out
+
+    def tensor(dtype, *shape):
+        return ShapeDtypeStruct(shape, dtype, sharding=here)
+
+    with aot.target(generation) as device:
+        here = SingleDeviceSharding(device)
+        there = heads_first(here) if is_heads_first else here
+        counts = (tensor(jnp.int32, n) for n in (batch, batch + 1, batch))
+        arguments = (
+            ShapeDtypeStruct((2, PAGES, 16, KV_HEADS, 128), jnp.bfloat16, sharding=there),
+            tensor(jnp.bfloat16, batch, KV_HEADS, 128),
+            tensor(jnp.bfloat16, batch, HEADS, 128),
+            *counts,
+            tensor(jnp.int32, batch, 64),
+        )
+        places = {"in_shardings": (there, *[here] * 6), "out_shardings": (there, None)}
+        traced = jax.jit(call, donate_argnums=0, **places).trace(*arguments)
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    size = 2 * arguments[0].size
+    operations = read_operations(compiled.as_text(), "")
+    large = [x for x in operations if x.result_bytes > size // 16 and not x.is_kernel]
+    assert bool(large) != is_heads_first
+    assert (compiled.memory_analysis().temp_size_in_bytes < size // 16) == is_heads_first
 
 
 def test_a_copy_would_be_seen():
