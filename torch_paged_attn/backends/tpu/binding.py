@@ -101,7 +101,8 @@ def _attend(
     refuse_lacking(getattr(AttentionCall, op)(*args, **options), "tpu", OPTIONAL)
     call = _call(op, dict(zip(DEFAULTS[op], args, strict=False)) | options)
     if call.block_table is not None and (whole := whole_of(call.k, call.v)) is not None:
-        call = dataclasses.replace(call, k=whole, v=None)
+        changed: dict[str, Any] = {"k": whole, "v": None}
+        call = dataclasses.replace(call, **changed)
     out, lse = _run(run, attend, [pad_attention(call)], 2, **_sizes())
     return out[: call.total_q], lse[:, : call.total_q]
 

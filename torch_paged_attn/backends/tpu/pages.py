@@ -148,7 +148,8 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     def stored(cache: tuple[Array, tuple[int, ...]], b: Array, j: Array) -> Array:
         x, plane = cache
         column = jnp.minimum(j // page_size, max_pages - 1)
-        return x[(*plane, table[b, column], slice(None), j % page_size)]
+        place = (*plane, table[b, column], slice(None), j % page_size)
+        return x[place]
 
     # a plane that is sliced out of a whole cache would be a copy of it
     caches = ((k, (0,)), (k, (1,))) if v is None else ((k, ()), (v, ()))
