@@ -29,16 +29,26 @@ CALLS = {
 CHIPS = ("v5e", "v6e", "tpu7x")
 
 
-def _counted(row: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
-    """The first of these contenders that whole programs were counted of."""
-    found = (row.get(name, {}) for name in names)
-    return next((x for x in found if "program_cycles" in x), None)
-
-
 def _shown(counts: dict[str, Any] | None) -> str:
     if counts is None:
         return "not counted"
-    return f"{counts['bundles'] / 1e3:.0f} + {counts['around_cycles'] / 1e3:.0f}"
+    around = f"{counts['around_cycles'] / 1e3:.0f}" if "around_cycles" in counts else "not counted"
+    return f"{counts['bundles'] / 1e3:.0f} + {around}"
+
+
+def _compared(
+    ours: dict[str, Any] | None, peer: dict[str, Any] | None, bar: float
+) -> tuple[str, str]:
+    """Ours over the peer's, and what that says of the bar. Of a peer whose kernels alone were
+    counted, the whole takes more.
+    """
+    if ours is None or peer is None:
+        return "", ""
+    ratio = ours["program_cycles"] / peer.get("program_cycles", peer["bundles"])
+    verdict = "met" if ratio <= bar else "missed"
+    if "program_cycles" in peer:
+        return f"{ratio:.2f}", verdict
+    return f"less than {ratio:.2f}", verdict if verdict == "met" else "open"
 
 
 def main() -> None:
@@ -53,12 +63,9 @@ def main() -> None:
             row = rows[chip].get(problem, {})
             is_latent = problem.startswith("mla")
             # the write of latent keys is not part of ours
-            ours = _counted(row, ("ours",) if is_latent else ("ours, with the write",))
-            peer = _counted(row, ("MLA",) if is_latent else ("RPA v3",))
-            ratio = verdict = ""
-            if ours and peer:
-                value = ours["program_cycles"] / peer["program_cycles"]
-                ratio, verdict = f"{value:.2f}", "met" if value <= bar else "missed"
+            ours = row.get("ours" if is_latent else "ours, with the write")
+            peer = row.get("MLA" if is_latent else "RPA v3")
+            ratio, verdict = _compared(ours, peer, bar)
             cells = call, chip, _shown(ours), _shown(peer), ratio, bar, verdict
             print("|", " | ".join(map(str, cells)), "|")
 
