@@ -324,8 +324,9 @@ def test_pointers_become_addresses_and_tensor_maps_arguments(known):
     x = torch.zeros(1)
     tensor_map = types.SimpleNamespace(base=x, block_shape=[8, 8], layout="swizzled")
     ready = ReadyKernel(print, (), lambda x, i: [f"map {i}"])
-    found = ready.addresses((tensor_map, None, x, (x, None), tensor_map))
-    assert found == ["map 0", None, x.data_ptr(), (x.data_ptr(), None), "map 1"]
+    found = ready.addresses((tensor_map, None, x, (x, (None, x)), tensor_map))
+    at = x.data_ptr()
+    assert found == ["map 0", None, at, (at, (None, at)), "map 1"]
 
 
 def test_a_tensor_map_fills_less_than_triton_knows():

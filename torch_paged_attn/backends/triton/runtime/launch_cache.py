@@ -225,8 +225,8 @@ def _are_short(numbers: Iterable[int | None]) -> bool:
 
 class Launch:
     """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
-    tensors, None, tensor maps, and tuples of the first two. Once it `is_ready`, `start` takes
-    addresses in place of tensors, and nothing is looked up.
+    tensors, None, tensor maps, and groups of the first two: tuples, which may hold tuples. Once it
+    `is_ready`, `start` takes addresses in place of tensors, and nothing is looked up.
     """
 
     __slots__ = ("_constants", "_ready", "grid", "is_ready", "kernel", "options")
@@ -315,12 +315,12 @@ class ReadyKernel:
         self._maps = LRU(MOST_MAPS)
 
     def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
-        """The launcher's arguments for tensors, None, tensor maps, and tuples of the first two."""
+        """The launcher's arguments for tensors, None, tensor maps, and groups of the first two."""
         found: list[Any] = []
         maps = 0
         for x in pointers:
             if isinstance(x, tuple):
-                found.append(tuple([y if y is None else y.data_ptr() for y in x]))
+                found.append(_group_addresses(x))
             elif hasattr(x, "block_shape"):
                 found += self._describe_map(x, maps)
                 maps += 1
@@ -335,6 +335,15 @@ class ReadyKernel:
             found = self._describe_map(boxes.at(address), number)
             self._maps.put(key, found)
         return found
+
+
+def _group_addresses(group: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        [
+            _group_addresses(x) if isinstance(x, tuple) else x if x is None else x.data_ptr()
+            for x in group
+        ]
+    )
 
 
 def fill_less(tensor_map: Any, box: tuple[int, ...]) -> None:
