@@ -20,7 +20,7 @@ export OPENBLAS_NUM_THREADS := 1
 SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
 
-.PHONY: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+.PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
 .PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
@@ -186,7 +186,7 @@ lint: install
 # In parts, each of which may run on a machine of its own; EXAMPLES for each property, others each time.
 EXAMPLES ?= 2000
 THOROUGH := HYPOTHESIS_EXAMPLES=$(EXAMPLES) HYPOTHESIS_PROFILE=thorough $(PYTEST)
-thorough: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
+thorough: thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter thorough-tpu
 
 thorough-properties: install
 	$(THOROUGH) tests/properties
@@ -206,6 +206,11 @@ thorough-mutants: install
 
 thorough-backends: install
 	$(THOROUGH) tests/backends
+
+# every family for every TPU generation, and libtpu's limits on each
+thorough-tpu: install
+	$(PIP) libtpu==0.0.51
+	$(THOROUGH) tests/schedules
 
 thorough-interpreter: install
 	$(THOROUGH) tests/triton/test_attention.py tests/backends --backend triton-interpreter

@@ -23,6 +23,8 @@ CHECK = _flag("PAGED_ATTN_CHECK")
 NEURON_EMULATE = _flag("PAGED_ATTN_NEURON_EMULATE")
 # the TPU kernels run in Pallas' interpreter, where torch_xla's device is a CPU
 TPU_INTERPRET = _flag("PAGED_ATTN_TPU_INTERPRET")
+# a cache write on torch_tpu takes the cache's memory for the new one; for programs that run eagerly
+TPU_DONATE = _flag("PAGED_ATTN_TPU_DONATE")
 # calls are ranges of torch.profiler that name their kernels
 PROFILE = _flag("PAGED_ATTN_PROFILE")
 # another library of CPU kernels than the one beside this file

@@ -88,6 +88,8 @@ class PagedKVCache:
 
     kv_cache: (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim), uninitialised;
         `kv_cache[layer]` is what `reshape_and_cache` takes, and unpacks into k and v
+    separate: kv_cache is a list of each layer's pair (k, v), tensors of their own. A TPU wants it:
+        to XLA, a part of a tensor is a copy
     dtype: any dtype of the ops' caches, the 8-bit ones included
 
     Any hashable object names a sequence. Write the keys and values of appended tokens before the
@@ -106,14 +108,20 @@ class PagedKVCache:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        separate: bool = False,
     ) -> None:
         names = ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
         sizes = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
         for name, size in zip(names, sizes, strict=True):
             if size < 1:
                 raise ValueError(f"PagedKVCache: {name} must be at least 1, got {size}")
-        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
-        self.kv_cache = torch.empty(shape, dtype=dtype, device=device)
+        page = num_pages, num_kv_heads, page_size, head_dim
+        self.kv_cache: Any
+        if separate:
+            parts = (torch.empty(page, dtype=dtype, device=device) for _ in range(2 * num_layers))
+            self.kv_cache = list(zip(parts, parts, strict=True))
+        else:
+            self.kv_cache = torch.empty((num_layers, 2, *page), dtype=dtype, device=device)
         self.num_pages = num_pages
         self.page_size = page_size
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -358,7 +366,11 @@ class PagedKVCache:
         shared, own = state.pages[-1], self._take()
         try:
             # integers index the tensor: the copy runs on the device, in stream order
-            self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+            if isinstance(self.kv_cache, Tensor):
+                self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
+            else:
+                for part in (x for layer in self.kv_cache for x in layer):
+                    part[own].copy_(part[shared])
         except BaseException:
             self._release([own])
             raise
@@ -366,7 +378,7 @@ class PagedKVCache:
         state.pages[-1] = own
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        device = self.kv_cache.device
+        device = self.kv_cache[0][0].device
         # a copy from pinned memory does not wait for the stream
         tensor = tensor.pin_memory() if device.type == "cuda" else tensor
         return tensor.to(device, non_blocking=True)

@@ -80,27 +80,41 @@ def compile_program(
     `arguments` may be nested and hold None; tables must have values if kernels are to be counted.
     A `function` that is under `jax.jit` keeps what it donates.
     """
+    traced, compiled, dumped = compile_and_dump(function, arguments, generation)
+    hlo, analysis = dumped_module(dumped)
+    calls = kernel_operands(traced.jaxpr, jax.tree.leaves(arguments))
+    return Program(
+        [_kernel(name, operands, hlo, analysis, dumped) for name, operands in calls],
+        read_operations(hlo, analysis),
+        compiled.memory_analysis().temp_size_in_bytes,
+    )
+
+
+def compile_and_dump(
+    function: Callable[..., Any], arguments: Sequence[Any], generation: Generation
+) -> tuple[Any, Any, list[Path]]:
+    """The traced function, the compiled one, and what libtpu has written of it."""
     before = set(os.listdir(_DUMPS.name))
-    with _target(generation) as device:
+    with target(generation) as device:
         sharding = SingleDeviceSharding(device)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
         traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*shapes)
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-    dumped = [Path(_DUMPS.name, name) for name in set(os.listdir(_DUMPS.name)) - before]
-    hlo = _only(dumped, "TLP-hlo.txt").read_text()
-    memory = _only(dumped, "schedule-analysis_bundles-pre-codegen.txt").read_text()
-    calls = kernel_operands(traced.jaxpr, jax.tree.leaves(arguments))
-    return Program(
-        [_kernel(name, operands, hlo, memory, dumped) for name, operands in calls],
-        read_operations(compiled.as_text()),
-        compiled.memory_analysis().temp_size_in_bytes,
-    )
+    new = set(os.listdir(_DUMPS.name)) - before
+    return traced, compiled, [Path(_DUMPS.name, name) for name in new]
+
+
+def dumped_module(dumped: list[Path]) -> tuple[str, str]:
+    """The optimised module, and the analysis of its schedule."""
+    endings = "TLP-hlo.txt", "schedule-analysis_bundles-pre-codegen.txt"
+    hlo, analysis = (_only(dumped, ending).read_text() for ending in endings)
+    return hlo, analysis
 
 
 @contextlib.contextmanager
-def _target(generation: Generation) -> Iterator[Any]:
+def target(generation: Generation) -> Iterator[Any]:
     """The device to compile for; Pallas' questions about the chip are answered for it."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=generation.topology)
     device = topology.devices[0]
@@ -113,7 +127,7 @@ def _target(generation: Generation) -> Iterator[Any]:
 
 def device_kind(generation: Generation) -> str:
     """What JAX calls this generation's devices."""
-    with _target(generation) as device:
+    with target(generation) as device:
         return device.device_kind
 
 
@@ -123,7 +137,7 @@ def _only(dumped: list[Path], ending: str) -> Path:
 
 
 def _kernel(
-    name: str | None, operands: Operands, hlo: str, memory: str, dumped: list[Path]
+    name: str | None, operands: Operands, hlo: str, analysis: str, dumped: list[Path]
 ) -> Kernel:
     # a kernel that its author did not name is called by XLA as it likes
     stem = re.escape(name) if name else r"[\w\-]+"
@@ -136,7 +150,7 @@ def _kernel(
         raise LookupError(f"no kernel {name} in the compiled module")
     pattern = re.compile(rf"\d+-{re.escape(call['name'])}-\d+-packed-bundles-post-ra\.txt")
     schedule = next(path for path in dumped if pattern.fullmatch(path.name))
-    used = next(line for line in memory.splitlines() if f"%{call['name']} = " in line)
+    used = next(line for line in analysis.splitlines() if f"%{call['name']} = " in line)
     vmem = _VMEM.search(used)
     names = re.findall(r"%([\w.\-]+)", call["operands"])
     tables = {

@@ -35,17 +35,21 @@ def lines(row: dict[str, Any], generation: Generation) -> str:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Bundles of each contender (exact), and modelled time over what the live bytes take."""
+    """Cycles of each contender's program, and its kernels' modelled time over what the live bytes
+    take.
+    """
     rows = document["results"]
     figure = Figure(figsize=(11, 1.2 + 0.9 * len(rows)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     bandwidth = document["generation"]["hbm_bytes_per_second"]
-    for ax, title in zip(axes, ("bundles (exact)", "time / HBM floor (model)"), strict=True):
+    for ax, title in zip(
+        axes, ("bundles + cycles around", "kernels' time / HBM floor (model)"), strict=True
+    ):
         for i, row in enumerate(rows):
             found = [c for c in CONTENDERS if "bundles" in row.get(c, {})]
             for j, contender in enumerate(found):
                 result = row[contender]
-                value = result["bundles"]
+                value = result["bundles"] + result.get("around_cycles", 0)
                 if ax is axes[1]:
                     value = result["microseconds"] / (row["live_bytes"] / bandwidth * 1e6)
                 height = 0.8 / len(found)

@@ -1,7 +1,7 @@
 """What the TPU compiler makes of the kernels: bundles passed, DMAs and bytes; ours beside peers'.
 
     python benchmarks/tpu/run.py                               every problem, v5e, v6e and tpu7x
-    python benchmarks/tpu/run.py --generations v6e --problems 'decode_*'
+    python benchmarks/tpu/run.py --generations v6e --problems 'decode_*,mixed_*'
     python benchmarks/tpu/run.py --contenders 'RPA*'            some of those beside each other
     python benchmarks/tpu/run.py --write                       and JSON and plots under results/
     python benchmarks/tpu/run.py --budget                      and a new budget for tests/schedules
@@ -19,6 +19,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
 import picture
 from contenders import BUDGET, BUDGETED, PROBLEMS, measure_best
 from generations import GENERATIONS
@@ -34,13 +35,17 @@ def _commit() -> str:
     return described.stdout.strip()
 
 
+def _is_named(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--generations", default="v5e,v6e,tpu7x", help=", ".join(GENERATIONS))
-    parser.add_argument("--problems", default="*", help="a pattern of names")
-    parser.add_argument("--contenders", default="*", help="a pattern of names")
+    parser.add_argument("--problems", default="*", help="patterns of names, by commas")
+    parser.add_argument("--contenders", default="*", help="patterns of names, by semicolons")
     parser.add_argument("--write", action="store_true", help="write results/tpu-<generation>/")
     parser.add_argument("--budget", action="store_true", help="what is counted is the new budget")
     options = parser.parse_args()
@@ -58,26 +63,31 @@ def main() -> None:
             rows = {row["problem"]: row for row in json.loads(path.read_text())["results"]}
             # what is not run now stays as it was, with its commit
         for problem in PROBLEMS:
-            if not fnmatch.fnmatch(problem.name, options.problems):
+            if not _is_named(problem.name, options.problems.split(",")):
                 continue
             row: dict[str, Any] = rows.setdefault(problem.name, {})
             row |= {"problem": problem.name, "live_bytes": problem.live_bytes, "commit": _commit()}
             for contender, builds in problem.contenders.items():
-                if not fnmatch.fnmatch(contender, options.contenders):
+                if not _is_named(contender, options.contenders.split(";")):
                     continue
                 try:
                     row[contender] = measure_best(builds, generation, problem.kernels)
                 except Missing as reason:
                     row[contender] = {"missing": str(reason)}
+                except jax.errors.JaxRuntimeError as error:
+                    if contender.startswith("ours"):
+                        raise
+                    row[contender] = {"missing": str(error).splitlines()[0]}
                 if contender == "ours":
                     counted = {count: row["ours"][count] for count in BUDGETED}
                     budget.setdefault(generation.name, {})[problem.name] = counted
             print(picture.lines(row, generation), flush=True)
+            if options.write:  # at once: a run takes long
+                document["results"] = [rows[x.name] for x in PROBLEMS if x.name in rows]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(document, indent=1) + "\n")
         if options.write:
-            document["results"] = [rows[x.name] for x in PROBLEMS if x.name in rows]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(document, indent=1) + "\n")
-            picture.draw(document, path.with_suffix(".png"))
+            picture.draw(json.loads(path.read_text()), path.with_suffix(".png"))
     if options.budget:
         BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
 

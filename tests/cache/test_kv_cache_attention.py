@@ -1,5 +1,6 @@
 """PagedKVCache with the ops: a step-by-step decode equals attention over all tokens at once."""
 
+import pytest
 import torch
 
 from torch_paged_attn import flash_varlen, reference, reshape_and_cache
@@ -38,9 +39,12 @@ def step(cache, tokens, query_lens):
         assert_accurate(out, lse, truth)
 
 
-def test_prefill_fork_and_decode():
-    cache = PagedKVCache(NUM_LAYERS, 16, KV_HEADS, PAGE_SIZE, DIM)
-    cache.kv_cache.fill_(float("nan"))
+@pytest.mark.parametrize("separate", [False, True], ids=["one", "separate"])
+def test_prefill_fork_and_decode(separate):
+    cache = PagedKVCache(NUM_LAYERS, 16, KV_HEADS, PAGE_SIZE, DIM, separate=separate)
+    for part in (x for layer in cache.kv_cache for x in layer):
+        assert part.is_contiguous()
+        part.fill_(float("nan"))
     tokens = {"a": list(range(10)), "b": [*range(8), 50, 51, 52]}
     query_lens = {s: len(tokens[s]) - cache.append(s, tokens[s]) for s in tokens}
     # b's first two pages are a's: they are written once, by a, in the same step

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from contenders import PROBLEMS, config_for
 from generations import GENERATIONS
-from jax import ShapeDtypeStruct
+from jax import ShapeDtypeStruct, lax
+from jax.sharding import SingleDeviceSharding
+from operations import read_operations
 
 from torch_paged_attn.backends.tpu.flash_varlen import flash_varlen
-from torch_paged_attn.backends.tpu.pages import packed_shape
+from torch_paged_attn.backends.tpu.pages import heads_first, packed_shape
 from torch_paged_attn.backends.tpu.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_split,
@@ -93,7 +95,62 @@ def test_latent_attention_reads_keys_and_values_as_one():
     assert rows <= counts.hbm_bytes < 1.1 * rows
 
 
+@pytest.mark.parametrize("is_heads_first", [True, False], ids=["heads_first", "as_it_comes"])
+def test_slots_before_heads_need_no_copy_where_heads_lie_first(is_heads_first):
+    """NHD: an array of another order of axes, whose pages lie as a kernel reads them."""
+    generation, batch = GENERATIONS["v5e"], 4
+
+    def call(cache, new, q, slots, cu_seqlens, lengths, table):
+        pages = reshape_and_cache(new, new, cache.swapaxes(2, 3), slots)
+        out = flash_varlen(
+            q, pages, None, cu_seqlens, None, lengths, table, max_seqlen_q=1, causal=True,
+            config=config_for(generation),
+        )  # fmt: skip
+        return pages.swapaxes(2, 3), out
+
+    def tensor(dtype, *shape):
+        return ShapeDtypeStruct(shape, dtype, sharding=here)
+
+    with aot.target(generation) as device:
+        here = SingleDeviceSharding(device)
+        there = heads_first(here) if is_heads_first else here
+        counts = (tensor(jnp.int32, n) for n in (batch, batch + 1, batch))
+        arguments = (
+            ShapeDtypeStruct((2, PAGES, 16, KV_HEADS, 128), jnp.bfloat16, sharding=there),
+            tensor(jnp.bfloat16, batch, KV_HEADS, 128),
+            tensor(jnp.bfloat16, batch, HEADS, 128),
+            *counts,
+            tensor(jnp.int32, batch, 64),
+        )
+        places = {"in_shardings": (there, *[here] * 6), "out_shardings": (there, None)}
+        traced = jax.jit(call, donate_argnums=0, **places).trace(*arguments)
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    size = 2 * arguments[0].size
+    operations = read_operations(compiled.as_text(), "")
+    large = [x for x in operations if x.result_bytes > size // 16 and not x.is_kernel]
+    assert bool(large) != is_heads_first
+    assert (compiled.memory_analysis().temp_size_in_bytes < size // 16) == is_heads_first
+
+
 def test_a_copy_would_be_seen():
     shape = ShapeDtypeStruct((PAGES, KV_HEADS, 16, 128), jnp.bfloat16)
     program = aot.compile_program(lambda x: x.swapaxes(1, 2) * 2, (shape,), GENERATIONS["v5e"])
     assert max(x.result_bytes for x in program.operations) == shape.size * 2
+
+
+def _loop(table, x):
+    """A sort, copies and, in a loop, a gather and a product."""
+    order = jnp.argsort(table)
+    return lax.fori_loop(0, 7, lambda i, x: jnp.sin(x[order]) @ x + i, x)
+
+
+@pytest.mark.parametrize("name", ["v5e", "tpu7x"])
+def test_what_is_dumped_has_the_operations_of_the_compiled_module(name):
+    generation = GENERATIONS[name]
+    square = ShapeDtypeStruct((512, 512), jnp.float32)
+    arguments = ShapeDtypeStruct((512,), jnp.int32), square
+    _, compiled, dumped = aot.compile_and_dump(_loop, arguments, generation)
+    found = read_operations(*aot.dumped_module(dumped))
+    assert found == read_operations(compiled.as_text(), "")
+    assert {"sort", "fusion", "copy-start"} <= {operation.opcode for operation in found}
+    assert sum(operation.cycles is not None for operation in found) >= 3

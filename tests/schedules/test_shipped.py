@@ -146,6 +146,24 @@ def test_attention_compiles_within_vmem(family, generation):
     assert not [operation for operation in around if operation.result_bytes >= size // 4]
 
 
+@pytest.mark.parametrize(
+    "name", ["tpu7x", "v5p"] if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else ["tpu7x"]
+)
+def test_prefill_of_many_wide_heads_compiles_within_vmem(name):
+    """DeepSeek's: 128 heads of 192, of 128 for values, each with keys of its own."""
+    generation, tokens, heads = GENERATIONS[name], 4096, 128
+    q, k, v = (ShapeDtypeStruct((tokens, heads, n), jnp.bfloat16) for n in (192, 192, 128))
+
+    def call(q, k, v, cu_seqlens):
+        return flash_varlen(
+            q, k, v, cu_seqlens, max_seqlen_q=2048, causal=True, config=config_for(generation)
+        )
+
+    arguments = q, k, v, np.array([0, 2048, 4096], np.int32)
+    for kernel in aot.compile_kernels(call, arguments, generation):
+        assert 0 < kernel.vmem_bytes <= generation.vmem_bytes
+
+
 def _backward(
     *, num_heads=32, num_kv_heads=8, head_dim=128, head_dim_v=None, dtype="bf16", sinks=False,
     alibi=False, bias=False, **options,

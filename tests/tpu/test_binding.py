@@ -10,7 +10,8 @@ from jax_arrays import to_jax, to_torch
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import arguments
-from torch_paged_attn.backends.tpu import binding
+from torch_paged_attn.backends.tpu import binding, front_ends
+from torch_paged_attn.backends.tpu.cache_memory import whole_of
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
@@ -48,6 +49,60 @@ def test_attention(name, changes, front_end):
     args, options = dispatched(call)
     out, lse = getattr(binding, call.op)(*args, run=front_end, **options)
     assert_accurate(out, lse, call.truth())
+
+
+def test_halves_of_one_tensor_reach_the_kernel_as_one(front_end):
+    call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
+    whole = torch.stack((call.args["k"], call.args["v"]))
+
+    def run(function, tensors, outputs):
+        assert sum(x is whole for x in tensors) == 1
+        assert all(x.shape != whole.shape[1:] for x in tensors)
+        return front_end(function, tensors, outputs)
+
+    k, v = whole
+    args, options = dispatched(call, k=k, v=v)
+    out, lse = binding.flash_varlen(*args, run=run, **options)
+    assert_accurate(out, lse, call.truth())
+
+
+def test_what_is_no_half_is_not_taken_for_one():
+    whole = torch.zeros(2, 4, 2, 16, 128)
+    assert whole_of(*whole) is whole
+    assert whole_of(whole[0], whole.clone()[1]) is None
+    assert whole_of(whole[1], whole[0]) is None
+    assert whole_of(whole[0], whole[0]) is None
+    assert whole_of(*whole.transpose(2, 3).unbind()) is None
+    assert whole_of(*whole[:, :3].unbind()) is None
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_a_cache_that_is_alone_gives_its_memory_away(shared, monkeypatch):
+    """The front end leaves what is donated without memory, as torch_tpu does; a cache that other
+    tensors see is copied to.
+    """
+    monkeypatch.setattr(environment, "TPU_INTERPRET", True)
+    monkeypatch.setattr(environment, "TPU_DONATE", True)
+    places = []
+
+    def run(function, tensors, outputs, donated=()):
+        places.append(donated)
+        arrays = [to_jax(x.clone()) for x in tensors]
+        for place in donated:
+            tensors[place].untyped_storage().resize_(0)
+        return tuple(to_torch(x) for x in function(*arrays))
+
+    monkeypatch.setattr(binding, "DONATING", front_ends.DONATING | {run})
+    k_cache, v_cache = (torch.zeros(4, 2, 16, 128) for _ in range(2))
+    views = [k_cache.view(-1)] if shared else []
+    key, value = torch.randn(2, 3, 2, 128)
+    slots = torch.tensor([5, -1, 40])
+    binding.reshape_and_cache_split(key, value, k_cache, v_cache, slots, run=run)
+    assert places == [() if shared else (2, 3)]
+    expected = torch.zeros(2, 4, 2, 16, 128)
+    expected[:, 0, :, 5], expected[:, 2, :, 8] = (torch.stack((key[i], value[i])) for i in (0, 2))
+    assert torch.equal(torch.stack((k_cache, v_cache)), expected)
+    assert all(torch.equal(x, expected[0].view(-1)) for x in views)
 
 
 def test_calls_of_one_bucket_share_a_function():

@@ -29,9 +29,6 @@ FLOATS = ("float32", "bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 SUBLANES = 8
 
-# int32 that fit into SMEM beside the kernel's other scalars
-MOST_ENTRIES = 200_000
-
 # up to this many tokens of a sequence, all of them are one tile
 SHORT = 8
 
@@ -140,8 +137,6 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     lengths, first_key = lengths_of(call)
     widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
     pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
-    if pages.table.size > MOST_ENTRIES:
-        refuse(call.op, f"block_table has {pages.table.size} entries; supported: {MOST_ENTRIES}")
     compute_dtype = compute_dtype_of(call)
     config = config.fit(
         call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
@@ -189,7 +184,9 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
 
 
 class Factors(NamedTuple):
-    """What scores and outputs are multiplied by, (batch, num_kv_heads), None for 1."""
+    """What scores and outputs are multiplied by, None for 1: (batch * num_kv_heads,), for an array
+    of two dimensions fills whole lanes of the scalar core's memory with each of its rows.
+    """
 
     score_scale: Array | None
     out_factor: Array | None
@@ -198,7 +195,7 @@ class Factors(NamedTuple):
 def _factors(call: Call) -> Factors:
     def per_kv_head(descale: Array | None) -> Array:
         factor = jnp.float32(1.0) if descale is None else descale.astype(jnp.float32)
-        return jnp.broadcast_to(factor, (call.batch, call.num_kv_heads))
+        return jnp.broadcast_to(factor, (call.batch, call.num_kv_heads)).reshape(-1)
 
     score_scale = out_factor = None
     if call.q_descale is not None or call.k_descale is not None:
@@ -346,8 +343,6 @@ def _attend_cut(
             block_k=options.block_k,
             num_cores=options.config.num_cores,
         )
-        if (entries := layout.visits.size) > MOST_ENTRIES:
-            refuse(call.op, f"col_indices of {entries} blocks; supported: {MOST_ENTRIES}")
     queries = heads.of_tokens(q, cut)
     if options.fold > 1:
         queries = heads.folded(queries, options.fold)

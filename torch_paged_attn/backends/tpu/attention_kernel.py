@@ -125,7 +125,9 @@ class TileAttention:
         if self.options.heads_apart > 1:
             heads = [self.loader.kv_head(self.tile)]
         shape = self.softmax.m_i.shape[1:]
-        values = (factors[self.refs.tiles.sequence[self.tile], head] for head in heads)
+        num_kv_heads = self.refs.k_hbm.shape[1]
+        first = self.refs.tiles.sequence[self.tile] * num_kv_heads
+        values = (factors[first + head] for head in heads)
         return self.of_own_head([jnp.full(shape, value) for value in values])
 
     def attend_block(self, block: Array, slot: Array, turn: Array) -> None:

@@ -5,6 +5,7 @@ compiled by the identity of the function, so there is one function, kept, for ea
 static arguments and of tensors that are given.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
 from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_results, pad_tokens
+from torch_paged_attn.backends.tpu.cache_memory import is_alone, whole_of
 from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
 from torch_paged_attn.backends.tpu.config import Config
-from torch_paged_attn.backends.tpu.front_ends import Run, current
+from torch_paged_attn.backends.tpu.front_ends import DONATING, Run, current
 from torch_paged_attn.backends.tpu.merge_states import merge_states as merge_states_jax
 from torch_paged_attn.backends.tpu.merge_states import merge_states_list as merge_states_list_jax
 from torch_paged_attn.backends.tpu.merge_states_backward import (
@@ -54,12 +56,42 @@ def _of_leaves(
     return call
 
 
-def _run(run: Run | None, function: Any, arguments: list[Any], outputs: int, **options: Any) -> Any:
-    """Run a JAX function on torch tensors, wherever they stand in its arguments."""
+def _run(
+    run: Run | None,
+    function: Any,
+    arguments: list[Any],
+    outputs: int,
+    *,
+    donated: tuple[int, ...] = (),
+    **options: Any,
+) -> Any:
+    """Run a JAX function on torch tensors, wherever they stand in its arguments. The results get
+    the memory of the tensors at the places `donated`.
+    """
     # a front end may have told JAX what its tensors consist of
     leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Tensor))
     call = _of_leaves(function, structure, tuple(options.items()))
-    return (run or current())(call, leaves, outputs)
+    places = {"donated": donated} if donated else {}
+    return (run or current())(call, leaves, outputs, **places)
+
+
+def _write(
+    run: Run | None, function: Any, arguments: list[Any], caches: tuple[Tensor, ...]
+) -> None:
+    """Compute new caches, results of `function`, and put them in the place of those that stand
+    third and so on among its arguments.
+    """
+    run = run or current()
+    is_given = environment.TPU_DONATE and run in DONATING and not torch.compiler.is_compiling()
+    is_given = is_given and all(map(is_alone, caches))
+    donated = tuple(range(2, 2 + len(caches))) if is_given else ()
+    interpret = environment.TPU_INTERPRET
+    results = _run(run, function, arguments, len(caches), donated=donated, interpret=interpret)
+    for cache, new in zip(caches, results if len(caches) > 1 else [results], strict=True):
+        if is_given:
+            cache.set_(new)  # its own memory was given away
+        else:
+            cache.copy_(new)
 
 
 def _attend(
@@ -68,6 +100,9 @@ def _attend(
     """`args` and `options` are what the dispatcher calls `op` with."""
     refuse_lacking(getattr(AttentionCall, op)(*args, **options), "tpu", OPTIONAL)
     call = _call(op, dict(zip(DEFAULTS[op], args, strict=False)) | options)
+    if call.block_table is not None and (whole := whole_of(call.k, call.v)) is not None:
+        changed: dict[str, Any] = {"k": whole, "v": None}
+        call = dataclasses.replace(call, **changed)
     out, lse = _run(run, attend, [pad_attention(call)], 2, **_sizes())
     return out[: call.total_q], lse[:, : call.total_q]
 
@@ -140,8 +175,7 @@ def reshape_and_cache(
     """As in the op; a new cache is computed and takes the old one's place."""
     key, value, slots = pad_tokens(key, value, _slots(slot_mapping))
     tensors = [key, value, kv_cache, slots, k_scale, v_scale]
-    interpret = environment.TPU_INTERPRET
-    kv_cache.copy_(_run(run, reshape_and_cache_jax, tensors, 1, interpret=interpret))
+    _write(run, reshape_and_cache_jax, tensors, (kv_cache,))
 
 
 def reshape_and_cache_split(
@@ -158,10 +192,7 @@ def reshape_and_cache_split(
     """As in the op; new caches are computed and take the old ones' place."""
     key, value, slots = pad_tokens(key, value, _slots(slot_mapping))
     tensors = [key, value, k_cache, v_cache, slots, k_scale, v_scale]
-    interpret = environment.TPU_INTERPRET
-    k_new, v_new = _run(run, reshape_and_cache_split_jax, tensors, 2, interpret=interpret)
-    k_cache.copy_(k_new)
-    v_cache.copy_(v_new)
+    _write(run, reshape_and_cache_split_jax, tensors, (k_cache, v_cache))
 
 
 def merge_states_backward(

@@ -14,6 +14,7 @@ MOST_ROWS = 4096
 # tiles and blocks are not made smaller than this
 LEAST_ROWS = 64
 LEAST_KEYS = 128
+LEAST_BUFFERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Config:
     vmem_bytes: int = 100 * MIB
 
     def fit(self, num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int]) -> "Config":
-        """Halve tiles of queries and blocks of keys until both fit VMEM together.
+        """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
+        smallest do not, there are fewer blocks at a time.
 
         `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
         of one that is stored.
@@ -51,6 +53,8 @@ class Config:
         elif self.block_k > LEAST_KEYS:
             block_k = self.block_k // 2
             smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
+        elif self.num_buffers > LEAST_BUFFERS:
+            smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
         else:
             return self
         return smaller.fit(num_kv_heads, widths, sizes)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 
-# (JAX function of positional arrays, its tensors, number of results) -> the result or a tuple
-Run = Callable[[Callable[..., Any], list[Tensor], int], Any]
+# (JAX function of positional arrays, its tensors, number of results) -> the result or a tuple; one
+# that donates takes the places of tensors, too, whose memory the results get
+Run = Callable[..., Any]
 
 
 def current() -> Run:
@@ -53,15 +54,25 @@ def run_torch_xla(function: Callable[..., Any], tensors: list[Tensor], _outputs:
     return torch_xla.core.xla_builder.call_jax(function, tuple(tensors))
 
 
-def run_torch_tpu(function: Callable[..., Any], tensors: list[Tensor], outputs: int) -> Any:
-    return _as_jax_op(function, len(tensors), outputs)(*tensors)
+def run_torch_tpu(
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    outputs: int,
+    donated: tuple[int, ...] = (),
+) -> Any:
+    return _as_jax_op(function, len(tensors), outputs, donated)(*tensors)
+
+
+DONATING = {run_torch_tpu}
 
 
 _NUMBERS = itertools.count()
 
 
 @functools.cache
-def _as_jax_op(function: Callable[..., Any], inputs: int, outputs: int) -> Callable[..., Any]:
+def _as_jax_op(
+    function: Callable[..., Any], inputs: int, outputs: int, donated: tuple[int, ...] = ()
+) -> Callable[..., Any]:
     """One custom op of torch_tpu's for each function: it wants names, and types spelled out."""
     import jax
 
@@ -77,4 +88,5 @@ def _as_jax_op(function: Callable[..., Any], inputs: int, outputs: int) -> Calla
     del call.__wrapped__
     call.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore
     name = f"paged_attn_tpu::{function.__name__}_{next(_NUMBERS)}"
-    return torch.tpu.pallas.jax_op(name, call)  # type: ignore[attr-defined]
+    options = {"donate_argnums": list(donated)} if donated else {}
+    return torch.tpu.pallas.jax_op(name, call, **options)  # type: ignore[attr-defined]

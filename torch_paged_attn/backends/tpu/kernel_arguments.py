@@ -51,8 +51,8 @@ class Refs(NamedTuple):
     k_hbm: Any = None  # (num_pages, num_kv_heads, page_size, head_dim)
     v_hbm: Any = None
     layout: Any = None  # (1, 1, turns * rows) words of the tile's blocks
-    score_scale: Any = None  # (batch, num_kv_heads)
-    out_factor: Any = None  # (batch, num_kv_heads)
+    score_scale: Any = None  # (batch * num_kv_heads,)
+    out_factor: Any = None  # (batch * num_kv_heads,)
     sinks: Any = None  # (1, num_kv_heads, rows, 1), in base 2, as are slopes and bias
     slopes: Any = None  # (1, num_kv_heads, rows, 1)
     bias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys)

@@ -18,6 +18,7 @@ from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.layout_mask import TileLayout
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.ring import Cursor
+from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import Tiles
 
 
@@ -30,8 +31,8 @@ class Modifiers(NamedTuple):
     bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2
     sinks: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
     slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
-    score_scale: Array | None  # (batch, num_kv_heads)
-    out_factor: Array | None  # (batch, num_kv_heads)
+    score_scale: Array | None  # (batch * num_kv_heads,)
+    out_factor: Array | None  # (batch * num_kv_heads,)
     rng: Array | None  # three int32: the seed's low and high word, the offset
 
 
@@ -126,6 +127,8 @@ def attend_tiles(
         shape = (num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
 
+    op = "flash_varlen" if layout is None else "blocksparse"
+    require_room(op, scalars, inputs, scratch)
     names = (*scalars, *inputs, "out", "lse", *scratch)
     kernel = functools.partial(attention_kernel, names=names, options=options, num_tiles=num_tiles)
     out = (num_tiles, heads, out_rows, width_v // options.fold)
@@ -145,7 +148,7 @@ def attend_tiles(
         ),
         compiler_params=compiler_params(config),
         interpret=options.interpret,
-        name=f"paged_attn_{'flash_varlen' if layout is None else 'blocksparse'}_q{options.tile_q}",
+        name=f"paged_attn_{op}_q{options.tile_q}",
     )(*scalars.values(), *(x for x, _ in inputs.values()))
 
 
@@ -229,6 +232,7 @@ def attend_tokens(
         "acc": pltpu.VMEM((heads, rows * options.fold, width_v), jnp.float32),
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
+    require_room("flash_varlen", scalars, inputs, scratch)
     names = (*scalars, *inputs, "out_hbm", "lse_hbm", *scratch)
     out, lse = pl.pallas_call(
         functools.partial(

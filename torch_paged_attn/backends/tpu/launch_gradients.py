@@ -15,6 +15,7 @@ from torch_paged_attn.backends.tpu.key_gradient_kernel import key_gradient_kerne
 from torch_paged_attn.backends.tpu.launch import compiler_params, of_sequence, of_tile
 from torch_paged_attn.backends.tpu.query_gradient_kernel import query_gradient_kernel
 from torch_paged_attn.backends.tpu.ring import Cursor
+from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import KeyTiles, Tiles
 
 IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
@@ -146,6 +147,7 @@ def _launch(
     options: Options,
 ) -> list[Array]:
     """Run a kernel for each tile."""
+    require_room("flash_varlen_backward", scalars, inputs, scratch)
     config = options.config
     aliases = {
         len(scalars) + list(inputs).index(result.in_place_of): i

@@ -7,7 +7,7 @@ one more pass over the keys.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +80,20 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*front, page_size // fold, fold * head_dim)
 
 
+def heads_first(sharding: Any) -> Any:
+    """Where a cache (2, num_pages, page_size, num_kv_heads, head_dim) lies so that it is one of
+    (2, num_pages, num_kv_heads, page_size, head_dim) to a kernel, and nothing is copied:
+
+        jax.jit(lambda: jnp.zeros(shape), out_shardings=heads_first(sharding))()
+
+    and then `cache.swapaxes(2, 3)` for each op, within a function that is compiled with this for
+    the cache's part of `in_shardings` and `out_shardings`.
+    """
+    from jax.experimental.layout import Format, Layout
+
+    return Format(Layout((0, 1, 3, 2, 4)), sharding)
+
+
 def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
     """A cache with rows of whole lanes, or with a row for each key; it may have come as either."""
     *front, rows, width = cache.shape
@@ -131,17 +145,22 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     v = k[..., :shared] if shared else v
     v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
-    def stored(x: Array, b: Array, j: Array) -> Array:
+    def stored(cache: tuple[Array, tuple[int, ...]], b: Array, j: Array) -> Array:
+        x, plane = cache
         column = jnp.minimum(j // page_size, max_pages - 1)
-        return x[table[b, column], :, j % page_size]
+        place = (*plane, table[b, column], slice(None), j % page_size)
+        return x[place]
 
-    k, v = (k[0], k[1]) if v is None else (k, v)
+    # a plane that is sliced out of a whole cache would be a copy of it
+    caches = ((k, (0,)), (k, (1,))) if v is None else ((k, ()), (v, ()))
     bound = batch * -(-max_pages * page_size // REPAGED)
-    return _repage((k, v), stored, lengths, bound)
+    return _repage(caches, stored, lengths, bound)
 
 
-def _repage(caches: tuple[Array, Array], stored, lengths: Lengths, bound: int) -> Pages:
-    """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of x."""
+def _repage(caches: tuple[Any, Any], stored, lengths: Lengths, bound: int) -> Pages:
+    """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of one of
+    the two `caches`.
+    """
     batch = lengths.key.shape[0]
     counts = -(-lengths.key // REPAGED)
     sequence, rank = count_up(counts, max(bound, 1))

@@ -24,6 +24,9 @@ from torch_paged_attn.backends.tpu.refusal import refuse
 STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 NUM_BUFFERS = 16
 
+# tokens of one launch: their slots lie in the scalar core's memory
+MOST_TOKENS = 1 << 17
+
 # bytes from one part of a DMA to the next: an int32 in libtpu
 FARTHEST = 2**31
 
@@ -282,6 +285,16 @@ def _write(
     new: tuple[Array, ...], caches: tuple[Array, ...], slots: Array, interpret: Any
 ) -> tuple[Array, ...]:
     """`caches` are one array of two planes, or two arrays; `new` is of their type."""
+    for first in range(0, slots.shape[0], MOST_TOKENS):
+        some = slice(first, first + MOST_TOKENS)
+        caches = _launch(tuple(x[some] for x in new), caches, slots[some], interpret)
+    return caches
+
+
+def _launch(
+    new: tuple[Array, ...], caches: tuple[Array, ...], slots: Array, interpret: Any
+) -> tuple[Array, ...]:
+    """Write so many tokens that their slots fit into the scalar core's memory."""
     dtype, shapes = caches[0].dtype, [cache.shape for cache in caches]
     new, caches = tuple(map(to_bits, new)), tuple(map(to_bits, caches))
     caches = tuple(cache.reshape(-1, *cache.shape[-4:]) for cache in caches)
