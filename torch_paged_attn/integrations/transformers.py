@@ -90,9 +90,9 @@ def make_mask(
 
     mask_function = mask_function or causal_mask_function
 
-    def all_pairs() -> Tensor:
+    def all_pairs() -> Tensor | None:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        lengths: Any = (batch_size, q_length, kv_length, q_offset, kv_offset)
         return sdpa_mask(*lengths, mask_function, attention_mask, **(options | skips))
 
     if torch.compiler.is_compiling():
@@ -220,8 +220,8 @@ def attention_forward(
     if position_bias is not None:
         raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
 
-    mask_dim = 0 if attention_mask is None else attention_mask.dim()
-    if mask_dim not in (0, 1, 2, 4):
+    mask_dim = None if attention_mask is None else attention_mask.dim()
+    if attention_mask is not None and mask_dim not in (1, 2, 4):
         raise ValueError(
             "torch_paged_attn: attention_mask must have 2 or 4 dimensions in Transformers, got "
             f"shape {tuple(attention_mask.shape)}"
@@ -252,13 +252,13 @@ def attention_forward(
             kwargs,
             options,
         )
-    elif mask_dim == 4:
+    elif attention_mask is not None and mask_dim == 4:
         out = _masked(query, key, value, attention_mask, options)
-    elif mask_dim == 2:
+    elif attention_mask is not None and mask_dim == 2:
         return _padded(query, key, value, attention_mask, options), None
     elif cu_seq_lens_q is not None:
         out = _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options)
-    elif mask_dim == 1:
+    elif attention_mask is not None:
         out = _packed(query, key, value, attention_mask, None, options)
     elif (cu_seqlens := _packed_row(query, key, position_ids)) is not None:
         out = _packed(query, key, value, cu_seqlens, None, options)
