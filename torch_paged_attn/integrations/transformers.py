@@ -91,9 +91,18 @@ def make_mask(
     mask_function = mask_function or causal_mask_function
 
     def all_pairs() -> Tensor | None:
-        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        lengths: Any = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        return sdpa_mask(*lengths, mask_function, attention_mask, **(options | skips))
+        call: dict[str, Any] = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        return sdpa_mask(**(options | call))
 
     if torch.compiler.is_compiling():
         pattern = _pattern_of_arguments(mask_function, options)
