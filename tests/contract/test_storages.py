@@ -1,5 +1,5 @@
-"""A tensor whose storage was freed or cut, as FSDP does with gathered parameters, is refused by name:
-every tensor of every operator, before anything is read or written.
+"""A tensor whose storage was freed, as FSDP does with gathered parameters, or cut is refused by
+name: each tensor of every operator, before anything is read or written.
 """
 
 import pytest
@@ -82,7 +82,7 @@ def operator(op):
 
 
 def cut(tensor, held):
-    """The tensor 3 elements into a storage that now holds `held` of the bytes it needs, and them."""
+    """The tensor, 3 elements into a storage that now holds `held` of the bytes it needs."""
     room = torch.zeros(3 + tensor.numel(), dtype=tensor.dtype)
     found = room[3:].view(tensor.shape).copy_(tensor)
     needed = room.untyped_storage().nbytes()

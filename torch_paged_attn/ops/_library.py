@@ -151,7 +151,7 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
 
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:
     for name, tensor in gate.pairs(args):
-        check_storage(gate.op._schema.name, name, tensor)
+        check_storage(gate.op._schema.name.removeprefix("paged_attn::"), name, tensor)
 
 
 def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) -> Callable[..., Any]:

@@ -61,8 +61,8 @@ def check_devices(op: str, device: torch.device, tensors: dict[str, Tensor | Non
 
 
 def check_storage(op: str, name: str, tensor: Tensor) -> None:
-    """A storage may be freed or cut after the tensor was made, as FSDP does with gathered parameters
-    by `untyped_storage().resize_(0)`. Not for FakeTensors. `op` is its qualified name.
+    """Raise for a tensor whose storage was freed or cut after it was made: FSDP frees those of
+    gathered parameters by `untyped_storage().resize_(0)`. Not for FakeTensors.
     """
     # the storages of other devices' tensors need not be of bytes
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided:
@@ -75,7 +75,7 @@ def check_storage(op: str, name: str, tensor: Tensor) -> None:
     needed = size + sum((count - 1) * stride * size for count, stride in strided)
     if needed > room:
         allowed = f"at least {held - room + needed}, which its shape, strides and offset need"
-        fail(op.removeprefix("paged_attn::"), name, f"has a storage of {held} bytes", allowed)
+        fail(op, name, f"has a storage of {held} bytes", allowed)
 
 
 def check_lengths(op: str, name: str, tensor: Tensor, batch: int, meaning: str) -> None:
