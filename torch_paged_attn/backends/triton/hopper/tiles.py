@@ -205,7 +205,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
-    is_mixed = form.is_numbered and not are_few_chunks(call)
+    is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
     if is_mixed:
         packed = whole_group(call)
     elif form.short:
