@@ -286,6 +286,27 @@ def flash_attn_with_kvcache(
     else:
         checks.check_cu_seqlens_q(cu_seqlens_q)
     batch, may_read = cu_seqlens_q.shape[0] - 1, checks.readable(q)
+    if may_read and k is not None:
+        checks.check_storages(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=table,
+            alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            s_aux=s_aux,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
     table = pages_of(k_cache, table, cache_batch_idx, batch, may_read)
     capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
@@ -310,7 +331,8 @@ def flash_attn_with_kvcache(
         )
         if rotary_cos is not None and rotary_sin is not None:
             rotary = rotary_cos, rotary_sin, rotary_interleaved
-            checks.check_rotary(rotary_cos, rotary_sin, capacity, shape[-1])
+            head_dim = min(shape[-1], new.k.shape[-1])
+            checks.check_rotary(rotary_cos, rotary_sin, capacity, head_dim)
             starts = seqused_k - new.lengths()
             position, _ = positions(starts, new.cu_seqlens, num_tokens)
             new = new._replace(k=rotate(new.k, position, *rotary))
