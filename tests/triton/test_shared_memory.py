@@ -62,6 +62,7 @@ def _problems():
 FEW = (
     "128-128-p1-bf16-invariant-listed",
     "128-128-p1-bf16-invariant-guessed",
+    "64-64-p1-bf16-window-beside",
     "256-256-p64-int8--listed",
 )
 CASES = [x for x in _problems() if IS_THOROUGH or x[0].name in FEW]

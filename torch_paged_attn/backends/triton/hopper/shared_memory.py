@@ -13,6 +13,8 @@ ROOM = 232448
 # takes for values that warps hand over; `test_shared_memory.py` compares with what is compiled
 OF_Q_STAGE, OF_KV_STAGE = 88, 32
 OF_TRITON = {1: 512, 2: 640, 3: 1152}
+# the same where two consumers wait for rows that are copied
+OF_COPIES = 104
 
 # stages of tiles that were converted to 16 bits
 CONVERTED_STAGES = 2
@@ -30,6 +32,7 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
     found += OF_TRITON[options.CONSUMERS]
     if options.GATHERS:
         found += COPYING * options.BLOCK_N // options.KV_PARTS * 8
+        found += OF_COPIES if options.CONSUMERS == 2 else 0
     if options.CONVERTS_K:
         found += CONVERTED_STAGES * (tile * 2 + 2 * OF_KV_STAGE)
     elif options.CONVERTS_V:
