@@ -80,6 +80,22 @@ def test_which_calls_are_mixed(seqs, longest, expected):
         assert mixed.is_mixed(call_of(problem), longest) is expected
 
 
+@pytest.mark.parametrize(
+    ("longest_keys", "expected"), [(16384, "hopper"), (8192, "both"), (1 << 17, "both")]
+)
+def test_few_long_decodes_beside_a_chunk(longest_keys, expected):
+    """One launch, if the caller says so; a table as wide as engines have them says nothing."""
+    seqs = ((1, 9000),) * 15 + ((600, 9000),)
+    problem = Problem("p", seqs, 28, 4, 128, dtype=bf16, page_size=16)
+    with assume(HOPPER):
+        table = torch.zeros(16, 1 << 13, dtype=torch.int32)
+        call = dataclasses.replace(call_of(problem), block_table=table, max_seqlen_k=longest_keys)
+        found = flash_varlen.kernels_of(call)[0]
+        assert found == {"hopper": "hopper", "both": "hopper and portable"}[expected]
+        if expected == "hopper":
+            assert flash_varlen.form_of(call, 0) == tiles.Form()
+
+
 SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
 
 

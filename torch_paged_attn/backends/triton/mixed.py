@@ -63,7 +63,9 @@ def _are_few_and_long(call: AttentionCall) -> bool:
     128 and keys of 16 bits."""
     is_measured = support.width_of(call.head_dim) == 128 and not support.converts(call)
     is_few = call.batch * call.num_kv_heads <= MOST_LONG
-    return is_measured and is_few and call.max_seqlen_k > LEAST_LONG and not support.gathers(call)
+    # where nothing is said, it is what the table has room for
+    is_long = LEAST_LONG < call.max_seqlen_k < support.key_bound(call)
+    return is_measured and is_few and is_long and not support.gathers(call)
 
 
 def form_of(call: AttentionCall) -> Form:
