@@ -26,6 +26,8 @@ PAGED_ATTN_INLINE int64_t bytes_of(DType dtype) {
     case DType::float32: return 4;
     case DType::bfloat16:
     case DType::float16: return 2;
+    case DType::int32: return 4;
+    case DType::int64: return 8;
     default: return 1;
   }
 }

@@ -32,6 +32,9 @@ class ReadAhead {
     for (int64_t left = distance; left > 0; next_run()) left -= end - at;
   }
 
+  // Whether the next `bytes` of the way have no gap.
+  PAGED_ATTN_INLINE bool has(int64_t bytes) const { return end - at >= bytes; }
+
   // The next `bytes` of the way, for the caller to ask for, line by line, as it reads as many.
   PAGED_ATTN_INLINE const char* claim(int64_t bytes) {
     const char* from = at;

@@ -36,11 +36,15 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
   constexpr int KEYS = DOTS / ROWS;
   constexpr int STEP = W * Product::DEPTH;
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  const int64_t row_bytes = head_dim * int64_t(sizeof(T));
+  // one claim for all columns where they adjoin, else one for each step of the loop
+  const bool whole = !ADD && ahead.has(columns * row_bytes);
+  const T* first_later = whole ? (const T*)ahead.claim(columns * row_bytes) : nullptr;
   for (int c = 0; c < columns; c += KEYS) {
     const T* key[KEYS];
     for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
-    const T* later =
-        ADD ? nullptr : (const T*)ahead.claim(KEYS * head_dim * int64_t(sizeof(T)));
+    const T* later = nullptr;
+    if (!ADD) later = whole ? first_later + c * head_dim : (const T*)ahead.claim(KEYS * row_bytes);
     for (int64_t r = 0; r < rows; r += ROWS) {
       typename Product::Sum acc[DOTS] = {};
       const float* x = q + r * stride_q;
@@ -85,22 +89,27 @@ PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, 
   }
 }
 
-// Calls f(first operand, W operands of W keys) with the dims of the keys across them, which
-// attention_tile.h packs.
-template <class Product, class T, class Function>
-PAGED_ATTN_INLINE void turn_keys(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
+// Calls f(head, first operand, W operands of W keys) with the dims of the keys across them, which
+// attention_tile.h packs; for HEADS heads in turns.
+template <class Product, int HEADS, class T, class Function>
+PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
                                  int64_t head_dim, Function f) {
   constexpr int STEP = W * Product::DEPTH;
-  const T* later = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
+  const T* later[HEADS];
+  for (int h = 0; h < HEADS; ++h)
+    later[h] = (const T*)ahead.claim(W * head_dim * int64_t(sizeof(T)));
   const auto turn = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
-    F keys[W];
+#pragma GCC unroll 4
+    for (int h = 0; h < HEADS; ++h) {
+      F keys[W];
 #pragma GCC unroll 16
-    for (int j = 0; j < W; ++j) {
-      ahead.ask(later, d * W + j * n, n);
-      keys[j] = load_key(k + offset[j] + d);
+      for (int j = 0; j < W; ++j) {
+        ahead.ask(later[h], d * W + j * n, n);
+        keys[j] = load_key(k[h] + offset[j] + d);
+      }
+      transpose(keys);
+      f(h, d / Product::DEPTH, keys);
     }
-    transpose(keys);
-    f(d / Product::DEPTH, keys);
   };
   int64_t d = 0;
   for (; d + STEP <= head_dim; d += STEP)
@@ -117,7 +126,7 @@ PAGED_ATTN_INLINE void turn_keys(const T* k, const int64_t* offset, ReadAhead<T>
 // Dot products of ROWS queries with W keys, a lane each, to the last bit as tiles have them.
 template <class Product, int ROWS>
 struct DotsInOrder {
-  F acc[ROWS] = {}, total[ROWS] = {};
+  F acc[ROWS] = {};
 
   PAGED_ATTN_INLINE void add(F operands, const float* q, int64_t stride_q) {
 #pragma GCC unroll 8
@@ -125,17 +134,14 @@ struct DotsInOrder {
       acc[r] = Product::multiply_add(operands, set1(q[r * stride_q]), acc[r]);
   }
   // after each chain of `MAX_CHAIN` operands, and the last one
-  PAGED_ATTN_INLINE void close(bool first, float scale) {
+  PAGED_ATTN_INLINE void close(bool first, float scale, float* scores) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
+      float* to = scores + r * ROW_COLUMNS;
       const F product = acc[r] * set1(scale);
-      total[r] = first ? product : fma(total[r], set1(1.f), product);
+      store(to, first ? product : fma(load(to), set1(1.f), product));
       acc[r] = F{};
     }
-  }
-  PAGED_ATTN_INLINE void store_to(float* scores) const {
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) store(scores + r * ROW_COLUMNS, total[r]);
   }
 };
 
@@ -147,9 +153,8 @@ inline void dot_turned(const float* turned, const float* q, int64_t stride_q, in
     const int64_t end = min64(depth, first + MAX_CHAIN);
 #pragma GCC unroll 4
     for (int64_t i = first; i < end; ++i) dots.add(load(turned + i * W), q + i, stride_q);
-    dots.close(first == 0, scale);
+    dots.close(first == 0, scale, scores);
   }
-  dots.store_to(scores);
 }
 
 // Keys that wait in `turned` for more rows than their registers leave room for.
@@ -159,8 +164,8 @@ PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& 
                                float* scores, float* turned) {
   const int64_t depth = depth_of<Product>(head_dim);
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
-  turn_keys<Product>(k, offset, ahead, head_dim, [&](int64_t i, const F* keys)
-                                                     __attribute__((always_inline)) {
+  turn_keys<Product, 1>(&k, offset, ahead, head_dim, [&](int, int64_t i, const F* keys)
+                                                         __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int j = 0; j < W; ++j) store(turned + (i + j) * W, keys[j]);
   });
@@ -175,30 +180,47 @@ PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& 
   }
 }
 
-// dot_keys where each score is a lane's sum over the dims in their order.
-template <class Product, class T, int ROWS>
-PAGED_ATTN_INLINE void dot_keys_in_order(const T* k, const int64_t* offset, int columns,
-                                         ReadAhead<T>& ahead, const float* q, int64_t rows,
-                                         int64_t head_dim, float scale, float* scores,
-                                         float* turned) {
+// The same for few enough rows of HEADS heads: their keys stay in registers.
+template <class Product, int ROWS, int HEADS, class T>
+PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
+                               const float* q, int64_t head_dim, const float* scale,
+                               float* scores) {
   const int64_t depth = depth_of<Product>(head_dim);
   const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  DotsInOrder<Product, ROWS> dots[HEADS];
+  turn_keys<Product, HEADS>(k, offset, ahead, head_dim, [&](int h, int64_t first, const F* keys)
+                                                            __attribute__((always_inline)) {
+    const float* x = q + h * ROWS * stride_q + first;
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) dots[h].add(keys[j], x + j, stride_q);
+    const int64_t end = first + W;
+    if (end % MAX_CHAIN == 0 || end >= depth)
+      dots[h].close(end <= MAX_CHAIN, scale[h], scores + h * ROWS * ROW_COLUMNS);
+  });
+}
+
+// Heads whose dot products are under way together. One head's are a chain of sums for each row,
+// and each sum waits for the one before it.
+template <class Product, class T, int ROWS>
+constexpr int HEADS_IN_ORDER = W < 16 || Product::DEPTH == 1 || sizeof(T) == 1 ? 1
+                               : ROWS == 4                                     ? 2
+                                                                               : 4;
+
+// dot_keys where each score is a lane's sum over the dims in their order, for HEADS heads.
+template <class Product, int HEADS, class T, int ROWS>
+PAGED_ATTN_INLINE void dot_keys_in_order(const T* const* k, const int64_t* offset, int columns,
+                                         ReadAhead<T>& ahead, const float* q, int64_t rows,
+                                         int64_t head_dim, const float* scale, float* scores,
+                                         float* turned) {
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
   for (int c = 0; c < columns; c += W) {
-    if (rows != 4) {
-      dot_many<Product>(k, offset + c, ahead, q, rows, head_dim, scale, scores + c, turned);
+    if (ROWS == 4 ? rows == 4 : HEADS > 1) {
+      dot_few<Product, ROWS, HEADS>(k, offset + c, ahead, q, head_dim, scale, scores + c);
       continue;
     }
-    if constexpr (ROWS != 4) continue;  // whose rows are fewer
-    DotsInOrder<Product, 4> dots;
-    turn_keys<Product>(k, offset + c, ahead, head_dim, [&](int64_t first, const F* keys)
-                                                           __attribute__((always_inline)) {
-#pragma GCC unroll 16
-      for (int j = 0; j < W; ++j)
-        dots.add(keys[j], q + first + j, stride_q);
-      const int64_t end = first + W;
-      if (end % MAX_CHAIN == 0 || end >= depth) dots.close(end <= MAX_CHAIN, scale);
-    });
-    dots.store_to(scores + c);
+    for (int h = 0; h < HEADS; ++h)
+      dot_many<Product>(k[h], offset + c, ahead, q + h * rows * stride_q, rows, head_dim, scale[h],
+                        scores + h * rows * ROW_COLUMNS + c, turned);
   }
 }
 
@@ -332,6 +354,27 @@ PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
   return columns;
 }
 
+// Scores of all heads for a chunk of keys, to the last bit as tiles have them.
+template <class Product, class T, int ROWS>
+PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task& task,
+                                     const int64_t* offset, int column, int columns,
+                                     ReadAhead<T>& ahead, const RowsWorkspace& w) {
+  const int groups = task.group_end - task.group_begin;
+  const auto some = [&](int g, auto heads) __attribute__((always_inline)) {
+    constexpr int HEADS = decltype(heads)::value;
+    const T* k[HEADS];
+    for (int h = 0; h < HEADS; ++h)
+      k[h] = (const T*)a.k.data + kv_head_of(a, task.group_begin + g + h) * a.k.stride_head;
+    dot_keys_in_order<Product, HEADS, T, ROWS>(
+        k, offset, columns, ahead, w.q + g * w.rows * w.stride_q, w.rows, a.head_dim, w.scale + g,
+        w.scores + g * w.rows * ROW_COLUMNS + column, w.turned);
+    return HEADS;
+  };
+  constexpr int HEADS = HEADS_IN_ORDER<Product, T, ROWS>;
+  for (int g = 0; g < groups;)
+    g += groups - g >= HEADS ? some(g, Count<HEADS>()) : some(g, Count<1>());
+}
+
 // One block of keys for every group of the task.
 template <class Product, class T, int ROWS>
 inline void attend_rows_block(const Attention& a, const Sequence& s, const paged_attn::Task& task,
@@ -351,15 +394,13 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
                      AHEAD_BYTES + (beside ? chunk : 0));
   ahead.enter(block, next);
   for (int c = 0; c < columns; c += step) {
+    if constexpr (!Product::FIXED)
+      if (in_order) {
+        score_in_order<Product, T, ROWS>(a, task, block.k_offset + c, c, step, ahead, w);
+        continue;
+      }
     for (int g = 0; g < groups; ++g) {
       float* scores = w.scores + g * w.rows * ROW_COLUMNS + c;
-      if constexpr (!Product::FIXED)
-        if (in_order) {
-          dot_keys_in_order<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
-                                     w.q + g * w.rows * w.stride_q, w.rows, a.head_dim,
-                                     w.scale[g], scores, w.turned);
-          continue;
-        }
       with_head_dim(a.head_dim, [&](int64_t head_dim) __attribute__((always_inline)) {
         dot_keys<Product, T, ROWS>(data_of(a.k, g), block.k_offset + c, step, ahead,
                                    w.q + g * w.rows * w.stride_q, w.units + g * w.rows * W,

@@ -43,7 +43,7 @@ TensorView Arguments::own(AtenTensorHandle handle) {
 
 TensorView Arguments::view(AtenTensorHandle handle) {
   const TensorView view(handle);
-  on_cpu_ &= view.on_cpu;
+  are_readable_ &= view.on_cpu && view.is_held;
   needs_gradient_ |= needs_gradient(handle, grad_mode_);
   return view;
 }

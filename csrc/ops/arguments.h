@@ -28,8 +28,9 @@ class Arguments {
   std::optional<DType> optional_dtype();
   std::array<bool, 5> mask();
 
-  // Of those that were taken.
-  bool on_cpu() const { return on_cpu_; }
+  // Whether those tensors that were taken are on the CPU, in storages that hold them. None may be
+  // read before.
+  bool are_readable() const { return are_readable_; }
 
   // To be called when all are taken: raises what the Python twin says unless the call is `accepted`
   // and no result would need a gradient. Of an op that has no derivative.
@@ -54,7 +55,7 @@ class Arguments {
   const char* op_;
   StableIValue* stack_;
   uint64_t count_, taken_ = 0;
-  bool grad_mode_, on_cpu_ = true, needs_gradient_ = false, is_malformed_ = false;
+  bool grad_mode_, are_readable_ = true, needs_gradient_ = false, is_malformed_ = false;
   // what to give back: tensors, the boxes in which optional values come, lists and their tensors
   AtenTensorHandle tensors_[MOST];
   StableIValue* boxes_[MOST];

@@ -218,7 +218,7 @@ void backward(const char* op, bool has_layout, StableIValue* stack, uint64_t num
   Arguments arguments(op, stack, num_args);
   const BackwardArguments x = {arguments, has_layout};
   Backward b = {};
-  if (arguments.recorded(arguments.on_cpu() && accept(x, b), 5)) return;
+  if (arguments.recorded(arguments.are_readable() && accept(x, b), 5)) return;
   const Attention& a = b.forward;
   static Announced announced[2][2];
   const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);

@@ -60,7 +60,7 @@ void attention(const char* op, bool has_layout, StableIValue* stack, uint64_t nu
   Arguments arguments(op, stack, num_args);
   const AttentionArguments x = {arguments, has_layout};
   Attention a = {};
-  if (arguments.recorded(arguments.on_cpu() && accept_attention(x, a), 2)) return;
+  if (arguments.recorded(arguments.are_readable() && accept_attention(x, a), 2)) return;
   static Announced announced[2][2];
   const bool has_pairs = multiply_as_pairs(a.q_dtype, a.kv_dtype);
   announced[has_layout][has_pairs].once(op, has_pairs);

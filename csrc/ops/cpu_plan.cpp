@@ -40,7 +40,7 @@ void plan(const char* op, bool has_layout, StableIValue* stack, uint64_t num_arg
     Arguments arguments(op, stack, num_args);
     const AttentionArguments x = {arguments, has_layout};
     Attention a = {};
-    arguments.require(arguments.on_cpu() && accept_attention(x, a));
+    arguments.require(arguments.are_readable() && accept_attention(x, a));
     text = described(a);
   }
   stack[0] = torch::stable::detail::from(text);

@@ -59,7 +59,7 @@ void merge_states(StableIValue* stack, uint64_t num_args, uint64_t) {
   Arguments next("merge_states", stack, num_args);
   const TensorView out_a = next.tensor(), lse_a = next.tensor();
   const TensorView out_b = next.tensor(), lse_b = next.tensor();
-  if (next.recorded(next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
+  if (next.recorded(next.are_readable() && accept_parts(out_a, lse_a, out_b, lse_b), 2)) return;
   static Announced announced;
   announced.once("merge_states", false);
   const MergeStates::Part parts[] = {part_of(out_a, lse_a), part_of(out_b, lse_b)};
@@ -70,7 +70,7 @@ void merge_states_list(StableIValue* stack, uint64_t num_args, uint64_t) {
   Arguments next("merge_states.list", stack, num_args);
   const std::vector<TensorView> outs = next.tensor_list(), lses = next.tensor_list();
   const std::optional<DType> out_dtype = next.optional_dtype();
-  bool accepted = next.on_cpu() && !outs.empty() && lses.size() == outs.size() &&
+  bool accepted = next.are_readable() && !outs.empty() && lses.size() == outs.size() &&
                   (!out_dtype || *out_dtype <= DType::float16);
   std::vector<MergeStates::Part> parts;
   for (size_t i = 0; i < outs.size() && accepted; ++i) {
@@ -89,7 +89,7 @@ void merge_states_backward(StableIValue* stack, uint64_t num_args, uint64_t) {
   const TensorView out_a = next.tensor(), lse_a = next.tensor();
   const TensorView out_b = next.tensor(), lse_b = next.tensor();
   const TensorView out = next.tensor(), softmax_lse = next.tensor();
-  bool accepted = next.on_cpu() && accept_parts(out_a, lse_a, out_b, lse_b) &&
+  bool accepted = next.are_readable() && accept_parts(out_a, lse_a, out_b, lse_b) &&
                   accept_parts(out_a, softmax_lse, out, softmax_lse) &&
                   accept_parts(out_a, dlse ? dlse : softmax_lse, dout, softmax_lse);
   if (next.recorded(accepted, 4)) return;

@@ -20,6 +20,7 @@ struct TensorView {
   const int64_t* strides = nullptr;
   DType dtype = DType::unsupported;
   bool on_cpu = true;
+  bool is_held = true;  // whether its storage has room for all elements
 
   TensorView() = default;
   explicit TensorView(AtenTensorHandle tensor) : handle(tensor) {
@@ -40,6 +41,7 @@ struct TensorView {
     strides = stride_data;
     dtype = dtype_of(code);
     on_cpu = device == aoti_torch_device_type_cpu();
+    if (on_cpu) is_held = holds_elements();
   }
 
   explicit operator bool() const { return handle != nullptr; }
@@ -71,6 +73,20 @@ struct TensorView {
     return true;
   }
   bool rows_contiguous() const { return last() <= 1 || strides[dim - 1] == 1; }
+
+ private:
+  // A storage may be freed or cut after the tensor was made, as FSDP does with gathered parameters.
+  bool holds_elements() const {
+    if (dtype == DType::unsupported) return true;  // which every op refuses
+    int64_t bytes, last_element;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &last_element));
+    for (int64_t i = 0; i < dim; ++i) {
+      if (sizes[i] == 0) return true;
+      last_element += (sizes[i] - 1) * strides[i];
+    }
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
+    return (last_element + 1) * bytes_of(dtype) <= bytes;
+  }
 };
 
 // A vector (i) or a matrix (i, j), or nothing.

@@ -7,9 +7,10 @@ from torch_paged_attn import reference
 from torch_paged_attn.testing import (
     PROBLEMS,
     Call,
+    MergeGradients,
     Truth,
     assert_accurate,
-    assert_close_as_baseline,
+    assert_accurate_merge_gradients,
     build,
 )
 
@@ -58,44 +59,17 @@ def test_merge_of_many_agrees(case, runner):
 @pytest.mark.over(DTYPES)
 def test_merge_gradients_agree(case, runner):
     """What a loss hands back for a row that no part sees may be NaN."""
-    given, golden, baseline, magnitude = merge_truth(*states(case))
-    found = runner.merge_gradients(*given)
-    for x, exact, rounded, size in zip(found, golden, baseline, magnitude, strict=True):
-        assert x.dtype == rounded.dtype and x.is_contiguous()
-        allowed = (rounded.double() - exact).abs()
-        assert_close_as_baseline(x, exact, allowed, luck(size, case), slack=0.0)
-
-
-def merge_truth(*parts):
-    """Arguments of the backward, their golden gradients, the baseline's, and what these add up."""
+    parts = states(case)
     g = torch.Generator().manual_seed(1)
     out, lse = reference.merge_states(*parts)
-    exact = reference.merge_states(*parts, precision=reference.GOLDEN)
     dout, dlse = torch.randn(out.shape, generator=g), torch.randn(lse.shape, generator=g)
     unseen = lse == -INF
     dout = dout.masked_fill(unseen.mT[..., None], float("nan")).to(out.dtype)
     dlse = dlse.masked_fill(unseen, float("nan"))
-    golden, sizes = (
-        reference.merge_states_backward(*given, precision=reference.GOLDEN)
-        for given in (
-            (dout, dlse, *parts, *exact),
-            (
-                dout.abs(),
-                dlse.abs(),
-                *(x.abs() if x.dim() == 3 else x for x in parts),
-                -out.abs(),
-                lse,
-            ),
-        )
-    )
-    given = dout, dlse, *parts, out, lse
-    return given, golden, reference.merge_states_backward(*given), sizes
-
-
-def luck(size, dtype):
-    """Of a result's `size`: `out` was rounded when it was saved, sums and weights are float32."""
-    saved = torch.finfo(dtype).eps if size.dim() == 2 and dtype.itemsize < 4 else 0.0
-    return (0.4 * saved + 4.0 * torch.finfo(torch.float32).eps) * size
+    found = runner.merge_gradients(dout, dlse, *parts, out, lse)
+    assert all(x.is_contiguous() for x in found)
+    truth = MergeGradients.by_reference(parts, dout, dlse, out, lse)
+    assert_accurate_merge_gradients(found, truth)
 
 
 def test_merge_gradients_nothing(runner):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_paged_attn.testing import assert_as_right_as
+
 ROOT = Path(__file__).parents[2]
 
 # drop when PyPI has kernels 0.18.2
@@ -123,8 +125,5 @@ def test_sentence_transformers_lays_passages_end_to_end(local_kernels):
     peer, none, _ = run("eager", "float32", program=EMBED)
     golden, _, _ = run("eager", "float64", program=EMBED)
     assert none == 0
-    ours, peer, golden = (torch.tensor(x, dtype=torch.float64) for x in (ours, peer, golden))
-    # the rule of testing.assert_accurate, for embeddings
-    eps = torch.finfo(torch.float32).eps
-    bound = 2 * ((peer - golden).abs().max() + eps * golden.abs().max())
-    assert (ours - golden).abs().max() <= bound
+    ours, peer = torch.tensor(ours), torch.tensor(peer)
+    assert_as_right_as(ours, torch.tensor(golden, dtype=torch.float64), peer)

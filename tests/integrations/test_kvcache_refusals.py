@@ -155,6 +155,11 @@ WRONG = {
         ValueError,
         "rotary_cos has dtype int32; allowed: a floating-point dtype",
     ),
+    "rotary_wider_than_keys": (
+        rotary(8, 4) | {"k": torch.zeros(BATCH, NEW, KV_HEADS, 4)},
+        ValueError,
+        "rotary_cos has 4 columns; allowed: .* at most half of head_dim 4",
+    ),
     "out_differs": (
         {"out": torch.empty(BATCH, NEW, HEADS, DIM + 1)},
         ValueError,
@@ -190,6 +195,30 @@ def test_nothing_is_written(name):
         flash_attn_with_kvcache(**call)
     assert torch.equal(call["k_cache"], before[0])
     assert torch.equal(call["v_cache"], before[1])
+
+
+GIVEN = {
+    "dense": rotary(8, 4) | {"s_aux": torch.zeros(HEADS), "alibi_slopes": torch.zeros(HEADS)},
+    "ragged": ragged() | {"cache_leftpad": int32(1, 0)},
+    "rows": ROWS | {"cache_batch_idx": int32(0, 2)},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_nothing_is_written_where_a_storage_was_freed(given):
+    """FSDP frees the storages of gathered parameters; their tensors stay."""
+    call = good_call() | GIVEN[given]
+    for name, tensor in call.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        freed = tensor.clone()
+        freed.untyped_storage().resize_(0)
+        caches = [call[cache] for cache in ("k_cache", "v_cache")]
+        before = [cache.clone() for cache in caches]
+        with pytest.raises(ValueError, match=f"kvcache: {name} has a storage of 0 bytes"):
+            flash_attn_with_kvcache(**call | {name: freed})
+        for cache, same in zip(caches, before, strict=True):
+            assert torch.equal(cache, same)
 
 
 @pytest.mark.parametrize("changed", [{}, ragged()], ids=["dense", "ragged"])

@@ -117,6 +117,9 @@ CASES = {
 }
 
 
+RESULTS = ("dout", "dlse", "out", "softmax_lse")
+
+
 def given_of(call):
     out, lse = reference.flash_varlen(**call.args)
     return call.backward(*hostile_gradients(call, out, lse), out, lse)
@@ -131,6 +134,25 @@ def gradients(call):
 @pytest.mark.parametrize("name", CASES)
 def test_sums_of_several_launches(name, small, machine):
     call = build(CASES[name])
+    backward = given_of(call)
+    found = gradients(backward)
+    assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_key_that_a_bias_hides_from_all_may_be_nan(name, machine):
+    """It lies among keys that rows see, and is loaded with them."""
+    call = build(dataclasses.replace(CASES["bias"], seqs=((20, 10),), bias="bool"))
+    call.args["attn_bias"][..., 7] = False
+    call.args[name][7] = 0.0
+    backward = given_of(call)
+    finite = gradients(backward)
+    call.args[name][7] = float("nan")
+    assert same_bits(gradients(call.backward(*(backward.args[x] for x in RESULTS))), finite)
+
+
+def test_a_bias_over_several_stretches_of_keys(machine):
+    call = build(dataclasses.replace(CASES["bias"], seqs=((20, 600),)))
     backward = given_of(call)
     found = gradients(backward)
     assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))

@@ -43,14 +43,19 @@ def test_less_than_a_mask_from_the_host_and_padded_contexts(name):
     assert counted.dma_bytes < design.dma_bytes and counted.matmuls < design.matmuls
 
 
-@pytest.mark.parametrize("name", ["2048, causal", "2048"])
+@pytest.mark.parametrize("name", ["512, causal", "512", "2048, causal", "2048"])
 def test_backward_costs_less_than_flash_attn_bwd(name):
     problem = next(p for p in cost.BACKWARD_CASES if p.name == name)
     counted, old = cost_of(problem, backward=True), cost.flash_attn_bwd_design(problem)
-    assert counted.dma_bytes + cost.surroundings(problem) <= 0.7 * old.dma_bytes
-    assert counted.matmuls <= 0.85 * old.matmuls and counted.columns <= 1.03 * old.columns
+    is_short = name.startswith("512")
+    num_bytes = counted.dma_bytes + cost.surroundings(problem)
+    assert num_bytes <= (0.95 if is_short else 0.6) * old.dma_bytes
+    assert counted.matmuls <= 0.4 * old.matmuls and counted.columns <= 0.8 * old.columns
     elementwise = counted.instructions["vector"] + counted.instructions["scalar"]
-    assert elementwise <= 0.75 * old.instructions["vector and scalar"]
+    of_old = old.instructions["vector and scalar"]
+    assert elementwise <= (0.7 if is_short else 0.4) * of_old
+    # what DMA turns instead is at most three times what flash_attn_bwd moves to and from HBM
+    assert counted.turned_bytes <= 3 * old.dma_bytes
     assert counted.peak["psum"] <= 8 * 1024 and counted.peak["sbuf"] <= 160 * 1024
 
 

@@ -6,8 +6,16 @@ import math
 import pytest
 import torch
 
-from torch_paged_attn.reference import flash_varlen
-from torch_paged_attn.testing import Truth, assert_accurate, assert_close_as_baseline
+from torch_paged_attn.reference import flash_varlen, merge_states
+from torch_paged_attn.testing import (
+    MergeGradients,
+    Truth,
+    assert_accurate,
+    assert_accurate_merge_gradients,
+    assert_as_right_as,
+    assert_close_as_baseline,
+    assert_same_in_float64,
+)
 from torch_paged_attn.testing.inputs import cumulative
 
 
@@ -138,3 +146,71 @@ def test_rows_without_a_key_are_exact():
     lse[2, 5] = -1e30
     with pytest.raises(AssertionError, match="rows that see no key"):
         assert_accurate(out.bfloat16(), lse, truth)
+
+
+def products(dtype, seed=0):
+    """A product in a dtype, and the factors in float64: what a layer of a model comes to."""
+    g = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(64, 64, generator=g).to(dtype) for _ in range(2))
+    return a, b, a.double() @ b.double()
+
+
+def with_fewer_digits(x):
+    return (16 * x.float()).to(torch.float8_e4m3fn).to(x.dtype) / 16
+
+
+WRONG_PRODUCTS = {
+    "a term is lost": lambda a, b: a[:, 1:] @ b[1:],
+    "a row is scaled": lambda a, b: torch.cat([1.03 * (a[:1] @ b), a[1:] @ b]),
+    "fewer digits": lambda a, b: with_fewer_digits(a) @ b,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_right_as_a_peer(dtype):
+    """The same sums in another order are."""
+    a, b, golden = products(dtype)
+    halves = a[:, :32].float() @ b[:32].float() + a[:, 32:].float() @ b[32:].float()
+    assert_as_right_as(halves.to(dtype), golden, a @ b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mistake", WRONG_PRODUCTS)
+def test_not_as_right_as_a_peer(mistake, dtype):
+    a, b, golden = products(dtype)
+    with pytest.raises(AssertionError, match=r"(max|mean) error"):
+        assert_as_right_as(WRONG_PRODUCTS[mistake](a, b), golden, a @ b)
+
+
+def test_two_formulas_in_float64():
+    a, b, golden = products(torch.float32)
+    a, b = a.double(), b.double()
+    assert_same_in_float64(a[:, :32] @ b[:32] + a[:, 32:] @ b[32:], golden)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same_in_float64(golden * (1 + 1e-10), golden)
+    with pytest.raises(AssertionError, match="float32"):
+        assert_same_in_float64(golden.float(), golden)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_same_in_float64(golden[:1], golden)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same_in_float64(golden.masked_fill(golden == golden.max(), math.nan), golden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_merged_states(dtype):
+    g = torch.Generator().manual_seed(0)
+    parts = [
+        x
+        for _ in range(2)
+        for x in (torch.randn(37, 5, 33, generator=g).to(dtype), torch.randn(5, 37, generator=g))
+    ]
+    out, lse = merge_states(*parts)
+    dout, dlse = torch.randn(out.shape, generator=g).to(dtype), torch.randn(lse.shape, generator=g)
+    truth = MergeGradients.by_reference(parts, dout, dlse, out, lse)
+    assert_accurate_merge_gradients(truth.baseline, truth)
+    for i, gradient in enumerate(truth.baseline):
+        for factor in (0.97, 1.03):
+            found = list(truth.baseline)
+            found[i] = gradient * factor
+            with pytest.raises(AssertionError, match=r"(max|mean) error"):
+                assert_accurate_merge_gradients(found, truth)

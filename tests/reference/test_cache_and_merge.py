@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torch_paged_attn.reference import GOLDEN, flash_varlen, merge_states, reshape_and_cache
+from torch_paged_attn.testing import assert_same_in_float64
 from torch_paged_attn.testing.inputs import cumulative
 
 
@@ -62,4 +63,4 @@ def test_halves_merge_to_the_whole():
 
     merged = merge_states(*over(slice(0, 4)), *over(slice(4, 10)), precision=GOLDEN)
     for got, want in zip(merged, over(slice(0, 10)), strict=True):
-        assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+        assert_same_in_float64(got, want)

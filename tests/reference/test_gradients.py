@@ -5,16 +5,11 @@ import torch
 
 from torch_paged_attn import reference
 from torch_paged_attn.reference import GOLDEN
-from torch_paged_attn.testing import build
+from torch_paged_attn.testing import assert_same_in_float64, build
 from torch_paged_attn.testing.problems import DIFFERENTIABLE, EXTENDED_DIFFERENTIABLE
 
 FORWARD_ALONE = ("out_dtype", "batch_invariant")
 INPUTS = ("q", "k", "v", "attn_bias", "sinks")
-
-
-def close(found, wanted):
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype == torch.float64
-    assert (found - wanted).abs().max() <= 1e-11 * (1 + wanted.abs().max()), found - wanted
 
 
 def in_float64(args):
@@ -50,7 +45,7 @@ def test_attention(name):
     found = getattr(reference, f"{call.op}_backward")(**given, **results, precision=GOLDEN)
     for x, which in zip(found, INPUTS, strict=True):
         if which in leaves:
-            close(x, wanted[which])
+            assert_same_in_float64(x, wanted[which])
         else:
             assert x.shape == (0,)
 
@@ -71,9 +66,9 @@ def test_a_part_of_the_keys_has_its_share():
     given = dict(dout=dout, dlse=dlse, out=out, softmax_lse=lse, precision=GOLDEN)
     dq, dk, dv, *_ = reference.flash_varlen_backward(**whole, **given)
     a, b = (reference.flash_varlen_backward(**part, **given) for part in parts)
-    close(a[0] + b[0], dq)
-    close(torch.cat([a[1], b[1]]), dk)
-    close(torch.cat([a[2], b[2]]), dv)
+    assert_same_in_float64(a[0] + b[0], dq)
+    assert_same_in_float64(torch.cat([a[1], b[1]]), dk)
+    assert_same_in_float64(torch.cat([a[2], b[2]]), dv)
 
     # and so have parts that are merged, each by its own results
     states = [reference.flash_varlen(**part, precision=GOLDEN) for part in parts]
@@ -89,9 +84,9 @@ def test_a_part_of_the_keys_has_its_share():
             (2, parts[1], dict(out=flat[2], softmax_lse=flat[3])),
         )
     )
-    close(a[0] + b[0], dq)
-    close(torch.cat([a[1], b[1]]), dk)
-    close(torch.cat([a[2], b[2]]), dv)
+    assert_same_in_float64(a[0] + b[0], dq)
+    assert_same_in_float64(torch.cat([a[1], b[1]]), dk)
+    assert_same_in_float64(torch.cat([a[2], b[2]]), dv)
 
 
 def test_merge_states():
@@ -112,7 +107,7 @@ def test_merge_states():
     results = out.detach(), lse.detach()
     found = reference.merge_states_backward(dout, dlse, *values, *results, precision=GOLDEN)
     for x, y in zip(found, wanted, strict=True):
-        close(x, y.nan_to_num(0.0))
+        assert_same_in_float64(x, y.nan_to_num(0.0))
 
 
 class Attend(torch.autograd.Function):

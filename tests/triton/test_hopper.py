@@ -149,7 +149,7 @@ def test_unsupported_places_beside_a_layout():
 def test_unsupported_pages_and_chips():
     assert "page_size" in unsupported(dataclasses.replace(SHAPES[0], page_size=24))
     wide = dataclasses.replace(SHAPES[0], page_size=48, head_dim=256, window_size_left=70)
-    assert "page_size" in unsupported(wide)
+    assert unsupported(wide) is None
     with assume(Target.of_arch("sm100", 148)):
         assert "Hopper" in support.unsupported(hopper_call(SHAPES[0]))
 
@@ -296,17 +296,23 @@ GUESSED = tuple(
 COMPILED = ("guessed_g4_d256_page1", "guessed_g5", "guessed_kv_e4m3")
 
 
-@pytest.mark.parametrize("is_dealt", [False, True], ids=["listed", "dealt"])
+@pytest.mark.parametrize("kind", ["listed", "dealt", "numbered"])
 @pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
-def test_guessed_tokens(problem, is_dealt, compiler):
+def test_guessed_tokens(problem, kind, compiler):
     """Few queries of a sequence, in the rows of one consumer."""
-    form = tiles.Form(is_guessed=True, is_dealt=is_dealt)
+    form = tiles.Form(is_guessed=True, is_dealt=kind == "dealt", is_numbered=kind == "numbered")
     with assume(HOPPER):
-        call = hopper_call(problem, max_seqlen_k=2**17 if is_dealt else 64)
+        call = hopper_call(problem, max_seqlen_k=64 if kind == "numbered" else 2**17)
         assert flash_varlen.kernels_of(call, 8)[0] == "hopper"
-        assert flash_varlen.form_of(call, 8)._replace(is_dealt=is_dealt) == form
+        found = flash_varlen.form_of(call, 8)
+        # the others differ by how many keys there are; windows show few, and 8 bits have a list
+        is_uncut = found.is_numbered
+        assert found == tiles.Form(is_guessed=True, is_dealt=found.is_dealt, is_numbered=is_uncut)
+        assert is_uncut is support.is_uncut(call)
+        if kind == "numbered":
+            assert is_uncut is not support.converts(call)
     if not HAS_HOPPER:
-        if problem.name in COMPILED and is_dealt:
+        if problem.name in COMPILED and kind == "dealt":
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
             assert all(k.faults("sm90", problem.name) == [] for k in kernels)
         return
@@ -342,7 +348,7 @@ def test_many_keys_are_dealt_out():
         (17, 1, 4096, (8, 1, 128), "portable"),
         (33, 1, 4096, (8, 1, 128), "dealt"),
         (90, 1, 131072, (8, 1, 128), "portable"),
-        (16, 1, 512, (8, 4, 256), "listed"),
+        (16, 1, 512, (8, 4, 256), "numbered"),
         (16, 1, 2048, (8, 4, 256), "portable"),
         # guessed tokens of few rows
         (7, 2, 2048, (40, 8, 128), "listed"),
@@ -351,8 +357,13 @@ def test_many_keys_are_dealt_out():
         (19, 4, 2048, (8, 4, 256), "listed"),
         # of many rows: by keys, but not where each tile has few
         (4, 8, 8192, (8, 1, 128), "listed"),
-        (69, 4, 2048, (32, 32, 128), "dealt"),
-        (87, 8, 1024, (32, 32, 128), "listed"),
+        (69, 4, 2048, (32, 32, 128), "numbered"),
+        (69, 4, 4096, (32, 32, 128), "dealt"),
+        (87, 8, 1024, (32, 32, 128), "numbered"),
+        (2, 7, 2048, (28, 4, 128), "dealt"),  # few keys, few tiles
+        (11, 1, 1024, (64, 8, 128), "numbered"),
+        (11, 1, 2048, (64, 8, 128), "portable"),
+        (11, 1, 1024, (32, 8, 128), "portable"),
     ],
 )
 def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
@@ -365,7 +376,7 @@ def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
         if found == "hopper":
             form = flash_varlen.form_of(call, queries)
             assert form.is_guessed
-            found = "dealt" if form.is_dealt else "listed"
+            found = "dealt" if form.is_dealt else "numbered" if form.is_numbered else "listed"
         assert found == kernels
 
 
@@ -427,8 +438,10 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
         (((381, 8500),), (8, 4, 256), 16384, 2),
         (((482, 4000),), (8, 4, 256), 8192, 1),
         (((219, 1867),), (32, 32, 128), 4096, 1),  # one wave of tiles
-        (((243, 70),), (40, 8, 128), 512, 2),  # more than one
-        (((219, 1867),), (8, 8, 128), 4096, 2),  # less than half of one
+        (((243, 70),), (40, 8, 128), 512, 1),  # two
+        (((443, 70),), (40, 8, 128), 512, 2),  # more
+        (((219, 1867),), (8, 8, 128), 4096, 1),  # less than half of one
+        (((115, 14735),), (8, 4, 256), 16384, 1),  # so few that keys are what there is to share
         (((1775, 27000),) * 4, (64, 8, 64), 32768, 3),
         (((1775, 2000),) * 4, (64, 8, 64), 4096, 2),
     ],

@@ -86,8 +86,9 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
 @pytest.mark.parametrize(
     "options, longest_keys, expected",
     [
-        (dict(), 900, (128, 8, 64, 2)),
-        (dict(), 2048, (128, 8, 64, 2)),
+        (dict(), 900, (128, 8, 128, 1)),
+        (dict(), 2048, (128, 8, 128, 1)),
+        (dict(seqs=((500, 0), *SHORT_STEP)), 900, (128, 8, 64, 2)),  # more rows
         (dict(), 2049, None),  # tiles may have to be cut
         (dict(), 0, None),  # nobody says
         (dict(seqs=SHORT_STEP[:5] * 40 + SHORT_STEP[5:]), 900, None),  # a tile for each decode
@@ -96,14 +97,14 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
         (dict(window_size_left=127), 0, (128, 8, 64, 1)),
         (dict(window_size_left=127, seqs=((900, 0), *SHORT_STEP)), 0, (128, 8, 64, 1)),
         (dict(window_size_left=4095), 0, None),
-        (dict(num_heads=56), 900, (128, 7, 128, 2)),
+        (dict(num_heads=56), 900, (128, 7, 128, 1)),
         (dict(num_heads=56, seqs=((500, 0), *SHORT_STEP)), 900, (128, 7, 128, 2)),
-        (dict(num_heads=40), 900, (128, 5, 128, 2)),
+        (dict(num_heads=40), 900, (128, 5, 128, 1)),
         (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 128, 2)),
         (dict(page_size=1), 900, (128, 8, 128, 1)),
         (dict(page_size=1, seqs=SHORT_STEP * 3), 900, None),
-        (dict(head_dim=64), 900, None),
-        (dict(head_dim=64, window_size_left=127), 900, None),
+        (dict(head_dim=64), 900, (64, 8, 128, 1)),
+        (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
         (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
         (dict(kv_dtype=torch.int8), 900, None),
         (dict(num_heads=16, head_dim=256), 900, (256, 2, 64, 1)),

@@ -35,6 +35,13 @@ def in_one_call(
         return None  # nothing has been written: the long way does it, or says what is wrong
 
 
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x (..., head_dim) as kernels read it: the last dimension contiguous, other strides as they
+    come. As in flash-attn, a tensor that is not so is copied.
+    """
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
 def end_to_end(x: Tensor) -> bool:
     """Whether the rows of (batch, seqlen, ...) follow one another in memory."""
     return x.shape[0] <= 1 or x.numel() == 0 or x.stride(0) == x.shape[1] * x.stride(1)
@@ -106,13 +113,14 @@ def new_tokens(
                 f"{checks.OP}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
                 f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
             )
+        k, v = with_whole_rows(k), with_whole_rows(v)
         return NewTokens(k.flatten(0, 1), v.flatten(0, 1), None, k.shape[1])
     checks.check_per_sequence("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "(batch + 1,)")
     for name, x in (("k", k), ("v", v)):
         checks.check_tensor(name, x, "(total_new, num_kv_heads, head_dim)")
     if may_read:
         checks.check_bounds("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "total_new")
-    return NewTokens(k, v, cu_seqlens_k_new, 0)
+    return NewTokens(with_whole_rows(k), with_whole_rows(v), cu_seqlens_k_new, 0)
 
 
 def behind_leftpad(

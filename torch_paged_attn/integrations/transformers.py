@@ -7,8 +7,10 @@
     paged.use(model)  # for model.generate_batch
 
 `register` adds names to Transformers' two public registries, AttentionInterface and
-AttentionMaskInterface. A mask stays two-dimensional or None, as for FlashAttention: no mask of
-(queries, keys) is built. Sliding windows, softcap and sinks reach the op in every mode.
+AttentionMaskInterface. Causal and windowed attention, padding, packed rows and cross attention over
+padded encoders build no mask of (queries, keys). Any other pattern does, as for SDPA: chunks
+(Llama 4), images that see themselves (Gemma 3), a caller's own mask function. Softcap and sinks
+reach the op in every mode.
 
 Under continuous batching the op reads full-attention layers through a block table from
 Transformers' own pages, where new keys and values are written by slot. Sliding layers keep their
@@ -17,6 +19,8 @@ flash path reads them: padding masks, and positions of a row that may be packed.
 Transformers 5.17 to 5.23.
 """
 
+from collections.abc import Callable
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -44,7 +48,7 @@ def register() -> None:
     # 5.17 puts "paged|" before the name of a model that enters continuous batching
     for name in (NAME, f"paged|{NAME}", BATCH_NAME):
         AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, padding_mask)
+        AttentionMaskInterface.register(name, make_mask)
 
 
 def use(model: Any) -> Any:
@@ -59,25 +63,136 @@ def use(model: Any) -> Any:
     return model
 
 
-def padding_mask(
+def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    device: torch.device | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Tensor | None:
-    """The (batch, keys) mask of a forward pass, None if no key is hidden."""
-    from transformers.masking_utils import flash_attention_mask
+    """Who sees what in a forward pass, as little of it as `attention_forward` needs.
 
-    written = q_offset + q_length - kv_offset
-    if (
-        attention_mask is None and written < kv_length
-    ):  # the rest of a static cache is not there yet
-        return torch.ones(batch_size, written, dtype=torch.bool, device=device)
-    return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=attention_mask)
+    Arguments are those of Transformers' own mask interfaces. Query i has position `q_offset + i`,
+    key j `kv_offset + j`; attention_mask (batch, seen tokens) is False where a token is padding.
+
+    Returns one of:
+        None: every key that the layer's causality and window leave.
+        (batch, keys) bool, of which the last `q_length` are the queries: False for padding. Keys
+            past the last column are not written yet.
+        cu_seqlens (num_sequences + 1,) int32: sequences that stand end to end in the batch's rows.
+        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen, whatever
+            the layer says of causality and window.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    mask_function = mask_function or causal_mask_function
+
+    def all_pairs() -> Tensor | None:
+        call: dict[str, Any] = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        return sdpa_mask(**(options | call))
+
+    if torch.compiler.is_compiling():
+        pattern = _pattern_of_arguments(mask_function, options)
+        values_matter = attention_mask is not None or isinstance(q_offset, Tensor)
+    else:
+        pattern, packed = _pattern(mask_function)
+        if packed is not None and pattern in CAUSAL:
+            return _cu_seqlens_of_rows(packed)
+        values_matter = isinstance(q_offset, Tensor) and q_length == 1  # a static cache's decode
+    if values_matter:  # reading them here would wait for the device
+        return all_pairs()
+    if pattern == CHUNKED and kv_offset + kv_length <= options["local_size"]:
+        pattern = {"causal_mask_function"}
+
+    written = kv_length
+    if pattern in CAUSAL:
+        written = min(kv_length, int(q_offset) + q_length - kv_offset)
+    elif pattern not in BIDIRECTIONAL or (len(pattern) > 1 and q_length != kv_length):
+        return all_pairs()
+    keys = _keys(attention_mask, kv_offset, written)
+    if pattern == {"bidirectional_mask_function"}:
+        if keys is None:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=options.get("device"))
+        return keys[:, None, None]  # the queries may be those of another sequence
+    if keys is not None and len(pattern) > 1 and _has_holes(keys):
+        return all_pairs()  # a window counts hidden keys too
+    if keys is None and written < kv_length:
+        return torch.ones(batch_size, written, dtype=torch.bool, device=options.get("device"))
+    return keys
+
+
+# Mask functions by the names of what makes them in transformers.masking_utils
+CAUSAL = ({"causal_mask_function"}, {"causal_mask_function", "sliding_window_overlay"})
+BIDIRECTIONAL = (
+    {"bidirectional_mask_function"},
+    {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"},
+)
+CHUNKED = {"causal_mask_function", "chunked_overlay"}
+
+
+def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None]:
+    """Names of the functions that a mask function joins by `and`, and (batch, tokens) numbers of
+    the sequence of each token where rows hold several sequences."""
+    name = mask_function.__qualname__.partition(".")[0]
+    if mask_function.__module__ != "transformers.masking_utils":
+        return {f"{mask_function.__module__}.{name}"}, None
+    if name == "and_masks":
+        parts = map(_pattern, getclosurevars(mask_function).nonlocals["mask_functions"])
+        names, packed = zip(*parts, strict=True)
+        return set().union(*names), next((p for p in packed if p is not None), None)
+    if name == "packed_sequence_mask_function":
+        return set(), getclosurevars(mask_function).nonlocals["packed_sequence_mask"]
+    if name == "remap_positions_for_packed_sequence":  # what is in a sequence stays as it is
+        return _pattern(getclosurevars(mask_function).nonlocals["mask_function"])
+    return {name}, None
+
+
+def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, Any]) -> set[str]:
+    """The same by the other arguments alone: torch.compile does not look into closures. It takes
+    every row for one sequence, since Transformers then does not say which rows are packed."""
+    if options.get("use_vmap") or mask_function.__name__ == "or_mask":
+        return {"unknown"}
+    local, config = options.get("local_size"), options.get("config")
+    bidirectional = "allow_is_bidirectional_skip" in options
+    if local is None:
+        return BIDIRECTIONAL[0] if bidirectional else CAUSAL[0]
+    if local == getattr(config, "sliding_window", None):
+        return BIDIRECTIONAL[1] if bidirectional else CAUSAL[1]
+    return CHUNKED
+
+
+def _keys(attention_mask: Tensor | None, kv_offset: int, length: int) -> Tensor | None:
+    """(batch, length) bool: the keys from kv_offset on that are no padding. None if all are."""
+    if attention_mask is None:
+        return None
+    keys = attention_mask[:, kv_offset : kv_offset + length].bool()
+    keys = torch.nn.functional.pad(keys, (0, length - keys.shape[1]))
+    return None if keys.all() else keys
+
+
+def _has_holes(keys: Tensor) -> bool:
+    """Whether a hidden key has keys on both sides."""
+    return bool((keys.int().diff() == 1).sum(1).add(keys[:, 0]).gt(1).any())
+
+
+def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:
+    """Bounds of the sequences in (batch, tokens) numbers of each token's sequence."""
+    starts = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True).flatten()
+    bounds = starts.nonzero().flatten().int()
+    return torch.nn.functional.pad(bounds, (0, 1), value=sequence.numel())
 
 
 def attention_forward(
@@ -114,7 +229,13 @@ def attention_forward(
     if position_bias is not None:
         raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
 
-    if sliding_window is not None and sliding_window < 1:
+    mask_dim = None if attention_mask is None else attention_mask.dim()
+    if attention_mask is not None and mask_dim not in (1, 2, 4):
+        raise ValueError(
+            "torch_paged_attn: attention_mask must have 2 or 4 dimensions in Transformers, got "
+            f"shape {tuple(attention_mask.shape)}"
+        )
+    if sliding_window is not None and sliding_window < 1 and mask_dim != 4:
         # Transformers' masks show such a layer no key, and its SDPA answers 0; the op's -1 would
         # show it all keys
         batch, heads, length, _ = query.shape
@@ -140,14 +261,18 @@ def attention_forward(
             kwargs,
             options,
         )
-    elif attention_mask is not None and attention_mask.dim() == 2:
+    elif attention_mask is not None and mask_dim == 4:
+        out = _masked(query, key, value, attention_mask, options)
+    elif attention_mask is not None and mask_dim == 2:
         return _padded(query, key, value, attention_mask, options), None
     elif cu_seq_lens_q is not None:
         out = _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options)
+    elif attention_mask is not None:
+        out = _packed(query, key, value, attention_mask, None, options)
     elif (cu_seqlens := _packed_row(query, key, position_ids)) is not None:
         out = _packed(query, key, value, cu_seqlens, None, options)
     else:
-        out = _dense(query, key, value, attention_mask, options)
+        out = _dense(query, key, value, options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
@@ -161,7 +286,10 @@ def _cu_seqlens(lengths: Tensor) -> Tensor:
 
 
 def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tensor | None:
-    """cu_seqlens of a packed row, which is one whose positions start over; None for other rows."""
+    """cu_seqlens of a packed row, which is one whose positions start over; None for other rows.
+
+    Models that do not tell `make_mask` their positions tell the layer, as for FlashAttention.
+    """
     batch, _, length, _ = query.shape
     if position_ids is None or position_ids.dim() != 2:
         return None
@@ -187,33 +315,62 @@ def _packed(
     return flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
 
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    options: dict[str, Any],
+def _equal_rows(query: Tensor) -> Tensor:
+    """cu_seqlens_q of a batch whose rows are full."""
+    batch, _, length, _ = query.shape
+    return length * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """Sequences of one length without padding."""
+    if query.shape[2] == key.shape[2]:
+        return _packed(query, key, value, _equal_rows(query), None, options)
+    lengths = torch.full((len(key),), key.shape[2], dtype=torch.int32, device=key.device)
+    return _paged(query, key, value, lengths, options)
+
+
+def _paged(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Sequences of one length without padding. A four-dimensional mask becomes attn_bias."""
-    batch, _, query_len, _ = query.shape
-    key_len = key.shape[2]
-    if attention_mask is not None:
-        bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
-        options = {**options, "attn_bias": bias, "causal": False}
-    cu_seqlens_q = query_len * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    if query_len == key_len:
-        return _packed(query, key, value, cu_seqlens_q, None, options)
-    # a cache of (batch, heads, length, head_dim) has one page per sequence: nothing is copied
+    """The first lengths (batch,) keys of each row. A cache of (batch, heads, length, head_dim) has
+    one page per sequence: nothing is copied."""
+    pages = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
     return flash_varlen(
         _rows(query),
         key,
         value,
-        cu_seqlens_q,
+        _equal_rows(query),
         None,
-        seqused_k=torch.full((batch,), key_len, dtype=torch.int32, device=key.device),
-        block_table=torch.arange(batch, dtype=torch.int32, device=key.device)[:, None],
+        seqused_k=lengths,
+        block_table=pages,
         **options,
     )[0]
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Attention to exactly the keys of a four-dimensional mask, bool or added to the logits."""
+    options = {**options, "causal": False, "window_size_left": -1, "window_size_right": -1}
+    batch, _, query_len, _ = query.shape
+    by_key = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
+    if by_key and attention_mask.shape[3] == 1 < key.shape[2]:  # `make_mask`: all of them
+        return _dense(query, key, value, options)
+    if by_key and query_len > 1 and not torch.compiler.is_compiling():
+        keys = attention_mask[:, 0, 0].expand(batch, -1)
+        k, v = (x.transpose(1, 2)[:, : keys.shape[1]][keys] for x in (key, value))
+        cu_seqlens_k = _cu_seqlens(keys.sum(1))
+        return flash_varlen(_rows(query), k, v, _equal_rows(query), cu_seqlens_k, **options)[0]
+    bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
+    options["attn_bias"] = bias
+    if query_len == key.shape[2]:
+        return _packed(query, key, value, _equal_rows(query), None, options)
+    if attention_mask.dtype == torch.bool:  # a static cache ends where its written part does
+        positions = torch.arange(1, 1 + bias.shape[2], dtype=torch.int32, device=key.device)
+        lengths = (attention_mask.expand(batch, -1, -1, -1) * positions).amax((1, 2, 3)).int()
+    else:
+        lengths = torch.full((batch,), bias.shape[2], dtype=torch.int32, device=key.device)
+    return _paged(query, key, value, lengths, options)
 
 
 def _padded(
@@ -234,7 +391,7 @@ def _padded(
         _cu_seqlens(keys.sum(1)),
         **options,
     )
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    out = packed.new_zeros(*q.shape[:3], v.shape[3])  # under autocast of packed's type
     out[queries] = packed
     return out
 

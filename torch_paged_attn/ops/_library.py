@@ -15,6 +15,7 @@ from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
+from torch_paged_attn.ops.checks import check_storage
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -50,8 +51,9 @@ def define(
     that q, k and v are cast under `torch.autocast`.
 
     `check` raises for metadata and options the contract forbids and reads no tensor value;
-    `check_values` raises for what tensors hold. `<op>_error` runs both and answers with the text,
-    so that a compiled backend only has to notice that something is wrong.
+    `check_values` raises for what tensors hold. `<op>_error` runs both, once every tensor is known
+    to have its storage, and answers with the text, so that a compiled backend only has to notice
+    that something is wrong.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
@@ -143,8 +145,13 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     # what is composed of PyTorch's operators checks nothing itself
     checks = [] if backend.checks_metadata and backend.has(name) else [check]
     if environment.CHECK:
-        checks = [check, check_values]
+        checks = [functools.partial(_check_storages, GATES[name]), check, check_values]
     return GATES[name].guarded(_checked(function, checks) if checks else function)
+
+
+def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:
+    for name, tensor in gate.pairs(args):
+        check_storage(gate.op._schema.name.removeprefix("paged_attn::"), name, tensor)
 
 
 def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) -> Callable[..., Any]:
@@ -182,6 +189,7 @@ def _explain(
     gate: Gate, name: str, checks: tuple[Callable[..., None], ...], *args: Any, **kwargs: Any
 ) -> str:
     try:
+        _check_storages(gate, *args)
         for check in checks:
             check(*args, **kwargs)
         if name in ATTENTION:

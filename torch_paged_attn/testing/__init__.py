@@ -1,8 +1,15 @@
 """What a backend is tested with: named problems, their inputs, one accuracy rule."""
 
-from torch_paged_attn.testing.accuracy import Truth, assert_accurate, assert_close_as_baseline
+from torch_paged_attn.testing.accuracy import (
+    Truth,
+    assert_accurate,
+    assert_as_right_as,
+    assert_close_as_baseline,
+    assert_same_in_float64,
+)
 from torch_paged_attn.testing.gradients import Gradients, assert_accurate_gradients
 from torch_paged_attn.testing.inputs import Call, build
+from torch_paged_attn.testing.merging import MergeGradients, assert_accurate_merge_gradients
 from torch_paged_attn.testing.problems import (
     DIFFERENTIABLE,
     EXTENDED,
@@ -22,10 +29,14 @@ __all__ = [
     "Call",
     "Gradients",
     "Layout",
+    "MergeGradients",
     "Problem",
     "Truth",
     "assert_accurate",
     "assert_accurate_gradients",
+    "assert_accurate_merge_gradients",
+    "assert_as_right_as",
     "assert_close_as_baseline",
+    "assert_same_in_float64",
     "build",
 ]

@@ -26,6 +26,9 @@ from torch_paged_attn.testing.scales import EPS_FLOAT32, Observer
 # softmax_lse may be this far off, and four roundings of itself
 LSE_TOLERANCE = 2e-5
 
+# two float64 formulas may be this far apart, for numbers up to 1
+FLOAT64_TOLERANCE = 1e-12
+
 # a sum of terms below 2**-126
 FLUSHED = 2.0**-116
 
@@ -118,6 +121,28 @@ def assert_close_as_baseline(
     assert error.mean() <= mean_allowed, (
         f"mean error {error.mean():.3g}, allowed {mean_allowed:.3g}"
     )
+
+
+def assert_as_right_as(actual: Tensor, golden: Tensor, peer: Tensor) -> None:
+    """The rule for what no reference of ours computes, such as the gradients of a whole model.
+
+    `golden` is it in float64, and `peer` what another implementation of the same precision as
+    `actual` makes of it: `actual` may be as far from golden as that is. The peer's error is a draw
+    of luck as well, so the mean is granted an eps of a number.
+    """
+    golden = golden.detach().cpu().double()
+    error = (peer.detach().cpu().double() - golden).abs()
+    assert_close_as_baseline(actual.detach(), golden, error, torch.zeros_like(golden), slack=1.0)
+
+
+def assert_same_in_float64(found: Tensor, wanted: Tensor) -> None:
+    """The rule for golden itself: two formulas in float64, which differ in the order of sums."""
+    assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
+    assert found.dtype == wanted.dtype == torch.float64, f"{found.dtype}, {wanted.dtype}"
+    if found.numel() == 0:
+        return
+    error, largest = (found - wanted).abs().max(), wanted.abs().max()
+    assert error <= FLOAT64_TOLERANCE * (1.0 + largest), f"off by {error:.3g} of {largest:.3g}"
 
 
 def assert_rows(out: Tensor, golden: Tensor, row_error: Tensor, row_along: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch_paged_attn.backends.neuron.plan import (
 from torch_paged_attn.backends.neuron.plan_cache import PlanCache
 from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
 from torch_paged_attn.backends.neuron.runtime import num_programs
-from torch_paged_attn.backends.neuron.tile_sizes import STACK_BYTES, TileSizes
+from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
 from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
 from torch_paged_attn.backends.neuron.work_list import KeyTile, list_items, spans_of
 
@@ -31,7 +31,8 @@ SHORTEST = 1024  # keys of the longest tile, where there is room for them
 # pairs of a tile of rows and one of scores in an item, all of them unrolled
 MOST_PAIRS = 256
 
-KEY_BYTES = 48 * 1024  # of a partition, for an item's keys and values and their transposes
+# of a partition: for an item's keys and values and their transposes, and for what a stack keeps
+KEY_BYTES, STACK_BYTES = 48 * 1024, 112 * 1024
 PSUM_BANKS, BANK_FLOATS = 8, 512
 
 
@@ -93,7 +94,9 @@ def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
     steps = [-(-dim // P) for dim in dims]
     # of each partition: a key or query, its gradient or value, both also transposed
     row = (sum(dims) + sum(steps) * P) * call.q.itemsize
-    depths = [n for n in DEPTHS if n * (row + steps[0] * P * 4) <= STACK_BYTES or n == 1]
+    # a query's result besides, and its gradient in float32
+    kept = row + call.head_dim_v * call.q.itemsize + steps[0] * P * 4
+    depths = [n for n in DEPTHS if n * kept <= STACK_BYTES or n == 1]
     key_tiles = [n for n in KEY_TILES if n // P * row <= KEY_BYTES or n == P]
     # a stretch of keys is as long as a stack of queries, so that the diagonal runs through both
     tokens = max(SHORTEST, depths[-1] * P // heads.members)

@@ -1,7 +1,7 @@
 """`flash_varlen_backward` on Neuron: see `kernels/attention_backward.py` for the algorithm.
 
-Around the kernel, in plain PyTorch, which the graph compiler fuses: each row's delta, the gradient
-of the sinks, and where a bias's gradient belongs.
+Around the kernel, in plain PyTorch, which the graph compiler fuses: the gradient of the sinks, and
+where a bias's gradient belongs.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.neuron.attention import is_dynamic, refuse, rows_of, unsupported
 from torch_paged_attn.backends.neuron.backward_plan import (
     BackwardLaunch,
-    BackwardPlan,
     plan_backward,
 )
 from torch_paged_attn.backends.neuron.bias_gradient import BiasTask
@@ -58,28 +57,33 @@ def flash_varlen_backward(*args: Any, **kwargs: Any) -> Gradients:
 
 @dataclasses.dataclass(frozen=True)
 class RowNumbers:
-    """What each query row has to itself, `(total_q, num_heads)` float32, and its dout."""
+    """What each query row has to itself, `(total_q, num_heads)`, and its dout and out."""
 
     dout: Tensor  # contiguous: sums along it have the same bits whatever its strides were
-    lse: Tensor
-    delta: Tensor  # dout . out - dlse; 0 in a row that sees nothing, whatever dout holds there
+    out: Tensor
+    lse: Tensor  # float32
+    dlse: Tensor  # float32; 0 in a row that sees nothing, whatever it is there
     is_empty: Tensor
 
     @classmethod
     def of(cls, call: BackwardCall) -> "RowNumbers":
         """The rows of a call."""
         lse = call.softmax_lse.float().mT
-        dout = call.dout.contiguous()
-        delta = (dout.float() * call.out.contiguous().float()).sum(-1)
-        if call.dlse is not None:
-            delta = delta - call.dlse.mT
         is_empty = lse == float("-inf")
-        return cls(dout, lse, delta.masked_fill(is_empty, 0.0), is_empty)
+        dlse = torch.zeros_like(lse) if call.dlse is None else call.dlse.mT
+        dlse = dlse.float().masked_fill(is_empty, 0.0)
+        return cls(call.dout.contiguous(), call.out.contiguous(), lse, dlse, is_empty)
+
+    def without_empty(self) -> "RowNumbers":
+        """The same, with nothing in the rows that see nothing."""
+        dout, out = (x.masked_fill(self.is_empty[..., None], 0.0) for x in (self.dout, self.out))
+        return dataclasses.replace(self, dout=dout, out=out)
 
     def gradient_of(self, sinks: Tensor) -> Tensor:
         """The sink is a key without a value: its gradient is -P delta, summed over the queries."""
-        p = (sinks - self.lse).exp().masked_fill(self.is_empty, 0.0)
-        return -(p * self.delta).sum(0)
+        delta = (self.dout.float() * self.out.float()).sum(-1) - self.dlse
+        p = (sinks - self.lse).exp() * delta
+        return -p.masked_fill(self.is_empty, 0.0).sum(0)
 
     def scalars(self, call: AttentionCall, heads: Heads) -> Tensor:
         """`(total_q * num_heads, NUM_SCALARS)`, as the kernel reads them."""
@@ -87,7 +91,7 @@ class RowNumbers:
         slopes = slopes.transpose(1, 2).flatten(1, 2)
         minus_lse = -self.lse.clamp(min=LOWEST)
         minus_lse = minus_lse.masked_fill(self.is_empty, MASKED)
-        return torch.stack([minus_lse, self.delta, slopes], 2).flatten(0, 1)
+        return torch.stack([minus_lse, self.dlse, slopes], 2).flatten(0, 1)
 
 
 def _launch_all(
@@ -109,11 +113,10 @@ def _launch_all(
     if forward.dropout_p > 0.0:
         assert forward.rng_state is not None  # checked
         words = philox_words(forward.rng_state, forward.dropout_p)
-    dout = numbers.dout
     if forward.attn_bias is not None:
         # its mask alone leaves rows that the plan does not know to be empty
-        dout = dout.masked_fill(numbers.is_empty[..., None], 0.0)
-    q, dout = (x.reshape(-1, x.shape[2]) for x in (forward.q, dout))
+        numbers = numbers.without_empty()
+    q, dout, out = (x.reshape(-1, x.shape[2]) for x in (forward.q, numbers.dout, numbers.out))
     scalars = numbers.scalars(forward, heads)
     wants = wants_dq, wants_dkv, wants_dbias
     for step in plan.launches:
@@ -128,6 +131,7 @@ def _launch_all(
             k=k.storage,
             v=v.storage,
             dout=dout,
+            out=out,
             indices=task.info.indices,
             bounds=task.info.bounds,
             positions=task.info.positions,
@@ -135,7 +139,7 @@ def _launch_all(
             words=words,
             row_scalars=scalars,
             bias=task.rows,
-            options=_options(forward, plan, step, (k, v), wants),
+            options=_options(forward, step, (k, v), wants),
         )
         if wants_dbias:
             task.add_to(dbias, heads)
@@ -159,7 +163,6 @@ def _target(result: Tensor, like: Tensor, is_wanted: bool, is_sum: bool) -> Tens
 
 def _options(
     call: AttentionCall,
-    plan: BackwardPlan,
     step: BackwardLaunch,
     rows: tuple[PagedKV, PagedKV],
     wants: tuple[bool, bool, bool],
@@ -193,6 +196,5 @@ def _options(
         wants_dbias=wants_dbias,
         adds_dq=step.adds_dq,
         adds_dkv=step.adds_dkv,
-        sums_dkv=plan.adds_dkv,
         is_dynamic=is_dynamic(step.info, 1),
     )

@@ -111,6 +111,8 @@ def form_of(call: AttentionCall, longest: int) -> Form:
     is_guessed = support.is_guessed(call, longest)
     if not is_guessed and support.are_few_chunks(call):
         return Form(is_numbered=True)
+    if is_guessed and support.is_uncut(call):
+        return Form(is_guessed=True, is_numbered=True)
     is_dealt = is_guessed and support.is_dealt(call)
     return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
 

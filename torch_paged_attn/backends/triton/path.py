@@ -112,7 +112,8 @@ def _portable(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[
     """Tiles of the portable kernel, and the bytes of its partial results and counters."""
     traits = portable.traits_of(call, target_of(call.q.device))
     sizes = call.total_q, call.batch, portable.key_bound(call)
-    tiles = portable.choose_tiles(traits, *sizes, is_beside=is_beside, longest=longest)
+    reach = portable.said_reach(call)
+    tiles = portable.choose_tiles(traits, *sizes, is_beside=is_beside, longest=longest, reach=reach)
     found = {
         "queries_per_tile": tiles.tokens,
         "heads_per_tile": tiles.pack,

@@ -20,6 +20,7 @@ from torch_paged_attn.integrations._kvcache import (
     new_tokens,
     pages_of,
     rotate,
+    with_whole_rows,
 )
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 from torch_paged_attn.ops.append_slots import append_slots, positions
@@ -54,6 +55,7 @@ def flash_attn_func(
 
     q: (batch, seqlen_q, num_heads, head_dim)
     k, v: (batch, seqlen_k, num_kv_heads, head_dim), (..., head_dim_v)
+    Strides are free; a tensor whose last dimension is not contiguous is copied.
 
     Returns out (batch, seqlen_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q); with return_attn_probs (out, softmax_lse, None).
@@ -66,6 +68,7 @@ def flash_attn_func(
                 f"flash_attn_func: {name} must be (batch, seqlen, heads, head_dim) with q's batch, "
                 f"got shape {tuple(tensor.shape)}"
             )
+    q, k, v = with_whole_rows(q), with_whole_rows(k), with_whole_rows(v)
     batch, seqlen_q = q.shape[:2]
     _check_out("flash_attn_func", out, q, v)
     arguments = flash_varlen_arguments(
@@ -129,12 +132,14 @@ def flash_attn_varlen_func(
         (num_pages, page_size, num_kv_heads, head_dim); v may have a head_dim of its own
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32. With a block table cu_seqlens_k gives the key
         lengths unless seqused_k (batch,) int32 does; without one seqused_k cuts them short
+    Strides are free; q, k or v whose last dimension is not contiguous is copied, pages too.
 
     Returns out (total_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
     refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
     check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
+    q, k, v = with_whole_rows(q), with_whole_rows(k), with_whole_rows(v)
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     _check_out("flash_attn_varlen_func", out, q, v)
@@ -211,7 +216,8 @@ def flash_attn_with_kvcache(
     q: (batch, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (batch + 1,) int32 ragged,
         (total_q, num_heads, head_dim)
     k_cache, v_cache: (cache_batch, seqlen_cache, num_kv_heads, head_dim), or with block_table (or
-        page_table) pages (num_pages, page_size, num_kv_heads, head_dim); neither is ever copied
+        page_table) pages (num_pages, page_size, num_kv_heads, head_dim); neither is ever copied,
+        so its last dimension has to be contiguous
     k, v: new (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new ragged. They are
         stored behind the cache_seqlens tokens of each sequence; 8-bit caches divide by the descales
     cache_seqlens: (batch,) int32 or an int, tokens in the cache BEFORE k; without k None means a
@@ -269,7 +275,7 @@ def flash_attn_with_kvcache(
         )
     for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
-    shape = q.shape
+    q, shape = with_whole_rows(q), q.shape
     _check_out(name, out, q, v_cache)
 
     seqlen_q = None
@@ -280,6 +286,27 @@ def flash_attn_with_kvcache(
     else:
         checks.check_cu_seqlens_q(cu_seqlens_q)
     batch, may_read = cu_seqlens_q.shape[0] - 1, checks.readable(q)
+    if may_read and k is not None:
+        checks.check_storages(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k=k,
+            v=v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            block_table=table,
+            alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            s_aux=s_aux,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
     table = pages_of(k_cache, table, cache_batch_idx, batch, may_read)
     capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
@@ -304,7 +331,8 @@ def flash_attn_with_kvcache(
         )
         if rotary_cos is not None and rotary_sin is not None:
             rotary = rotary_cos, rotary_sin, rotary_interleaved
-            checks.check_rotary(rotary_cos, rotary_sin, capacity, shape[-1])
+            head_dim = min(shape[-1], new.k.shape[-1])
+            checks.check_rotary(rotary_cos, rotary_sin, capacity, head_dim)
             starts = seqused_k - new.lengths()
             position, _ = positions(starts, new.cu_seqlens, num_tokens)
             new = new._replace(k=rotate(new.k, position, *rotary))

@@ -39,7 +39,8 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
     new_probabilities,
     spread,
     transpose_keys,
-    turn_probabilities,
+    turn_tiles,
+    turns_by_dma,
     update_softmax,
     weigh_values,
 )
@@ -82,16 +83,6 @@ def score_tile(level, head, turned, stack, item, tensors, program):
     return scores
 
 
-def turns_by_dma(dtype, options):
-    """Whether DMA transposes probabilities: beside deep stacks, where TensorE, VectorE and ScalarE
-    are what bounds, and the queues are idle (Trainium2's architecture guide, "DMA Transpose"). One
-    tile of queries, as of a decode, is bound by DMA itself.
-    """
-    if nisa.get_nc_version() == nisa.nc_version.gen2 or dtype == nl.float32:
-        return False
-    return options.depth > 1
-
-
 def turn_keys(head, dtype, item, program):
     """The keys of `head` and of those that share its gather, (P, dim / P, share, tile_k)."""
     options = program.options
@@ -129,7 +120,8 @@ def attend_head(head, turned, stack, item, tensors, program):
             drop(
                 in_order, item.quad, item.index.view(nl.uint32), row, first_of_group, program.philox
             )
-        turned_p = turn_probabilities(p, program.identity, by_dma)
+        turned_p = nl.ndarray(p.shape, dtype=p.dtype, buffer=nl.sbuf)
+        turn_tiles(turned_p, p, program.identity, by_dma)
         weigh_values(stack.acc[:, level, head, :], acc_scale, turned_p, values, at)
 
 

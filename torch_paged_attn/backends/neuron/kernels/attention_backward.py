@@ -7,8 +7,9 @@ the tiles of the stack. In one launch no query row belongs to two stacks and no 
 what several launches sum, they add to float32 in HBM, one after the other: no atomics, and the same
 bits every time.
 
-Sums over the queries come out turned (head_dim on the partitions), which leaves probabilities as
+All sums come out turned (head_dim on the partitions). Those over the queries leave probabilities as
 they are; the sum over keys takes the transposed gradient of scores, of four tiles in one product.
+DMA transposes beside TensorE where it can (`turns_by_dma`).
 """
 
 from torch_paged_attn.backends.neuron.kernels.backward_groups import (
@@ -18,7 +19,12 @@ from torch_paged_attn.backends.neuron.kernels.backward_groups import (
     Turned,
     backward_columns,
 )
-from torch_paged_attn.backends.neuron.kernels.backward_tile import differentiate, turn_rows
+from torch_paged_attn.backends.neuron.kernels.backward_tile import (
+    TOGETHER,
+    deltas,
+    differentiate,
+    turn_rows,
+)
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows, scatter_rows
 from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout
 from torch_paged_attn.backends.neuron.kernels.load_item import (
@@ -30,14 +36,10 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
 from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
     clear_unseen,
-    transpose,
-    transpose_keys,
-    transposed_tile,
+    turn_tiles,
+    turns_by_dma,
 )
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
-
-# tiles of queries whose sums over keys are one product: it moves at most 512 columns
-TOGETHER = 4
 
 
 def new_stack(q, dout, program):
@@ -48,6 +50,7 @@ def new_stack(q, dout, program):
     stack = BackwardStack(
         q=nl.ndarray((P, depth, dim), dtype=q.dtype, buffer=nl.sbuf),
         dout=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
+        out=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         scalars=nl.ndarray((P, depth, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf),
         dq=nl.ndarray((min(dim, P), steps, depth * P), dtype=nl.float32, buffer=nl.sbuf),
         prior=nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf),
@@ -55,6 +58,7 @@ def new_stack(q, dout, program):
     )
     nisa.memset(dst=stack.q, value=0.0)
     nisa.memset(dst=stack.dout, value=0.0)
+    nisa.memset(dst=stack.out, value=0.0)
     nisa.memset(dst=stack.scalars, value=0.0)
     nisa.memset(dst=stack.dq, value=0.0)
     nisa.memset(dst=stack.prior, value=0.0)
@@ -69,7 +73,9 @@ def load_rows(stack, index, tensors, program):
         rows = index[:, columns.load + level : columns.load + level + 1]
         skip = nisa.oob_mode.skip
         gather_rows(stack.q[:, level], tensors.q, rows, RowLayout(0, 0, 0, dim), 1, 1, skip)
-        gather_rows(stack.dout[:, level], tensors.dout, rows, RowLayout(0, 0, 0, dim_v), 1, 1, skip)
+        for_v = RowLayout(0, 0, 0, dim_v)
+        gather_rows(stack.dout[:, level], tensors.dout, rows, for_v, 1, 1, skip)
+        gather_rows(stack.out[:, level], tensors.out, rows, for_v, 1, 1, skip)
         numbers = RowLayout(0, 0, 0, NUM_SCALARS)
         gather_rows(stack.scalars[:, level], tensors.row_scalars, rows, numbers, 1, 1, skip)
 
@@ -111,16 +117,18 @@ def load_item(number, stack, tensors, program):
 
 
 def turn(stack, item, program):
-    """Queries, their gradients, keys and values with head_dim on the partitions."""
-    depth = program.options.depth
-    k = transpose_keys(item.k, 0, 1, program.identity)[:, :, 0]
-    v = transpose_keys(item.v, 0, 1, program.identity)[:, :, 0]
-    q = nl.ndarray((P, depth, k.shape[1], P), dtype=stack.q.dtype, buffer=nl.sbuf)
-    dout = nl.ndarray((P, depth, v.shape[1], P), dtype=stack.q.dtype, buffer=nl.sbuf)
-    for level in range(depth):
-        turn_rows(q[:, level], stack.q[:, level], program.identity)
-        turn_rows(dout[:, level], stack.dout[:, level], program.identity)
-    return Turned(q=q, dout=dout, k=k, v=v)
+    """Queries, their gradients, keys and values with head_dim on the partitions; rows' deltas."""
+    identity, by_dma = program.identity, turns_by_dma(stack.q.dtype, program.options)
+    tile_k = item.k.shape[1] * P
+    k = turn_rows(item.k[:, :, 0, 0], identity, by_dma)
+    v = turn_rows(item.v[:, :, 0, 0], identity, by_dma)
+    return Turned(
+        q=turn_rows(stack.q, identity, by_dma),
+        dout=turn_rows(stack.dout, identity, by_dma),
+        k=k.reshape((P, k.shape[1], tile_k)),
+        v=v.reshape((P, v.shape[1], tile_k)),
+        delta=deltas(stack),
+    )
 
 
 def sum_over_queries(sums, rows, weights, is_further):
@@ -134,15 +142,6 @@ def sum_over_queries(sums, rows, weights, is_further):
             moving=weights,
             accumulate=is_further,
         )
-
-
-def turn_scores(turned, dx, place, identity):
-    """turned (P, chunks, tiles * P), of the tile at `place`, = dx (P, chunks * P) transposed."""
-    chunks = turned.shape[1]
-    part = transposed_tile((P, chunks, P), dx.dtype)
-    for chunk in range(chunks):
-        transpose(part[:, chunk, :], dx[:, chunk * P : chunk * P + P], identity)
-    nisa.tensor_copy(dst=turned[:, :, place * P : place * P + P], src=part)
 
 
 def sum_over_keys(stack, first_level, part, dx_turned, item):
@@ -169,6 +168,7 @@ def attend_part(part, turned, stack, item, tensors, program):
     options, width = program.options, program.options.width
     begin, end = options.levels[part]
     dim, dim_v = options.k_row.dim, options.v_row.dim
+    by_dma = turns_by_dma(stack.q.dtype, options)
     dk, dv = None, None
     if options.wants_dkv:
         shape = min(dim, P), turned.k.shape[1], width
@@ -185,7 +185,9 @@ def attend_part(part, turned, stack, item, tensors, program):
                 sum_over_queries(dv, stack.dout[:, level], p, level > begin)
                 sum_over_queries(dk, stack.q[:, level], dx, level > begin)
             if options.wants_dq:
-                turn_scores(dx_turned, dx, place, program.identity)
+                columns = dx_turned[:, :, place * P : place * P + P]
+                in_tiles = dx.reshape((P, width // P, P))
+                turn_tiles(columns, in_tiles, program.identity, by_dma)
         if options.wants_dq:
             sum_over_keys(stack, first_level, part, dx_turned, item)
     if options.wants_dkv:
@@ -201,48 +203,50 @@ def add_prior(rows, target, index, stack):
     nisa.tensor_tensor(dst=rows, data1=rows, data2=prior, op=nl.add)
 
 
+def turn_back(sums, scale, target, stack, program):
+    """scale * sums (dim, dim / P, tiles * P), turned, as rows (P, tiles, dim) of target's type."""
+    dim, steps, tiles = target.shape[1], sums.shape[1], sums.shape[2] // P
+    by_dma, identity = turns_by_dma(target.dtype, program.options), program.identity
+    if target.dtype == nl.float32:
+        identity = stack.exact
+    scaled = nl.ndarray((sums.shape[0], steps, tiles, P), dtype=target.dtype, buffer=nl.sbuf)
+    rows = nl.ndarray((P, tiles, dim), dtype=target.dtype, buffer=nl.sbuf)
+    for step in range(steps):
+        start, stop = step * P, min(dim, step * P + P)
+        size = stop - start
+        source = scaled[0:size, step]
+        nisa.activation(dst=source, op=nl.copy, data=sums[0:size, step, :], scale=scale)
+        turn_tiles(rows[:, :, start:stop], source, identity[0:size, 0:size], by_dma)
+    return rows
+
+
+def store_rows(target, rows, index, is_added, stack):
+    """Store rows (P, tiles, dim) where `index` (P, tiles) says, added to what is there or not."""
+    dim = target.shape[1]
+    for tile in range(rows.shape[1]):
+        places = index[:, tile : tile + 1]
+        if is_added:
+            add_prior(rows[:, tile], target, places, stack)
+        scatter_rows(target, rows[:, tile], places, RowLayout(0, 0, 0, dim), 1)
+
+
 def store_keys(target, sums, scale, part, stack, item, program):
     """Store scale * sums (dim, dim / P, width), turned, as rows of dk or dv."""
+    options, chunks = program.options, program.options.width // P
+    rows = turn_back(sums, scale, target, stack, program)
+    first = program.columns.keys + part * chunks
+    store_rows(target, rows, item.index[:, first : first + chunks], options.adds_dkv, stack)
+
+
+def store_queries(stack, index, tensors, program):
+    """Store the rows of dq where `index` names any: with the last item of a stack."""
     options, columns = program.options, program.columns
-    dim, chunks = target.shape[1], options.width // P
-    identity = program.identity
-    if options.sums_dkv:
-        identity = stack.exact
-    scaled = nl.ndarray(sums.shape, dtype=target.dtype, buffer=nl.sbuf)
-    for step in range(sums.shape[1]):
-        size = min(dim - step * P, P)
-        dst, source = scaled[0:size, step, :], sums[0:size, step, :]
-        nisa.activation(dst=dst, op=nl.copy, data=source, scale=scale)
-    for chunk in range(chunks):
-        rows = nl.ndarray((P, dim), dtype=target.dtype, buffer=nl.sbuf)
-        for step in range(sums.shape[1]):
-            size = min(dim - step * P, P)
-            piece = transposed_tile((P, size), target.dtype)
-            source = scaled[0:size, step, chunk * P : chunk * P + P]
-            transpose(piece, source, identity[0:size, 0:size])
-            nisa.tensor_copy(dst=rows[:, step * P : step * P + size], src=piece)
-        place = columns.keys + part * chunks + chunk
-        index = item.index[:, place : place + 1]
-        if options.adds_dkv:
-            add_prior(rows, target, index, stack)
-        scatter_rows(target, rows, index, RowLayout(0, 0, 0, dim), 1)
-
-
-def store_queries(level, stack, index, tensors, program):
-    """Store one tile's rows of dq where `index` names any: with the last item of a stack."""
-    options = program.options
-    dim, place = options.k_row.dim, program.columns.store + level
-    rows = nl.ndarray((P, dim), dtype=tensors.dq.dtype, buffer=nl.sbuf)
-    for step in range(stack.dq.shape[1]):
-        size = min(dim - step * P, P)
-        part = transposed_tile((P, size), nl.float32)
-        source = stack.dq[0:size, step, level * P : level * P + P]
-        transpose(part, source, stack.exact[0:size, 0:size])
-        columns = rows[:, step * P : step * P + size]
-        nisa.activation(dst=columns, op=nl.copy, data=part, scale=options.out_scale)
-    if options.adds_dq:
-        add_prior(rows, tensors.dq, index[:, place : place + 1], stack)
-    scatter_rows(tensors.dq, rows, index[:, place : place + 1], RowLayout(0, 0, 0, dim), 1)
+    for first in range(0, options.depth, TOGETHER):
+        last = min(first + TOGETHER, options.depth)
+        sums = stack.dq[:, :, first * P : last * P]
+        rows = turn_back(sums, options.out_scale, tensors.dq, stack, program)
+        places = index[:, columns.store + first : columns.store + last]
+        store_rows(tensors.dq, rows, places, options.adds_dq, stack)
 
 
 def differentiate_item(number, stack, tensors, program):
@@ -254,8 +258,7 @@ def differentiate_item(number, stack, tensors, program):
         if options.levels[part][0] < options.levels[part][1]:
             attend_part(part, turned, stack, item, tensors, program)
     if options.wants_dq:
-        for level in range(options.depth):
-            store_queries(level, stack, item.index, tensors, program)
+        store_queries(stack, item.index, tensors, program)
 
 
 def attention_backward_kernel(
@@ -267,6 +270,7 @@ def attention_backward_kernel(
     k,
     v,
     dout,
+    out,
     indices,
     bounds,
     positions,
@@ -278,13 +282,13 @@ def attention_backward_kernel(
 ):
     """Add the listed rows' and keys' gradients to dq, dk and dv, and store that of the bias.
 
-    q, dq: (total_q * num_heads, head_dim); dout: the same of head_dim_v. k, v: their storage as
-    (rows, row size), each row as `options.k_row` and `v_row` say. dk, dv: (total_k * num_kv_heads,
-    head_dim or head_dim_v). indices (num_items, P, columns) int32 and bounds (num_items, P,
-    columns) float32: see `BackwardColumns`; an index of -1 is skipped. positions, count, words and
-    bias: as in `attention_kernel`. row_scalars (total_q * num_heads, NUM_SCALARS) float32. dbias
-    (rows, tile_k) float32. dq, or dk and dv, are float32 where launches add to them, else of q's
-    type.
+    q, dq: (total_q * num_heads, head_dim); dout, out: the same of head_dim_v. k, v: their storage
+    as (rows, row size), each row as `options.k_row` and `v_row` say. dk, dv: (total_k *
+    num_kv_heads, head_dim or head_dim_v). indices (num_items, P, columns) int32 and bounds
+    (num_items, P, columns) float32: see `BackwardColumns`; an index of -1 is skipped. positions,
+    count, words and bias: as in `attention_kernel`. row_scalars (total_q * num_heads, NUM_SCALARS)
+    float32. dbias (rows, tile_k) float32. dq, or dk and dv, are float32 where launches add to them,
+    else of q's type.
     """
     columns = backward_columns(options)
     program = start_program(q.dtype, indices.shape[0], words, options, columns, options.width)
@@ -298,6 +302,7 @@ def attention_backward_kernel(
         k=k,
         v=v,
         dout=dout,
+        out=out,
         indices=indices,
         bounds=bounds,
         positions=positions,

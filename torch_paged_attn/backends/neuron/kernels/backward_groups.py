@@ -6,8 +6,8 @@ from typing import Any
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
 from torch_paged_attn.backends.neuron.toolchain import nl
 
-# the numbers that a row of queries has to itself: -lse, dout . out - dlse, the slope
-MINUS_LSE, DELTA, SLOPE = 0, 1, 2
+# the numbers that a row of queries has to itself: -lse, the gradient of lse, the slope
+MINUS_LSE, DLSE, SLOPE = 0, 1, 2
 NUM_SCALARS = 3
 
 
@@ -39,7 +39,6 @@ class BackwardOptions(nl.NKIObject):
     wants_dbias: bool
     adds_dq: bool  # to what earlier launches have left in dq
     adds_dkv: bool
-    sums_dkv: bool  # some launch does: dk and dv are float32
     is_dynamic: bool  # a loop on the chip, else unrolled
 
 
@@ -106,6 +105,7 @@ class BackwardTensors(nl.NKIObject):
     k: Any
     v: Any
     dout: Any
+    out: Any
     indices: Any
     bounds: Any
     positions: Any
@@ -119,6 +119,7 @@ class BackwardStack(nl.NKIObject):
 
     q: Any  # (P, depth, head_dim)
     dout: Any  # (P, depth, head_dim_v)
+    out: Any  # (P, depth, head_dim_v)
     scalars: Any  # (P, depth, NUM_SCALARS)
     dq: Any  # (head_dim or P, head_dim / P, depth * P) float32: turned
     prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left
@@ -127,9 +128,10 @@ class BackwardStack(nl.NKIObject):
 
 @dataclass
 class Turned(nl.NKIObject):
-    """What the products contract over head_dim, which lies on the partitions here."""
+    """What the products contract over head_dim, which lies on the partitions here; rows' deltas."""
 
-    q: Any  # (P, depth, head_dim / P, P)
-    dout: Any  # (P, depth, head_dim_v / P, P)
+    q: Any  # (P, head_dim / P, depth, P)
+    dout: Any  # (P, head_dim_v / P, depth, P)
     k: Any  # (P, head_dim / P, tile_k)
     v: Any  # (P, head_dim_v / P, tile_k)
+    delta: Any  # (P, depth) float32: dout . out - dlse of each row

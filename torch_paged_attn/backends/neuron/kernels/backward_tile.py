@@ -4,7 +4,7 @@ Queries lie on the partitions, as in the forward. Sums over queries (dk, dv) the
 probabilities as it is; only the gradient of scores is transposed, for the sum over keys (dq).
 """
 
-from torch_paged_attn.backends.neuron.kernels.backward_groups import DELTA, MINUS_LSE, SLOPE
+from torch_paged_attn.backends.neuron.kernels.backward_groups import DLSE, MINUS_LSE, SLOPE
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, scatter_rows
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
 from torch_paged_attn.backends.neuron.kernels.philox import draw
@@ -13,8 +13,7 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
     add_bias,
     outside,
     scale_scores,
-    transpose,
-    transposed_tile,
+    turn_tiles,
 )
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
@@ -24,14 +23,34 @@ def float_tile(width):
     return nl.ndarray((P, width), dtype=nl.float32, buffer=nl.sbuf)
 
 
-def turn_rows(dst, rows, identity):
-    """dst (P, dim / P, P) = rows (P, dim) transposed, P columns at a time."""
-    dim = rows.shape[1]
-    for step in range(dst.shape[1]):
+# tiles of queries that go together: a product moves at most 512 columns, and a bank holds as many
+TOGETHER = 4
+
+
+def turn_rows(rows, identity, by_dma):
+    """Tiles of rows (P, tiles, dim) as (P, dim / P, tiles, P): dim on the partitions."""
+    tiles, dim = rows.shape[1], rows.shape[2]
+    steps = (dim + P - 1) // P
+    turned = nl.ndarray((P, steps, tiles, P), dtype=rows.dtype, buffer=nl.sbuf)
+    for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
-        part = transposed_tile((stop - start, P), rows.dtype)
-        transpose(part, rows[:, start:stop], identity)
-        nisa.tensor_copy(dst=dst[0 : stop - start, step, :], src=part)
+        turn_tiles(turned[0 : stop - start, step], rows[:, :, start:stop], identity, by_dma)
+    return turned
+
+
+def deltas(stack):
+    """dout . out - dlse of every row of a stack, (P, depth): what its scores' gradients lack."""
+    depth, dim = stack.dout.shape[1], stack.dout.shape[2]
+    delta = float_tile(depth)
+    for first in range(0, depth, TOGETHER):
+        last = min(first + TOGETHER, depth)
+        products = nl.ndarray((P, last - first, dim), dtype=nl.float32, buffer=nl.sbuf)
+        dout, out = stack.dout[:, first:last], stack.out[:, first:last]
+        nisa.tensor_tensor(dst=products, data1=dout, data2=out, op=nl.multiply)
+        nisa.tensor_reduce(dst=delta[:, first:last], op=nl.add, data=products, axis=2)
+    dlse = stack.scalars[:, :, DLSE]
+    nisa.tensor_tensor(dst=delta, data1=delta, data2=dlse, op=nl.subtract)
+    return delta
 
 
 def contract(product, queries, keys, dim):
@@ -74,7 +93,9 @@ def recompute(level, part, turned, stack, item, tensors, program):
     options, columns, width = program.options, program.columns, program.options.width
     first = part * width
     product = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
-    contract(product, turned.q[:, level], turned.k[:, :, first : first + width], options.k_row.dim)
+    contract(
+        product, turned.q[:, :, level], turned.k[:, :, first : first + width], options.k_row.dim
+    )
     scores, factor, slope = product, options.scale, product
     if options.is_shaped:
         scores, slope = shape_scores(product, level, part, stack, item, tensors, program)
@@ -112,7 +133,7 @@ def gradient_of_scores(level, part, p, turned, stack, item, program):
     first = part * width
     dp = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     values = turned.v[:, :, first : first + width]
-    contract(dp, turned.dout[:, level], values, options.v_row.dim)
+    contract(dp, turned.dout[:, :, level], values, options.v_row.dim)
     rounded = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
     nisa.activation(dst=rounded, op=nl.copy, data=p)
     if options.has_dropout:
@@ -141,7 +162,7 @@ def differentiate(level, part, turned, stack, item, tensors, program):
     options, columns, width = program.options, program.columns, program.options.width
     p, slope = recompute(level, part, turned, stack, item, tensors, program)
     rounded, dp = gradient_of_scores(level, part, p, turned, stack, item, program)
-    delta = stack.scalars[:, level, DELTA : DELTA + 1]
+    delta = turned.delta[:, level : level + 1]
     dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
     if options.softcap > 0.0 or options.wants_dbias:
         ds = float_tile(width)

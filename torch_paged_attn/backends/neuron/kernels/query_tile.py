@@ -47,9 +47,8 @@ def transpose(dst, src, identity):
 def clear_unseen(tile, head, unseen):
     """Zero the keys of tile (P, chunks, heads, run, dim) that no row sees: they may hold NaN."""
     chunks, run, dim = tile.shape[1], tile.shape[3], tile.shape[4]
-    for chunk in range(chunks):
-        predicate = unseen.ap(pattern=[[chunks * run, P], [1, run], [0, dim]], offset=chunk * run)
-        nisa.tensor_copy_predicated(dst=tile[:, chunk, head], src=0.0, predicate=predicate)
+    predicate = unseen.ap(pattern=[[chunks * run, P], [run, chunks], [1, run], [0, dim]])
+    nisa.tensor_copy_predicated(dst=tile[:, :, head], src=0.0, predicate=predicate)
 
 
 def outside(dst, values, bounds, start, stop):
@@ -220,20 +219,28 @@ def new_probabilities(keys, dtype):
     return p, p.ap(pattern=pattern)
 
 
-def turn_probabilities(p, identity, by_dma):
-    """Each tile of p (P, tiles, P) transposed, by DMA or on TensorE."""
-    tiles = p.shape[1]
-    turned = nl.ndarray((P, tiles, P), dtype=p.dtype, buffer=nl.sbuf)
+def turns_by_dma(dtype, options):
+    """Whether DMA transposes tiles: beside deep stacks, where TensorE, VectorE and ScalarE are what
+    bounds, and the queues are idle (Trainium2's architecture guide, "DMA Transpose"). One tile of
+    queries, as of a decode, is bound by DMA itself.
+    """
+    if nisa.get_nc_version() == nisa.nc_version.gen2 or dtype == nl.float32:
+        return False
+    return options.depth > 1
+
+
+def turn_tiles(dst, src, identity, by_dma):
+    """dst (F, tiles, P) = each tile of src (P, tiles, F) transposed, by DMA or on TensorE."""
+    tiles = src.shape[1]
     if by_dma:
-        nisa.dma_transpose(dst=turned, src=p, axes=(2, 1, 0))
+        nisa.dma_transpose(dst=dst, src=src, axes=(2, 1, 0))
     else:
         for first in range(0, tiles, TURNED):
             last = min(first + TURNED, tiles)
-            part = transposed_tile((P, last - first, P), p.dtype)
+            part = transposed_tile((src.shape[2], last - first, src.shape[0]), src.dtype)
             for tile in range(first, last):
-                transpose(part[:, tile - first, :], p[:, tile, :], identity)
-            nisa.tensor_copy(dst=turned[:, first:last, :], src=part)
-    return turned
+                transpose(part[:, tile - first, :], src[:, tile, :], identity)
+            nisa.tensor_copy(dst=dst[:, first:last, :], src=part)
 
 
 def weigh_values(acc, acc_scale, turned, v, head):

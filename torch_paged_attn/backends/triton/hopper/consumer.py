@@ -132,7 +132,8 @@ def clear_before(tile, first):
 
 @gluon.jit
 def _clear_from(tile, first):
-    """Zero a tile of swizzle atoms from a row on, for the same reason."""
+    """Zero a tile of swizzle atoms from a row on, for the same reason. The row is negative where
+    the tile lies past all keys."""
     ATOMS: gl.constexpr = tile.shape[1]
     ACROSS: gl.constexpr = tile.shape[2]
     ROWS: gl.constexpr = tile.shape[3]
@@ -141,7 +142,7 @@ def _clear_from(tile, first):
     apart: gl.constexpr = [ATOMS, 1, 1, ACROSS, ROWS, WIDTH]
     swizzled: gl.constexpr = tile.layout
     r = gl.arange(0, ACROSS * ROWS, gl.SliceLayout(1, layout))
-    for i in range(first // ROWS, ATOMS):
+    for i in range(gl.maximum(first, 0) // ROWS, ATOMS):
         rows = seen_as(tile, apart, swizzled).index(i).reshape([ACROSS * ROWS, WIDTH])
         is_seen = gl.expand_dims(i * ROWS + r % ROWS < first, 1)
         rows.store(gl.where(is_seen, rows.load(layout), 0.0))

@@ -59,6 +59,12 @@ LEAST_DEALT, LEAST_DEALT_OF_DECODES, LEAST_REACH = 64, 8, 2048
 EIGHT, DEALT_TILES = 8, range(9, 64)
 # tiles, and keys, of decodes with wide heads
 WIDE_TILES, MOST_WIDE_REACH = range(33, 133), 1024
+# of guessed tokens, keys of the longest sequence up to which nobody had better cut tiles, and twice
+# as many where tiles fill the chip twice; of decodes, heads of a group and tiles
+MOST_UNCUT, FULL = 1024, 2
+LEAST_UNCUT_GROUP, UNCUT_TILES = 5, range(33, 265)
+# tiles of guessed tokens, and keys of the longest sequence, that are dealt out though they are few
+MOST_FEW_DEALT, FEW_REACH = 32, 2048
 # keys of the longest sequence from which on 8-bit tiles are taller
 LEAST_TALL = 4096
 
@@ -109,11 +115,6 @@ def unsupported(call: AttentionCall) -> str | None:
         page_size = call.page_size
         if page_size % LEAST_BOX and not gathers(call):
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
-        # registers spill where a window's first key has to be divided by such a size
-        if page_size & (page_size - 1) and max(dims) > 128 and is_bound(call.window_size_left):
-            return (
-                f"page_size is {page_size}, no power of two, with a window and head_dim {dims[0]}"
-            )
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
     if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
@@ -195,8 +196,11 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     rows, is_said = longest * group, bool(call.max_seqlen_k)
     if call.total_q < 2 * call.batch:
         return _is_guessed_decode(call, not is_even(group), is_said)
-    if rows > MOST_PORTABLE or (group == 1 and longest > LEAST_TOKENS):
+    if rows > MOST_PORTABLE:
         return True
+    if group == 1 and longest > LEAST_TOKENS:
+        # the portable kernel is faster where a window shows few keys, or they are of 8 bits
+        return not (converts(call) or is_bound(call.window_size_left))
     width, tiles = width_of(call.head_dim), call.batch * call.num_kv_heads
     is_long = width == 256 or (width == 128 and is_said and reach_of(call) > LEAST_KEYS_OF_FEW)
     is_few = tiles <= target_of(call.q.device).multiprocessors
@@ -207,6 +211,8 @@ def _is_guessed_decode(call: AttentionCall, is_uneven: bool, is_said: bool) -> b
     """The same of decodes. A group is uneven if it is no power of two; others come here only where
     something is said of their keys."""
     tiles, width = call.batch * call.num_kv_heads, width_of(call.head_dim)
+    if is_said and is_uncut(call) and width <= 128 and tiles in UNCUT_TILES:
+        return call.group_size >= LEAST_UNCUT_GROUP
     if is_uneven:
         is_few = tiles < target_of(call.q.device).multiprocessors
         return is_few and (reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call))
@@ -224,12 +230,27 @@ def reach_of(call: AttentionCall) -> int:
     return min(reach, call.window_size_left + BLOCK_M) if is_bound(call.window_size_left) else reach
 
 
+def is_uncut(call: AttentionCall) -> bool:
+    """Whether tiles of guessed tokens are found by their numbers, since by what is said of the
+    longest sequence's keys nobody had better cut them: no list, and nothing to add up."""
+    if not call.max_seqlen_k or converts(call) or lacking(call, OF_LISTS) is not None:
+        return False
+    tiles = call.batch * call.num_kv_heads
+    is_full = tiles >= FULL * target_of(call.q.device).multiprocessors
+    return reach_of(call) <= MOST_UNCUT * (
+        FULL if is_full and call.total_q >= 2 * call.batch else 1
+    )
+
+
 def is_dealt(call: AttentionCall) -> bool:
     """Whether sequences of few queries have so many keys that they are better dealt out in equal
     shares: of fewer, or of tiles of few keys, a list of tiles is the better one.
     """
     reach = reach_of(call)
     tiles = call.batch * call.num_kv_heads * (-(-reach // (2 * LEAST_KEYS)))
+    is_few = call.batch * call.num_kv_heads <= MOST_FEW_DEALT and call.total_q >= 2 * call.batch
+    if is_few and call.max_seqlen_k and reach == FEW_REACH:
+        return True
     is_decode = call.total_q < 2 * call.batch and call.group_size == EIGHT
     least = LEAST_DEALT_OF_DECODES if is_decode else LEAST_DEALT
     is_long = is_decode or reach >= LEAST_REACH
@@ -248,7 +269,7 @@ def is_short(call: AttentionCall, longest: int) -> bool:
     is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
     width = width_of(call.head_dim)
     is_measured = is_full and width <= 128 and call.batch <= MOST_SEQUENCES
-    return is_measured and (not _are_few(call) or width == 64 or mean_length(call) <= 2 * BLOCK_M)
+    return is_measured and (not _are_few(call) or width == 64 or mean_length(call) <= 3 * BLOCK_M)
 
 
 def is_small(call: AttentionCall) -> bool:

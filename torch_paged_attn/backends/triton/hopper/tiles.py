@@ -104,7 +104,9 @@ MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
 # unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; from how
 # many of these on they are most of the work
-MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED, MANY_DECODES = 2048, 384, 6, 1, 4
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED, MANY_DECODES = 2048, 512, 9, 1, 4
+# rows to a multiprocessor up to which such tiles have one consumer; the same limits of narrow heads
+MOST_LOW_ROWS, MOST_ROWS_NARROW, MOST_COPIED_NARROW = 208, 704, 2
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -205,7 +207,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
-    is_mixed = form.is_numbered and not are_few_chunks(call)
+    is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
     if is_mixed:
         packed = whole_group(call)
     elif form.short:
@@ -216,7 +218,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         packed = _heads_in_turns(call)
     elif is_narrow:
         # the fewer tokens a tile has, the fewer keys a window hides from most of them
-        packed = even_heads(call)
+        packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
     else:
         packed = pack_heads(call)
     if converts(call) and form.is_guessed:
@@ -224,7 +226,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if converts(call):
         return choose_8_bit_config(width, is_float8(call)), packed
     if form.longest:
-        return choose_short_config(width), packed
+        return choose_short_config(width, mean_length(call) * packed), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
     if is_mixed:
@@ -253,13 +255,15 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
     width, reach = width_of(call.head_dim), reach_of(call)
     if call.block_table is None or call.layout is not None or width == 64:
         return False
+    if _has_few_rows(call, BLOCK_M // 4):
+        return True  # so few that each tile of one consumer is cut in fewer pieces
     if width == 256:
         return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
     # one wave of them, which nobody had better cut
     tokens = BLOCK_M // packed_heads
     tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
     most = target_of(call.q.device).multiprocessors
-    return reach <= MOST_LOW and most < 2 * tiles <= 2 * most
+    return reach <= MOST_LOW and tiles <= 2 * most
 
 
 def decodes_of_program(call: AttentionCall) -> float:
@@ -277,13 +281,15 @@ def is_numbered(call: AttentionCall) -> bool:
         return False
     # what was measured: notes/gpu.md
     is_narrow_head = width_of(call.head_dim) == 64
-    if converts(call) != is_narrow_head or decodes_of_program(call) > MOST_DECODES:
+    if decodes_of_program(call) > MOST_DECODES or (converts(call) and not is_narrow_head):
         return False
-    if is_narrow_head or call.window_size_left in NARROW_BESIDE:
+    if converts(call) or call.window_size_left in NARROW_BESIDE:
         return call.window_size_left in NARROW_BESIDE
-    if gathers(call) and decodes_of_program(call) > MOST_COPIED:
+    most_copied = MOST_COPIED_NARROW if is_narrow_head else MOST_COPIED
+    if gathers(call) and decodes_of_program(call) > most_copied:
         return False  # the portable kernel reads small pages faster
-    return _has_few_rows(call, MOST_ROWS if gathers(call) else MOST_ROWS_NUMBERED)
+    most = MOST_ROWS_NARROW if is_narrow_head else MOST_ROWS_NUMBERED
+    return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
 
 
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
@@ -292,7 +298,8 @@ def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     if call.window_size_left in NARROW_BESIDE and width <= 128:
         return choose_guessed_config(width, is_narrow=True)
     # rows that are copied, and many decodes, whose tiles are mostly empty rows
-    if width == 256 or gathers(call) or decodes_of_program(call) >= MANY_DECODES:
+    is_low = width == 256 or gathers(call) or _has_few_rows(call, MOST_LOW_ROWS)
+    if is_low or decodes_of_program(call) >= MANY_DECODES:
         return choose_guessed_config(width)
     if is_even(whole_group(call)):
         return choose_narrow_config(width)

@@ -62,6 +62,13 @@ def key_bound(call: AttentionCall) -> int:
     return call.block_table.shape[1] * call.page_size
 
 
+def said_reach(call: AttentionCall) -> int:
+    """The most keys that a sequence of one query visits, as far as the caller says; 0 if it says
+    nothing."""
+    reach = min(call.max_seqlen_k, key_bound(call))
+    return min(reach, call.window_size_left + 1) if is_bound(call.window_size_left) else reach
+
+
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """What decides about the tiles of a call, besides its sizes."""
@@ -163,11 +170,12 @@ def choose_tiles(
     splits: SplitPlan | None = None,
     is_beside: bool = False,
     longest: int = 0,
+    reach: int = 0,
 ) -> Tiles:
     """The tiles of a call of these sizes. `config` and `splits` override tables and rules. With
     `is_beside`, another kernel does the long sequences, and most others have one query. If
     `longest`, what is said of the longest sequence's queries, is not 0, the programs of a sequence
-    take its tiles in turns.
+    take its tiles in turns. `reach` is the most keys that a sequence is said to visit, or 0.
     """
     target, has_layout = traits.target, traits.k_block > 0
     # query heads of a group that visit different blocks share no tile
@@ -194,6 +202,7 @@ def choose_tiles(
             most_keys,
             traits.is_plain,
             is_full,
+            0 if traits.is_invariant or is_beside else reach,
         )
     # a tile of few rows takes the heads of a group in turns
     pack = min(pack, config.BLOCK_M)

@@ -37,6 +37,10 @@ LENGTHS = {"short": 2048, "medium": 4096}
 SIZES = {"few": 32, "moderate": 72, "some": 1023}
 SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
 
+# the same of calls that say how many keys the longest sequence visits, and how many are few
+SAID_TILES = {"few": 16, "some": 132}
+NEAR = 1024
+
 # head sizes in between use the tiles of the next larger one
 WIDTHS = (64, 128, 256, 1024)
 
@@ -77,6 +81,7 @@ def entries(
     keys: int,
     is_plain: bool,
     is_full: bool,
+    reach: int = 0,
 ) -> list[str]:
     """The entries of a table that fit a call, the most special first.
 
@@ -85,7 +90,8 @@ def entries(
     SIZES say, `/few/short` and so on for tables of so many keys as LENGTHS says, `/wide` for pages
     of 64 keys or more, `/narrow` for smaller ones. `/thin`, also for 8-bit keys, is for tiles of a
     power of two of at most 16 rows, if they are some or many; `/few/tall` and so on for 9 to 16
-    rows, whose parts are slow to merge.
+    rows, whose parts are slow to merge. `/said/few` and so on, before all others, are for tiles of
+    at most 16 rows where the caller says how many keys the longest sequence visits (`reach`, or 0).
     `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
     is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
@@ -97,13 +103,17 @@ def entries(
     # one warp is slow to merge what many programs share, and with rows of an odd number of heads
     is_thin = block_m <= 16 and size in ("some", "many") and rows & (rows - 1) == 0
     if kv_itemsize < itemsize:
-        found = [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
+        found = [f"{key}/kv1/{size}"] + [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
     elif page_size:
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
         found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
         if 8 < rows <= 16:
             found.insert(0, f"{key}/{size}/tall")
+        if reach and block_m <= 16:
+            said = next((name for name, most in SAID_TILES.items() if tiles <= most), "many")
+            near = ["near"] * (reach <= NEAR)
+            found = [f"{key}/said/{said}/{x}" for x in near] + [f"{key}/said/{said}", *found]
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
@@ -120,6 +130,7 @@ def find_entry(
     keys: int,
     is_plain: bool,
     is_full: bool,
+    reach: int = 0,
 ) -> tuple[str | None, int]:
     """The entry of a chip's table for about `tiles` tiles of about `rows` rows and at most `keys`
     keys, and the rows of such a tile. `head_dim` is the larger of the two.
@@ -127,7 +138,7 @@ def find_entry(
     # float32 products run on the plain units: small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full
+    of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full, reach
     found = entries(block_m, rows, head_dim, itemsize, *of_keys)
     return next((e for e in found if e in table(arch)), None), block_m
 
