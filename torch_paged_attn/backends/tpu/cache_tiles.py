@@ -30,7 +30,8 @@ def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
     planes = range(cache.shape[0])
     plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
     some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
-    return [(which, cache.at[(which, *where)]) for which in some]
+    at = [(which, *where) for which in some]
+    return [(place[0], cache.at[place]) for place in at]
 
 
 def num_slots(cache: Any, fold: int) -> int:

@@ -193,7 +193,7 @@ class GroupWriter:
         found = []
         for part in range(rows.shape[2] // paired):
             loaded = [self._load(rows, slot, tile, part, i, paired) for i in range(paired)]
-            found += _exchange(*loaded, dtype) if paired == 2 else [loaded[0].astype(dtype)]
+            found += _exchange(loaded, dtype) if paired == 2 else [loaded[0].astype(dtype)]
         return found
 
     def _load(self, rows: Any, slot: Array, tile: int, part: int, row: int, paired: int) -> Array:
@@ -232,8 +232,9 @@ def _any(conditions: list[Array]) -> Array:
     return functools.reduce(operator.or_, conditions, jnp.bool_(False))
 
 
-def _exchange(even: Array, odd: Array, dtype: Any) -> list[Array]:
+def _exchange(words: list[Array], dtype: Any) -> list[Array]:
     """Words of two parts of heads, of every second row and of those between: rows of each part."""
+    even, odd = words
     low = (even & jnp.int32(0xFFFF)) | (odd << 16)
     high = lax.shift_right_logical(even, jnp.int32(16)) | (odd & jnp.int32(-65536))
-    return [pltpu.bitcast(words, dtype) for words in (low, high)]
+    return [pltpu.bitcast(half, dtype) for half in (low, high)]
