@@ -48,3 +48,58 @@ def test_runs_of_slots(dtype, heads, head_dim):
         return reshape_and_cache(*(to_jax(t) for t in tensors), interpret=interpret)
 
     assert torch.equal(to_torch(watch(write)).reshape(expected.shape), expected)
+
+
+def tiles(*firsts, size):
+    """Slots that fill tiles of `size`, which begin at these."""
+    return [first + i for first in firsts for i in range(size)]
+
+
+def prompts(size):
+    """Slots of groups of four tiles, with what may stand between them: runs, a slot of no token, a
+    tile twice in a group, one that an earlier group is writing, one that the cache does not have.
+    """
+    return [
+        *tiles(0, 5 * size, 2 * size, 3 * size, size=size),
+        *tiles(6 * size, 4 * size, 5 * size, 7 * size, size=size),
+        *range(size + 3, 2 * size),
+        -1,
+        *tiles(2 * size, size, 2 * size, 0, size=size),
+        *tiles(9 * size, 8 * size, 7 * size, 10 * size, size=size),
+        *tiles(10 * size, 11 * size, 3 * size, 12 * size, size=size),
+        *tiles(11 * size, 0, 20 * size, size, size=size),
+        7,
+        *range(6 * size - 1, 8 * size - 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "heads", "head_dim", "size"),
+    [
+        ("bfloat16", "bfloat16", 2, 128, 16),
+        ("bfloat16", "bfloat16", 3, 256, 16),
+        ("bfloat16", "bfloat16", 2, 64, 32),
+        ("float32", "float32", 1, 128, 8),
+        ("float16", "float16", 2, 128, 16),
+        ("bfloat16", "float8_e4m3fn", 1, 128, 32),
+        ("float32", "float32", 2, 24, 8),
+    ],
+)
+def test_groups_of_whole_tiles(dtype, stored, heads, head_dim, size):
+    g = torch.Generator().manual_seed(0)
+    slots = torch.tensor(prompts(size), dtype=torch.int32)
+    shape = 2, 7, heads, 2 * size, head_dim
+    key, value = torch.randn(2, len(slots), *shape[2::2], generator=g).to(getattr(torch, dtype))
+    kv_cache = torch.randn(shape, generator=g).to(getattr(torch, stored))
+    expected = kv_cache.clone()
+    is_there = slots < 14 * size  # a slot past the end: the reference raises, the kernel skips it
+    reference.reshape_and_cache(key, value, expected, torch.where(is_there, slots, -1))
+    lies = packed_shape(shape) if head_dim == 64 else shape
+    tensors = key, value, kv_cache.view(lies), slots
+
+    def write(interpret):
+        return reshape_and_cache(*(to_jax(t) for t in tensors), interpret=interpret)
+
+    written = to_torch(watch(write)).reshape(shape)
+    # 8-bit tensors have no comparison
+    assert torch.equal(written.view(torch.uint8), expected.view(torch.uint8))

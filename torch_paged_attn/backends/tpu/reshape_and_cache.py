@@ -1,15 +1,13 @@
-"""`reshape_and_cache` in JAX: tiles of the cache are read, changed and written back, pipelined.
+"""`reshape_and_cache` in JAX: tiles of the cache are changed where they lie, by one kernel.
 
-A DMA cannot write one row of 16 or 8 bits, which is half or a quarter of a register's row, so the
-unit is a tile of a page's slots, all heads of it together. The kernel walks the tokens in their
-order and takes neighbours together whose slots are neighbours in one tile: one DMA brings their
-rows, loads with strides pick a head's. A tile that is filled whole is not read. Of two tokens for
-one slot the later one is kept, since a tile that is still being written is waited for.
+It walks the tokens in their order. Those that fill whole tiles, as a prompt's do, are written by
+groups of tiles (`whole_tiles.py`), the others by runs, whose tiles are read, changed and written
+back (`slot_runs.py`). Neither begins before the writes of the other have ended.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,44 +15,18 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu import slot_runs, whole_tiles
+from torch_paged_attn.backends.tpu.cache_tiles import tile_rows
 from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.slot_runs import RunWriter
+from torch_paged_attn.backends.tpu.whole_tiles import GroupWriter
 
 STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
-NUM_BUFFERS = 16
 
 # tokens of one launch: their slots lie in the scalar core's memory
 MOST_TOKENS = 1 << 17
-
-# bytes from one part of a DMA to the next: an int32 in libtpu
-FARTHEST = 2**31
-
-# runs that are being read ahead; a tile's write-back has as many runs of time to end
-AHEAD = NUM_BUFFERS // 2
-
-
-class Runs(NamedTuple):
-    """Tokens whose slots are neighbours in one tile of the cache; int32 of each buffer, in SMEM."""
-
-    tile: Any
-    token: Any  # the first one
-    place: Any  # its slot in the tile
-    size: Any  # 0 where there is no run any more
-    is_late: Any  # whether the tile may still be written when its buffer is free
-
-
-class Place(NamedTuple):
-    """Where the walk stands."""
-
-    run: Array
-    token: Array  # the first one that is in no run yet
-    written: Array  # runs whose write-back has been waited for
-
-
-def tile_rows(cache: Array) -> int:
-    """Slots that one register holds of a column."""
-    return 32 // cache.dtype.itemsize
 
 
 def _has_tiles(key: Array, cache: Array) -> bool:
@@ -63,222 +35,26 @@ def _has_tiles(key: Array, cache: Array) -> bool:
     return cache.shape[-2] % tile_rows(cache) == 0 or is_packed
 
 
-class CacheWriter:
-    """The refs of one kernel, and what it does with a run.
+def _write_kernel(*refs: Any, caches: int, has_groups: bool, **options: Any) -> None:
+    """`refs`: slots, new rows, caches twice (aliased), then what runs need, and groups."""
+    slots, refs = refs[0], refs[1:]
+    new_hbm, refs = refs[:2], refs[2 + caches :]
+    shared = slots, new_hbm, refs[:caches]
+    refs = refs[caches:]
+    of_runs = caches + 2 + 3 + len(slot_runs.Runs._fields)
+    if not has_groups:
+        no_group = functools.partial(jnp.full_like, fill_value=False, dtype=jnp.bool_)
+        RunWriter(*shared, refs, is_elsewhere=no_group, **options).walk(jnp.int32(0))
+        return
+    groups = GroupWriter(*shared, refs[of_runs:], **options)
+    runs = RunWriter(*shared, refs[:of_runs], is_elsewhere=groups.is_group, **options)
 
-    A row of the cache holds `fold` keys, and a new row its numbers as often. New rows are
-    (num_tokens, parts of heads, LANES) where heads are of whole lanes.
-    """
+    def walk(token: Array) -> Array:
+        token = groups.walk(token)
+        is_left = (token < slots.shape[0]).astype(jnp.int32)
+        return lax.fori_loop(0, is_left, lambda _, token: runs.walk(token), token)
 
-    def __init__(self, refs: tuple[Any, ...], *, caches: int, fold: int, interpret: Any) -> None:
-        self.slots, refs = refs[0], refs[1:]
-        self.new_hbm, refs = refs[:2], refs[2 + caches :]
-        self.caches, refs = refs[:caches], refs[caches:]
-        self.tiles, refs = refs[:caches], refs[caches:]
-        self.rows, refs = refs[:2], refs[2:]
-        self.read_done, self.write_done, self.rows_done = refs[:3]
-        self.runs = Runs(*refs[3:])
-        self.fold, self.interpret = fold, interpret
-
-    @property
-    def height(self) -> int:
-        """Rows of a tile."""
-        return self.tiles[0].shape[3]
-
-    @property
-    def most(self) -> int:
-        """Slots of a tile."""
-        return self.height * self.fold
-
-    @property
-    def num_slots(self) -> int:
-        return self.caches[0].shape[1] * self.caches[0].shape[3] * self.fold
-
-    def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
-        """The tiles in this buffer, and where they lie in the caches: of keys and values in one
-        cache both, unless they lie too far apart for one DMA.
-        """
-        page_rows = self.caches[0].shape[3]
-        tiles_per_page = jnp.int32(page_rows // self.height)
-        tile = self.runs.tile[slot]
-        first = pl.multiple_of(lax.rem(tile, tiles_per_page) * self.height, self.height)
-        where = lax.div(tile, tiles_per_page), slice(None), pl.ds(first, self.height)
-        found = []
-        for tiles, cache in zip(self.tiles, self.caches, strict=True):
-            planes = range(cache.shape[0])
-            plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
-            some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
-            for which in some:
-                place = which, *where
-                found.append((tiles.at[slot, which], cache.at[place]))
-        return found
-
-    def _reads(self, slot: Array, do: str) -> None:
-        for tile, stored in self._tiles(slot):
-            getattr(pltpu.make_async_copy(stored, tile, self.read_done.at[slot]), do)()
-
-    def _writes(self, slot: Array, do: str) -> None:
-        for tile, stored in self._tiles(slot):
-            getattr(pltpu.make_async_copy(tile, stored, self.write_done.at[slot]), do)()
-
-    def _new_rows(self, slot: Array, do: str) -> None:
-        """New rows go to their places."""
-        token, place = self.runs.token[slot], self.runs.place[slot]
-
-        def move(first: Any, count: Any) -> None:
-            for source, rows in zip(self.new_hbm, self.rows, strict=True):
-                there = rows.at[slot, pl.ds(place + first, count)]
-                here = source.at[pl.ds(token + first, count)]
-                copy = pltpu.make_async_copy(here, there, self.rows_done.at[slot])
-                getattr(copy, do)()
-
-        if self.interpret is True:  # which knows no size that is not a number
-            lax.fori_loop(0, self.runs.size[slot], lambda i, _: move(i, 1), None)
-        else:
-            move(0, self.runs.size[slot])
-
-    def _is_whole(self, slot: Array) -> Array:
-        return self.runs.size[slot] == self.most
-
-    def _next_run(self, token: Array) -> tuple[Array, Array]:
-        """The first token from `token` on that is kept, and how many there are in its run."""
-        total = jnp.int32(self.slots.shape[0])
-
-        def slot_of(token: Array) -> Array:
-            return self.slots[jnp.minimum(token, total - 1)]
-
-        def is_skipped(token: Array) -> Array:
-            slot = slot_of(token)
-            return (token < total) & ((slot < 0) | (slot >= self.num_slots))
-
-        token = lax.while_loop(is_skipped, lambda token: token + 1, token)
-        slot = slot_of(token)
-        room = jnp.minimum(self.most - lax.rem(slot, jnp.int32(self.most)), total - token)
-
-        def is_neighbour(size: Array) -> Array:
-            return (size < room) & (slot_of(token + size) == slot + size)
-
-        def count_whole(_: Any, size: Array) -> Array:
-            """All at once: a loop's turn takes longer than a comparison."""
-            differences = [self.slots[token + i] ^ (slot + i) for i in range(self.most)]
-            return jnp.where(functools.reduce(jnp.bitwise_or, differences) == 0, self.most, size)
-
-        # a loop, since what hangs on a condition would be computed whether it holds or not
-        may_be_whole = (room == self.most) & (
-            slot_of(token + self.most - 1) == slot + self.most - 1
-        )
-        size = lax.fori_loop(0, may_be_whole.astype(jnp.int32), count_whole, jnp.int32(1))
-        size = lax.while_loop(is_neighbour, lambda size: size + 1, size)
-        return token, jnp.where(token < total, size, 0)
-
-    def fetch(self, run: Array, token: Array) -> Array:
-        """Find a run, and start the copies of its tile and its rows; the token behind it."""
-        slot = lax.rem(run, jnp.int32(NUM_BUFFERS))
-        token, size = self._next_run(token)
-        self.runs.size[slot] = size
-
-        @pl.when(size > 0)
-        def _() -> None:
-            first = self.slots[token]
-            tile = lax.div(first, jnp.int32(self.most))
-            others = [self.runs.tile[i] == tile for i in range(NUM_BUFFERS)]
-            is_late = functools.reduce(jnp.logical_or, others)
-            self.runs.tile[slot] = tile
-            self.runs.token[slot] = token
-            self.runs.place[slot] = lax.rem(first, jnp.int32(self.most))
-            self.runs.is_late[slot] = is_late.astype(jnp.int32)
-            self._new_rows(slot, "start")
-            pl.when(~is_late & (size < self.most))(lambda: self._reads(slot, "start"))
-
-        return token + size
-
-    def wait_for_writes(self, written: Array, stop: Array) -> Array:
-        """Wait for the write-back of the runs before `stop`, of which `written` have been."""
-        lax.fori_loop(
-            written,
-            stop,
-            lambda run, _: self._writes(lax.rem(run, jnp.int32(NUM_BUFFERS)), "wait"),
-            None,
-        )
-        return jnp.maximum(written, stop)
-
-    def change(self, at: Place) -> Place:
-        """Write the run, and start the copies of a later one."""
-        slot = lax.rem(at.run, jnp.int32(NUM_BUFFERS))
-        is_late = self.runs.is_late[slot] == 1
-        behind = at.run + (AHEAD + 1 - NUM_BUFFERS)
-        written = self.wait_for_writes(at.written, jnp.where(is_late, at.run, behind))
-        token = self.fetch(at.run + AHEAD, at.token)
-        is_whole = self._is_whole(slot)
-        pl.when(is_late & ~is_whole)(lambda: self._reads(slot, "start"))
-        pl.when(~is_whole)(lambda: self._reads(slot, "wait"))
-        self._new_rows(slot, "wait")
-        pl.when(is_whole)(lambda: self._put(slot, is_whole=True))
-        pl.when(~is_whole)(lambda: self._put(slot, is_whole=False))
-        self._writes(slot, "start")
-        return Place(at.run + 1, token, written)
-
-    def _put(self, slot: Array, *, is_whole: bool) -> None:
-        """Change the tiles in this buffer."""
-        place, size = self.runs.place[slot], self.runs.size[slot]
-        planes = [(tiles, i) for tiles in self.tiles for i in range(tiles.shape[1])]
-        for (tiles, plane), rows in zip(planes, self.rows, strict=True):
-            heads, height, width = tiles.shape[2:]
-            index, lane = (
-                lax.broadcasted_iota(jnp.int32, (height, width), axis) for axis in range(2)
-            )
-            part = lax.div(lane, jnp.int32(width // self.fold))
-            index = index * self.fold + part
-            is_new = (index >= place) & (index < place + size)
-            parts = [self._heads_of(rows, slot, i, width) for i in range(self.fold)]
-            for head in range(heads):
-                new = parts[0][head]
-                for i in range(1, self.fold):
-                    new = jnp.where(part == i, parts[i][head], new)
-                if not is_whole:
-                    new = jnp.where(is_new, new, tiles[slot, plane, head].astype(jnp.float32))
-                tiles[slot, plane, head] = new.astype(tiles.dtype)
-
-    def _heads_of(self, rows: Any, slot: Array, first: int, width: int) -> list[Array]:
-        """New rows from the first one of a run's buffer on, each `fold`-th: (height, width) of each
-        head, in float32.
-        """
-        _, most, per_token, numbers = rows.shape
-        paired = 2 if rows.dtype == jnp.bfloat16 else 1
-        if self.interpret or numbers != LANES:  # which knows no refs of another shape or type
-            these = pl.ds(first, self.height, stride=self.fold) if self.fold > 1 else slice(None)
-            found = [rows[slot, these, i].astype(jnp.float32) for i in range(per_token)]
-        else:
-            flat = rows.at[slot]
-            if paired > 1:
-                flat = flat.bitcast(jnp.int32)
-            step = per_token // paired
-            flat = flat.reshape(most * step, LANES)
-            found = []
-            for i in range(step):
-                x = flat[pl.ds(first * step + i, self.height, stride=self.fold * step), :]
-                if paired > 1:  # bfloat16 is the upper half of a float32
-                    halves = x << 16, x & jnp.int32(-65536)
-                    found += [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
-                else:
-                    found.append(x.astype(jnp.float32))
-        each = max(1, width // numbers)
-        groups = [found[i : i + each] for i in range(0, len(found), each)]
-        return [x[0] if each == 1 else jnp.concatenate(x, axis=1) for x in groups]
-
-
-def _write_kernel(*refs: Any, **options: Any) -> None:
-    """`refs`: slots, new rows, caches twice (aliased), then buffers, semaphores and runs."""
-    writer = CacheWriter(refs, **options)
-    for i in range(NUM_BUFFERS):
-        writer.runs.tile[i] = jnp.int32(-1)
-    token = lax.fori_loop(0, AHEAD, writer.fetch, jnp.int32(0))
-
-    def is_run(at: Place) -> Array:
-        return writer.runs.size[lax.rem(at.run, jnp.int32(NUM_BUFFERS))] > 0
-
-    end = lax.while_loop(is_run, writer.change, Place(jnp.int32(0), token, jnp.int32(0)))
-    writer.wait_for_writes(end.written, end.run)
+    lax.while_loop(lambda token: token < slots.shape[0], walk, jnp.int32(0))
 
 
 def _write(
@@ -304,27 +80,30 @@ def _launch(
         new = tuple(jnp.tile(x, (1, 1, fold)) for x in new)
     height = math.gcd(tile_rows(caches[0]), page_rows)
     new = tuple(map(_as_words, new))
-    tiles = [
-        pltpu.VMEM((NUM_BUFFERS, planes, heads, height, width), cache.dtype)
-        for cache in caches
-        for planes, _, heads, _, width in [cache.shape]
-    ]
-    rows = [pltpu.VMEM((NUM_BUFFERS, height * fold, *x.shape[1:]), x.dtype) for x in new]
+    buffers = _buffers_of_runs(new, caches, height, fold)
+    num_tiles = whole_tiles.tiles_of_group(_tile_bytes(new, caches, height, fold))
+    has_groups = 0 < num_tiles * height * fold <= slots.shape[0]
+    if has_groups:
+        buffers += _buffers_of_groups(new, caches, height, fold, num_tiles)
     somewhere = pl.BlockSpec(memory_space=pl.ANY)
+    if not interpret:
+        # XLA would bring them to VMEM, if they fit, from where a kernel copies register by register
+        new = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in new)
     written = pl.pallas_call(
-        functools.partial(_write_kernel, caches=len(caches), fold=fold, interpret=interpret),
+        functools.partial(
+            _write_kernel,
+            caches=len(caches),
+            has_groups=has_groups,
+            fold=fold,
+            interpret=interpret,
+        ),
         out_shape=tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(1,),
             in_specs=[somewhere] * (len(new) + len(caches)),
             out_specs=tuple(somewhere for _ in caches),
-            scratch_shapes=[
-                *tiles,
-                *rows,
-                *[pltpu.SemaphoreType.DMA((NUM_BUFFERS,))] * 3,
-                *[pltpu.SMEM((NUM_BUFFERS,), jnp.int32) for _ in Runs._fields],
-            ],
+            scratch_shapes=buffers,
         ),
         input_output_aliases={1 + len(new) + i: i for i in range(len(caches))},
         compiler_params=pltpu.CompilerParams(
@@ -336,6 +115,46 @@ def _launch(
     if dtype == jnp.float16:
         written = tuple(lax.bitcast_convert_type(cache, dtype) for cache in written)
     return tuple(cache.reshape(shape) for cache, shape in zip(written, shapes, strict=True))
+
+
+def _buffers_of_runs(
+    new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int
+) -> list[Any]:
+    """Tiles and rows, semaphores, and what is known of each run."""
+    count = slot_runs.NUM_BUFFERS
+    return [
+        *[pltpu.VMEM((count, *_tile(cache, height)), cache.dtype) for cache in caches],
+        *[pltpu.VMEM((count, height * fold, *x.shape[1:]), x.dtype) for x in new],
+        *[pltpu.SemaphoreType.DMA((count,))] * 3,
+        *[pltpu.SMEM((count,), jnp.int32) for _ in slot_runs.Runs._fields],
+    ]
+
+
+def _buffers_of_groups(
+    new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int, num_tiles: int
+) -> list[Any]:
+    """Tiles and rows, semaphores, and what is known of each group."""
+    count, num_tokens = whole_tiles.NUM_BUFFERS, num_tiles * height * fold
+    return [
+        *[pltpu.VMEM((count, num_tiles, *_tile(cache, height)), cache.dtype) for cache in caches],
+        *[pltpu.VMEM((count, num_tokens, *x.shape[1:]), x.dtype) for x in new],
+        *[pltpu.SemaphoreType.DMA((count,))] * 2,
+        pltpu.SMEM((count * num_tiles,), jnp.int32),
+        pltpu.SMEM((count,), jnp.int32),
+    ]
+
+
+def _tile(cache: Array, height: int) -> tuple[int, ...]:
+    """A tile of all planes and heads."""
+    planes, _, heads, _, width = cache.shape
+    return planes, heads, height, width
+
+
+def _tile_bytes(new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int) -> int:
+    """Of the tiles of keys and values, or of the new rows for them, what takes more."""
+    stored = sum(math.prod(_tile(cache, height)) * cache.dtype.itemsize for cache in caches)
+    rows = sum(height * fold * math.prod(x.shape[1:]) * x.dtype.itemsize for x in new)
+    return max(stored, rows)
 
 
 def _as_words(new: Array) -> Array:

@@ -1,0 +1,39 @@
+"""Tiles of a cache, the unit of its writes: where one lies, and what its rows hold.
+
+A DMA cannot write one row of 16 or 8 bits, which is half or a quarter of a register's row. So what
+is moved is as many slots as a register has rows, of all heads of a page.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+# bytes from one part of a DMA to the next: an int32 in libtpu
+FARTHEST = 2**31
+
+
+def tile_rows(cache: Any) -> int:
+    """Slots that one register holds of a column."""
+    return 32 // cache.dtype.itemsize
+
+
+def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
+    """Planes of a cache (planes, pages, heads, rows, numbers), and where this tile of `height` rows
+    lies in them: of keys and values in one cache both, unless they lie too far apart for one DMA.
+    """
+    tiles_per_page = jnp.int32(cache.shape[3] // height)
+    first = pl.multiple_of(lax.rem(tile, tiles_per_page) * height, height)
+    where = lax.div(tile, tiles_per_page), slice(None), pl.ds(first, height)
+    planes = range(cache.shape[0])
+    plane_bytes = math.prod(cache.shape[1:]) * cache.dtype.itemsize
+    some = [slice(None)] if plane_bytes < FARTHEST else [slice(i, i + 1) for i in planes]
+    at = [(which, *where) for which in some]
+    return [(place[0], cache.at[place]) for place in at]
+
+
+def num_slots(cache: Any, fold: int) -> int:
+    """Slots of a cache whose rows hold `fold` keys each."""
+    return int(cache.shape[1] * cache.shape[3] * fold)

@@ -1,0 +1,241 @@
+"""Cache writes by runs: neighbouring tokens whose slots are neighbours in one tile of a page.
+
+The kernel walks the tokens in their order. One DMA brings a run's rows, another one the tile that
+they belong to, unless they fill it; loads with strides pick a head's rows. Of two tokens for one
+slot the later one is kept, since a tile that is still being written is waited for.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torch_paged_attn.backends.tpu.cache_tiles import num_slots, places
+from torch_paged_attn.backends.tpu.config import LANES
+
+NUM_BUFFERS = 16
+
+# runs that are being read ahead; a tile's write-back has as many runs of time to end
+AHEAD = NUM_BUFFERS // 2
+
+
+class Runs(NamedTuple):
+    """Tokens whose slots are neighbours in one tile of the cache; int32 of each buffer, in SMEM."""
+
+    tile: Any
+    token: Any  # the first one
+    place: Any  # its slot in the tile
+    size: Any  # 0 where there is no run any more
+    is_late: Any  # whether the tile may still be written when its buffer is free
+
+
+class Place(NamedTuple):
+    """Where the walk stands."""
+
+    run: Array
+    token: Array  # the first one that is in no run yet
+    written: Array  # runs whose write-back has been waited for
+
+
+class RunWriter:
+    """The refs of one kernel, and what it does with a run.
+
+    A row of the cache holds `fold` keys, and a new row its numbers as often. New rows are
+    (num_tokens, parts of heads, LANES) where heads are of whole lanes.
+    """
+
+    def __init__(
+        self,
+        slots: Any,
+        new_hbm: tuple[Any, ...],
+        caches: tuple[Any, ...],
+        refs: tuple[Any, ...],
+        *,
+        is_elsewhere: Callable[[Array], Array],
+        fold: int,
+        interpret: Any,
+    ) -> None:
+        """`is_elsewhere`: whether the tokens from one on are not written here; runs end before."""
+        self.slots, self.new_hbm, self.caches = slots, new_hbm, caches
+        self.tiles, refs = refs[: len(caches)], refs[len(caches) :]
+        self.rows, refs = refs[:2], refs[2:]
+        self.read_done, self.write_done, self.rows_done = refs[:3]
+        self.runs = Runs(*refs[3:])
+        self.is_elsewhere, self.fold, self.interpret = is_elsewhere, fold, interpret
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile."""
+        return self.tiles[0].shape[3]
+
+    @property
+    def most(self) -> int:
+        """Slots of a tile."""
+        return self.height * self.fold
+
+    def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
+        """The tiles in this buffer, and where they lie in the caches."""
+        return [
+            (tiles.at[slot, planes], stored)
+            for tiles, cache in zip(self.tiles, self.caches, strict=True)
+            for planes, stored in places(cache, self.runs.tile[slot], self.height)
+        ]
+
+    def _reads(self, slot: Array, do: str) -> None:
+        for tile, stored in self._tiles(slot):
+            getattr(pltpu.make_async_copy(stored, tile, self.read_done.at[slot]), do)()
+
+    def _writes(self, slot: Array, do: str) -> None:
+        for tile, stored in self._tiles(slot):
+            getattr(pltpu.make_async_copy(tile, stored, self.write_done.at[slot]), do)()
+
+    def _new_rows(self, slot: Array, do: str) -> None:
+        """New rows go to their places."""
+        token, place = self.runs.token[slot], self.runs.place[slot]
+
+        def move(first: Any, count: Any) -> None:
+            for source, rows in zip(self.new_hbm, self.rows, strict=True):
+                there = rows.at[slot, pl.ds(place + first, count)]
+                here = source.at[pl.ds(token + first, count)]
+                copy = pltpu.make_async_copy(here, there, self.rows_done.at[slot])
+                getattr(copy, do)()
+
+        if self.interpret is True:  # which knows no size that is not a number
+            lax.fori_loop(0, self.runs.size[slot], lambda i, _: move(i, 1), None)
+        else:
+            move(0, self.runs.size[slot])
+
+    def _is_whole(self, slot: Array) -> Array:
+        return self.runs.size[slot] == self.most
+
+    def _next_run(self, token: Array) -> tuple[Array, Array]:
+        """The first token from `token` on that is kept, and how many there are in its run."""
+        total, end = jnp.int32(self.slots.shape[0]), num_slots(self.caches[0], self.fold)
+
+        def slot_of(token: Array) -> Array:
+            return self.slots[jnp.minimum(token, total - 1)]
+
+        def is_skipped(token: Array) -> Array:
+            slot = slot_of(token)
+            return (token < total) & ((slot < 0) | (slot >= end))
+
+        token = lax.while_loop(is_skipped, lambda token: token + 1, token)
+        slot = slot_of(token)
+        room = jnp.minimum(self.most - lax.rem(slot, jnp.int32(self.most)), total - token)
+
+        def is_neighbour(size: Array) -> Array:
+            return (size < room) & (slot_of(token + size) == slot + size)
+
+        size = lax.while_loop(is_neighbour, lambda size: size + 1, jnp.int32(1))
+        is_run = (token < total) & ~self.is_elsewhere(token)
+        return token, jnp.where(is_run, size, 0)
+
+    def fetch(self, run: Array, token: Array) -> Array:
+        """Find a run, and start the copies of its tile and its rows; the token behind it."""
+        slot = lax.rem(run, jnp.int32(NUM_BUFFERS))
+        token, size = self._next_run(token)
+        self.runs.size[slot] = size
+
+        @pl.when(size > 0)
+        def _() -> None:
+            first = self.slots[token]
+            tile = lax.div(first, jnp.int32(self.most))
+            others = [self.runs.tile[i] == tile for i in range(NUM_BUFFERS)]
+            is_late = functools.reduce(jnp.logical_or, others)
+            self.runs.tile[slot] = tile
+            self.runs.token[slot] = token
+            self.runs.place[slot] = lax.rem(first, jnp.int32(self.most))
+            self.runs.is_late[slot] = is_late.astype(jnp.int32)
+            self._new_rows(slot, "start")
+            pl.when(~is_late & (size < self.most))(lambda: self._reads(slot, "start"))
+
+        return token + size
+
+    def wait_for_writes(self, written: Array, stop: Array) -> Array:
+        """Wait for the write-back of the runs before `stop`, of which `written` have been."""
+        lax.fori_loop(
+            written,
+            stop,
+            lambda run, _: self._writes(lax.rem(run, jnp.int32(NUM_BUFFERS)), "wait"),
+            None,
+        )
+        return jnp.maximum(written, stop)
+
+    def change(self, at: Place) -> Place:
+        """Write the run, and start the copies of a later one."""
+        slot = lax.rem(at.run, jnp.int32(NUM_BUFFERS))
+        is_late = self.runs.is_late[slot] == 1
+        behind = at.run + (AHEAD + 1 - NUM_BUFFERS)
+        written = self.wait_for_writes(at.written, jnp.where(is_late, at.run, behind))
+        token = self.fetch(at.run + AHEAD, at.token)
+        is_whole = self._is_whole(slot)
+        pl.when(is_late & ~is_whole)(lambda: self._reads(slot, "start"))
+        pl.when(~is_whole)(lambda: self._reads(slot, "wait"))
+        self._new_rows(slot, "wait")
+        self._put(slot)
+        self._writes(slot, "start")
+        return Place(at.run + 1, token, written)
+
+    def _put(self, slot: Array) -> None:
+        """Change the tiles in this buffer."""
+        place, size = self.runs.place[slot], self.runs.size[slot]
+        planes = [(tiles, i) for tiles in self.tiles for i in range(tiles.shape[1])]
+        for (tiles, plane), rows in zip(planes, self.rows, strict=True):
+            heads, height, width = tiles.shape[2:]
+            index, lane = (
+                lax.broadcasted_iota(jnp.int32, (height, width), axis) for axis in range(2)
+            )
+            part = lax.div(lane, jnp.int32(width // self.fold))
+            index = index * self.fold + part
+            is_new = (index >= place) & (index < place + size)
+            parts = [self._heads_of(rows, slot, i, width) for i in range(self.fold)]
+            for head in range(heads):
+                new = parts[0][head]
+                for i in range(1, self.fold):
+                    new = jnp.where(part == i, parts[i][head], new)
+                new = jnp.where(is_new, new, tiles[slot, plane, head].astype(jnp.float32))
+                tiles[slot, plane, head] = new.astype(tiles.dtype)
+
+    def _heads_of(self, rows: Any, slot: Array, first: int, width: int) -> list[Array]:
+        """New rows from the first one of a run's buffer on, each `fold`-th: (height, width) of each
+        head, in float32.
+        """
+        _, most, per_token, numbers = rows.shape
+        paired = 2 if rows.dtype == jnp.bfloat16 else 1
+        if self.interpret or numbers != LANES:  # which knows no refs of another shape or type
+            these = pl.ds(first, self.height, stride=self.fold) if self.fold > 1 else slice(None)
+            found = [rows[slot, these, i].astype(jnp.float32) for i in range(per_token)]
+        else:
+            flat = rows.at[slot]
+            if paired > 1:
+                flat = flat.bitcast(jnp.int32)
+            step = per_token // paired
+            flat = flat.reshape(most * step, LANES)
+            found = []
+            for i in range(step):
+                x = flat[pl.ds(first * step + i, self.height, stride=self.fold * step), :]
+                if paired > 1:  # bfloat16 is the upper half of a float32
+                    halves = x << 16, x & jnp.int32(-65536)
+                    found += [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
+                else:
+                    found.append(x.astype(jnp.float32))
+        each = max(1, width // numbers)
+        groups = [found[i : i + each] for i in range(0, len(found), each)]
+        return [x[0] if each == 1 else jnp.concatenate(x, axis=1) for x in groups]
+
+    def walk(self, token: Array) -> Array:
+        """Write the runs from this token on; the token behind them."""
+        for i in range(NUM_BUFFERS):
+            self.runs.tile[i] = jnp.int32(-1)
+        token = lax.fori_loop(0, AHEAD, self.fetch, token)
+
+        def is_run(at: Place) -> Array:
+            return self.runs.size[lax.rem(at.run, jnp.int32(NUM_BUFFERS))] > 0
+
+        end = lax.while_loop(is_run, self.change, Place(jnp.int32(0), token, jnp.int32(0)))
+        self.wait_for_writes(end.written, end.run)
+        return end.token
