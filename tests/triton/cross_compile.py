@@ -103,6 +103,17 @@ SOME, MANY = ((1, 2500), *[(1, 9)] * 19), [(1, 5)] * 520
 # several queries a sequence, as for tokens that were guessed: more than 16 rows for a KV head
 GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
+OF_INT8 = {"dtype": bf16, "kv_dtype": torch.int8, "descale": "heads"}
+
+# what is said of the longest sequence's keys
+SAID = {
+    "d128/said_few_near/bf16": 512,
+    "d128/said_few/bf16": 4096,
+    "d128/said_some/bf16": 4096,
+    "d64/said_few_near/bf16": 512,
+    "d64/said_some_near/bf16": 512,
+}
+
 # what the named problems leave out of the sizes and options that choose a kernel's tiles
 MORE = {
     p.name: p
@@ -129,6 +140,15 @@ MORE = {
         Problem("d128/decode_some_narrow/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/decode_some_wide/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=64),
         Problem("d128/decode_many/bf16", tuple(MANY), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_few_near/bf16", DECODE, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_few/bf16", ((1, 3000),), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_some/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d64/said_few_near/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),
+        Problem("d64/said_some_near/bf16", SOME[1:], 8, 2, 64, dtype=bf16, page_size=16),
+        Problem("d64/decode_many/bf16", tuple(MANY), 8, 2, 64, dtype=bf16, page_size=16),
+        Problem("d64/decode/kv_int8", SOME, 8, 2, 64, page_size=16, **OF_INT8),
+        Problem("d128/decode_few/kv_int8", DECODE, 8, 2, 128, page_size=16, **OF_INT8),
+        Problem("d128/decode_many/kv_int8", tuple(MANY), 8, 2, 128, page_size=16, **OF_INT8),
         Problem("d128/guessed_narrow/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/guessed_wide/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=64),
         Problem("d128/guessed_few/bf16", GUESSED[:20], 8, 2, 128, dtype=bf16, page_size=16),
@@ -271,7 +291,8 @@ def _attention(problem: Problem) -> Callable[[], None]:
     from torch_paged_attn.backends.triton import BACKEND
 
     call = build(problem)
-    args, options = dispatched(call.op, call.args)
+    said = {"max_seqlen_k": SAID[problem.name]} if problem.name in SAID else {}
+    args, options = dispatched(call.op, call.args | said)
     return functools.partial(BACKEND.function(call.op), *args, **options)
 
 
