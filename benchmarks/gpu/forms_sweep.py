@@ -120,6 +120,8 @@ def plans_of(step: Step) -> Plans:
             if width <= 128:
                 narrow = hopper_configs.choose_narrow_config(width)
                 found[f"{name} narrow"] = on_hopper(form, narrow, "even_heads")
+                split = hopper_configs.choose_split_config(width)
+                found[f"{name} split"] = on_hopper(form, split, "whole_group")
     if step.kind == "mixed":
         found["both"] = mixed.plan_attention
     return found
@@ -153,9 +155,9 @@ def _of_few_queries(step: Step, width: int, group: int) -> Plans:
         for name, options in forms.items():
             form = Form(is_guessed=True, **options)
             found[name] = on_hopper(form)
-            if width == 128 and step.kv_dtype == step.dtype:
-                narrow = hopper_configs.choose_guessed_config(width, True)
-                found[f"{name} narrow"] = on_hopper(form, narrow)
+            if width <= 128 and step.kv_dtype == step.dtype:
+                split = hopper_configs.choose_split_config(width)
+                found[f"{name} split"] = on_hopper(form, split)
     return found
 
 

@@ -107,6 +107,8 @@ class Options(NamedTuple):
     KV_STEP: int  # from one tile of keys to the next: in keys, or in entries of a list
     KV_PARTS: int  # producers that load a tile of keys together
     CONSUMERS: int
+    # consumers with rows of their own: all, or one, which shares them with another (`split_keys.py`)
+    ROW_GROUPS: int
     KV_STAGES: int
     Q_STAGES: int
     REGISTERS: int  # of a consumer's thread

@@ -24,7 +24,7 @@ COPYING = 4
 
 def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
     """An upper bound."""
-    rows = options.CONSUMERS * options.BLOCK_M
+    rows = options.ROW_GROUPS * options.BLOCK_M
     of_queries = rows * options.WIDTH * q_itemsize + OF_Q_STAGE
     tile = options.BLOCK_N * (options.WIDTH + options.WIDTH_V)
     of_keys = tile * kv_itemsize + OF_KV_STAGE
@@ -40,6 +40,8 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
         found += rows * options.WIDTH_V * 2
     if options.STRETCH:
         found += rows * 8
+    if options.ROW_GROUPS < options.CONSUMERS:
+        found += rows * (options.WIDTH_V * 4 + 8) + OF_KV_STAGE
     return found
 
 

@@ -339,6 +339,7 @@ def options_of(
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
     is_shared = parts > 0 and form.is_guessed and not call.is_batch_invariant
+    row_groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -370,12 +371,13 @@ def options_of(
         # many boxes to a tile are loaded by two producers
         KV_PARTS=2 if call.page_size > 0 and boxes >= 4 else 1,
         CONSUMERS=config.CONSUMERS,
+        ROW_GROUPS=row_groups,
         KV_STAGES=config.KV_STAGES,
         Q_STAGES=config.Q_STAGES,
         REGISTERS=config.REGISTERS,
         PINGPONG=config.PINGPONG,
         MOST_PARTS=parts,
-        COUNTERS=config.CONSUMERS * parts,
+        COUNTERS=row_groups * parts,
         LETS_FOLLOW=form.short > 0,
         IS_LISTED=not (form.longest or is_dealt or form.is_numbered),
         IS_DEALT=is_dealt,
@@ -453,13 +455,13 @@ def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
     """
     if not form.longest:
         return 0
-    tokens = options.CONSUMERS * options.TOKENS
+    tokens = options.ROW_GROUPS * options.TOKENS
     return programs_in_turns(call.total_q, call.batch, form.longest, tokens)
 
 
 def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
-    tokens = options.CONSUMERS * options.TOKENS
+    tokens = options.ROW_GROUPS * options.TOKENS
     if options.IS_DEALT:
         return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
@@ -493,7 +495,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
         IS_PAGED=options.PAGE_SIZE > 0,
         IS_CAUSAL=options.IS_CAUSAL,
         IS_ALIGNED=options.HAS_LAYOUT,
-        TOKENS=options.CONSUMERS * options.TOKENS,
+        TOKENS=options.ROW_GROUPS * options.TOKENS,
         BLOCK_N=options.BLOCK_N,
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
@@ -530,7 +532,7 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
 def part_elements(options: Options, programs: int) -> int:
     """Elements that pieces of tiles leave, rows of values, then their references and sums; and rows
     of values that each consumer of so many programs leaves (`stretches.py`)."""
-    rows = options.CONSUMERS * options.BLOCK_M
+    rows = options.ROW_GROUPS * options.BLOCK_M
     of_stretches = programs * rows * options.WIDTH_V if options.STRETCH else 0
     return options.MOST_PARTS * rows * (options.WIDTH_V + 2) + of_stretches
 
