@@ -48,7 +48,9 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
 def fit_stages(options: Options, q_itemsize: int, kv_itemsize: int) -> Options:
     """The options with as many stages as there is room for: if one has to go, of queries before
     keys."""
-    for kv_stages in range(options.KV_STAGES, 0, -1):
+    # of keys that consumers divide, the number stays even: see `HopperConfig`
+    fewer = options.CONSUMERS // options.ROW_GROUPS
+    for kv_stages in range(options.KV_STAGES, 0, -fewer):
         # where a stage of keys goes, there may be room for the next queries
         most = options.Q_STAGES if kv_stages == options.KV_STAGES else max(options.Q_STAGES, 2)
         for q_stages in range(most, 0, -1):
