@@ -35,10 +35,12 @@ from torch_paged_attn.backends.triton.hopper.support import (
     has_few_tiles,
     heads_per_layout,
     is_bound,
+    is_divided_chunk,
     is_float8,
     is_sorted,
     key_bound,
     keys_stay,
+    may_divide,
     mean_length,
     most_parts,
     reach_of,
@@ -66,6 +68,7 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
+    choose_split_config,
 )
 from torch_paged_attn.ops.lacking import lacking
 
@@ -102,11 +105,15 @@ MOST_ROWS = 256
 MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
-# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; from how
-# many of these on they are most of the work
-MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED, MANY_DECODES = 2048, 512, 9, 1, 4
-# rows to a multiprocessor up to which such tiles have one consumer; the same limits of narrow heads
-MOST_LOW_ROWS, MOST_ROWS_NARROW, MOST_COPIED_NARROW = 208, 704, 2
+# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
+# the same limits of narrow heads
+MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
+# rows of a mixed batch's chunks, all heads counted, for a tile of decodes, from which on they are
+# most of the work
+MOSTLY_ROWS = 350
+# keys of the longest sequence up to which guessed tokens have one consumer
+FEW_TILES = 512
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -124,6 +131,7 @@ class Form(NamedTuple):
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
     # sequences of any lengths have so few keys that tiles need no cutting, and no list
     is_numbered: bool = False
+    is_mixed: bool = False  # most sequences are short, a few are long
 
 
 FORM = Form()
@@ -208,6 +216,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
     is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
+    if form.is_mixed and not is_mixed:
+        return choose_split_config(width), whole_group(call)
     if is_mixed:
         packed = whole_group(call)
     elif form.short:
@@ -227,6 +237,10 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_8_bit_config(width, is_float8(call)), packed
     if form.longest:
         return choose_short_config(width, mean_length(call) * packed), packed
+    if form.is_guessed and form.is_numbered and may_divide(call):
+        is_decode, reach = call.total_q < 2 * call.batch, reach_of(call)
+        if not is_decode and reach > FEW_TILES:
+            return choose_split_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
     if is_mixed:
@@ -237,6 +251,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), packed
     if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
+    if not form.short and is_divided_chunk(call):
+        return choose_split_config(width), whole_group(call)
     if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
     if is_narrow:
@@ -292,18 +308,28 @@ def is_numbered(call: AttentionCall) -> bool:
     return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
 
 
+def is_one_launch(call: AttentionCall) -> bool:
+    """Whether a batch of long and short sequences takes Hopper's kernel alone, by a list of tiles:
+    where two consumers divide the keys of a tile, short sequences take no longer than with a kernel
+    of their own."""
+    return may_divide(call) and not is_bound(call.window_size_left)
+
+
+def are_mostly_chunks(call: AttentionCall) -> bool:
+    """Whether chunks of prompts are most of the work of such a batch."""
+    rows = (call.total_q - call.batch) * call.num_heads
+    return rows > MOSTLY_ROWS * call.batch * call.num_kv_heads
+
+
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, and their tiles are numbered."""
     width = width_of(call.head_dim)
     if call.window_size_left in NARROW_BESIDE and width <= 128:
         return choose_guessed_config(width, is_narrow=True)
-    # rows that are copied, and many decodes, whose tiles are mostly empty rows
-    is_low = width == 256 or gathers(call) or _has_few_rows(call, MOST_LOW_ROWS)
-    if is_low or decodes_of_program(call) >= MANY_DECODES:
+    # rows that are copied arrive too late for two
+    if gathers(call) or not may_divide(call):
         return choose_guessed_config(width)
-    if is_even(whole_group(call)):
-        return choose_narrow_config(width)
-    return choose_hopper_config(width, LEAST_LENGTH, call.window_right == 0, False)
+    return choose_split_config(width)
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
