@@ -12,12 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
-from torch_paged_attn.backends.triton.hopper.tiles import (
-    Form,
-    are_mostly_chunks,
-    is_numbered,
-    is_one_launch,
-)
+from torch_paged_attn.backends.triton.hopper.tiles import Form, is_numbered, is_one_launch
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -114,7 +109,7 @@ def form_of(call: AttentionCall, longest: int) -> Form:
     if mixed.is_mixed(call, longest):
         if is_numbered(call):
             return Form(is_numbered=True)
-        return Form(is_mixed=not are_mostly_chunks(call))
+        return Form(is_mixed=True)
     is_guessed = support.is_guessed(call, longest)
     if not is_guessed and support.are_few_chunks(call):
         return Form(is_numbered=True)

@@ -28,10 +28,6 @@ MOST_MEAN = 512
 # sequences that Hopper's kernel had better take alone: short ones among them cost less than telling
 MOST_ALONE = 4
 
-# tiles of decodes, and keys of the longest sequence: where so few have more, one kernel that cuts
-# its tiles is better than two
-MOST_LONG, LEAST_LONG = 132, 8192
-
 # tables with room for fewer keys: nothing to share out
 LEAST_KEYS = 256
 
@@ -51,21 +47,9 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
         return False
     if call.batch <= MOST_ALONE and support.unprofitable(call) is None:
         return False
-    if _are_few_and_long(call) and support.unprofitable(call) is None:
-        return False
     if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False
     return not 0 < longest <= most_queries(call)
-
-
-def _are_few_and_long(call: AttentionCall) -> bool:
-    """Whether few sequences have long contexts, as far as the caller says; measured with heads of
-    128 and keys of 16 bits."""
-    is_measured = support.width_of(call.head_dim) == 128 and not support.converts(call)
-    is_few = call.batch * call.num_kv_heads <= MOST_LONG
-    # where nothing is said, it is what the table has room for
-    is_long = LEAST_LONG < call.max_seqlen_k < support.key_bound(call)
-    return is_measured and is_few and is_long and not support.gathers(call)
 
 
 def form_of(call: AttentionCall) -> Form:

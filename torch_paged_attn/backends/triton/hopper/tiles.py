@@ -112,6 +112,8 @@ MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
 # rows of a mixed batch's chunks, all heads counted, for a tile of decodes, from which on they are
 # most of the work
 MOSTLY_ROWS = 350
+# the same where few sequences have more keys
+MOSTLY_ROWS_OF_LONG, LEAST_LONG = 60, 8192
 # keys of the longest sequence up to which guessed tokens have one consumer
 FEW_TILES = 512
 
@@ -216,7 +218,10 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
     is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
-    if form.is_mixed and not is_mixed:
+    if form.is_mixed and _are_mostly_chunks(call):
+        config = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+        return config, whole_group(call)
+    if form.is_mixed:
         return choose_split_config(width), whole_group(call)
     if is_mixed:
         packed = whole_group(call)
@@ -315,10 +320,14 @@ def is_one_launch(call: AttentionCall) -> bool:
     return may_divide(call) and not is_bound(call.window_size_left)
 
 
-def are_mostly_chunks(call: AttentionCall) -> bool:
-    """Whether chunks of prompts are most of the work of such a batch."""
-    rows = (call.total_q - call.batch) * call.num_heads
-    return rows > MOSTLY_ROWS * call.batch * call.num_kv_heads
+def _are_mostly_chunks(call: AttentionCall) -> bool:
+    """Whether chunks of prompts are most of the work of such a batch; sooner where few sequences
+    have long contexts, as far as the caller says."""
+    rows, tiles = (call.total_q - call.batch) * call.num_heads, call.batch * call.num_kv_heads
+    # where nothing is said, it is what the table has room for
+    is_long = LEAST_LONG < call.max_seqlen_k < key_bound(call)
+    is_few = tiles <= target_of(call.q.device).multiprocessors
+    return rows > (MOSTLY_ROWS_OF_LONG if is_few and is_long else MOSTLY_ROWS) * tiles
 
 
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
