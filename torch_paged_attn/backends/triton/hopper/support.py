@@ -66,8 +66,11 @@ WIDE_TILES, MOST_WIDE_REACH = range(33, 133), 1024
 # as many where tiles fill the chip twice; of decodes, heads of a group and tiles
 MOST_UNCUT, FULL = 1024, 2
 LEAST_UNCUT_GROUP, UNCUT_TILES = 5, range(33, 265)
-# the same of guessed tokens whose keys two consumers divide: of few tiles, and of more
-MOST_DIVIDED_OF_FEW, MOST_DIVIDED, LEAST_DIVIDED = 2048, 4096, 33
+# keys where two consumers divide them: of guessed tokens with so many tiles, of those with more,
+# and of chunks
+MOST_DIVIDED, DIVIDED_TILES, MOST_DIVIDED_OF_MANY, MOST_DIVIDED_OF_CHUNKS = (
+    4096, range(33, 133), 2048, 2048,
+)  # fmt: skip
 # tiles of guessed tokens, and keys of the longest sequence, that are dealt out though they are few
 MOST_FEW_DEALT, FEW_REACH = 32, 2048
 # keys of the longest sequence from which on 8-bit tiles are taller
@@ -242,8 +245,8 @@ def is_uncut(call: AttentionCall) -> bool:
         return False
     tiles = call.batch * call.num_kv_heads
     if may_divide(call) and call.total_q >= 2 * call.batch:
-        most = MOST_DIVIDED if tiles >= LEAST_DIVIDED else MOST_DIVIDED_OF_FEW
-        return reach_of(call) <= most
+        most = MOST_UNCUT if tiles < DIVIDED_TILES.start else MOST_DIVIDED_OF_MANY
+        return reach_of(call) <= (MOST_DIVIDED if tiles in DIVIDED_TILES else most)
     is_full = tiles >= FULL * target_of(call.q.device).multiprocessors
     return reach_of(call) <= MOST_UNCUT * (
         FULL if is_full and call.total_q >= 2 * call.batch else 1
@@ -318,7 +321,7 @@ def is_divided_chunk(call: AttentionCall) -> bool:
     says, that two consumers had better divide the keys of a tile."""
     if not may_divide(call) or is_bound(call.window_size_left):
         return False
-    is_near = reach_of(call) <= MOST_DIVIDED_OF_FEW
+    is_near = reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
     most = MOST_ROWS_NEAR if is_near else 0 if gathers(call) else MOST_ROWS_FAR
     return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
 
@@ -331,7 +334,7 @@ def are_few_chunks(call: AttentionCall) -> bool:
     if not has_few_tiles(call) or lacking(call, OF_LISTS) is not None:
         return False
     if is_divided_chunk(call):
-        return reach_of(call) <= MOST_DIVIDED_OF_FEW
+        return reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     quarters = 4 * tiles // target_of(call.q.device).multiprocessors
     return reach_of(call) <= MOST_NUMBERED[min(quarters, 4)]

@@ -74,7 +74,7 @@ def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
 def choose_split_config(width: int) -> HopperConfig:
     """The same with two consumers, each of which takes every other tile of keys. `width` is 64 or
     128."""
-    return HopperConfig(2, 128 if width == 64 else 64, 4, 2, 224, False, SPLITS_KEYS=True)
+    return HopperConfig(2, 128 if width == 64 else 64, 4, 2, 208, False, SPLITS_KEYS=True)
 
 
 def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:
