@@ -33,7 +33,7 @@ FAULTS = (
     Fault(
         "dk of the last tile alone",
         BACKWARD,
-        "sum_over_queries(dk, stack.q[:, level], dx, level > begin)",
+        "sum_over_queries(dk, stack.q[:, level], dx, is_further)",
         "sum_over_queries(dk, stack.q[:, level], dx, False)",
         GRADIENTS_LONG,
     ),
@@ -54,10 +54,7 @@ FAULTS = (
     Fault(
         "the last stack's dq stays",
         BACKWARD,
-        (
-            "nisa.tensor_copy_predicated("
-            "dst=stack.dq.reshape((size, width)), src=0.0, predicate=predicate)"
-        ),
+        "nisa.tensor_copy_predicated(dst=sums, src=0.0, predicate=predicate)",
         "pass",
         GRADIENTS,
     ),
@@ -120,7 +117,7 @@ FAULTS = (
     Fault(
         "every stretch of a bias's gradient lies on the first",
         TILE_BACK,
-        "RowLayout(0, 0, part * width, width), 1)",
+        "RowLayout(0, 0, part * options.width, width), 1)",
         "RowLayout(0, 0, 0, width), 1)",
         LAUNCHES,
     ),
@@ -164,6 +161,34 @@ FAULTS = (
         "rectangles.py",
         "-(-(first + width + left + right) * group_size // P)",
         "-(-(first + left + right) * group_size // P)",
+        LAUNCHES,
+    ),
+    Fault(
+        "a tile's last visible keys are skipped",
+        "rectangles.py",
+        "keys = ((level + 1) * P - 1) // group_size + 1 - first",
+        "keys = (level * P - 1) // group_size + 1 - first",
+        LAUNCHES,
+    ),
+    Fault(
+        "dq of a tile without its last keys",
+        BACKWARD,
+        "if seen[place][1] <= chunk * P:",
+        "if seen[place][1] <= chunk * P + P:",
+        GRADIENTS_LONG,
+    ),
+    Fault(
+        "a stack of one item keeps the last one's dq",
+        BACKWARD,
+        "        nisa.memset(dst=sums, value=0.0)\n",
+        "        pass\n",
+        GRADIENTS,
+    ),
+    Fault(
+        "a program without items loads nothing",
+        "work_info.py",
+        "% (len(items) // programs) == 0",
+        "% (len(items) // programs) < 0",
         LAUNCHES,
     ),
 )
