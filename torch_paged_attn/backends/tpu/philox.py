@@ -16,7 +16,12 @@ WORDS = 4
 
 
 def draw(
-    counter: Array, row: Array, head: Array, key: tuple[Array, Array], offset: Array
+    counter: Array,
+    row: Array,
+    head: Array,
+    key: tuple[Array, Array],
+    offset: Array,
+    low_products_only: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
     """The uint32 words of columns `4 * counter` to `4 * counter + 3`; arguments broadcast.
 
@@ -26,8 +31,8 @@ def draw(
     c0, c1, c2, c3 = counter, row, head, offset
     k0, k1 = key
     for _ in range(ROUNDS):
-        high0, low0 = mulhilo(MULTIPLIERS[0], c0)
-        high1, low1 = mulhilo(MULTIPLIERS[1], c2)
+        high0, low0 = mulhilo(MULTIPLIERS[0], c0, low_products_only)
+        high1, low1 = mulhilo(MULTIPLIERS[1], c2, low_products_only)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return c0, c1, c2, c3

@@ -131,18 +131,20 @@ class Scores:
         counter += lax.shift_right_logical(self.first_key, 2)
         row = lax.broadcasted_iota(jnp.int32, along_rows, 1 - axis)
         words = self._draw(counter, row, head)
-        kept = jnp.zeros(drawn, jnp.int32)
+        kept = jnp.zeros(drawn, jnp.float32)
         for bit, word in enumerate(words):
             is_kept = word >= jnp.uint32(int(self.options.dropout_p * 2.0**32))
-            kept |= jnp.where(is_kept, 1 << bit, 0)
-        numbers = kept.astype(jnp.float32).astype(jnp.bfloat16)
+            kept += jnp.where(is_kept, 2.0**bit, 0.0)
+        numbers = kept.astype(jnp.bfloat16)
         spread = (shape[axis] // philox.WORDS, shape[axis])
         spread = spread if axis == 1 else spread[::-1]
         from_, to = (lax.broadcasted_iota(jnp.int32, spread, i) for i in (1 - axis, axis))
         is_of = lax.shift_right_logical(to, 2) == from_
         ones = jnp.where(is_of, 1.0, 0.0).astype(jnp.bfloat16)
         placed = product(numbers, ones, 0) if axis == 1 else product(ones, numbers, 0)
-        return placed.astype(jnp.int32) & (1 << (self.key & 3)) != 0
+        # the last bits of a float between 2**23 and 2**24 are an integer's
+        bits = lax.bitcast_convert_type(placed + 2.0**23, jnp.int32)
+        return bits & (1 << (self.key & 3)) != 0
 
     def _draw(self, counter: Array, row: Array, head: Any) -> tuple[Array, ...]:
         tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
@@ -154,7 +156,10 @@ class Scores:
         head = (tiles.sequence[self.tile] << 16) | head
         counter, query, head = (x.astype(jnp.uint32) for x in (counter, query, head))
         seed_low, seed_high, offset = (rng[i].astype(jnp.uint32) for i in range(3))
-        return philox.draw(counter, query, head, (seed_low, seed_high), offset)
+        low_products_only = self.options.config.low_products_only
+        return philox.draw(
+            counter, query, head, (seed_low, seed_high), offset, low_products_only
+        )
 
 
 def _as_column(row: Array) -> Array:
