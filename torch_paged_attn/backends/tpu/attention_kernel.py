@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from torch_paged_attn.backends.tpu.dropout import kept
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
@@ -199,7 +200,7 @@ class TileAttention:
 
             def weigh(i: int, p: Array) -> Array:
                 if options.dropout_p > 0.0:
-                    p = jnp.where(piece.keep(heads[i]), p, 0.0)
+                    p = kept(p, piece.keep(heads[i]))
                 return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
 
             self.softmax.fold(heads, scores, weigh)

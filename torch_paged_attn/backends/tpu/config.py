@@ -30,6 +30,7 @@ class Config:
     tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1
     vmem_bytes: int = 100 * MIB
+    low_products_only: bool = False  # vectors multiply 32 x 32 bits, but for the high half
 
     def fit(self, num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int]) -> "Config":
         """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
@@ -98,10 +99,10 @@ class Config:
 # by `device_kind`
 CHIPS = {
     "TPU v4": Config(block_k=512, step_k=256, num_cores=2, vmem_bytes=15 * MIB, tile_rows=128),
-    "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB),
-    "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB),
-    "TPU v5 lite": Config(),
-    "TPU v5e": Config(),
+    "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
+    "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
+    "TPU v5 lite": Config(low_products_only=True),
+    "TPU v5e": Config(low_products_only=True),
     "TPU v6 lite": Config(),
     "TPU v6e": Config(),
     "TPU7x": Config(vmem_bytes=56 * MIB),

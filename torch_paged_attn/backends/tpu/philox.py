@@ -1,8 +1,15 @@
 """Philox-4x32-10 (Salmon et al., SC 2011) on vectors: the dropout mask that every backend draws.
 
 The counter's layout is that of `reference/philox.py`: four neighbouring columns take the four words
-of one counter.
+of one counter, `(column // 4, row, sequence << 16 | head, offset)`.
+
+In the first two rounds each product is of a number that hangs on the column alone, or on row and
+head alone. So those are arguments of their own, computed once for many counters: `of_columns` and
+`of_rows` are what the two rounds leave, before columns and rows meet.
 """
+
+import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,20 +21,57 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 WORDS = 4
 
+Words = tuple[Array, Array, Array, Array]
 
-def draw(
-    counter: Array, row: Array, head: Array, key: tuple[Array, Array], offset: Array
-) -> tuple[Array, Array, Array, Array]:
-    """The uint32 words of columns `4 * counter` to `4 * counter + 3`; arguments broadcast.
 
-    `head` is sequence << 16 | head. The first rounds' products are of as few numbers as they hang
-    on: a product of what all rows share is taken once.
-    """
-    c0, c1, c2, c3 = counter, row, head, offset
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        high0, low0 = mulhilo(MULTIPLIERS[0], c0)
-        high1, low1 = mulhilo(MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
-    return c0, c1, c2, c3
+class OfColumns(NamedTuple):
+    """Of each column // 4."""
+
+    first: Array  # of word 0, the round's key included
+    second: Array
+    third: Array
+
+
+class OfRows(NamedTuple):
+    """Of each row and head, but for `first`, which hangs on the head alone."""
+
+    first: Array
+    third: Array  # the round's key included
+    fourth: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Philox:
+    """Draws of one key; all numbers are uint32."""
+
+    key: tuple[Array, Array]
+    offset: Array
+    low_products_only: bool = False
+
+    def of_columns(self, counter: Array) -> OfColumns:
+        (_, k1), (k0, _) = self._key(0), self._key(1)
+        high, third = mulhilo(MULTIPLIERS[0], counter, self.low_products_only)
+        high, second = mulhilo(MULTIPLIERS[1], high ^ self.offset ^ k1, self.low_products_only)
+        return OfColumns(high ^ k0, second, third)
+
+    def of_rows(self, row: Array, head: Array) -> OfRows:
+        """`head` is sequence << 16 | head."""
+        (k0, _), (_, k1) = self._key(0), self._key(1)
+        high, first = mulhilo(MULTIPLIERS[1], head, self.low_products_only)
+        high, fourth = mulhilo(MULTIPLIERS[0], high ^ row ^ k0, self.low_products_only)
+        return OfRows(first, high ^ k1, fourth)
+
+    def draw(self, columns: OfColumns, rows: OfRows) -> Words:
+        """The words of columns `4 * counter` to `4 * counter + 3`; arguments broadcast."""
+        c0, c1 = columns.first ^ rows.first, columns.second
+        c2, c3 = rows.third ^ columns.third, rows.fourth
+        for i in range(2, ROUNDS):
+            k0, k1 = self._key(i)
+            high0, low0 = mulhilo(MULTIPLIERS[0], c0, self.low_products_only)
+            high1, low1 = mulhilo(MULTIPLIERS[1], c2, self.low_products_only)
+            c0, c1, c2, c3 = high1 ^ (c1 ^ k0), low1, high0 ^ (c3 ^ k1), low0
+        return c0, c1, c2, c3
+
+    def _key(self, i: int) -> tuple[Array, Array]:
+        k0, k1 = self.key
+        return k0 + jnp.uint32(i * WEYL[0] % 2**32), k1 + jnp.uint32(i * WEYL[1] % 2**32)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.backends.tpu.dropout import kept
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.scores import Scores
 
@@ -44,8 +45,8 @@ def score_gradients(
     weights = p
     if options.dropout_p > 0.0:
         keep = piece.keep(head)
-        weights = jnp.where(keep, p, 0.0)
-        dp = jnp.where(keep, dp * (1.0 / (1.0 - options.dropout_p)), 0.0)
+        weights = kept(p, keep)
+        dp = kept(dp * (1.0 / (1.0 - options.dropout_p)), keep)
     ds = p * (dp - delta)
     if visible is not None:
         ds = jnp.where(visible, ds, 0.0)

@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from torch_paged_attn.backends.tpu import philox
 from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.dropout import Dropout
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
-from torch_paged_attn.backends.tpu.softmax import LOG2_E, product
+from torch_paged_attn.backends.tpu.softmax import LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,43 +118,10 @@ class Scores:
         return is_seen
 
     def keep(self, head: Any) -> Array:
-        """True for the probabilities that dropout keeps.
-
-        Four neighbouring keys share a counter. It is drawn from once, its four answers are the
-        bits of one number, and a product with zeros and ones brings that to the four keys.
-        """
-        shape, axis = self.key.shape, self.key_axis
-        drawn = tuple(n // philox.WORDS if i == axis else n for i, n in enumerate(shape))
-        along_keys = tuple(n if i == axis else 1 for i, n in enumerate(drawn))
-        along_rows = tuple(1 if i == axis else n for i, n in enumerate(drawn))
-        counter = lax.broadcasted_iota(jnp.int32, along_keys, axis)
-        counter += lax.shift_right_logical(self.first_key, 2)
-        row = lax.broadcasted_iota(jnp.int32, along_rows, 1 - axis)
-        words = self._draw(counter, row, head)
-        kept = jnp.zeros(drawn, jnp.int32)
-        for bit, word in enumerate(words):
-            is_kept = word >= jnp.uint32(int(self.options.dropout_p * 2.0**32))
-            kept |= jnp.where(is_kept, 1 << bit, 0)
-        numbers = kept.astype(jnp.float32).astype(jnp.bfloat16)
-        spread = (shape[axis] // philox.WORDS, shape[axis])
-        spread = spread if axis == 1 else spread[::-1]
-        from_, to = (lax.broadcasted_iota(jnp.int32, spread, i) for i in (1 - axis, axis))
-        is_of = lax.shift_right_logical(to, 2) == from_
-        ones = jnp.where(is_of, 1.0, 0.0).astype(jnp.bfloat16)
-        placed = product(numbers, ones, 0) if axis == 1 else product(ones, numbers, 0)
-        return placed.astype(jnp.int32) & (1 << (self.key & 3)) != 0
-
-    def _draw(self, counter: Array, row: Array, head: Any) -> tuple[Array, ...]:
-        tile_q, rng, tiles = self.options.tile_q, self.refs.rng, self.refs.tiles
-        paired = self.options.paired
-        query = tiles.first_query[self.tile] + self._token_of(row)
-        of_group = lax.shift_right_logical(row, (tile_q * paired).bit_length() - 1)
-        of_group = of_group * paired + (row & (paired - 1))
-        head = self.options.first_head + head * self.options.group_size + of_group
-        head = (tiles.sequence[self.tile] << 16) | head
-        counter, query, head = (x.astype(jnp.uint32) for x in (counter, query, head))
-        seed_low, seed_high, offset = (rng[i].astype(jnp.uint32) for i in range(3))
-        return philox.draw(counter, query, head, (seed_low, seed_high), offset)
+        """-1 for the probabilities that dropout keeps, else 0 (`dropout.kept`)."""
+        width, rows = self.key.shape[self.key_axis], self.key.shape[1 - self.key_axis]
+        draws = Dropout(self.refs, self.options, self.tile, head, self.first_key, width)
+        return draws.keep(rows, self.key_axis)
 
 
 def _as_column(row: Array) -> Array:

@@ -1,0 +1,151 @@
+"""Which probabilities dropout keeps, of a tile's rows on a piece of keys.
+
+Four neighbouring keys share a counter (`philox.py`). It is drawn from once, its four answers are
+the bits of one number, and a product with zeros and ones brings that to the four keys.
+
+Where queries stay, the counters of a piece lie along lanes. If they do not fill a register's, other
+rows lie beside them. What hangs on a row alone is computed with a row in each lane, and then
+turned.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.philox import WORDS, OfRows, Philox
+from torch_paged_attn.backends.tpu.softmax import product
+
+SUBLANES = 8
+
+
+def kept(x: Array, keep: Array) -> Array:
+    """`x`, or zeros where `keep` is 0 instead of -1."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & keep, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Draws for one tile's rows, `row = g * tile_q + token`, of a KV head, on a piece of keys."""
+
+    refs: Refs
+    options: Options
+    tile: Array
+    head: Any  # the KV head
+    first_key: Array
+    width: int  # keys
+
+    def keep(self, rows: int, key_axis: int) -> Array:
+        """-1 for what is kept, else 0: (rows, keys), or (keys, rows) where keys are axis 0."""
+        return self._keep_of_columns(rows) if key_axis == 0 else self._keep_of_rows(rows)
+
+    def _keep_of_columns(self, rows: int) -> Array:
+        row = lax.broadcasted_iota(jnp.int32, (1, rows), 1)
+        columns = self._philox.of_columns(self._counter((self.width // WORDS, 1), 0))
+        words = self._philox.draw(columns, self._of_rows(row))
+        numbers = self._numbers(words)
+        spread = self._spread((self.width, self.width // WORDS), 0)
+        return self._bits_of(product(spread, numbers, 0), 0)
+
+    def _keep_of_rows(self, rows: int) -> Array:
+        counters = self.width // WORDS
+        parts = max(1, LANES // counters)
+        if rows % (parts * LANES) != 0:
+            parts = 1
+        height, lanes = rows // parts, parts * counters
+        if height % LANES == 0:
+            blocks = [self._draw_block(height, lanes, i) for i in range(0, height, LANES)]
+            numbers = jnp.concatenate(blocks, axis=0)
+        else:
+            row = lax.broadcasted_iota(jnp.int32, (height, 1), 0)
+            columns = self._philox.of_columns(self._counter((1, lanes), 1))
+            numbers = self._numbers(self._philox.draw(columns, self._of_rows(row)))
+        placed = [
+            product(numbers, self._spread((lanes, self.width), part * counters), 0)
+            for part in range(parts)
+        ]
+        return self._bits_of(jnp.concatenate(placed, axis=0), 1)
+
+    def _draw_block(self, height: int, lanes: int, first_row: int) -> Array:
+        """Numbers (LANES, lanes) of `first_row` and on, and beside them of the rows that are
+        `height` behind.
+        """
+        counters = self.width // WORDS
+        lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 1)
+        part = lax.div(lane, jnp.int32(counters))
+        dense = lax.broadcasted_iota(jnp.int32, (1, LANES), 1) + first_row
+        turned = [
+            self._turned(self._of_rows(dense + beside), lanes)
+            for beside in range(0, height * lanes // counters, height)
+        ]
+        of_rows = turned[0]
+        for j, others in enumerate(turned[1:], 1):
+            of_rows = OfRows(
+                *(jnp.where(part < j, x, y) for x, y in zip(of_rows, others, strict=True))
+            )
+        if self.options.tile_q * self.options.paired % LANES == 0:
+            # rows of one head, or of two in turns
+            row = lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 0) + first_row
+            first = self._of_rows(row + part * height).first
+            of_rows = of_rows._replace(first=first[None])
+        columns = self._philox.of_columns(self._counter((1, 1, lanes), 2))
+        numbers = self._numbers(self._philox.draw(columns, of_rows))
+        return numbers.reshape(LANES, lanes)
+
+    def _turned(self, of_rows: OfRows, lanes: int) -> OfRows:
+        """Rows that lie along the lanes, each in all lanes of a row."""
+
+        def turn(x: Array) -> Array:
+            x = lax.bitcast_convert_type(jnp.broadcast_to(x, (LANES, LANES)), jnp.int32).T
+            x = lax.bitcast_convert_type(x, jnp.uint32)[:, :lanes]
+            return x.reshape(LANES // SUBLANES, SUBLANES, lanes)
+
+        return OfRows(*map(turn, of_rows))
+
+    def _numbers(self, words: tuple[Array, ...]) -> Array:
+        """Four answers as one number."""
+        numbers: Any = 2.0 ** len(words)
+        for bit, word in enumerate(words):
+            is_kept = word >= jnp.uint32(int(self.options.dropout_p * 2.0**32))
+            numbers += jnp.where(is_kept, 2.0**bit, 0.0)
+        return numbers.astype(jnp.bfloat16)
+
+    def _spread(self, shape: tuple[int, int], first: int) -> Array:
+        """Ones where counter `first + key // 4` meets its keys."""
+        counter, key = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
+        if shape[0] == self.width:
+            counter, key = key, counter
+        is_of = lax.shift_right_logical(key, 2) + first == counter
+        return jnp.where(is_of, 1.0, 0.0).astype(jnp.bfloat16)
+
+    def _bits_of(self, placed: Array, key_axis: int) -> Array:
+        """The bit of each key, of its counter's number, in all bits of an int32."""
+        key = lax.broadcasted_iota(jnp.int32, placed.shape, key_axis)
+        # a float between 2**4 and 2**5 has bit `i` of it as its own bit 19 + i
+        bits = lax.bitcast_convert_type(placed, jnp.int32)
+        return (bits << (12 - (key & 3))) >> 31
+
+    @property
+    def _philox(self) -> Philox:
+        low, high, offset = (self.refs.rng[i].astype(jnp.uint32) for i in range(3))
+        return Philox((low, high), offset, self.options.config.low_products_only)
+
+    def _counter(self, shape: tuple[int, ...], axis: int) -> Array:
+        """Of the piece's keys along an axis, as often as it has room for them."""
+        counter = lax.broadcasted_iota(jnp.int32, shape, axis)
+        if shape[axis] > self.width // WORDS:
+            counter = lax.rem(counter, jnp.int32(self.width // WORDS))
+        counter += lax.shift_right_logical(self.first_key, 2)
+        return counter.astype(jnp.uint32)
+
+    def _of_rows(self, row: Array) -> OfRows:
+        tile_q, paired, tiles = self.options.tile_q, self.options.paired, self.refs.tiles
+        query = tiles.first_query[self.tile] + ((row >> (paired - 1)) & (tile_q - 1))
+        of_group = lax.shift_right_logical(row, (tile_q * paired).bit_length() - 1)
+        of_group = of_group * paired + (row & (paired - 1))
+        head = self.options.first_head + self.head * self.options.group_size + of_group
+        head = (tiles.sequence[self.tile] << 16) | head
+        return self._philox.of_rows(query.astype(jnp.uint32), head.astype(jnp.uint32))
