@@ -454,7 +454,7 @@ def test_consumers_of_chunks(seqs, heads, reach, consumers):
     with assume(HOPPER):
         config = tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0]
     has_few_rows = seqs[0][0] * heads[0] <= 132 * 80 and heads[2] == 128
-    assert config.CONSUMERS == consumers and config.SPLITS_KEYS is has_few_rows
+    assert consumers == config.CONSUMERS and config.SPLITS_KEYS is has_few_rows
 
 
 def test_stages_of_divided_keys_are_even():
