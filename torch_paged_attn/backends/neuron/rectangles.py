@@ -140,7 +140,7 @@ def levels(
         begin, end = first * group_size // P, depth
         if left >= 0:
             end = min(end, -(-(first + width + left + right) * group_size // P))
-        seen = []
+        seen: list[tuple[int, int]] = []
         for level in reversed(range(begin, end)):
             keys = ((level + 1) * P - 1) // group_size + 1 - first
             seen.append((level, min(-(-keys // P) * P, width) if seen else width))
