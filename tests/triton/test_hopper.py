@@ -12,6 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support, tiles
+from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.ops import paths
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
@@ -466,6 +467,8 @@ def test_stages_of_divided_keys_are_even():
             options = tiles.options_of(call, config, packed)
             assert config.SPLITS_KEYS and options.KV_STAGES % options.CONSUMERS == 0
             assert options.ROW_GROUPS == 1 and options.CONSUMERS == 2
+            fitted = fit_stages(options._replace(KV_STAGES=8), 2, 2)
+            assert fitted.KV_STAGES < 8 and fitted.KV_STAGES % 2 == 0  # there is no room for more
 
 
 @pytest.mark.parametrize("group, tokens", [(5, 12), (7, 9), (3, 21), (6, 10), (8, 8)])

@@ -115,7 +115,7 @@ MOSTLY_ROWS = 350
 # the same where few sequences have more keys
 MOSTLY_ROWS_OF_LONG, LEAST_LONG = 60, 8192
 # keys of the longest sequence up to which guessed tokens have one consumer
-FEW_TILES = 512
+MOST_OF_ONE = 512
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -242,10 +242,9 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_8_bit_config(width, is_float8(call)), packed
     if form.longest:
         return choose_short_config(width, mean_length(call) * packed), packed
-    if form.is_guessed and form.is_numbered and may_divide(call):
-        is_decode, reach = call.total_q < 2 * call.batch, reach_of(call)
-        if not is_decode and reach > FEW_TILES:
-            return choose_split_config(width), packed
+    are_tokens = form.is_guessed and call.total_q >= 2 * call.batch
+    if are_tokens and form.is_numbered and may_divide(call) and reach_of(call) > MOST_OF_ONE:
+        return choose_split_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
     if is_mixed:
@@ -256,7 +255,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), packed
     if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
-    if not form.short and is_divided_chunk(call):
+    if is_divided_chunk(call):
         return choose_split_config(width), whole_group(call)
     if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
