@@ -70,6 +70,20 @@ def test_dropout_draws_from_torchs_generator():
     assert torch.equal(paged.attention(*inputs, dropout_p=0.5), first)
 
 
+def test_a_mask_that_is_learned_alone():
+    """Keys that lie heads first are no pages where the mask needs a gradient."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors())
+    mask = torch.randn(q.shape[1], k.shape[1])
+
+    def found(attend, *inputs):
+        *inputs, leaf = (x.detach() for x in inputs)
+        leaf.requires_grad_()
+        return torch.autograd.grad(attend(*inputs, attn_mask=leaf).square().sum(), leaf)[0]
+
+    golden = found(native, *(x.double() for x in (q, k, v, mask)))
+    assert_as_right_as(found(paged.attention, q, k, v, mask), golden, found(native, q, k, v, mask))
+
+
 def test_refusals():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="attn_mask came with is_causal"):

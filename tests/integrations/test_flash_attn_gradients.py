@@ -59,6 +59,17 @@ def test_dense(heads_first, asking):
         assert torch.equal(one, other)
 
 
+def test_dense_of_sinks_alone():
+    """All else is frozen, and keys lie heads first."""
+    batch = Batch([3, 3], [5, 5])
+    rows = (x.unflatten(0, (2, -1)) for x in (batch.q, batch.k, batch.v))
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows)
+    sinks = torch.randn(HEADS).requires_grad_()
+    (found,) = torch.autograd.grad(flash_attn_func(q, k, v, s_aux=sinks).sum(), sinks)
+    out, _ = flash_varlen(batch.q, batch.k, batch.v, batch.cu_q, batch.cu_k, sinks=sinks)
+    assert torch.equal(found, torch.autograd.grad(out.sum(), sinks)[0])
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_deterministic_is_flash_attns(asked, monkeypatch):
     """False unless it is asked for; a call that does not train leaves it to the op."""

@@ -26,18 +26,24 @@ def check_tensors(name: str, **arguments: Any) -> None:
             raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
 
 
-def asks_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call is one that trains."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def asks_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None) -> bool:
+    """Whether a call is one that trains; `extra` is its bias or its sinks."""
+    if not torch.is_grad_enabled():
+        return False
+    asks = q.requires_grad or k.requires_grad or v.requires_grad
+    return asks or (extra is not None and extra.requires_grad)
 
 
-def of_equal_lengths(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+def of_equal_lengths(
+    q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None
+) -> dict[str, Any]:
     """The tensors of `flash_varlen` for a batch of sequences of one length: packed, or with a page
     for each sequence where its keys do not follow the last one's. Then heads-first keys, as model
     caches keep them, are not copied.
 
     q: (batch, seqlen_q, num_heads, head_dim)
     k, v: (batch, seqlen_k, num_kv_heads, head_dim), (..., head_dim_v)
+    extra: a bias or sinks that may need a gradient, which paged keys have not
     """
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
@@ -48,7 +54,7 @@ def of_equal_lengths(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         "max_seqlen_q": seqlen_q,
         "max_seqlen_k": seqlen_k,
     }
-    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v):
+    if (end_to_end(k) and end_to_end(v)) or asks_gradient(q, k, v, extra):
         return found | {"k": k.flatten(0, 1), "v": v.flatten(0, 1)}
     table = _constants.row_numbers(batch, q)
     return found | {"k": k.transpose(1, 2), "v": v.transpose(1, 2), "block_table": table}
@@ -85,7 +91,7 @@ def flash_varlen_arguments(
     if window_size != (-1, -1):
         left, right = (-1 if size is None else size for size in window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}
-    if not deterministic and asks_gradient(q, k, v):
+    if not deterministic and asks_gradient(q, k, v, s_aux):
         arguments["deterministic"] = False  # of the backward
     if causal:
         arguments["causal"] = causal

@@ -107,7 +107,7 @@ def attention(
     if dropout_p > 0.0:
         options["dropout_p"] = dropout_p
         options["rng_state"] = torch.randint(2**62, (2,), device=query.device)
-    tensors = of_equal_lengths(query, key, value)
+    tensors = of_equal_lengths(query, key, value, attn_mask)
     out, lse = flash_varlen(**tensors, softmax_scale=scale, **options)
     out = out.unflatten(0, (batch, queries))
     return (out, lse.view(heads, batch, queries).permute(1, 2, 0)) if return_lse else out

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.integrations._arguments import asks_gradient
 from torch_paged_attn.integrations._versions import require
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
@@ -222,10 +223,6 @@ def attention_forward(
 
     Returns (batch, Lq, num_heads, head_dim_v) and None in place of attention weights.
     """
-    if dropout > 0:
-        raise NotImplementedError(
-            f"torch_paged_attn: dropout must be 0 in Transformers, got {dropout}"
-        )
     if position_bias is not None:
         raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
 
@@ -249,6 +246,10 @@ def attention_forward(
         "window_size_right": window,
         "softcap": softcap or 0.0,
     }
+    if dropout > 0:
+        # seed and offset from torch's generator, whose state a checkpoint puts back
+        rng_state = torch.randint(2**62, (2,), device=query.device)
+        options |= {"dropout_p": dropout, "rng_state": rng_state}
     if cache is not None:
         out = _continuous(
             module.layer_idx,
@@ -315,10 +316,10 @@ def _packed(
     return flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
 
-def _equal_rows(query: Tensor) -> Tensor:
-    """cu_seqlens_q of a batch whose rows are full."""
-    batch, _, length, _ = query.shape
-    return length * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+def _equal_rows(x: Tensor) -> Tensor:
+    """cu_seqlens of a batch whose rows are full."""
+    batch, _, length, _ = x.shape
+    return length * torch.arange(batch + 1, dtype=torch.int32, device=x.device)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
@@ -333,7 +334,16 @@ def _paged(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """The first lengths (batch,) keys of each row. A cache of (batch, heads, length, head_dim) has
-    one page per sequence: nothing is copied."""
+    one page per sequence: nothing is copied. Keys that train are packed: pages have no gradient."""
+    extra = (options.get("attn_bias"), options.get("sinks"))
+    if any(asks_gradient(query, key, value, x) for x in extra):
+        return flash_varlen(
+            *map(_rows, (query, key, value)),
+            _equal_rows(query),
+            _equal_rows(key),
+            seqused_k=lengths,
+            **options,
+        )[0]
     pages = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
     return flash_varlen(
         _rows(query),

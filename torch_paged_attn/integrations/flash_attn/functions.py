@@ -75,7 +75,7 @@ def flash_attn_func(
     _check_out("flash_attn_func", out, q, v)
     arguments = flash_varlen_arguments(
         "flash_attn_func",
-        **of_equal_lengths(q, k, v),
+        **of_equal_lengths(q, k, v, s_aux),
         out=out,
         dropout_p=dropout_p,
         deterministic=deterministic,
