@@ -337,13 +337,9 @@ def _paged(
     one page per sequence: nothing is copied. Keys that train are packed: pages have no gradient."""
     extra = (options.get("attn_bias"), options.get("sinks"))
     if any(asks_gradient(query, key, value, x) for x in extra):
-        return flash_varlen(
-            *map(_rows, (query, key, value)),
-            _equal_rows(query),
-            _equal_rows(key),
-            seqused_k=lengths,
-            **options,
-        )[0]
+        q, k, v = _rows(query), _rows(key), _rows(value)
+        bounds = _equal_rows(query), _equal_rows(key)
+        return flash_varlen(q, k, v, *bounds, seqused_k=lengths, **options)[0]
     pages = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
     return flash_varlen(
         _rows(query),
