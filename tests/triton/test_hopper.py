@@ -308,12 +308,12 @@ def test_guessed_tokens(problem, kind, compiler):
         call = hopper_call(problem, max_seqlen_k=64 if kind == "numbered" else 2**17)
         assert flash_varlen.kernels_of(call, 8)[0] == "hopper"
         found = flash_varlen.form_of(call, 8)
-        # the others differ by how many keys there are; windows show few, and 8 bits have a list
+        # the others differ by how many keys there are; windows show few
         is_uncut = found.is_numbered
         assert found == tiles.Form(is_guessed=True, is_dealt=found.is_dealt, is_numbered=is_uncut)
         assert is_uncut is support.is_uncut(call)
         if kind == "numbered":
-            assert is_uncut is not support.converts(call)
+            assert is_uncut
     if not HAS_HOPPER:
         if problem.name in COMPILED and kind == "dealt":
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
@@ -362,17 +362,49 @@ def test_many_keys_are_dealt_out():
         # of many rows: by keys, but not where each tile has few
         (4, 8, 8192, (8, 1, 128), "listed"),
         (69, 4, 2048, (32, 32, 128), "numbered"),
-        (69, 4, 4096, (32, 32, 128), "dealt"),
+        (15, 4, 4096, (32, 32, 128), "dealt"),
+        (69, 4, 4096, (32, 32, 128), "listed"),  # many tiles
         (87, 8, 1024, (32, 32, 128), "numbered"),
         (2, 7, 2048, (28, 4, 128), "dealt"),  # few keys, few tiles
         (11, 1, 1024, (64, 8, 128), "numbered"),
-        (11, 1, 2048, (64, 8, 128), "portable"),
-        (11, 1, 1024, (32, 8, 128), "portable"),
+        (11, 1, 2048, (64, 8, 128), "numbered"),
+        (11, 1, 4096, (64, 8, 128), "portable"),
+        (11, 1, 1024, (32, 8, 128), "numbered"),
+        (11, 1, 512, (32, 8, 128), "portable"),
+        (11, 1, 512, (64, 8, 128), "numbered"),
+        (11, 1, 512, (56, 8, 128), "portable"),
+        (20, 1, 2048, (64, 8, 128), "portable"),
+        # wide heads
+        (4, 3, 8192, (8, 4, 256), "listed"),
+        (4, 3, 1024, (8, 4, 256), "portable"),
+        (2, 8, 1024, (8, 4, 256), "listed"),
+        (2, 8, 512, (8, 4, 256), "numbered"),
     ],
 )
 def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
     """As figures of an H200 say: benchmarks/notes/gpu.md."""
-    problem = Problem("few", ((queries, 60),) * batch, *heads, dtype=bf16, page_size=64)
+    assert taken_by(batch, queries, keys, heads) == kernels
+
+
+@pytest.mark.parametrize(
+    "batch, queries, keys, heads, kernels",
+    [
+        (9, 3, 512, (32, 8, 128), "numbered"),
+        (9, 3, 1024, (32, 8, 128), "portable"),  # of few rows
+        (9, 3, 512, (32, 32, 128), "portable"),
+        (37, 7, 512, (16, 4, 128), "numbered"),
+        (4, 8, 4096, (8, 1, 128), "dealt"),
+        (4, 8, 1024, (8, 1, 128), "listed"),
+    ],
+)
+def test_who_takes_few_queries_in_8_bits(batch, queries, keys, heads, kernels):
+    assert taken_by(batch, queries, keys, heads, kv_dtype=e4m3) == kernels
+
+
+def taken_by(batch, queries, keys, heads, **options):
+    """The kernel of few queries whose longest sequence has so many keys, and its form."""
+    seqs = ((queries, 60),) * batch
+    problem = Problem("few", seqs, *heads, dtype=bf16, page_size=64, **options)
     table = torch.zeros(batch, 2048, dtype=torch.int32)
     with assume(HOPPER):
         call = hopper_call(problem, block_table=table, max_seqlen_k=keys)
@@ -381,7 +413,7 @@ def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
             form = flash_varlen.form_of(call, queries)
             assert form.is_guessed
             found = "dealt" if form.is_dealt else "numbered" if form.is_numbered else "listed"
-        assert found == kernels
+        return found
 
 
 @pytest.mark.parametrize(
@@ -390,7 +422,7 @@ def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
         (((128, 0),) * 512, dict(num_kv_heads=4), 128, "hopper"),
         (((40, 0),) * 512, dict(num_kv_heads=4), 40, "portable"),  # few rows in a tile
         (((40, 0),) * 512, dict(num_heads=8, head_dim=128), 40, "hopper"),  # which heads fill
-        (((100, 0),) * 5, dict(num_heads=8, head_dim=128), 100, "portable"),  # few tiles
+        (((50, 0),) * 9, dict(num_heads=8, head_dim=128), 50, "portable"),  # few tiles
         (((480, 0),) * 4, dict(num_heads=12, num_kv_heads=12), 480, "hopper"),  # longer sequences
     ],
 )
@@ -404,6 +436,22 @@ def test_short_sequences(seqs, options, longest, kernels):
             assert flash_varlen.in_turns(call, other) == 0
         paged = hopper_call(dataclasses.replace(problem, seqs=seqs[:5], page_size=16))
         assert flash_varlen.in_turns(paged, longest) == 0
+
+
+@pytest.mark.parametrize("options", [dict(num_heads=8, head_dim=128), dict(num_heads=12)])
+def test_few_short_sequences(options):
+    """A list of few tiles, of one consumer each."""
+    problem = Problem("few", ((300, 0), (80, 0)) * 3, dtype=bf16, causal=False, **options)
+    form = tiles.Form(are_few=True)
+    with assume(HOPPER):
+        call = hopper_call(problem)
+        assert flash_varlen.kernels_of(call, 300)[0] == "hopper"
+        assert flash_varlen.form_of(call, 300) == form
+        assert tiles.choose_tiles(call, form)[0].CONSUMERS == 1
+        assert flash_varlen.form_of(call, 600) == tiles.Form()
+    if HAS_HOPPER:
+        call = hopper_call(problem, "cuda")
+        assert_accurate(*hopper.attend(call, form=form), build(problem).truth())
 
 
 def chunks(seqs, heads=(32, 8, 128), page_size=16, reach=0, **options):

@@ -121,7 +121,12 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
         (dict(head_dim=64), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
         (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
-        (dict(kv_dtype=torch.int8), 900, None),
+        (dict(head_dim=64, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
+        (dict(head_dim=64, kv_dtype=torch.int8), 4096, None),
+        (dict(kv_dtype=torch.int8), 900, (128, 8, 64, 1)),
+        (dict(kv_dtype=torch.int8), 2048, None),
+        (dict(kv_dtype=torch.int8, window_size_left=127), 2048, (128, 8, 64, 1)),
+        (dict(num_heads=16, head_dim=256, kv_dtype=torch.int8), 900, (256, 2, 64, 1)),
         (dict(num_heads=16, head_dim=256), 900, (256, 2, 64, 1)),
     ],
 )  # fmt: skip
@@ -137,9 +142,10 @@ def test_which_batches_need_no_list(options, longest_keys, expected):
         kernels, _ = flash_varlen.kernels_of(call)
         form = flash_varlen.form_of(call, 0)
         assert form.is_numbered is (expected is not None)
-        # a list of tiles, or two kernels: where nobody divides keys
-        is_plain = call.window_size_left < 0 and "kv_dtype" not in options
-        assert (kernels == "hopper") is (is_plain or form.is_numbered)
+        # a list of tiles, or two kernels
+        is_narrow = call.head_dim == 64 and "kv_dtype" in options
+        is_alone = call.window_size_left < 0 and not is_narrow
+        assert (kernels == "hopper") is (is_alone or form.is_numbered)
         if expected is not None:
             config, heads = tiles.choose_tiles(call, form)
             assert form == tiles.Form(is_numbered=True)

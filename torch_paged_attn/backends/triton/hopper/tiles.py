@@ -26,9 +26,13 @@ from torch_paged_attn.backends.triton.hopper.support import (
     DESCALES,
     LEAST_BOX,
     LEAST_TALL,
+    MOST_LOW_8_BIT,
+    NARROW,
     OF_LISTS,
     UNBOUNDED,
+    are_far,
     are_few_chunks,
+    are_low_8_bit_chunks,
     columns_of,
     converts,
     gathers,
@@ -87,8 +91,8 @@ SHARED_COST = 0.15
 # sequence alone
 STRETCH = 2048
 
-# windows of few tiles of keys; and beside decodes
-NARROW, NARROW_BESIDE = range(1025), range(512)
+# windows of some tiles of keys
+SMALL = range(1025)
 
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
@@ -107,13 +111,15 @@ MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
 # unless a window is narrow, tiles of decodes to one, and where rows of keys are copied
 MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
+# keys if there is no more than one wave of tiles, and decodes under a narrow window
+MOST_REACH_OF_WAVE, MOST_NARROW_DECODES = 4096, 32
 # the same limits of narrow heads
 MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
 # rows of a mixed batch's chunks, all heads counted, for a tile of decodes, from which on they are
 # most of the work
 MOSTLY_ROWS = 350
 # the same where few sequences have more keys
-MOSTLY_ROWS_OF_LONG, LEAST_LONG = 60, 8192
+MOSTLY_ROWS_OF_LONG, LEAST_LONG = 120, 8192
 # keys of the longest sequence up to which guessed tokens have one consumer
 MOST_OF_ONE = 512
 
@@ -134,6 +140,7 @@ class Form(NamedTuple):
     # sequences of any lengths have so few keys that tiles need no cutting, and no list
     is_numbered: bool = False
     is_mixed: bool = False  # most sequences are short, a few are long
+    are_few: bool = False  # packed sequences, all of them short
 
 
 FORM = Form()
@@ -214,10 +221,13 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     says nothing where another kernel takes the short sequences."""
     layout, is_causal = call.layout, call.window_right == 0
     width = width_of(call.head_dim)
-    is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
+    is_narrow = is_causal and call.window_size_left in SMALL and layout is None and width <= 128
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
     is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
+    if converts(call) and (form.is_mixed or is_mixed) and _has_low_8_bit_tiles(call):
+        is_tall = reach_of(call) >= LEAST_TALL and not is_narrow
+        return choose_guessed_8_bit_config(width, is_tall), whole_group(call)
     if form.is_mixed and _are_mostly_chunks(call):
         config = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
         return config, whole_group(call)
@@ -238,18 +248,20 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         packed = pack_heads(call)
     if converts(call) and form.is_guessed:
         return choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL), packed
+    if are_low_8_bit_chunks(call) and not form.short:
+        return choose_guessed_8_bit_config(width, False), whole_group(call)
     if converts(call):
         return choose_8_bit_config(width, is_float8(call)), packed
+    if form.are_few:
+        return choose_guessed_config(width), whole_group(call)
     if form.longest:
         return choose_short_config(width, mean_length(call) * packed), packed
-    are_tokens = form.is_guessed and call.total_q >= 2 * call.batch
-    if are_tokens and form.is_numbered and may_divide(call) and reach_of(call) > MOST_OF_ONE:
-        return choose_split_config(width), packed
     if form.is_guessed:
-        return choose_guessed_config(width), packed
+        is_split = form.is_numbered and may_divide(call) and reach_of(call) > MOST_OF_ONE
+        return (choose_split_config if is_split else choose_guessed_config)(width), packed
     if is_mixed:
         return _choose_numbered_config(call), packed
-    if form.short and is_narrow and call.window_size_left in NARROW_BESIDE:
+    if form.short and is_narrow and call.window_size_left in NARROW:
         return choose_narrow_config(width), packed
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
@@ -275,7 +287,7 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
     width, reach = width_of(call.head_dim), reach_of(call)
     if call.block_table is None or call.layout is not None or width == 64:
         return False
-    if _has_few_rows(call, BLOCK_M // 4):
+    if _has_few_rows(call, BLOCK_M // 4) and (width == 256 or not are_far(call)):
         return True  # so few that each tile of one consumer is cut in fewer pieces
     if width == 256:
         return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
@@ -297,14 +309,21 @@ def is_numbered(call: AttentionCall) -> bool:
     and without another kernel: as far as anybody says, no sequence visits so many keys that its
     tiles should be cut, and short ones, each of which takes a tile, are not too many.
     """
-    if lacking(call, OF_LISTS) is not None or reach_of(call) > MOST_REACH:
+    if lacking(call, OF_LISTS) is not None:
         return False
     # what was measured: notes/gpu.md
-    is_narrow_head = width_of(call.head_dim) == 64
-    if decodes_of_program(call) > MOST_DECODES or (converts(call) and not is_narrow_head):
+    if reach_of(call) > (MOST_REACH_OF_WAVE if _is_one_wave(call) else MOST_REACH):
         return False
-    if converts(call) or call.window_size_left in NARROW_BESIDE:
-        return call.window_size_left in NARROW_BESIDE
+    is_narrow_head = width_of(call.head_dim) == 64
+    is_narrow = call.window_size_left in NARROW
+    if decodes_of_program(call) > (MOST_NARROW_DECODES if is_narrow else MOST_DECODES):
+        return False
+    if is_float8(call) or is_narrow:
+        return is_narrow and (is_narrow_head or not is_float8(call))
+    if converts(call) and width_of(call.head_dim) == 128 and not is_bound(call.window_size_left):
+        return reach_of(call) <= MOST_LOW_8_BIT  # longer ones had better be cut
+    if converts(call):
+        return True
     most_copied = MOST_COPIED_NARROW if is_narrow_head else MOST_COPIED
     if gathers(call) and decodes_of_program(call) > most_copied:
         return False  # the portable kernel reads small pages faster
@@ -312,11 +331,28 @@ def is_numbered(call: AttentionCall) -> bool:
     return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
 
 
+def _is_one_wave(call: AttentionCall) -> bool:
+    """Whether tiles whose keys two consumers divide fill most of the chip, and it once."""
+    if not may_divide(call) or is_bound(call.window_size_left):
+        return False
+    tiles = call.total_q * call.num_heads // BLOCK_M + call.batch * call.num_kv_heads
+    most = target_of(call.q.device).multiprocessors
+    return most // 2 <= tiles <= most
+
+
 def is_one_launch(call: AttentionCall) -> bool:
     """Whether a batch of long and short sequences takes Hopper's kernel alone, by a list of tiles:
-    where two consumers divide the keys of a tile, short sequences take no longer than with a kernel
-    of their own."""
-    return may_divide(call) and not is_bound(call.window_size_left)
+    where two consumers divide the keys of a tile, or one has a tile of an 8-bit cache, short
+    sequences take no longer than with a kernel of their own."""
+    if call.block_table is None or call.layout is not None or is_bound(call.window_size_left):
+        return False
+    is_8_bit = _has_low_8_bit_tiles(call) and width_of(call.head_dim) == 128
+    return may_divide(call) or (is_8_bit and not call.is_batch_invariant)
+
+
+def _has_low_8_bit_tiles(call: AttentionCall) -> bool:
+    """Whether tiles of batches of long and short sequences in an 8-bit cache have one consumer."""
+    return converts(call) and not is_float8(call) and width_of(call.head_dim) >= 128
 
 
 def _are_mostly_chunks(call: AttentionCall) -> bool:
@@ -332,7 +368,7 @@ def _are_mostly_chunks(call: AttentionCall) -> bool:
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, and their tiles are numbered."""
     width = width_of(call.head_dim)
-    if call.window_size_left in NARROW_BESIDE and width <= 128:
+    if call.window_size_left in NARROW and width <= 128:
         return choose_guessed_config(width, is_narrow=True)
     # rows that are copied arrive too late for two
     if gathers(call) or not may_divide(call):
@@ -344,7 +380,7 @@ def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConf
     """The same where bits depend on a sequence alone: as many keys at a time for all queries of all
     its calls, and products as high. How many consumers there are, and heads, is free."""
     width = width_of(call.head_dim)
-    is_narrow = call.window_size_left in NARROW and width <= 128
+    is_narrow = call.window_size_left in SMALL and width <= 128
     if form.is_guessed:
         return choose_guessed_config(width, is_narrow), whole_group(call)
     if is_narrow:
@@ -552,14 +588,16 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
     """What the estimate goes by of how long tiles take."""
     left, width = call.window_size_left, width_of(call.head_dim)
     shared = SHARED_COST if options.MERGED_COLUMNS else 1.0
+    # tiles of fewer keys are sooner done, so that the same time is more of them
+    units = 128 / options.BLOCK_N if width <= 128 else 1.0
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
         units_per_tile=call.num_heads // options.PACKED_HEADS,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
-        next_cost=NEXT_COST[width],
-        piece_cost=PIECE_COST[width],
-        merge_cost=MERGE_COST[width] * shared,
+        next_cost=NEXT_COST[width] * units,
+        piece_cost=PIECE_COST[width] * units,
+        merge_cost=MERGE_COST[width] * shared * units,
     )
 
 
