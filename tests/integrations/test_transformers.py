@@ -217,5 +217,6 @@ def test_a_window_without_keys(sliding_window, padded):
 
 def test_refusals():
     query = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError, match="position_bias"):
-        paged.attention_forward(None, query, query, query, None, position_bias=query)
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="position_bias came with packed rows"):
+        paged.attention_forward(torch.nn.Module(), query, query, query, bounds, position_bias=query)

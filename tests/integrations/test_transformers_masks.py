@@ -198,6 +198,42 @@ def test_cross_attention(name, target_len, padded):
     assert_like_sdpa(model, once(**inputs, decoder_input_ids=tokens(3, target_len)))
 
 
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("left, right", [(0, 0), (3, 0), (0, 3)], ids=["full", "left", "right"])
+def test_bias_of_positions(left, right):
+    model = make_model("T5Model", T5)
+    source = padding(24, [0, 0, 0], [0, left and 15, 4 * (right > 0)])
+    target = padding(9, [0, left, 0], [0, right, 0])
+    ids = {"input_ids": tokens(3, 24), "decoder_input_ids": tokens(3, 9)}
+    masks = {"attention_mask": source, "decoder_attention_mask": target}
+    assert_like_sdpa(model, once(target.bool(), **ids, **(masks if left + right else {})))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_bias_of_positions_when_decoding(cache):
+    torch.manual_seed(0)
+    config = transformers.T5Config(**T5, eos_token_id=None)
+    model_class = transformers.T5ForConditionalGeneration
+    model = model_class._from_config(config, attn_implementation="sdpa").eval()
+    inputs = {"input_ids": tokens(3, 24), "attention_mask": padding(24, [0, 0, 0], [0, 15, 4])}
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
+    wanted = model.generate(**inputs, **options)
+    model.set_attn_implementation(paged.NAME)
+    assert torch.equal(model.generate(**inputs, **options), wanted)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_blocks_that_see_themselves(padded):
     """Image tokens see all of their image, text tokens what came before."""

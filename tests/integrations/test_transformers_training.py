@@ -44,6 +44,18 @@ WHISPER = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "dropout_rate": 0.0,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
 LENGTH, PREFIX = 9, 6
 
 
@@ -114,6 +126,20 @@ def after_a_prefix(model):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_cross_attention(compiled):
     assert_trains("Whisper", WHISPER, speech, compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_bias_of_positions_is_learned(padded, compiled):
+    seen = torch.ones(3, 13, dtype=torch.long)
+    if padded:
+        seen[0, 7:] = seen[1, :4] = 0
+
+    def translate(model):
+        ids = {"input_ids": tokens(3, 13), "decoder_input_ids": tokens(3, LENGTH)}
+        return model(**ids, attention_mask=seen if padded else None, use_cache=False)
+
+    assert_trains("T5", T5, translate, compiled)
 
 
 @pytest.mark.parametrize("name, window", [("Llama", {}), ("Mistral", {"sliding_window": 4})])

@@ -143,6 +143,9 @@ BIDIRECTIONAL = (
 )
 CHUNKED = {"causal_mask_function", "chunked_overlay"}
 
+# A mask of four dimensions shows exactly the keys that are seen
+MASK_SAYS_ALL = {"causal": False, "window_size_left": -1, "window_size_right": -1}
+
 
 def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None]:
     """Names of the functions that a mask function joins by `and`, and (batch, tokens) numbers of
@@ -223,9 +226,6 @@ def attention_forward(
 
     Returns (batch, Lq, num_heads, head_dim_v) and None in place of attention weights.
     """
-    if position_bias is not None:
-        raise NotImplementedError("torch_paged_attn: position_bias: use attn_implementation='sdpa'")
-
     mask_dim = None if attention_mask is None else attention_mask.dim()
     if attention_mask is not None and mask_dim not in (1, 2, 4):
         raise ValueError(
@@ -250,7 +250,14 @@ def attention_forward(
         # seed and offset from torch's generator, whose state a checkpoint puts back
         rng_state = torch.randint(2**62, (2,), device=query.device)
         options |= {"dropout_p": dropout, "rng_state": rng_state}
-    if cache is not None:
+    if position_bias is not None:
+        if mask_dim == 1 or cu_seq_lens_q is not None or cache is not None:
+            raise NotImplementedError(
+                "torch_paged_attn: position_bias came with packed rows; allowed in Transformers:"
+                " rows of one sequence each, without generate_batch"
+            )
+        out = _biased(query, key, value, attention_mask, position_bias, options)
+    elif cache is not None:
         out = _continuous(
             module.layer_idx,
             query,
@@ -357,7 +364,7 @@ def _masked(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Attention to exactly the keys of a four-dimensional mask, bool or added to the logits."""
-    options = {**options, "causal": False, "window_size_left": -1, "window_size_right": -1}
+    options = options | MASK_SAYS_ALL
     batch, _, query_len, _ = query.shape
     by_key = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
     if by_key and attention_mask.shape[3] == 1 < key.shape[2]:  # `make_mask`: all of them
@@ -367,8 +374,43 @@ def _masked(
         k, v = (x.transpose(1, 2)[:, : keys.shape[1]][keys] for x in (key, value))
         cu_seqlens_k = _cu_seqlens(keys.sum(1))
         return flash_varlen(_rows(query), k, v, _equal_rows(query), cu_seqlens_k, **options)[0]
+    return _over_pairs(query, key, value, attention_mask, options)
+
+
+def _biased(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention with a bias (batch or 1, num_heads or 1, Lq, Lk), which may be learned, added to
+    the logits of the keys that a mask of `make_mask` shows."""
+    hidden = float("-inf")
+    if attention_mask is None:
+        bias = position_bias
+    elif attention_mask.dim() == 2:  # a static cache is longer than its written part
+        keys = attention_mask[:, None, None].bool()
+        length = keys.shape[3]
+        key, value = key[:, :, :length], value[:, :, :length]
+        bias = position_bias[..., :length].masked_fill(~keys, hidden)
+    else:
+        options = options | MASK_SAYS_ALL
+        if attention_mask.dtype == torch.bool:
+            bias = torch.where(attention_mask, position_bias, hidden)
+        else:
+            bias = position_bias + attention_mask
+    return _over_pairs(query, key, value, bias, options)
+
+
+def _over_pairs(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Attention with a number, or a bool, for each pair of query and key."""
+    batch, _, query_len, _ = query.shape
     bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
-    options["attn_bias"] = bias
+    options = options | {"attn_bias": bias}
     if query_len == key.shape[2]:
         return _packed(query, key, value, _equal_rows(query), None, options)
     if attention_mask.dtype == torch.bool:  # a static cache ends where its written part does
