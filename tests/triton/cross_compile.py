@@ -114,6 +114,7 @@ SAID = {
     "d128/said_some_near/bf16": 512,
     "d128/said_some/bf16": 4096,
     "d64/said_several_near/bf16": 512,
+    "d64/said_several/bf16": 4096,
     "d64/said_few_near/bf16": 512,
     "d64/said_some_near/bf16": 512,
 }
@@ -151,6 +152,7 @@ MORE = {
         Problem("d128/said_some_near/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/said_some/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d64/said_several_near/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
+        Problem("d64/said_several/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/said_few_near/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/said_some_near/bf16", SOME[1:], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/decode_many/bf16", tuple(MANY), 8, 2, 64, dtype=bf16, page_size=16),

@@ -5,9 +5,10 @@ memory gives them, the others; unless these are so little work that one kernel h
 That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
 second kernel starts where the first one leaves room, and ends after it.
 
-Only batches with windows or wide heads come here, and 8-bit caches of narrow heads: the others take
-Hopper's kernel alone (`hopper/tiles.py`, `is_one_launch`), and so do those of few keys
-(`is_numbered`), for deciding takes 6 to 8 us, and the second kernel some more to begin and to end.
+Only batches with windows come here, many decodes of wide heads, and 8-bit caches of wide or narrow
+ones: the others take Hopper's kernel alone (`hopper/tiles.py`, `is_one_launch`), and so do those of
+few keys (`is_numbered`), for deciding takes 6 to 8 us, and the second kernel some more to begin and
+to end.
 """
 
 from typing import Any

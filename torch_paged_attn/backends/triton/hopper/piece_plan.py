@@ -32,7 +32,7 @@ NEXT_READ_COST = tl.constexpr(1.25)
 MOST_LENGTH = tl.constexpr(2**13)
 
 # of the longest tile's keys, how many tiles have in the mean where they are about as long
-EVEN = tl.constexpr(0.8)
+EVEN = tl.constexpr(0.9)
 
 # of stretches: how many shares of a program are tried, for how many sequences at a time, and how
 # much longer than a share whole tiles may take

@@ -43,6 +43,8 @@ NARROW = range(512)
 
 # rows to a multiprocessor of chunks whose keys two consumers divide: of up to 2048 keys, of more
 MOST_ROWS_NEAR, MOST_ROWS_FAR = 160, 64
+# keys up to which tiles of few rows may be better
+MOST_NEAR = 8192
 
 # bytes of keys and values that stay in the chip's cache while several waves of tiles read them
 IN_CACHE = 40 << 20
@@ -85,7 +87,7 @@ MOST_DIVIDED, DIVIDED_TILES, MOST_DIVIDED_OF_MANY, MOST_DIVIDED_OF_CHUNKS = (
 # tiles of guessed tokens, and keys of the longest sequence, that are dealt out though they are few
 MOST_FEW_DEALT, FEW_REACH = 32, 2048
 # decodes whose tiles are not cut though they have up to 2048 keys
-DIVIDED_DECODES = range(66, 133)
+DIVIDED_DECODES = range(56, 133)
 # tiles from which on nothing is dealt out
 MOST_DEALT = 528
 # keys of the longest sequence from which on 8-bit tiles are taller
@@ -240,7 +242,8 @@ def _is_guessed_decode(call: AttentionCall, is_uneven: bool, is_said: bool) -> b
     if is_said and is_uncut(call) and width <= 128 and tiles in UNCUT_TILES:
         if reach_of(call) <= MOST_UNCUT_OF_UNEVEN:
             return call.group_size >= LEAST_UNCUT_GROUP and not is_uneven
-        is_measured = call.group_size == LEAST_DIVIDED_GROUP and tiles in DIVIDED_DECODES
+        measured = DIVIDED_TILES if reach_of(call) <= MOST_UNCUT else DIVIDED_DECODES
+        is_measured = call.group_size == LEAST_DIVIDED_GROUP and tiles in measured
         return call.group_size >= LEAST_UNCUT_GROUP or (is_measured and width == 128)
     if is_uneven:
         is_few = tiles < target_of(call.q.device).multiprocessors
@@ -330,7 +333,7 @@ def is_small(call: AttentionCall) -> bool:
 def are_few_short(call: AttentionCall, longest: int) -> bool:
     """Whether all sequences are short, but so few that tiles of one consumer, in a list, are
     sooner done than those that are taken in turns."""
-    if not is_short(call, longest) or call.batch > MOST_LISTED or mean_length(call) <= BLOCK_M:
+    if not is_short(call, longest) or is_small(call) or call.batch > MOST_LISTED:
         return False
     rows = call.total_q * call.num_heads
     return rows <= 2 * BLOCK_M * target_of(call.q.device).multiprocessors
@@ -356,8 +359,9 @@ def keys_stay(call: AttentionCall) -> bool:
 
 
 def are_far(call: AttentionCall) -> bool:
-    """Whether sequences have many keys, which do not stay in the chip's cache."""
-    return reach_of(call) > LEAST_TALL and not keys_stay(call)
+    """Whether sequences have so many keys, as far as anybody says, that reading them for few rows
+    at a time takes longer than products."""
+    return reach_of(call) > MOST_NEAR
 
 
 def is_divided_chunk(call: AttentionCall) -> bool:
@@ -395,6 +399,8 @@ def are_few_chunks(call: AttentionCall) -> bool:
         return False
     if is_divided_chunk(call):
         return reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
+    if call.batch > 1 and width_of(call.head_dim) == 256:
+        return False  # their tiles take long, and differ
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     quarters = 4 * tiles // target_of(call.q.device).multiprocessors
     least = MOST_LOW_8_BIT if are_low_8_bit_chunks(call) else 0

@@ -113,6 +113,8 @@ MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
 # keys if there is no more than one wave of tiles, and decodes under a narrow window
 MOST_REACH_OF_WAVE, MOST_NARROW_DECODES = 4096, 32
+# tiles of decodes to a multiprocessor that wide heads take beside chunks
+MOST_WIDE_DECODES = 3
 # the same limits of narrow heads
 MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
 # rows of a mixed batch's chunks, all heads counted, for a tile of decodes, from which on they are
@@ -169,10 +171,8 @@ def pack_heads(call: AttentionCall) -> int:
     empty = -length % (2 * BLOCK_M) if is_alike else BLOCK_M
     full = length / (length + empty) * (1 + MOST_EMPTY)
     for pack in (whole_group(call), most):
-        # rows that are some token's; over keys that come from memory more are lost by groups that
-        # are no power of two
-        filled = BLOCK_M // pack * pack / BLOCK_M
-        if full < (filled if keys_stay(call) else pack / next_power_of_2(pack)):
+        # rows that are some token's
+        if full < BLOCK_M // pack * pack / BLOCK_M:
             return pack
     return 1
 
@@ -228,6 +228,14 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if converts(call) and (form.is_mixed or is_mixed) and _has_low_8_bit_tiles(call):
         is_tall = reach_of(call) >= LEAST_TALL and not is_narrow
         return choose_guessed_8_bit_config(width, is_tall), whole_group(call)
+    if form.is_mixed and width == 256:
+        is_low = not are_far(call)
+        config = (
+            choose_guessed_config(width)
+            if is_low
+            else choose_hopper_config(width, LEAST_LENGTH, is_causal, False)
+        )
+        return config, whole_group(call)
     if form.is_mixed and _are_mostly_chunks(call):
         config = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
         return config, whole_group(call)
@@ -342,12 +350,16 @@ def _is_one_wave(call: AttentionCall) -> bool:
 
 def is_one_launch(call: AttentionCall) -> bool:
     """Whether a batch of long and short sequences takes Hopper's kernel alone, by a list of tiles:
-    where two consumers divide the keys of a tile, or one has a tile of an 8-bit cache, short
-    sequences take no longer than with a kernel of their own."""
+    where two consumers divide the keys of a tile, or one has a tile of wide heads or of an 8-bit
+    cache, short sequences take no longer than with a kernel of their own."""
     if call.block_table is None or call.layout is not None or is_bound(call.window_size_left):
         return False
-    is_8_bit = _has_low_8_bit_tiles(call) and width_of(call.head_dim) == 128
-    return may_divide(call) or (is_8_bit and not call.is_batch_invariant)
+    if call.is_batch_invariant:
+        return False
+    width = width_of(call.head_dim)
+    if converts(call):
+        return width == 128 and _has_low_8_bit_tiles(call)
+    return width < 256 or decodes_of_program(call) <= MOST_WIDE_DECODES
 
 
 def _has_low_8_bit_tiles(call: AttentionCall) -> bool:
