@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from same_bits import assert_same_bits
 
 from torch_paged_attn import flash_varlen, reference
 from torch_paged_attn.reference.philox import dropout_keep
@@ -83,6 +85,16 @@ def test_threads_change_no_bit_of_gradients(name):
     out, lse = call.run()
     backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
     assert_same_bits_on_threads(backward.run, (1, 2, 7))
+
+
+def test_callers_in_several_threads_change_no_bit_of_gradients():
+    call = build(DIFFERENTIABLE["training/everything/f32"])
+    out, lse = call.run()
+    backward = call.backward(*hostile_gradients(call, out, lse), out, lse)
+    wanted = backward.run()
+    with ThreadPoolExecutor(6) as pool:
+        for found in pool.map(lambda _: backward.run(), range(60)):
+            assert_same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e5m2])

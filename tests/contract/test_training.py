@@ -267,6 +267,17 @@ def test_compiled_once_for_batches_of_any_size():
         assert graphs.count("flash_varlen_backward") == (0, 1)
 
 
+def test_hints_that_vary_compile_twice():
+    graphs = Graphs()
+    compiled = graphs.compile(torch_paged_attn.flash_varlen)
+    _, args, leaves = case()
+    wanted = gradients(by_hand("flash_varlen"), args, leaves)
+    for hint in range(7, 12):
+        hints = {"max_seqlen_q": hint, "max_seqlen_k": hint}
+        assert_same(gradients(compiled, args | hints, leaves), wanted)
+    assert len(graphs.forward) == 2  # 7 itself, then any number
+
+
 def test_a_graph_without_gradients_has_no_backward():
     graphs = Graphs()
     _, args, _ = case()
@@ -307,15 +318,15 @@ def policy_of(policy):
     return lambda: checkpoint.create_selective_checkpoint_contexts(decide)
 
 
+def block(**args):
+    out, lse = torch_paged_attn.flash_varlen(**args)
+    return out * 1.0, lse * 1.0
+
+
 def checkpointed(context_fn=None):
     from torch.utils.checkpoint import checkpoint
 
     options = {} if context_fn is None else {"context_fn": context_fn}
-
-    def block(**args):
-        out, lse = torch_paged_attn.flash_varlen(**args)
-        return out * 1.0, lse * 1.0
-
     return lambda **args: checkpoint(block, use_reentrant=False, **options, **args)
 
 
@@ -366,6 +377,90 @@ def test_checkpointing():
     assert_same(found, gradients(by_hand("flash_varlen"), args, leaves))
 
 
+def test_reentrant_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    _, args, leaves = case()
+
+    def again(*inputs):
+        return block(**args | dict(zip(leaves, inputs, strict=True)))
+
+    # this one refuses `torch.autograd.grad`
+    loss_of(*checkpoint(again, *leaves.values(), use_reentrant=True)).backward()
+    found = [x.grad for x in leaves.values()]
+    assert_same(found, gradients(by_hand("flash_varlen"), args, leaves))
+
+
+def test_compiled_autograd():
+    from torch._dynamo import compiled_autograd
+
+    _, args, leaves = case()
+    graphs = Graphs()
+    attend = graphs.compile(torch_paged_attn.flash_varlen)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        loss_of(*attend(**args)).backward()
+    found = [x.grad for x in leaves.values()]
+    assert_same(found, gradients(by_hand("flash_varlen"), args, leaves))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_several_losses_at_once():
+    _, args, leaves = case()
+    out, _ = torch_paged_attn.flash_varlen(**args)
+    douts = torch.randn(3, *out.shape)
+    given = out, list(leaves.values())
+    batched = torch.autograd.grad(*given, douts, is_grads_batched=True, retain_graph=True)
+    alone = [torch.autograd.grad(*given, dout, retain_graph=True) for dout in douts]
+    assert_same(batched, [torch.stack(x) for x in zip(*alone, strict=True)])
+
+
+class Attend(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = torch.nn.Linear(6, 8 * 8)
+
+    def forward(self, x, bounds):
+        q, k, v = self.project(x).unflatten(1, (8, 8)).split([4, 2, 2], 1)
+        return torch_paged_attn.flash_varlen(q, k, v, bounds, causal=True)[0]
+
+
+def test_an_exported_model_trains_on_batches_of_any_size():
+    sizes = {0: torch.export.Dim("tokens", min=2)}, {0: torch.export.Dim("bounds", min=2)}
+    given = torch.randn(12, 6), torch.tensor([0, 5, 12], dtype=torch.int32)
+    model = Attend()
+    exported = torch.export.export(model, given, dynamic_shapes=sizes).module()
+    x, bounds = torch.randn(9, 6), torch.tensor([0, 2, 3, 9], dtype=torch.int32)
+    found = []
+    for either in (exported, model):
+        either(x, bounds).square().sum().backward()
+        found.append([p.grad.clone() for p in either.parameters()])
+        either.zero_grad()
+    assert_same(*found)
+
+
+def test_a_scaler_skips_the_step_that_overflows():
+    model, x = Attend(), torch.randn(12, 6)
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def step(weight):
+        before = model.project.weight.detach().clone()
+        with torch.autocast("cpu", torch.float16):
+            out = model(x, bounds)
+        assert out.dtype == torch.float16
+        scaler.scale((out.float() * weight).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return not torch.equal(model.project.weight, before)
+
+    assert step(1.0) and scaler.get_scale() == 2.0**8
+    assert not step(1e6) and scaler.get_scale() < 2.0**8
+    assert step(1.0)
+
+
 def test_what_is_saved():
     """The inputs and the results, and nothing else: hooks may keep them elsewhere."""
     _, args, leaves = case()
@@ -395,13 +490,15 @@ def test_an_exception_of_a_hook_passes():
         torch_paged_attn.flash_varlen(**args)
 
 
-def test_an_input_that_is_written_before_the_backward_is_seen():
+@pytest.mark.parametrize("name", [*INPUTS, "cu_seqlens_q", "out", "softmax_lse"])
+def test_what_is_written_before_the_backward_is_seen(name):
     _, args, leaves = case()
-    out, _ = torch_paged_attn.flash_varlen(**args)
+    out, lse = torch_paged_attn.flash_varlen(**args)
+    loss = loss_of(out * 1.0, lse * 1.0)
     with torch.no_grad():
-        leaves["k"].mul_(2.0)
+        ({"out": out, "softmax_lse": lse} | args)[name].mul_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+        torch.autograd.grad(loss, list(leaves.values()))
 
 
 def test_gradients_of_gradients_are_refused():

@@ -1,5 +1,6 @@
 """Layers and steps as engines run them: FSDP2, torch.compile, and the example."""
 
+import contextlib
 import re
 import sys
 from argparse import Namespace
@@ -13,6 +14,8 @@ from packs import Pack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from worlds import World, only_of
 
 import torch_paged_attn as tpa
@@ -67,6 +70,46 @@ def case_fsdp_step(world: World) -> None:
         found.append([*losses, *whole])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+class Twice(nn.Module):
+    """Two layers, the second computed again in the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((Layer(), Layer()))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x, cu_seqlens):
+        x = self.layers[0](x, cu_seqlens)
+        return checkpoint(self.layers[1], x, cu_seqlens, use_reentrant=self.use_reentrant)
+
+
+@only_of(2)
+def case_ddp_steps(world: World) -> None:
+    """Parameters that are copied: where both processes have the same batches, the same steps as on
+    one process, bit for bit. With a static graph, or gradients added up before they are exchanged.
+    """
+    cu_seqlens = torch.tensor([0, 5, 5, 45], dtype=torch.int32)
+    batches = world.randn(2, 45, 32, seed=1)
+    for is_static in (True, False):
+        found = []
+        for is_copied in (False, True):
+            # PyTorch lets a reentrant checkpoint into static graphs alone, and these not add up
+            model = Twice(use_reentrant=is_static)
+            run = DistributedDataParallel(model, static_graph=is_static) if is_copied else model
+            waits = run.no_sync if is_copied and not is_static else contextlib.nullcontext
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(2):
+                with waits():
+                    run(batches[0], cu_seqlens).square().mean().backward()
+                if not is_static:
+                    run(batches[1], cu_seqlens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(model.parameters())
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b), is_static
 
 
 @only_of(2)
