@@ -43,7 +43,6 @@ from torch_paged_attn.backends.triton.hopper.support import (
     is_float8,
     is_sorted,
     key_bound,
-    keys_stay,
     may_divide,
     mean_length,
     most_parts,
@@ -59,7 +58,6 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
 from torch_paged_attn.backends.triton.runtime.launch_cache import HAS_KNOWN_MAPS
 from torch_paged_attn.backends.triton.runtime.target import (
     is_even,
-    next_power_of_2,
     target_of,
 )
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
