@@ -65,8 +65,11 @@ PAGES = (0, 1, 16, 64)
 def is_in_question(step: Step) -> bool:
     """Whether more than one form may be the fastest, of kernels that other draws take too."""
     units = step.batch * step.num_kv_heads
-    is_plain = step.dtype == step.kv_dtype == "bfloat16" and step.window < 0
-    if not is_plain or step.page_size not in PAGES:
+    if step.dtype != "bfloat16" or step.page_size not in PAGES:
+        return False
+    if step.kv_dtype != step.dtype:
+        return step.kind != "encoder" and (step.kind != "decode" or units <= MOST_TILES)
+    if step.window >= 0:
         return False
     if step.kind == "decode":
         return units <= MOST_TILES
@@ -122,9 +125,32 @@ def plans_of(step: Step) -> Plans:
                 found[f"{name} narrow"] = on_hopper(form, narrow, "even_heads")
                 split = hopper_configs.choose_split_config(width)
                 found[f"{name} split"] = on_hopper(form, split, "whole_group")
+    found |= _of_8_bits(width) if step.kv_dtype != step.dtype else _of_tall_tiles(step, width)
     if step.kind == "mixed":
         found["both"] = mixed.plan_attention
     return found
+
+
+def _of_8_bits(width: int) -> Plans:
+    """One consumer, tiles of few keys and of more."""
+    found: Plans = {"portable": portable.plan_attention}
+    for is_tall in (False, True)[: 2 if width == 128 else 1]:
+        low = hopper_configs.choose_guessed_8_bit_config(width, is_tall)
+        name = "low8 tall" if is_tall else "low8"
+        found[f"listed {name}"] = on_hopper(Form(), low, "whole_group")
+        found[f"numbered {name}"] = on_hopper(Form(is_numbered=True), low, "whole_group")
+    return found
+
+
+def _of_tall_tiles(step: Step, width: int) -> Plans:
+    """Two consumers, each with rows of its own; all heads of a group, or a power of two."""
+    is_copied = step.page_size in support.GATHERED
+    tall = hopper_configs.choose_hopper_config(width, 4096, True, False, is_copied)
+    return {
+        "listed tall whole": on_hopper(Form(), tall, "whole_group"),
+        "numbered tall whole": on_hopper(Form(is_numbered=True), tall, "whole_group"),
+        "listed tall even": on_hopper(Form(), tall, "even_heads"),
+    }
 
 
 def _of_encoders(width: int, turns: Form) -> Plans:
