@@ -1,5 +1,5 @@
 """Time the forms that a launch may take, side by side: what the rules in `hopper/support.py` and
-`hopper/tiles.py` are chosen by.
+`hopper/choices.py` are chosen by.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
@@ -31,8 +31,8 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.flash_varlen import said_of_longest, said_of_reach
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support, tiles
-from torch_paged_attn.backends.triton.hopper.tiles import Form
+from torch_paged_attn.backends.triton.hopper import choices, support
+from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
@@ -82,9 +82,9 @@ def on_hopper(form: Form, config: HopperConfig | None = None, heads: str = "") -
     """A plan of Hopper's kernel. `heads` names what says how many share a tile."""
 
     def plan(call: AttentionCall) -> Plan:
-        chosen = tiles.choose_tiles(call, form)
-        packed = getattr(tiles, heads)(call) if heads else chosen[1]
-        with mock.patch.object(tiles, "choose_tiles", lambda *_: (config or chosen[0], packed)):
+        chosen = choices.choose_tiles(call, form)
+        packed = getattr(choices, heads)(call) if heads else chosen[1]
+        with mock.patch.object(choices, "choose_tiles", lambda *_: (config or chosen[0], packed)):
             return hopper.plan_attention(call, form=form)
 
     return plan
