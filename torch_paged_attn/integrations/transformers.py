@@ -304,7 +304,8 @@ def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tens
     if batch > 1 or length == 1 or length != key.shape[2]:
         return None
     starts = 1 + (position_ids[0].diff() != 1).nonzero().flatten()
-    if not len(starts):
+    # how many there are is not known to a compiler, which takes one sequence for a packed row, too
+    if not torch.compiler.is_compiling() and not len(starts):
         return None
     return torch.nn.functional.pad(torch.cat([starts, starts.new_tensor([length])]), (1, 0)).int()
 
