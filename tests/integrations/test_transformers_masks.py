@@ -299,14 +299,16 @@ def test_compiles_whole(name, padded):
     assert_like_sdpa(model, run)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_one_row_compiles_whole(name, packed):
-    """Its positions say how many sequences it holds, which no compiler knows beforehand."""
+def test_rows_of_several_sequences_compile_whole(name, packed, batch):
+    """Their positions say how many sequences there are, which no compiler knows beforehand."""
     torch.compiler.reset()
     model = make_model(*DECODERS[name])
-    positions = torch.cat([torch.arange(n) for n in ((9, 1, 10) if packed else (20,))])[None]
-    inputs = {"input_ids": tokens(1, 20)} | ({"position_ids": positions} if packed else {})
+    row = torch.cat([torch.arange(n) for n in ((9, 1, 10) if packed else (20,))])
+    positions = torch.stack([row, torch.arange(20)][:batch])
+    inputs = {"input_ids": tokens(batch, 20)} | ({"position_ids": positions} if packed else {})
 
     def run(model):
         if model.config._attn_implementation == paged.NAME:
