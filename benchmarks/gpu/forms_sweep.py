@@ -1,5 +1,5 @@
 """Time the forms that a launch may take, side by side: what the rules in `hopper/support.py` and
-`hopper/tiles.py` are chosen by.
+`hopper/choices.py` are chosen by.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
@@ -31,8 +31,8 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.flash_varlen import said_of_longest, said_of_reach
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support, tiles
-from torch_paged_attn.backends.triton.hopper.tiles import Form
+from torch_paged_attn.backends.triton.hopper import choices, support
+from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
@@ -65,8 +65,11 @@ PAGES = (0, 1, 16, 64)
 def is_in_question(step: Step) -> bool:
     """Whether more than one form may be the fastest, of kernels that other draws take too."""
     units = step.batch * step.num_kv_heads
-    is_plain = step.dtype == step.kv_dtype == "bfloat16" and step.window < 0
-    if not is_plain or step.page_size not in PAGES:
+    if step.dtype != "bfloat16" or step.page_size not in PAGES:
+        return False
+    if step.kv_dtype != step.dtype:
+        return step.kind != "encoder" and (step.kind != "decode" or units <= MOST_TILES)
+    if step.window >= 0:
         return False
     if step.kind == "decode":
         return units <= MOST_TILES
@@ -79,9 +82,9 @@ def on_hopper(form: Form, config: HopperConfig | None = None, heads: str = "") -
     """A plan of Hopper's kernel. `heads` names what says how many share a tile."""
 
     def plan(call: AttentionCall) -> Plan:
-        chosen = tiles.choose_tiles(call, form)
-        packed = getattr(tiles, heads)(call) if heads else chosen[1]
-        with mock.patch.object(tiles, "choose_tiles", lambda *_: (config or chosen[0], packed)):
+        chosen = choices.choose_tiles(call, form)
+        packed = getattr(choices, heads)(call) if heads else chosen[1]
+        with mock.patch.object(choices, "choose_tiles", lambda *_: (config or chosen[0], packed)):
             return hopper.plan_attention(call, form=form)
 
     return plan
@@ -122,9 +125,32 @@ def plans_of(step: Step) -> Plans:
                 found[f"{name} narrow"] = on_hopper(form, narrow, "even_heads")
                 split = hopper_configs.choose_split_config(width)
                 found[f"{name} split"] = on_hopper(form, split, "whole_group")
+    found |= _of_8_bits(width) if step.kv_dtype != step.dtype else _of_tall_tiles(step, width)
     if step.kind == "mixed":
         found["both"] = mixed.plan_attention
     return found
+
+
+def _of_8_bits(width: int) -> Plans:
+    """One consumer, tiles of few keys and of more."""
+    found: Plans = {"portable": portable.plan_attention}
+    for is_tall in (False, True)[: 2 if width == 128 else 1]:
+        low = hopper_configs.choose_guessed_8_bit_config(width, is_tall)
+        name = "low8 tall" if is_tall else "low8"
+        found[f"listed {name}"] = on_hopper(Form(), low, "whole_group")
+        found[f"numbered {name}"] = on_hopper(Form(is_numbered=True), low, "whole_group")
+    return found
+
+
+def _of_tall_tiles(step: Step, width: int) -> Plans:
+    """Two consumers, each with rows of its own; all heads of a group, or a power of two."""
+    is_copied = step.page_size in support.GATHERED
+    tall = hopper_configs.choose_hopper_config(width, 4096, True, False, is_copied)
+    return {
+        "listed tall whole": on_hopper(Form(), tall, "whole_group"),
+        "numbered tall whole": on_hopper(Form(is_numbered=True), tall, "whole_group"),
+        "listed tall even": on_hopper(Form(), tall, "even_heads"),
+    }
 
 
 def _of_encoders(width: int, turns: Form) -> Plans:

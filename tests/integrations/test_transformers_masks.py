@@ -299,6 +299,25 @@ def test_compiles_whole(name, padded):
     assert_like_sdpa(model, run)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_rows_of_several_sequences_compile_whole(name, packed, batch):
+    """Their positions say how many sequences there are, which no compiler knows beforehand."""
+    torch.compiler.reset()
+    model = make_model(*DECODERS[name])
+    row = torch.cat([torch.arange(n) for n in ((9, 1, 10) if packed else (20,))])
+    positions = torch.stack([row, torch.arange(20)][:batch])
+    inputs = {"input_ids": tokens(batch, 20)} | ({"position_ids": positions} if packed else {})
+
+    def run(model):
+        if model.config._attn_implementation == paged.NAME:
+            model = torch.compile(model, fullgraph=True, backend="aot_eager")
+        return once(**inputs)(model)
+
+    assert_like_sdpa(model, run)
+
+
 def test_a_mask_of_three_dimensions_is_refused():
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"2 or 4 dimensions.*\(1, 3, 3\)"):

@@ -86,14 +86,14 @@ def gradients(model, run):
     return {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
 
 
-def assert_trains(name, options, run, compiled=False):
+def assert_trains(name, options, run, compiled=False, **how):
     """The gradients of the model on ours are as right as those on SDPA."""
     golden = gradients(model_of(name, options, "sdpa").double(), run)
     peer = gradients(model_of(name, options, "sdpa"), run)
     model = model_of(name, options, paged.NAME)
     if compiled:
         torch._dynamo.reset()
-        model.compile(backend="aot_eager")
+        model.compile(backend="aot_eager", **how)
     ours = gradients(model, run)
     assert ours.keys() == golden.keys() == peer.keys()
     # one draw of the peer's luck for all numbers: a bias alone has 32. Each in units of its largest
@@ -145,6 +145,16 @@ def test_a_bias_of_positions_is_learned(padded, compiled):
 @pytest.mark.parametrize("name, window", [("Llama", {}), ("Mistral", {"sliding_window": 4})])
 def test_keys_before_the_tokens(name, window):
     assert_trains(name, LLAMA | window, after_a_prefix)
+
+
+@pytest.mark.parametrize("lengths", [(9, 1, 5), (15,)], ids=["packed", "one"])
+def test_one_row_compiles_whole(lengths):
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+
+    def packed(model):
+        return model(input_ids=tokens(1, 15), position_ids=positions, use_cache=False)
+
+    assert_trains("Llama", LLAMA, packed, compiled=True, fullgraph=True)
 
 
 def test_a_mask_of_pairs_with_more_keys_than_queries():

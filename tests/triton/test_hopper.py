@@ -11,7 +11,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support, tiles
+from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.ops import paths
@@ -162,7 +162,7 @@ def test_sizes_are_no_part_of_the_description(options):
     for seqs in (((300, 0),), ((513, 90), (290, 0)), ((280, 16),) * 16):
         with assume(HOPPER):
             call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
-            config, packed_heads = tiles.choose_tiles(call)
+            config, packed_heads = choices.choose_tiles(call)
             scalars = tiles.scalars_of(call, packed_heads)
             described.add((tiles.options_of(call, config, packed_heads), scalars))
             sizes.add(tiles.sizes_of(call, lists_per_head=3))
@@ -199,7 +199,7 @@ def test_log_counts_the_launches_of_a_cache_write(kernels, device, caplog):
         assert f"reshape_and_cache: {launches} for {tokens} tokens" in caplog.text
 
 
-def compile_for_hopper(problem, form=tiles.FORM):
+def compile_for_hopper(problem, form=choices.FORM):
     """The kernels of a launch, compiled in another process."""
     call = hopper_call(problem)
     cross_compile.CALLS["hopper"] = lambda: lambda: hopper.attend(call, form=form)
@@ -250,7 +250,7 @@ IN_TURNS = tuple(
 
 @pytest.mark.parametrize("problem", IN_TURNS, ids=lambda p: p.name)
 def test_tiles_in_turns_compile(problem, compiler):
-    kernels = compiler.submit(compile_for_hopper, problem, tiles.Form(longest=128)).result()
+    kernels = compiler.submit(compile_for_hopper, problem, choices.Form(longest=128)).result()
     # no list of tiles
     assert [k.name for k in kernels] == ["_hopper_attention_fwd_kernel"]
     assert kernels[0].faults("sm90", problem.name) == []
@@ -262,9 +262,9 @@ def test_tiles_in_turns_compile(problem, compiler):
 def test_tiles_in_turns(problem, longest):
     """Whatever is said of the longest sequence."""
     call = hopper_call(problem, "cuda")
-    first = hopper.attend(call, form=tiles.Form(longest=longest))
+    first = hopper.attend(call, form=choices.Form(longest=longest))
     assert_accurate(*first, build(problem).truth())
-    again = hopper.attend(call, form=tiles.Form(longest=longest))
+    again = hopper.attend(call, form=choices.Form(longest=longest))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -303,17 +303,17 @@ COMPILED = ("guessed_g4_d256_page1", "guessed_g5", "guessed_kv_e4m3")
 @pytest.mark.parametrize("problem", GUESSED, ids=lambda p: p.name)
 def test_guessed_tokens(problem, kind, compiler):
     """Few queries of a sequence, in the rows of one consumer."""
-    form = tiles.Form(is_guessed=True, is_dealt=kind == "dealt", is_numbered=kind == "numbered")
+    form = choices.Form(is_guessed=True, is_dealt=kind == "dealt", is_numbered=kind == "numbered")
     with assume(HOPPER):
         call = hopper_call(problem, max_seqlen_k=64 if kind == "numbered" else 2**17)
         assert flash_varlen.kernels_of(call, 8)[0] == "hopper"
         found = flash_varlen.form_of(call, 8)
-        # the others differ by how many keys there are; windows show few, and 8 bits have a list
+        # the others differ by how many keys there are; windows show few
         is_uncut = found.is_numbered
-        assert found == tiles.Form(is_guessed=True, is_dealt=found.is_dealt, is_numbered=is_uncut)
+        assert found == choices.Form(is_guessed=True, is_dealt=found.is_dealt, is_numbered=is_uncut)
         assert is_uncut is support.is_uncut(call)
         if kind == "numbered":
-            assert is_uncut is not support.converts(call)
+            assert is_uncut
     if not HAS_HOPPER:
         if problem.name in COMPILED and kind == "dealt":
             kernels = compiler.submit(compile_for_hopper, problem, form).result()
@@ -336,7 +336,7 @@ def test_many_keys_are_dealt_out():
             call = hopper_call(dataclasses.replace(wide, num_heads=heads), block_table=table)
             assert flash_varlen.kernels_of(call, 1)[0] == kernels
         call = hopper_call(wide, block_table=table)
-        assert flash_varlen.form_of(call, 1) == tiles.Form(is_guessed=True, is_dealt=True)
+        assert flash_varlen.form_of(call, 1) == choices.Form(is_guessed=True, is_dealt=True)
         call = hopper_call(wide, block_table=table, max_seqlen_k=512)
         assert flash_varlen.kernels_of(call, 1)[0] == "portable"
 
@@ -362,17 +362,49 @@ def test_many_keys_are_dealt_out():
         # of many rows: by keys, but not where each tile has few
         (4, 8, 8192, (8, 1, 128), "listed"),
         (69, 4, 2048, (32, 32, 128), "numbered"),
-        (69, 4, 4096, (32, 32, 128), "dealt"),
+        (15, 4, 4096, (32, 32, 128), "dealt"),
+        (69, 4, 4096, (32, 32, 128), "listed"),  # many tiles
         (87, 8, 1024, (32, 32, 128), "numbered"),
         (2, 7, 2048, (28, 4, 128), "dealt"),  # few keys, few tiles
         (11, 1, 1024, (64, 8, 128), "numbered"),
-        (11, 1, 2048, (64, 8, 128), "portable"),
-        (11, 1, 1024, (32, 8, 128), "portable"),
+        (11, 1, 2048, (64, 8, 128), "numbered"),
+        (11, 1, 4096, (64, 8, 128), "portable"),
+        (11, 1, 1024, (32, 8, 128), "numbered"),
+        (11, 1, 512, (32, 8, 128), "portable"),
+        (11, 1, 512, (64, 8, 128), "numbered"),
+        (11, 1, 512, (56, 8, 128), "portable"),
+        (20, 1, 2048, (64, 8, 128), "portable"),
+        # wide heads
+        (4, 3, 8192, (8, 4, 256), "listed"),
+        (4, 3, 1024, (8, 4, 256), "portable"),
+        (2, 8, 1024, (8, 4, 256), "listed"),
+        (2, 8, 512, (8, 4, 256), "numbered"),
     ],
 )
 def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
     """As figures of an H200 say: benchmarks/notes/gpu.md."""
-    problem = Problem("few", ((queries, 60),) * batch, *heads, dtype=bf16, page_size=64)
+    assert taken_by(batch, queries, keys, heads) == kernels
+
+
+@pytest.mark.parametrize(
+    "batch, queries, keys, heads, kernels",
+    [
+        (9, 3, 512, (32, 8, 128), "numbered"),
+        (9, 3, 1024, (32, 8, 128), "portable"),  # of few rows
+        (9, 3, 512, (32, 32, 128), "portable"),
+        (37, 7, 512, (16, 4, 128), "numbered"),
+        (4, 8, 4096, (8, 1, 128), "dealt"),
+        (4, 8, 1024, (8, 1, 128), "listed"),
+    ],
+)
+def test_who_takes_few_queries_in_8_bits(batch, queries, keys, heads, kernels):
+    assert taken_by(batch, queries, keys, heads, kv_dtype=e4m3) == kernels
+
+
+def taken_by(batch, queries, keys, heads, **options):
+    """The kernel of few queries whose longest sequence has so many keys, and its form."""
+    seqs = ((queries, 60),) * batch
+    problem = Problem("few", seqs, *heads, dtype=bf16, page_size=64, **options)
     table = torch.zeros(batch, 2048, dtype=torch.int32)
     with assume(HOPPER):
         call = hopper_call(problem, block_table=table, max_seqlen_k=keys)
@@ -381,7 +413,7 @@ def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
             form = flash_varlen.form_of(call, queries)
             assert form.is_guessed
             found = "dealt" if form.is_dealt else "numbered" if form.is_numbered else "listed"
-        assert found == kernels
+        return found
 
 
 @pytest.mark.parametrize(
@@ -390,7 +422,7 @@ def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
         (((128, 0),) * 512, dict(num_kv_heads=4), 128, "hopper"),
         (((40, 0),) * 512, dict(num_kv_heads=4), 40, "portable"),  # few rows in a tile
         (((40, 0),) * 512, dict(num_heads=8, head_dim=128), 40, "hopper"),  # which heads fill
-        (((100, 0),) * 5, dict(num_heads=8, head_dim=128), 100, "portable"),  # few tiles
+        (((50, 0),) * 9, dict(num_heads=8, head_dim=128), 50, "portable"),  # few tiles
         (((480, 0),) * 4, dict(num_heads=12, num_kv_heads=12), 480, "hopper"),  # longer sequences
     ],
 )
@@ -404,6 +436,22 @@ def test_short_sequences(seqs, options, longest, kernels):
             assert flash_varlen.in_turns(call, other) == 0
         paged = hopper_call(dataclasses.replace(problem, seqs=seqs[:5], page_size=16))
         assert flash_varlen.in_turns(paged, longest) == 0
+
+
+@pytest.mark.parametrize("options", [dict(num_heads=8, head_dim=128), dict(num_heads=12)])
+def test_few_short_sequences(options):
+    """A list of few tiles, of one consumer each."""
+    problem = Problem("few", ((300, 0), (80, 0)) * 3, dtype=bf16, causal=False, **options)
+    form = choices.Form(are_few=True)
+    with assume(HOPPER):
+        call = hopper_call(problem)
+        assert flash_varlen.kernels_of(call, 300)[0] == "hopper"
+        assert flash_varlen.form_of(call, 300) == form
+        assert choices.choose_tiles(call, form)[0].CONSUMERS == 1
+        assert flash_varlen.form_of(call, 600) == choices.Form()
+    if HAS_HOPPER:
+        call = hopper_call(problem, "cuda")
+        assert_accurate(*hopper.attend(call, form=form), build(problem).truth())
 
 
 def chunks(seqs, heads=(32, 8, 128), page_size=16, reach=0, **options):
@@ -430,8 +478,8 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
     with assume(HOPPER):
         call = chunks(((queries, 90),), heads, reach=reach)
         form = flash_varlen.form_of(call, 0)
-        config, packed = tiles.choose_tiles(call, form)
-        assert form == tiles.Form(is_numbered=is_numbered)
+        config, packed = choices.choose_tiles(call, form)
+        assert form == choices.Form(is_numbered=is_numbered)
         heads_at_once = tiles.scalars_of(call, packed).heads_per_unit * packed
         assert heads_at_once == (call.num_heads if is_sorted else call.group_size)
         assert tiles.options_of(call, config, packed, form).IS_LISTED is not is_numbered
@@ -453,7 +501,7 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
 )
 def test_consumers_of_chunks(seqs, heads, reach, consumers):
     with assume(HOPPER):
-        config = tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0]
+        config = choices.choose_tiles(chunks(seqs, heads, reach=reach))[0]
     has_few_rows = seqs[0][0] * heads[0] <= 132 * 80 and heads[2] == 128
     assert consumers == config.CONSUMERS and config.SPLITS_KEYS is has_few_rows
 
@@ -463,7 +511,7 @@ def test_stages_of_divided_keys_are_even():
     with assume(HOPPER):
         for page_size, width in ((1, 64), (1, 128), (16, 64), (16, 128)):
             call = chunks(((90, 400),), (8, 2, width), page_size=page_size, reach=512)
-            config, packed = tiles.choose_tiles(call)
+            config, packed = choices.choose_tiles(call)
             options = tiles.options_of(call, config, packed)
             assert config.SPLITS_KEYS and options.KV_STAGES % options.CONSUMERS == 0
             assert options.ROW_GROUPS == 1 and options.CONSUMERS == 2
@@ -476,7 +524,7 @@ def test_tokens_of_a_group_fill_a_tile(group, tokens):
     """Boxes of so many tokens and heads; what Triton compiles for has 64 rows."""
     with assume(HOPPER):
         call = chunks(((90, 90),), (4 * group, 4, 128), reach=512)
-        config, packed = tiles.choose_tiles(call)
+        config, packed = choices.choose_tiles(call)
         options = tiles.options_of(call, config, packed)
         assert (packed, options.TOKENS) == (group, tokens)
         boxes = tiles.boxes_of(call, call.new_results()[0], options)

@@ -10,7 +10,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen, mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support, tiles
+from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
@@ -90,8 +90,8 @@ def test_few_long_decodes_beside_a_chunk(longest_keys, keys):
         table = torch.zeros(16, 1 << 13, dtype=torch.int32)
         call = dataclasses.replace(call_of(problem), block_table=table, max_seqlen_k=longest_keys)
         form = flash_varlen.form_of(call, 0)
-        assert flash_varlen.kernels_of(call)[0] == "hopper" and form == tiles.Form(is_mixed=True)
-        config, heads = tiles.choose_tiles(call, form)
+        assert flash_varlen.kernels_of(call)[0] == "hopper" and form == choices.Form(is_mixed=True)
+        config, heads = choices.choose_tiles(call, form)
         assert (heads, config.BLOCK_N, config.SPLITS_KEYS) == (7, keys, keys == 64)
 
 
@@ -121,7 +121,12 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
         (dict(head_dim=64), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
         (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
-        (dict(kv_dtype=torch.int8), 900, None),
+        (dict(head_dim=64, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
+        (dict(head_dim=64, kv_dtype=torch.int8), 4096, None),
+        (dict(kv_dtype=torch.int8), 900, (128, 8, 64, 1)),
+        (dict(kv_dtype=torch.int8), 2048, None),
+        (dict(kv_dtype=torch.int8, window_size_left=127), 2048, (128, 8, 64, 1)),
+        (dict(num_heads=16, head_dim=256, kv_dtype=torch.int8), 900, (256, 2, 64, 1)),
         (dict(num_heads=16, head_dim=256), 900, (256, 2, 64, 1)),
     ],
 )  # fmt: skip
@@ -137,12 +142,13 @@ def test_which_batches_need_no_list(options, longest_keys, expected):
         kernels, _ = flash_varlen.kernels_of(call)
         form = flash_varlen.form_of(call, 0)
         assert form.is_numbered is (expected is not None)
-        # a list of tiles, or two kernels: where nobody divides keys
-        is_plain = call.window_size_left < 0 and "kv_dtype" not in options
-        assert (kernels == "hopper") is (is_plain or form.is_numbered)
+        # a list of tiles, or two kernels
+        is_narrow = call.head_dim == 64 and "kv_dtype" in options
+        is_alone = call.window_size_left < 0 and not is_narrow
+        assert (kernels == "hopper") is (is_alone or form.is_numbered)
         if expected is not None:
-            config, heads = tiles.choose_tiles(call, form)
-            assert form == tiles.Form(is_numbered=True)
+            config, heads = choices.choose_tiles(call, form)
+            assert form == choices.Form(is_numbered=True)
             found = support.width_of(call.head_dim), heads, config.BLOCK_N, config.CONSUMERS
             assert found == expected
 
@@ -153,7 +159,7 @@ def test_heads_and_consumers_of_a_tile(queries, expected):
     problem = Problem("p", ((queries, 0), *DECODES), 40, 8, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
         call = call_of(problem)
-        config, heads = tiles.choose_tiles(call, mixed.form_of(call))
+        config, heads = choices.choose_tiles(call, mixed.form_of(call))
         assert (heads, config.CONSUMERS) == expected
 
 
@@ -197,7 +203,7 @@ def test_compiles(problem, compiler):
 
 def plan_numbered(call):
     """Hopper's kernel alone, without a list of tiles."""
-    return hopper.plan_attention(call, form=tiles.Form(is_numbered=True))
+    return hopper.plan_attention(call, form=choices.Form(is_numbered=True))
 
 
 PLANS = {"both": mixed.plan_attention, "numbered": plan_numbered}
@@ -230,7 +236,7 @@ def test_pieces_of_one_sequence(problem):
         sinks=problem.sinks,
     )  # fmt: skip
     call = call_of(problem, "cuda")
-    assert tiles.options_of(call, *tiles.choose_tiles(call)).MOST_PARTS > 0
+    assert tiles.options_of(call, *choices.choose_tiles(call)).MOST_PARTS > 0
     first = hopper.attend(call)
     assert_accurate(*first, build(problem).truth())
     again = hopper.attend(call)

@@ -10,9 +10,9 @@ import torch
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import support, tiles
+from torch_paged_attn.backends.triton.hopper import choices, support, tiles
+from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.hopper.shared_memory import ROOM, bytes_of
-from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.testing import Problem, build
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -106,7 +106,7 @@ def allocated(problem, form):
             is_left = call.is_batch_invariant and support.unordered(call) is not None
             if support.unsupported(call) is not None or is_left:
                 return None
-            config, packed_heads = tiles.choose_tiles(call, form)
+            config, packed_heads = choices.choose_tiles(call, form)
             options = tiles.options_of(call, config, packed_heads, form)
             hopper.attend(call, form=form)
     except AllocatedError as found:

@@ -115,6 +115,9 @@ def make_mask(
         values_matter = isinstance(q_offset, Tensor) and q_length == 1  # a static cache's decode
     if values_matter:  # reading them here would wait for the device
         return all_pairs()
+    may_be_packed = pattern in CAUSAL and mask_function.__name__ == "and_mask"
+    if torch.compiler.is_compiling() and may_be_packed and q_length == kv_length:
+        return _cu_seqlens_of_neighbours(mask_function, batch_size, q_length, options)
     if pattern == CHUNKED and kv_offset + kv_length <= options["local_size"]:
         pattern = {"causal_mask_function"}
 
@@ -165,8 +168,7 @@ def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None
 
 
 def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, Any]) -> set[str]:
-    """The same by the other arguments alone: torch.compile does not look into closures. It takes
-    every row for one sequence, since Transformers then does not say which rows are packed."""
+    """The same names by the other arguments alone: torch.compile does not look into closures."""
     if options.get("use_vmap") or mask_function.__name__ == "or_mask":
         return {"unknown"}
     local, config = options.get("local_size"), options.get("config")
@@ -197,6 +199,20 @@ def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:
     starts = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True).flatten()
     bounds = starts.nonzero().flatten().int()
     return torch.nn.functional.pad(bounds, (0, 1), value=sequence.numel())
+
+
+def _cu_seqlens_of_neighbours(
+    mask_function: Callable[..., Any], batch_size: int, length: int, options: dict[str, Any]
+) -> Tensor:
+    """The same where closures are shut: a sequence starts where a token does not see the one before
+    it, which a causal mask shows it, and a window unless it is of the token alone."""
+    device = options.get("device")
+    batch = torch.arange(batch_size, device=device)[:, None]
+    tokens = torch.arange(1, length, device=device)[None]
+    sees = mask_function(batch, torch.zeros_like(batch), tokens, tokens - 1)
+    starts = torch.nn.functional.pad(~sees.expand(batch_size, -1), (1, 0), value=True)
+    bounds = starts.flatten().nonzero().flatten().int()
+    return torch.nn.functional.pad(bounds, (0, 1), value=batch_size * length)
 
 
 def attention_forward(
@@ -304,7 +320,8 @@ def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tens
     if batch > 1 or length == 1 or length != key.shape[2]:
         return None
     starts = 1 + (position_ids[0].diff() != 1).nonzero().flatten()
-    if not len(starts):
+    # how many there are is not known to a compiler, which takes one sequence for a packed row, too
+    if not torch.compiler.is_compiling() and not len(starts):
         return None
     return torch.nn.functional.pad(torch.cat([starts, starts.new_tensor([length])]), (1, 0)).int()
 

@@ -12,7 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
-from torch_paged_attn.backends.triton.hopper.tiles import Form, is_numbered, is_one_launch
+from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -90,6 +90,8 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
         return None
     if support.is_guessed(call, longest):
         return None
+    if support.are_few_short(call, longest):
+        return None
     if support.is_short(call, longest):
         return "sequences are short and few" if support.is_small(call) else None
     return support.unprofitable(call)
@@ -98,6 +100,8 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 def in_turns(call: AttentionCall, longest: int) -> int:
     """`longest`, if the tiles of sequences are taken in turns (`seqlen_info.py`), else 0."""
     if call.is_batch_invariant or why_not_hopper(call) is not None:
+        return 0
+    if support.are_few_short(call, longest):
         return 0
     return longest if support.is_short(call, longest) else 0
 
@@ -116,7 +120,9 @@ def form_of(call: AttentionCall, longest: int) -> Form:
     if is_guessed and support.is_uncut(call):
         return Form(is_guessed=True, is_numbered=True)
     is_dealt = is_guessed and support.is_dealt(call)
-    return Form(longest=in_turns(call, longest), is_guessed=is_guessed, is_dealt=is_dealt)
+    are_few = support.are_few_short(call, longest)
+    turns = in_turns(call, longest)
+    return Form(longest=turns, is_guessed=is_guessed, is_dealt=is_dealt, are_few=are_few)
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:

@@ -5,9 +5,10 @@ memory gives them, the others; unless these are so little work that one kernel h
 That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
 second kernel starts where the first one leaves room, and ends after it.
 
-Only batches with 8-bit caches, windows or wide heads come here: the others take Hopper's kernel
-alone (`hopper/tiles.py`, `is_one_launch`), and so do those of few keys (`is_numbered`), for
-deciding takes 6 to 8 us, and the second kernel some more to begin and to end.
+Only batches with windows come here, many decodes of wide heads, and 8-bit caches of wide or narrow
+ones: the others take Hopper's kernel alone (`is_one_launch` of `hopper/choices.py`), and so do
+those of few keys (`is_numbered`), for deciding takes 6 to 8 us, and the second kernel some more to
+begin and to end.
 """
 
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.choices import Form
 from torch_paged_attn.backends.triton.hopper.support import BLOCK_M
-from torch_paged_attn.backends.triton.hopper.tiles import Form
 from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation

@@ -24,6 +24,7 @@ from torch_paged_attn.backends.triton.flash_varlen import (
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
 from torch_paged_attn.backends.triton.hopper import mla
 from torch_paged_attn.backends.triton.hopper import tiles as hopper
+from torch_paged_attn.backends.triton.hopper.choices import Form, choose_tiles
 from torch_paged_attn.backends.triton.portable import tiles as portable
 from torch_paged_attn.backends.triton.runtime.launch import traced
 from torch_paged_attn.backends.triton.runtime.target import (
@@ -127,9 +128,9 @@ def _portable(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[
     return found, WORD * (tiles.part_elements(call.head_dim_v) + tiles.num_programs)
 
 
-def _hopper(call: AttentionCall, form: hopper.Form) -> tuple[dict[str, Any], int]:
+def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
     """Tiles of Hopper's kernel, and the bytes of its list of tiles and of what pieces leave."""
-    config, packed_heads = hopper.choose_tiles(call, form)
+    config, packed_heads = choose_tiles(call, form)
     options = hopper.options_of(call, config, packed_heads, form)
     listed: tuple[int, ...] = (0,)
     if options.IS_LISTED:

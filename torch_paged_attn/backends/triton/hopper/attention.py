@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper import tiles
+from torch_paged_attn.backends.triton.hopper import choices, tiles
 from torch_paged_attn.backends.triton.hopper.arguments import Pointers
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_lists, plan_block_lists
+from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
 from torch_paged_attn.backends.triton.hopper.support import DESCALES, key_bound
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import Lengths, plan_tile_list
-from torch_paged_attn.backends.triton.hopper.tiles import FORM, Form
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import HopperConfig
@@ -72,7 +72,7 @@ def plan_launches(
         _hopper_attention_fwd_kernel,
     )
 
-    chosen, packed_heads = tiles.choose_tiles(call, form)
+    chosen, packed_heads = choices.choose_tiles(call, form)
     options = tiles.options_of(call, config or chosen, packed_heads, form)
     of_unlisted = tiles.units_in_turns(call, options, form)
     if options.IS_DEALT or options.IS_NUMBERED:

@@ -31,6 +31,9 @@ NEXT_READ_COST = tl.constexpr(1.25)
 # tiles of keys of the longest tile that may be cut: quotients are found in float32
 MOST_LENGTH = tl.constexpr(2**13)
 
+# of the longest tile's keys, how many tiles have in the mean where they are about as long
+EVEN = tl.constexpr(0.9)
+
 # of stretches: how many shares of a program are tried, for how many sequences at a time, and how
 # much longer than a share whole tiles may take
 SHARES, WEIGHED_ALONE, MOST_UNEVEN = tl.constexpr(8), tl.constexpr(32), tl.constexpr(1.15)
@@ -107,7 +110,11 @@ def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
     cost = work + TILE_COST * entries + tl.where(is_cut, chip.piece_cost * parts, 0.0)
     share = cost * chip.units_per_tile / chip.programs
     share = tl.maximum(share, READ_COST * reads * chip.num_kv_heads / chip.programs)
-    time = tl.minimum(waves * run, tl.maximum(share + 0.3 * run, run))
+    # where all tiles are about as long, programs get free at once: no short one fills what is left
+    tiles = tl.sum(tl.where(is_cut, 0, entries), 0)
+    is_even = work >= EVEN * tiles.to(tl.float32) * longest
+    dealt = tl.where(is_even, float("inf"), tl.maximum(share + 0.3 * run, run))
+    time = tl.minimum(waves * run, dealt)
     time += tl.where(is_cut, chip.merge_cost * pieces, 0.0)
     is_possible = (
         (pieces <= longest)

@@ -35,8 +35,16 @@ MOST_WAVES = 4
 # their tiles fill, keys of the longest sequence from which on they had better be cut
 MOST_CHUNKS, MOST_NUMBERED = 4, (512, 512, 1024, 2048, 2048)
 
+# of 8-bit caches, keys up to which such tiles have one consumer and are not cut, of so many rows to
+# a multiprocessor; of guessed tokens, keys up to which tiles are not cut
+MOST_LOW_8_BIT, MOST_ROWS_8_BIT, MOST_UNCUT_8_BIT = 1024, 80, 512
+# windows of few tiles of keys
+NARROW = range(512)
+
 # rows to a multiprocessor of chunks whose keys two consumers divide: of up to 2048 keys, of more
 MOST_ROWS_NEAR, MOST_ROWS_FAR = 160, 64
+# keys up to which tiles of few rows may be better
+MOST_NEAR = 8192
 
 # bytes of keys and values that stay in the chip's cache while several waves of tiles read them
 IN_CACHE = 40 << 20
@@ -44,6 +52,8 @@ IN_CACHE = 40 << 20
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
+# so few of them that a list of their tiles is soon made
+MOST_LISTED = 8
 
 IN_16_BITS = (torch.bfloat16, torch.float16)
 IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -66,6 +76,9 @@ WIDE_TILES, MOST_WIDE_REACH = range(33, 133), 1024
 # as many where tiles fill the chip twice; of decodes, heads of a group and tiles
 MOST_UNCUT, FULL = 1024, 2
 LEAST_UNCUT_GROUP, UNCUT_TILES = 5, range(33, 265)
+# of wide heads, if tiles are few; of decodes, where groups are no power of two; heads of a group,
+# of decodes whose keys two consumers divide, and of 8-bit caches
+MOST_UNCUT_WIDE, MOST_UNCUT_OF_UNEVEN, LEAST_DIVIDED_GROUP, LEAST_UNCUT_8_BIT = 512, 512, 4, 4
 # keys where two consumers divide them: of guessed tokens with so many tiles, of those with more,
 # and of chunks
 MOST_DIVIDED, DIVIDED_TILES, MOST_DIVIDED_OF_MANY, MOST_DIVIDED_OF_CHUNKS = (
@@ -73,6 +86,10 @@ MOST_DIVIDED, DIVIDED_TILES, MOST_DIVIDED_OF_MANY, MOST_DIVIDED_OF_CHUNKS = (
 )  # fmt: skip
 # tiles of guessed tokens, and keys of the longest sequence, that are dealt out though they are few
 MOST_FEW_DEALT, FEW_REACH = 32, 2048
+# decodes whose tiles are not cut though they have up to 2048 keys
+DIVIDED_DECODES = range(56, 133)
+# tiles from which on nothing is dealt out
+MOST_DEALT = 528
 # keys of the longest sequence from which on 8-bit tiles are taller
 LEAST_TALL = 4096
 
@@ -204,15 +221,18 @@ def is_guessed(call: AttentionCall, longest: int) -> bool:
     rows, is_said = longest * group, bool(call.max_seqlen_k)
     if call.total_q < 2 * call.batch:
         return _is_guessed_decode(call, not is_even(group), is_said)
-    if rows > MOST_PORTABLE:
+    if rows > MOST_PORTABLE or (converts(call) and group >= LEAST_UNCUT_8_BIT and is_uncut(call)):
         return True
     if group == 1 and longest > LEAST_TOKENS:
         # the portable kernel is faster where a window shows few keys, or they are of 8 bits
         return not (converts(call) or is_bound(call.window_size_left))
     width, tiles = width_of(call.head_dim), call.batch * call.num_kv_heads
     is_long = width == 256 or (width == 128 and is_said and reach_of(call) > LEAST_KEYS_OF_FEW)
-    is_few = tiles <= target_of(call.q.device).multiprocessors
-    return rows > MOST_PORTABLE_OF_FEW and is_few and is_long
+    if tiles > target_of(call.q.device).multiprocessors or not is_long:
+        return False
+    # few keys of wide heads are read as fast by the portable kernel
+    is_wide = width == 256 and is_said and not converts(call) and reach_of(call) > MOST_UNCUT
+    return rows > MOST_PORTABLE_OF_FEW or is_wide
 
 
 def _is_guessed_decode(call: AttentionCall, is_uneven: bool, is_said: bool) -> bool:
@@ -220,7 +240,11 @@ def _is_guessed_decode(call: AttentionCall, is_uneven: bool, is_said: bool) -> b
     something is said of their keys."""
     tiles, width = call.batch * call.num_kv_heads, width_of(call.head_dim)
     if is_said and is_uncut(call) and width <= 128 and tiles in UNCUT_TILES:
-        return call.group_size >= LEAST_UNCUT_GROUP
+        if reach_of(call) <= MOST_UNCUT_OF_UNEVEN:
+            return call.group_size >= LEAST_UNCUT_GROUP and not is_uneven
+        measured = DIVIDED_TILES if reach_of(call) <= MOST_UNCUT else DIVIDED_DECODES
+        is_measured = call.group_size == LEAST_DIVIDED_GROUP and tiles in measured
+        return call.group_size >= LEAST_UNCUT_GROUP or (is_measured and width == 128)
     if is_uneven:
         is_few = tiles < target_of(call.q.device).multiprocessors
         return is_few and (reach_of(call) >= LEAST_TALL if converts(call) else is_dealt(call))
@@ -241,16 +265,21 @@ def reach_of(call: AttentionCall) -> int:
 def is_uncut(call: AttentionCall) -> bool:
     """Whether tiles of guessed tokens are found by their numbers, since by what is said of the
     longest sequence's keys nobody had better cut them: no list, and nothing to add up."""
-    if not call.max_seqlen_k or converts(call) or lacking(call, OF_LISTS) is not None:
+    if not call.max_seqlen_k or lacking(call, OF_LISTS) is not None:
         return False
-    tiles = call.batch * call.num_kv_heads
-    if may_divide(call) and call.total_q >= 2 * call.batch:
-        most = MOST_UNCUT if tiles < DIVIDED_TILES.start else MOST_DIVIDED_OF_MANY
-        return reach_of(call) <= (MOST_DIVIDED if tiles in DIVIDED_TILES else most)
-    is_full = tiles >= FULL * target_of(call.q.device).multiprocessors
-    return reach_of(call) <= MOST_UNCUT * (
-        FULL if is_full and call.total_q >= 2 * call.batch else 1
-    )
+    tiles, are_tokens = call.batch * call.num_kv_heads, call.total_q >= 2 * call.batch
+    most = MOST_UNCUT
+    if converts(call):
+        most = MOST_UNCUT_8_BIT if are_tokens else 0
+    elif may_divide(call) and not are_tokens:
+        most = MOST_DIVIDED_OF_MANY if tiles in DIVIDED_DECODES else MOST_UNCUT
+    elif may_divide(call) and tiles >= DIVIDED_TILES.start:
+        most = MOST_DIVIDED if tiles in DIVIDED_TILES else MOST_DIVIDED_OF_MANY
+    elif width_of(call.head_dim) == 256 and tiles < DIVIDED_TILES.start:
+        most = MOST_UNCUT_WIDE
+    elif are_tokens and tiles >= FULL * target_of(call.q.device).multiprocessors:
+        most = FULL * MOST_UNCUT
+    return reach_of(call) <= most
 
 
 def may_divide(call: AttentionCall) -> bool:
@@ -267,8 +296,12 @@ def is_dealt(call: AttentionCall) -> bool:
     reach = reach_of(call)
     tiles = call.batch * call.num_kv_heads * (-(-reach // (2 * LEAST_KEYS)))
     is_few = call.batch * call.num_kv_heads <= MOST_FEW_DEALT and call.total_q >= 2 * call.batch
-    if is_few and call.max_seqlen_k and reach == FEW_REACH:
+    # 8-bit caches have taller tiles of more keys
+    few_reach = range(FEW_REACH, (2 if converts(call) else 1) * FEW_REACH + 1)
+    if is_few and call.max_seqlen_k and reach in few_reach:
         return True
+    if call.batch * call.num_kv_heads > MOST_DEALT:
+        return False  # a program has so many that few have to be cut
     is_decode = call.total_q < 2 * call.batch and call.group_size == EIGHT
     least = LEAST_DEALT_OF_DECODES if is_decode else LEAST_DEALT
     is_long = is_decode or reach >= LEAST_REACH
@@ -292,9 +325,18 @@ def is_short(call: AttentionCall, longest: int) -> bool:
 
 def is_small(call: AttentionCall) -> bool:
     """Of a batch whose sequences are short, whether many programs of few rows are better."""
-    length = mean_length(call)
-    is_few = _are_few(call) and length <= 2 * BLOCK_M
+    length, is_wide = mean_length(call), width_of(call.head_dim) > 64
+    is_few = _are_few(call) and length <= (BLOCK_M if is_wide else 2 * BLOCK_M)
     return is_few or (call.group_size == 1 and length <= BLOCK_M)
+
+
+def are_few_short(call: AttentionCall, longest: int) -> bool:
+    """Whether all sequences are short, but so few that tiles of one consumer, in a list, are
+    sooner done than those that are taken in turns."""
+    if not is_short(call, longest) or is_small(call) or call.batch > MOST_LISTED:
+        return False
+    rows = call.total_q * call.num_heads
+    return rows <= 2 * BLOCK_M * target_of(call.q.device).multiprocessors
 
 
 def has_few_tiles(call: AttentionCall) -> bool:
@@ -316,14 +358,36 @@ def keys_stay(call: AttentionCall) -> bool:
     return sequences * reach_of(call) * of_key <= IN_CACHE
 
 
+def are_far(call: AttentionCall) -> bool:
+    """Whether sequences have so many keys, as far as anybody says, that reading them for few rows
+    at a time takes longer than products."""
+    return reach_of(call) > MOST_NEAR
+
+
 def is_divided_chunk(call: AttentionCall) -> bool:
     """Whether chunks of prompts have so few rows, for the keys that they see as far as anybody
     says, that two consumers had better divide the keys of a tile."""
     if not may_divide(call) or is_bound(call.window_size_left):
         return False
+    if are_far(call):
+        return False  # low tiles read keys more often
     is_near = reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
     most = MOST_ROWS_NEAR if is_near else 0 if gathers(call) else MOST_ROWS_FAR
     return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
+
+
+def are_low_8_bit_chunks(call: AttentionCall) -> bool:
+    """Whether chunks of prompts over an 8-bit cache have tiles of one consumer: where they see few
+    keys, for fewer are converted in vain, and where heads are wide, for which two consumers have no
+    room."""
+    width = width_of(call.head_dim)
+    if not converts(call) or is_float8(call) or call.block_table is None or width == 64:
+        return False
+    is_narrow = call.window_size_left in NARROW
+    if width == 256 or is_narrow:
+        return width == 128 or not is_narrow
+    most = MOST_ROWS_8_BIT * target_of(call.q.device).multiprocessors
+    return reach_of(call) <= MOST_LOW_8_BIT and call.total_q * call.num_heads <= most
 
 
 def are_few_chunks(call: AttentionCall) -> bool:
@@ -335,9 +399,12 @@ def are_few_chunks(call: AttentionCall) -> bool:
         return False
     if is_divided_chunk(call):
         return reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
+    if call.batch > 1 and width_of(call.head_dim) == 256:
+        return False  # their tiles take long, and differ
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     quarters = 4 * tiles // target_of(call.q.device).multiprocessors
-    return reach_of(call) <= MOST_NUMBERED[min(quarters, 4)]
+    least = MOST_LOW_8_BIT if are_low_8_bit_chunks(call) else 0
+    return reach_of(call) <= max(MOST_NUMBERED[min(quarters, 4)], least)
 
 
 def _are_few(call: AttentionCall) -> bool:
@@ -430,6 +497,7 @@ def most_parts(call: AttentionCall, is_uneven: bool) -> int:
     if not is_uneven and (tiles >= most_tiles or keys < LEAST_CUT):
         return 0
     each = PARTS_PER_MULTIPROCESSOR
-    if tiles >= multiprocessors and width_of(call.head_dim_v) <= 128:
+    # a tile more than programs is cut in many, or all wait for it
+    if 2 * tiles >= multiprocessors and width_of(call.head_dim_v) <= 128:
         each *= 2
     return each * multiprocessors

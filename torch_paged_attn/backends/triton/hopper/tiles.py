@@ -1,9 +1,8 @@
 """What Hopper's kernels are compiled for, and the sizes of a launch: all that follows from a call's
 description and sizes. No tensor is read.
 
-- `choose_tiles` and `options_of` need the description of a call: its dtypes, strides, head dims and
-  options, its mean length and its `Form`. They give what the kernels are compiled for, and the
-  scalars.
+- `options_of` and `scalars_of` need the description of a call: its dtypes, strides, head dims and
+  options, its `Form` and the tiles that were chosen (`choices.py`).
 - `sizes_of` and `grid_of` need total_q, batch, num_pages, the block table's stride and, with a
   layout, how many rows it has.
 - `Boxes` make a tensor map of an address: it depends on that and on the description, not on sizes.
@@ -11,7 +10,7 @@ description and sizes. No tensor is read.
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,32 +18,24 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.arguments import Options, Scalars, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import shape_of_lists
+from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
 from torch_paged_attn.backends.triton.hopper.piece_plan import Chip
 from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     DESCALES,
     LEAST_BOX,
-    LEAST_TALL,
     OF_LISTS,
     UNBOUNDED,
-    are_few_chunks,
     columns_of,
     converts,
     gathers,
-    has_few_tiles,
     heads_per_layout,
     is_bound,
-    is_divided_chunk,
     is_float8,
     is_sorted,
     key_bound,
-    keys_stay,
-    may_divide,
-    mean_length,
     most_parts,
-    reach_of,
-    sharing_heads,
     width_of,
 )
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
@@ -52,23 +43,13 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.launch_cache import HAS_KNOWN_MAPS
 from torch_paged_attn.backends.triton.runtime.target import (
-    is_even,
-    next_power_of_2,
     target_of,
 )
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
-    choose_8_bit_config,
-    choose_guessed_8_bit_config,
-    choose_guessed_config,
-    choose_hopper_config,
-    choose_narrow_config,
-    choose_short_config,
-    choose_split_config,
 )
 from torch_paged_attn.ops.lacking import lacking
 
@@ -87,56 +68,14 @@ SHARED_COST = 0.15
 # sequence alone
 STRETCH = 2048
 
-# windows of few tiles of keys; and beside decodes
-NARROW, NARROW_BESIDE = range(1025), range(512)
-
-# of the rows of tiles of one head, the share that may be empty
-MOST_EMPTY = 0.05
 
 # one consumer leaves parts of half the rows, of which few are there: with fixed stretches, which
 # are many, there may be more
 MORE_PARTS = 3
-# of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
-# ends take longer than products
-MOST_ROWS = 256
 
-# keys of the longest sequence up to which tiles of one consumer are better, if there are few:
-# of head_dim 256, and of 128
-MOST_LOW_WIDE, MOST_LOW = 8192, 4096
-
-# of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
-# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied
-MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
-# the same limits of narrow heads
-MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
-# rows of a mixed batch's chunks, all heads counted, for a tile of decodes, from which on they are
-# most of the work
-MOSTLY_ROWS = 350
-# the same where few sequences have more keys
-MOSTLY_ROWS_OF_LONG, LEAST_LONG = 60, 8192
-# keys of the longest sequence up to which guessed tokens have one consumer
-MOST_OF_ONE = 512
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
-
-# where another kernel takes short sequences, the queries of the shortest that are left
-LEAST_LENGTH = 32
-
-
-class Form(NamedTuple):
-    """What is known of a batch's lengths before they are there."""
-
-    short: int = 0  # another kernel may do sequences of up to so many queries, and does padding
-    longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
-    is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
-    is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
-    # sequences of any lengths have so few keys that tiles need no cutting, and no list
-    is_numbered: bool = False
-    is_mixed: bool = False  # most sequences are short, a few are long
-
-
-FORM = Form()
 
 
 def _pages_in_atoms(call: AttentionCall) -> bool:
@@ -145,213 +84,6 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     return is_small and all(
         x.shape[-1] % 64 == 0 and x.stride(0) // x.stride(2) % 8 == 0 for x in (call.k, call.v)
     )
-
-
-def pack_heads(call: AttentionCall) -> int:
-    """How many heads share a tile: all of a group, or one where tiles of one head are as good as
-    full of queries, or hold a row of a layout's blocks."""
-    length, layout = mean_length(call), call.layout
-    most = even_heads(call)
-    if layout is not None:
-        length, pack = min(length, layout.q_block_size), 1
-        while pack < most and pack * length < 2 * BLOCK_M:
-            pack *= 2
-        return pack
-    # lengths of chunks of prompts differ
-    is_alike = call.total_q == length * call.batch and (call.batch == 1 or call.block_table is None)
-    empty = -length % (2 * BLOCK_M) if is_alike else BLOCK_M
-    full = length / (length + empty) * (1 + MOST_EMPTY)
-    for pack in (whole_group(call), most):
-        # rows that are some token's; over keys that come from memory more are lost by groups that
-        # are no power of two
-        filled = BLOCK_M // pack * pack / BLOCK_M
-        if full < (filled if keys_stay(call) else pack / next_power_of_2(pack)):
-            return pack
-    return 1
-
-
-def even_heads(call: AttentionCall) -> int:
-    """The most heads of a group that fill as many rows of a tile: a power of two."""
-    sharing = sharing_heads(call)
-    return min(sharing & -sharing, BLOCK_M)
-
-
-def whole_group(call: AttentionCall) -> int:
-    """All heads of a group, where they may share a tile, whatever their number."""
-    group = sharing_heads(call)
-    if call.layout is not None or group > BLOCK_M or not (is_even(group) or HAS_KNOWN_MAPS):
-        return even_heads(call)
-    return group
-
-
-def _has_few_rows(call: AttentionCall, most: int) -> bool:
-    """Whether a multiprocessor has so many rows of queries at most."""
-    return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
-
-
-def heads_beside(call: AttentionCall) -> int:
-    """How many heads share a tile where another kernel takes short sequences: all of a group that
-    is no power of two only if that makes all work one launch, as was measured when these left rows
-    of a tile empty."""
-    heads = whole_group(call) if _has_few_rows(call, MOST_ROWS) else even_heads(call)
-    # what decodes cost this kernel is underestimated where heads are narrow
-    return min(heads, 4) if width_of(call.head_dim) == 64 and heads == even_heads(call) else heads
-
-
-def _heads_in_turns(call: AttentionCall) -> int:
-    """The same where sequences are short: what makes fewer tiles, of which fewer rows are past the
-    end of a sequence."""
-    length = mean_length(call)
-
-    def tiles(heads: int) -> int:
-        return -(-length // (2 * (BLOCK_M // heads))) * (call.group_size // heads)
-
-    return min(even_heads(call), whole_group(call), key=tiles)
-
-
-def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, int]:
-    """Tiles, and how many heads share one. Of a call's sizes, they depend on its mean length, which
-    says nothing where another kernel takes the short sequences."""
-    layout, is_causal = call.layout, call.window_right == 0
-    width = width_of(call.head_dim)
-    is_narrow = is_causal and call.window_size_left in NARROW and layout is None and width <= 128
-    if call.is_batch_invariant:
-        return _choose_invariant_tiles(call, form)
-    is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
-    if form.is_mixed and _are_mostly_chunks(call):
-        config = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
-        return config, whole_group(call)
-    if form.is_mixed:
-        return choose_split_config(width), whole_group(call)
-    if is_mixed:
-        packed = whole_group(call)
-    elif form.short:
-        packed = heads_beside(call)
-    elif form.is_guessed:
-        packed = whole_group(call)
-    elif form.longest:
-        packed = _heads_in_turns(call)
-    elif is_narrow:
-        # the fewer tokens a tile has, the fewer keys a window hides from most of them
-        packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
-    else:
-        packed = pack_heads(call)
-    if converts(call) and form.is_guessed:
-        return choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL), packed
-    if converts(call):
-        return choose_8_bit_config(width, is_float8(call)), packed
-    if form.longest:
-        return choose_short_config(width, mean_length(call) * packed), packed
-    are_tokens = form.is_guessed and call.total_q >= 2 * call.batch
-    if are_tokens and form.is_numbered and may_divide(call) and reach_of(call) > MOST_OF_ONE:
-        return choose_split_config(width), packed
-    if form.is_guessed:
-        return choose_guessed_config(width), packed
-    if is_mixed:
-        return _choose_numbered_config(call), packed
-    if form.short and is_narrow and call.window_size_left in NARROW_BESIDE:
-        return choose_narrow_config(width), packed
-    if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
-        return choose_guessed_config(width), packed
-    if form.short:
-        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
-    if is_divided_chunk(call):
-        return choose_split_config(width), whole_group(call)
-    if _has_low_tiles(call, packed):
-        return choose_guessed_config(width), packed
-    if is_narrow:
-        return choose_narrow_config(width), packed
-    length = mean_length(call)
-    if call.block_table is not None and not has_few_tiles(call):
-        # of long contexts, the diagonal is little; of what is said, they have more than half
-        length = max(length, call.max_seqlen_k // 2)
-    config = choose_hopper_config(width, length, is_causal, layout is not None, gathers(call))
-    return config, packed
-
-
-def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
-    """Whether few queries in pages have tiles of one consumer: more, and sooner done, but the same
-    keys are read for fewer rows."""
-    width, reach = width_of(call.head_dim), reach_of(call)
-    if call.block_table is None or call.layout is not None or width == 64:
-        return False
-    if _has_few_rows(call, BLOCK_M // 4):
-        return True  # so few that each tile of one consumer is cut in fewer pieces
-    if width == 256:
-        return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
-    # one wave of them, which nobody had better cut
-    tokens = BLOCK_M // packed_heads
-    tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
-    most = target_of(call.q.device).multiprocessors
-    return reach <= MOST_LOW and tiles <= 2 * most
-
-
-def decodes_of_program(call: AttentionCall) -> float:
-    """Tiles of decodes, if all sequences are some, for each multiprocessor."""
-    tiles = call.batch * call.num_heads / whole_group(call)
-    return tiles / target_of(call.q.device).multiprocessors
-
-
-def is_numbered(call: AttentionCall) -> bool:
-    """Whether a batch of long and short sequences in pages is better off without a list of tiles
-    and without another kernel: as far as anybody says, no sequence visits so many keys that its
-    tiles should be cut, and short ones, each of which takes a tile, are not too many.
-    """
-    if lacking(call, OF_LISTS) is not None or reach_of(call) > MOST_REACH:
-        return False
-    # what was measured: notes/gpu.md
-    is_narrow_head = width_of(call.head_dim) == 64
-    if decodes_of_program(call) > MOST_DECODES or (converts(call) and not is_narrow_head):
-        return False
-    if converts(call) or call.window_size_left in NARROW_BESIDE:
-        return call.window_size_left in NARROW_BESIDE
-    most_copied = MOST_COPIED_NARROW if is_narrow_head else MOST_COPIED
-    if gathers(call) and decodes_of_program(call) > most_copied:
-        return False  # the portable kernel reads small pages faster
-    most = MOST_ROWS_NARROW if is_narrow_head else MOST_ROWS_NUMBERED
-    return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
-
-
-def is_one_launch(call: AttentionCall) -> bool:
-    """Whether a batch of long and short sequences takes Hopper's kernel alone, by a list of tiles:
-    where two consumers divide the keys of a tile, short sequences take no longer than with a kernel
-    of their own."""
-    return may_divide(call) and not is_bound(call.window_size_left)
-
-
-def _are_mostly_chunks(call: AttentionCall) -> bool:
-    """Whether chunks of prompts are most of the work of such a batch; sooner where few sequences
-    have long contexts, as far as the caller says."""
-    rows, tiles = (call.total_q - call.batch) * call.num_heads, call.batch * call.num_kv_heads
-    # where nothing is said, it is what the table has room for
-    is_long = LEAST_LONG < call.max_seqlen_k < key_bound(call)
-    is_few = tiles <= target_of(call.q.device).multiprocessors
-    return rows > (MOSTLY_ROWS_OF_LONG if is_few and is_long else MOSTLY_ROWS) * tiles
-
-
-def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
-    """Tiles where sequences are long and short, and their tiles are numbered."""
-    width = width_of(call.head_dim)
-    if call.window_size_left in NARROW_BESIDE and width <= 128:
-        return choose_guessed_config(width, is_narrow=True)
-    # rows that are copied arrive too late for two
-    if gathers(call) or not may_divide(call):
-        return choose_guessed_config(width)
-    return choose_split_config(width)
-
-
-def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
-    """The same where bits depend on a sequence alone: as many keys at a time for all queries of all
-    its calls, and products as high. How many consumers there are, and heads, is free."""
-    width = width_of(call.head_dim)
-    is_narrow = call.window_size_left in NARROW and width <= 128
-    if form.is_guessed:
-        return choose_guessed_config(width, is_narrow), whole_group(call)
-    if is_narrow:
-        return choose_narrow_config(width), even_heads(call)
-    is_causal = call.window_right == 0
-    config = choose_hopper_config(width, mean_length(call), is_causal, False, gathers(call))
-    return config, pack_heads(call)
 
 
 def options_of(
@@ -552,14 +284,16 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
     """What the estimate goes by of how long tiles take."""
     left, width = call.window_size_left, width_of(call.head_dim)
     shared = SHARED_COST if options.MERGED_COLUMNS else 1.0
+    # tiles of fewer keys are sooner done, so that the same time is more of them
+    units = 128 / options.BLOCK_N if width <= 128 else 1.0
     return Chip(
         programs=target_of(call.q.device).multiprocessors,
         units_per_tile=call.num_heads // options.PACKED_HEADS,
         num_kv_heads=call.num_kv_heads,
         window_left=left if is_bound(left) else UNBOUNDED,
-        next_cost=NEXT_COST[width],
-        piece_cost=PIECE_COST[width],
-        merge_cost=MERGE_COST[width] * shared,
+        next_cost=NEXT_COST[width] * units,
+        piece_cost=PIECE_COST[width] * units,
+        merge_cost=MERGE_COST[width] * shared * units,
     )
 
 

@@ -38,7 +38,7 @@ SIZES = {"few": 32, "moderate": 72, "some": 1023}
 SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
 
 # the same of calls that say how many keys the longest sequence visits, and how many are few
-SAID_TILES = {"few": 16, "some": 132}
+SAID_TILES = {"few": 7, "several": 16, "some": 132}
 NEAR = 1024
 
 # head sizes in between use the tiles of the next larger one
