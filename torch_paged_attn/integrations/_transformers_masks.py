@@ -1,0 +1,157 @@
+"""Masks of Transformers: what a mask function shows, told without a mask of (queries, keys) where
+that is possible.
+"""
+
+from collections.abc import Callable
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Mask functions by the names of what makes them in transformers.masking_utils
+CAUSAL = ({"causal_mask_function"}, {"causal_mask_function", "sliding_window_overlay"})
+BIDIRECTIONAL = (
+    {"bidirectional_mask_function"},
+    {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"},
+)
+CHUNKED = {"causal_mask_function", "chunked_overlay"}
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Who sees what in a forward pass, as little of it as `attention_forward` needs.
+
+    Arguments are those of Transformers' own mask interfaces. Query i has position `q_offset + i`,
+    key j `kv_offset + j`; attention_mask (batch, seen tokens) is False where a token is padding.
+
+    Returns one of:
+        None: every key that the layer's causality and window leave.
+        (batch, keys) bool, of which the last `q_length` are the queries: False for padding. Keys
+            past the last column are not written yet.
+        cu_seqlens (num_sequences + 1,) int32: sequences that stand end to end in the batch's rows.
+        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen, whatever
+            the layer says of causality and window.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    mask_function = mask_function or causal_mask_function
+
+    def all_pairs() -> Tensor | None:
+        call: dict[str, Any] = {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+        return sdpa_mask(**(options | call))
+
+    if torch.compiler.is_compiling():
+        pattern = _pattern_of_arguments(mask_function, options)
+        values_matter = attention_mask is not None or isinstance(q_offset, Tensor)
+    else:
+        pattern, packed = _pattern(mask_function)
+        if packed is not None and pattern in CAUSAL:
+            return _cu_seqlens_of_rows(packed)
+        values_matter = isinstance(q_offset, Tensor) and q_length == 1  # a static cache's decode
+    if values_matter:  # reading them here would wait for the device
+        return all_pairs()
+    may_be_packed = pattern in CAUSAL and mask_function.__name__ == "and_mask"
+    if torch.compiler.is_compiling() and may_be_packed and q_length == kv_length:
+        return _cu_seqlens_of_neighbours(mask_function, batch_size, q_length, options)
+    if pattern == CHUNKED and kv_offset + kv_length <= options["local_size"]:
+        pattern = {"causal_mask_function"}
+
+    written = kv_length
+    if pattern in CAUSAL:
+        written = min(kv_length, int(q_offset) + q_length - kv_offset)
+    elif pattern not in BIDIRECTIONAL or (len(pattern) > 1 and q_length != kv_length):
+        return all_pairs()
+    keys = _keys(attention_mask, kv_offset, written)
+    if pattern == {"bidirectional_mask_function"}:
+        if keys is None:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=options.get("device"))
+        return keys[:, None, None]  # the queries may be those of another sequence
+    if keys is not None and len(pattern) > 1 and _has_holes(keys):
+        return all_pairs()  # a window counts hidden keys too
+    if keys is None and written < kv_length:
+        return torch.ones(batch_size, written, dtype=torch.bool, device=options.get("device"))
+    return keys
+
+
+def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None]:
+    """Names of the functions that a mask function joins by `and`, and (batch, tokens) numbers of
+    the sequence of each token where rows hold several sequences."""
+    name = mask_function.__qualname__.partition(".")[0]
+    if mask_function.__module__ != "transformers.masking_utils":
+        return {f"{mask_function.__module__}.{name}"}, None
+    if name == "and_masks":
+        parts = map(_pattern, getclosurevars(mask_function).nonlocals["mask_functions"])
+        names, packed = zip(*parts, strict=True)
+        return set().union(*names), next((p for p in packed if p is not None), None)
+    if name == "packed_sequence_mask_function":
+        return set(), getclosurevars(mask_function).nonlocals["packed_sequence_mask"]
+    if name == "remap_positions_for_packed_sequence":  # what is in a sequence stays as it is
+        return _pattern(getclosurevars(mask_function).nonlocals["mask_function"])
+    return {name}, None
+
+
+def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, Any]) -> set[str]:
+    """The same names by the other arguments alone: torch.compile does not look into closures."""
+    if options.get("use_vmap") or mask_function.__name__ == "or_mask":
+        return {"unknown"}
+    local, config = options.get("local_size"), options.get("config")
+    bidirectional = "allow_is_bidirectional_skip" in options
+    if local is None:
+        return BIDIRECTIONAL[0] if bidirectional else CAUSAL[0]
+    if local == getattr(config, "sliding_window", None):
+        return BIDIRECTIONAL[1] if bidirectional else CAUSAL[1]
+    return CHUNKED
+
+
+def _keys(attention_mask: Tensor | None, kv_offset: int, length: int) -> Tensor | None:
+    """(batch, length) bool: the keys from kv_offset on that are no padding. None if all are."""
+    if attention_mask is None:
+        return None
+    keys = attention_mask[:, kv_offset : kv_offset + length].bool()
+    keys = torch.nn.functional.pad(keys, (0, length - keys.shape[1]))
+    return None if keys.all() else keys
+
+
+def _has_holes(keys: Tensor) -> bool:
+    """Whether a hidden key has keys on both sides."""
+    return bool((keys.int().diff() == 1).sum(1).add(keys[:, 0]).gt(1).any())
+
+
+def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:
+    """Bounds of the sequences in (batch, tokens) numbers of each token's sequence."""
+    starts = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True).flatten()
+    bounds = starts.nonzero().flatten().int()
+    return torch.nn.functional.pad(bounds, (0, 1), value=sequence.numel())
+
+
+def _cu_seqlens_of_neighbours(
+    mask_function: Callable[..., Any], batch_size: int, length: int, options: dict[str, Any]
+) -> Tensor:
+    """The same where closures are shut: a sequence starts where a token does not see the one before
+    it, which a causal mask shows it, and a window unless it is of the token alone."""
+    device = options.get("device")
+    batch = torch.arange(batch_size, device=device)[:, None]
+    tokens = torch.arange(1, length, device=device)[None]
+    sees = mask_function(batch, torch.zeros_like(batch), tokens, tokens - 1)
+    starts = torch.nn.functional.pad(~sees.expand(batch_size, -1), (1, 0), value=True)
+    bounds = starts.flatten().nonzero().flatten().int()
+    return torch.nn.functional.pad(bounds, (0, 1), value=batch_size * length)
