@@ -197,7 +197,7 @@ BACKWARD_CASES = tuple(
     dataclasses.replace(
         TRAINED, name=f"{n}{', causal' if causal else ''}", seqs=((n, 0),), causal=causal
     )
-    for n in (512, 2048, 4096, 8192)
+    for n in (256, 384, 512, 2048, 4096, 8192)
     for causal in (True, False)
     if causal or n <= 4096
 )

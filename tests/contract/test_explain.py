@@ -87,7 +87,7 @@ def test_the_engine_of_the_cpu(queries, engine):
     [
         (8, None, "portable"),
         (8192, None, "hopper"),
-        (600, None, "hopper and portable"),
+        (600, None, "hopper"),
         (64, 8, "hopper"),
     ],
 )

@@ -49,6 +49,22 @@ def test_options_reach_the_op():
     assert_accurate(out, lse, batch.truth(sinks=sinks.float(), **options))
 
 
+def test_freed_storages_that_torchs_own_operators_would_touch_are_refused():
+    """A result given, sinks that are converted, queries that are copied."""
+    batch = Batch([3, 3], [5, 5], dim_v=DIM)
+    for tensor in (out := torch.empty(6, HEADS, DIM), sinks := torch.zeros(HEADS).bfloat16()):
+        tensor.untyped_storage().resize_(0)
+    columns = batch.q.transpose(1, 2).contiguous().transpose(1, 2)
+    columns.untyped_storage().resize_(0)
+    for name, changed in {"out": out, "s_aux": sinks, "q": columns}.items():
+        ragged = {"q": batch.q, "k": batch.k, "v": batch.v} | {name: changed}
+        with pytest.raises(ValueError, match=f"^flash_attn_varlen_func: {name} has a storage of 0"):
+            flash_attn_varlen_func(**ragged, cu_seqlens_q=batch.cu_q, cu_seqlens_k=batch.cu_k)
+        dense = {n: x if n == "s_aux" else x.unflatten(0, (2, -1)) for n, x in ragged.items()}
+        with pytest.raises(ValueError, match=f"^flash_attn_func: {name} has a storage of 0"):
+            flash_attn_func(**dense)
+
+
 def test_dropout_follows_the_default_generator():
     batch = Batch([8, 8], [8, 8])
     arguments = (batch.q, batch.k, batch.v, batch.cu_q, batch.cu_k, 8, 8, 0.5)

@@ -8,8 +8,12 @@ from sequences import DECODE, MIXED, Batch, cumulative
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_paged_attn.integrations import _constants, _kvcache_checks
-from torch_paged_attn.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from torch_paged_attn.integrations import _constants
+from torch_paged_attn.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    functions,
+)
 
 
 class Operators(TorchDispatchMode):
@@ -68,7 +72,7 @@ APPENDING = ("append_slots", "reshape_and_cache.split", "flash_varlen")
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
 def test_new_tokens_take_two_operators_more(new, is_ragged, monkeypatch):
-    monkeypatch.setattr(_kvcache_checks, "readable", lambda x: False)  # as on an accelerator
+    monkeypatch.setattr(functions, "readable", lambda x: False)  # as on an accelerator
     called = operators(decode(new, is_ragged=is_ragged))
     assert called == {f"paged_attn::{op}": 1 for op in APPENDING}
 

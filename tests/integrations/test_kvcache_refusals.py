@@ -197,9 +197,16 @@ def test_nothing_is_written(name):
     assert torch.equal(call["v_cache"], before[1])
 
 
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 GIVEN = {
     "dense": rotary(8, 4) | {"s_aux": torch.zeros(HEADS), "alibi_slopes": torch.zeros(HEADS)},
     "ragged": ragged() | {"cache_leftpad": int32(1, 0)},
+    "pages": {"cache_leftpad": int32(1, 0)},
     "rows": ROWS | {"cache_batch_idx": int32(0, 2)},
 }
 
@@ -211,14 +218,35 @@ def test_nothing_is_written_where_a_storage_was_freed(given):
     for name, tensor in call.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        freed = tensor.clone()
-        freed.untyped_storage().resize_(0)
         caches = [call[cache] for cache in ("k_cache", "v_cache")]
         before = [cache.clone() for cache in caches]
-        with pytest.raises(ValueError, match=f"kvcache: {name} has a storage of 0 bytes"):
-            flash_attn_with_kvcache(**call | {name: freed})
+        text = f"^flash_attn_with_kvcache: {name} has a storage of 0 bytes; allowed: at least "
+        with pytest.raises(ValueError, match=text):
+            flash_attn_with_kvcache(**call | {name: freed(tensor)})
         for cache, same in zip(caches, before, strict=True):
             assert torch.equal(cache, same)
+
+
+@pytest.mark.parametrize("given", ["pages", "rows"])
+def test_nothing_is_read_where_a_storage_was_freed(given):
+    """Without new tokens: what torch's own operators would read is refused by this function, the
+    rest by the operator that attention is.
+    """
+    call = good_call() | GIVEN[given] | {"s_aux": torch.zeros(HEADS).bfloat16()}
+    call |= {"k": None, "v": None, "out": torch.zeros(BATCH, NEW, HEADS, DIM)}
+    flash_attn_with_kvcache(**call)
+    for name, tensor in call.items():
+        if isinstance(tensor, torch.Tensor):
+            with pytest.raises(ValueError, match=r"\w+: \w+ has a storage of 0 bytes"):
+                flash_attn_with_kvcache(**call | {name: freed(tensor)})
+
+
+def test_no_copy_is_made_of_a_storage_that_was_freed():
+    call = good_call()
+    call["q"] = torch.zeros(BATCH, NEW, DIM, HEADS).transpose(2, 3)
+    call["q"].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: q has a storage of 0 bytes"):
+        flash_attn_with_kvcache(**call)
 
 
 @pytest.mark.parametrize("changed", [{}, ragged()], ids=["dense", "ragged"])

@@ -12,6 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import support, tiles
+from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.ops import paths
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
@@ -211,7 +212,9 @@ def test_compiles_to_products(problem, compiler):
     kernel = next(k for k in kernels if "hopper" in k.name)
     assert kernel.faults("sm90", problem.name) == []
     assert kernel.matrix_instructions > 0
-    assert kernel.spills == 0 or not cross_compile.IS_FITTED
+    # one value of two consumers that divide keys
+    most = 8 if kernel.name.startswith("_hopper") and problem.name == "page544/bf16" else 0
+    assert kernel.spills <= most or not cross_compile.IS_FITTED
 
 
 def test_copied_rows_compile(compiler):
@@ -351,7 +354,8 @@ def test_many_keys_are_dealt_out():
         (16, 1, 512, (8, 4, 256), "numbered"),
         (16, 1, 2048, (8, 4, 256), "portable"),
         # guessed tokens of few rows
-        (7, 2, 2048, (40, 8, 128), "listed"),
+        (7, 2, 2048, (40, 8, 128), "numbered"),
+        (3, 2, 2048, (40, 8, 128), "dealt"),
         (7, 2, 512, (40, 8, 128), "portable"),
         (90, 2, 2048, (40, 8, 128), "portable"),
         (19, 4, 2048, (8, 4, 256), "listed"),
@@ -415,7 +419,8 @@ def chunks(seqs, heads=(32, 8, 128), page_size=16, reach=0, **options):
         (1008, (32, 32, 128), 2048, True, True),
         (1008, (32, 32, 128), 4096, False, False),  # its keys do not stay in the cache
         (1008, (32, 8, 128), 4096, False, True),  # better cut, as far as is known
-        (260, (32, 8, 128), 1024, False, True),  # the same: less than half of the chip
+        (260, (32, 8, 128), 1024, True, True),  # few rows
+        (490, (64, 8, 128), 4096, False, True),
         (243, (40, 8, 128), 512, True, True),
         (1008, (32, 32, 128), 0, False, False),  # nobody says anything
         (4000, (32, 8, 128), 2048, False, False),  # many tiles
@@ -437,10 +442,10 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
     [
         (((381, 8500),), (8, 4, 256), 16384, 2),
         (((482, 4000),), (8, 4, 256), 8192, 1),
-        (((219, 1867),), (32, 32, 128), 4096, 1),  # one wave of tiles
-        (((243, 70),), (40, 8, 128), 512, 1),  # two
-        (((443, 70),), (40, 8, 128), 512, 2),  # more
-        (((219, 1867),), (8, 8, 128), 4096, 1),  # less than half of one
+        (((219, 1867),), (32, 32, 128), 4096, 2),  # few rows: these divide the keys
+        (((243, 70),), (40, 8, 128), 512, 2),
+        (((653, 70),), (40, 8, 128), 512, 2),  # more rows
+        (((219, 1867),), (8, 8, 128), 4096, 2),
         (((115, 14735),), (8, 4, 256), 16384, 1),  # so few that keys are what there is to share
         (((1775, 27000),) * 4, (64, 8, 64), 32768, 3),
         (((1775, 2000),) * 4, (64, 8, 64), 4096, 2),
@@ -448,7 +453,22 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
 )
 def test_consumers_of_chunks(seqs, heads, reach, consumers):
     with assume(HOPPER):
-        assert consumers == tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0].CONSUMERS
+        config = tiles.choose_tiles(chunks(seqs, heads, reach=reach))[0]
+    has_few_rows = seqs[0][0] * heads[0] <= 132 * 80 and heads[2] == 128
+    assert consumers == config.CONSUMERS and config.SPLITS_KEYS is has_few_rows
+
+
+def test_stages_of_divided_keys_are_even():
+    """A stage that both consumers waited for in turns would be passed by who is ahead."""
+    with assume(HOPPER):
+        for page_size, width in ((1, 64), (1, 128), (16, 64), (16, 128)):
+            call = chunks(((90, 400),), (8, 2, width), page_size=page_size, reach=512)
+            config, packed = tiles.choose_tiles(call)
+            options = tiles.options_of(call, config, packed)
+            assert config.SPLITS_KEYS and options.KV_STAGES % options.CONSUMERS == 0
+            assert options.ROW_GROUPS == 1 and options.CONSUMERS == 2
+            fitted = fit_stages(options._replace(KV_STAGES=8), 2, 2)
+            assert fitted.KV_STAGES < 8 and fitted.KV_STAGES % 2 == 0  # there is no room for more
 
 
 @pytest.mark.parametrize("group, tokens", [(5, 12), (7, 9), (3, 21), (6, 10), (8, 8)])

@@ -80,20 +80,19 @@ def test_which_calls_are_mixed(seqs, longest, expected):
         assert mixed.is_mixed(call_of(problem), longest) is expected
 
 
-@pytest.mark.parametrize(
-    ("longest_keys", "expected"), [(16384, "hopper"), (8192, "both"), (1 << 17, "both")]
-)
-def test_few_long_decodes_beside_a_chunk(longest_keys, expected):
-    """One launch, if the caller says so; a table as wide as engines have them says nothing."""
+@pytest.mark.parametrize(("longest_keys", "keys"), [(16384, 128), (8192, 64), (1 << 17, 64)])
+def test_few_long_decodes_beside_a_chunk(longest_keys, keys):
+    """Tiles of chunks, if the caller says that contexts are long; a table as wide as engines have
+    them says nothing."""
     seqs = ((1, 9000),) * 15 + ((600, 9000),)
     problem = Problem("p", seqs, 28, 4, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
         table = torch.zeros(16, 1 << 13, dtype=torch.int32)
         call = dataclasses.replace(call_of(problem), block_table=table, max_seqlen_k=longest_keys)
-        found = flash_varlen.kernels_of(call)[0]
-        assert found == {"hopper": "hopper", "both": "hopper and portable"}[expected]
-        if expected == "hopper":
-            assert flash_varlen.form_of(call, 0) == tiles.Form()
+        form = flash_varlen.form_of(call, 0)
+        assert flash_varlen.kernels_of(call)[0] == "hopper" and form == tiles.Form(is_mixed=True)
+        config, heads = tiles.choose_tiles(call, form)
+        assert (heads, config.BLOCK_N, config.SPLITS_KEYS) == (7, keys, keys == 64)
 
 
 SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
@@ -102,24 +101,24 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
 @pytest.mark.parametrize(
     "options, longest_keys, expected",
     [
-        (dict(), 900, (128, 8, 128, 1)),
-        (dict(), 2048, (128, 8, 128, 1)),
+        (dict(), 900, (128, 8, 64, 2)),
+        (dict(), 2048, (128, 8, 64, 2)),
         (dict(seqs=((500, 0), *SHORT_STEP)), 900, (128, 8, 64, 2)),  # more rows
         (dict(), 2049, None),  # tiles may have to be cut
         (dict(), 0, None),  # nobody says
         (dict(seqs=SHORT_STEP[:5] * 40 + SHORT_STEP[5:]), 900, None),  # a tile for each decode
-        (dict(seqs=SHORT_STEP[:5] * 15 + SHORT_STEP[5:]), 900, (128, 8, 128, 1)),
+        (dict(seqs=SHORT_STEP[:5] * 15 + SHORT_STEP[5:]), 900, (128, 8, 64, 2)),
         (dict(seqs=((900, 0), *SHORT_STEP)), 900, None),  # products are most of it
         (dict(window_size_left=127), 0, (128, 8, 64, 1)),
         (dict(window_size_left=127, seqs=((900, 0), *SHORT_STEP)), 0, (128, 8, 64, 1)),
         (dict(window_size_left=4095), 0, None),
-        (dict(num_heads=56), 900, (128, 7, 128, 1)),
-        (dict(num_heads=56, seqs=((500, 0), *SHORT_STEP)), 900, (128, 7, 128, 2)),
-        (dict(num_heads=40), 900, (128, 5, 128, 1)),
-        (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 128, 2)),
+        (dict(num_heads=56), 900, (128, 7, 64, 2)),
+        (dict(num_heads=56, seqs=((500, 0), *SHORT_STEP)), 900, (128, 7, 64, 2)),
+        (dict(num_heads=40), 900, (128, 5, 64, 2)),
+        (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 64, 2)),
         (dict(page_size=1), 900, (128, 8, 128, 1)),
         (dict(page_size=1, seqs=SHORT_STEP * 3), 900, None),
-        (dict(head_dim=64), 900, (64, 8, 128, 1)),
+        (dict(head_dim=64), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
         (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
         (dict(kv_dtype=torch.int8), 900, None),
@@ -136,9 +135,12 @@ def test_which_batches_need_no_list(options, longest_keys, expected):
         table = call.block_table.new_zeros(call.batch, 1 << 13)
         call = dataclasses.replace(call, block_table=table)
         kernels, _ = flash_varlen.kernels_of(call)
-        assert (kernels == "hopper") is (expected is not None)
+        form = flash_varlen.form_of(call, 0)
+        assert form.is_numbered is (expected is not None)
+        # a list of tiles, or two kernels: where nobody divides keys
+        is_plain = call.window_size_left < 0 and "kv_dtype" not in options
+        assert (kernels == "hopper") is (is_plain or form.is_numbered)
         if expected is not None:
-            form = flash_varlen.form_of(call, 0)
             config, heads = tiles.choose_tiles(call, form)
             assert form == tiles.Form(is_numbered=True)
             found = support.width_of(call.head_dim), heads, config.BLOCK_N, config.CONSUMERS

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations._kvcache import end_to_end
+from torch_paged_attn.integrations._storages import check_storages, readable
 
 Window: TypeAlias = tuple[int | None, int | None]
 
@@ -95,6 +96,8 @@ def flash_varlen_arguments(
     elif q.dtype.itemsize == 1:
         arguments["out_dtype"] = torch.bfloat16
     if s_aux is not None:
+        if readable(q):
+            check_storages(name, s_aux=s_aux)
         arguments["sinks"] = s_aux.float()  # engines keep sinks in the dtype of the model
     # a tensor would have to be read: the op derives its own bounds from shapes
     if not isinstance(max_seqlen_q, Tensor):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_paged_attn import environment
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
+from torch_paged_attn.integrations._storages import with_whole_rows
 from torch_paged_attn.ops.append_and_attend import append_and_attend
 
 
@@ -33,13 +34,6 @@ def in_one_call(
         return append_and_attend(*tensors, sinks, *descales, **options)
     except (ValueError, NotImplementedError):
         return None  # nothing has been written: the long way does it, or says what is wrong
-
-
-def with_whole_rows(x: Tensor) -> Tensor:
-    """x (..., head_dim) as kernels read it: the last dimension contiguous, other strides as they
-    come. As in flash-attn, a tensor that is not so is copied.
-    """
-    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
 def end_to_end(x: Tensor) -> bool:
@@ -113,14 +107,15 @@ def new_tokens(
                 f"{checks.OP}: k and v must be (batch, seqlen_new, num_kv_heads, head_dim) with "
                 f"batch {batch}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        k, v = with_whole_rows(k), with_whole_rows(v)
+        k, v = with_whole_rows(checks.OP, "k", k), with_whole_rows(checks.OP, "v", v)
         return NewTokens(k.flatten(0, 1), v.flatten(0, 1), None, k.shape[1])
     checks.check_per_sequence("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "(batch + 1,)")
     for name, x in (("k", k), ("v", v)):
         checks.check_tensor(name, x, "(total_new, num_kv_heads, head_dim)")
     if may_read:
         checks.check_bounds("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "total_new")
-    return NewTokens(with_whole_rows(k), with_whole_rows(v), cu_seqlens_k_new, 0)
+    k, v = with_whole_rows(checks.OP, "k", k), with_whole_rows(checks.OP, "v", v)
+    return NewTokens(k, v, cu_seqlens_k_new, 0)
 
 
 def behind_leftpad(

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_paged_attn import environment
 from torch_paged_attn.integrations import _constants
-from torch_paged_attn.ops.checks import check_storage, names
+from torch_paged_attn.ops.checks import names
 from torch_paged_attn.ops.flash_varlen import check, check_values
 
 OP = "flash_attn_with_kvcache"
@@ -80,20 +79,6 @@ def check_descale(name: str, scale: Tensor | None) -> None:
             "() or (num_kv_heads)",
             NotImplementedError,
         )
-
-
-def readable(x: Tensor) -> bool:
-    """Whether the host may look at values of this call."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta":
-        return False
-    return x.device.type == "cpu" or environment.CHECK
-
-
-def check_storages(**arguments: Any) -> None:
-    """Raise for a tensor whose storage was freed: torch's own operators would read it."""
-    for name, x in arguments.items():
-        if isinstance(x, Tensor):
-            check_storage(OP, name, x)
 
 
 def check_batch_idx(cache_batch_idx: Tensor, cache_batch: int) -> None:

@@ -15,7 +15,7 @@ from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
-from torch_paged_attn.ops.checks import check_storage
+from torch_paged_attn.ops.checks import fail, storage_fault
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -151,7 +151,8 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
 
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:
     for name, tensor in gate.pairs(args):
-        check_storage(gate.op._schema.name.removeprefix("paged_attn::"), name, tensor)
+        if fault := storage_fault(tensor):
+            fail(gate.op._schema.name.removeprefix("paged_attn::"), name, *fault)
 
 
 def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) -> Callable[..., Any]:

@@ -60,22 +60,24 @@ def check_devices(op: str, device: torch.device, tensors: dict[str, Tensor | Non
             fail(op, name, f"is on {tensor.device}", f"the device of the first tensor, {device}")
 
 
-def check_storage(op: str, name: str, tensor: Tensor) -> None:
-    """Raise for a tensor whose storage was freed or cut after it was made: FSDP frees those of
-    gathered parameters by `untyped_storage().resize_(0)`. Not for FakeTensors.
+def storage_fault(tensor: Tensor) -> tuple[str, str] | None:
+    """What came and what is allowed, of a tensor whose storage was freed or cut after it was made:
+    FSDP frees those of gathered parameters by `untyped_storage().resize_(0)`. None if the tensor
+    has its storage. Not for FakeTensors.
     """
     # the storages of other devices' tensors need not be of bytes
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided:
-        return
+        return None
     held, size = tensor.untyped_storage().nbytes(), tensor.element_size()
     room = held - tensor.storage_offset() * size
     if (tensor.nbytes <= room and tensor.is_contiguous()) or not tensor.numel():
-        return
+        return None
     strided = zip(tensor.shape, tensor.stride(), strict=True)
     needed = size + sum((count - 1) * stride * size for count, stride in strided)
-    if needed > room:
-        allowed = f"at least {held - room + needed}, which its shape, strides and offset need"
-        fail(op, name, f"has a storage of {held} bytes", allowed)
+    if needed <= room:
+        return None
+    allowed = f"at least {held - room + needed}, which its shape, strides and offset need"
+    return f"has a storage of {held} bytes", allowed
 
 
 def check_lengths(op: str, name: str, tensor: Tensor, batch: int, meaning: str) -> None:

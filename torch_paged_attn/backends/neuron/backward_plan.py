@@ -24,8 +24,8 @@ from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkIn
 from torch_paged_attn.backends.neuron.work_list import KeyTile, list_items, spans_of
 
 # what rectangles are rounded up to
-DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-KEY_TILES = (128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+DEPTHS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)
+KEY_TILES = (128, 256, 384, 512, 1024, 1536, 2048, 3072, 4096)
 SHORTEST = 1024  # keys of the longest tile, where there is room for them
 
 # pairs of a tile of rows and one of scores in an item, all of them unrolled
@@ -42,7 +42,7 @@ class BackwardLaunch:
 
     info: WorkInfo
     width: int
-    levels: tuple[tuple[int, int], ...]
+    levels: tuple[tuple[tuple[int, int], ...], ...]
     adds_dq: bool
     adds_dkv: bool
 
@@ -85,7 +85,8 @@ def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
     def banks(width: int) -> int:
         return sum(-(-n * width // BANK_FLOATS) for n in steps)
 
-    return next(n for n in (512, 256, 128) if n <= tile_k and banks(n) <= PSUM_BANKS - 4)
+    widths = (n for n in (512, 384, 256, 128) if tile_k % n == 0)
+    return next(n for n in widths if banks(n) <= PSUM_BANKS - 4)
 
 
 def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
@@ -130,7 +131,7 @@ def _make(
         stacks = cuts.stacks((kinds == kind).all(1), depth)
         work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
         slots = slots_of(work, host, options)
-        info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, True)
+        info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, loads_all=True)
         width = score_width(*dims, tile_k)
         launches.append(
             BackwardLaunch(

@@ -196,5 +196,6 @@ def _options(
         wants_dbias=wants_dbias,
         adds_dq=step.adds_dq,
         adds_dkv=step.adds_dkv,
+        one_item=bool(work.is_first.all()),
         is_dynamic=is_dynamic(step.info, 1),
     )

@@ -125,10 +125,14 @@ def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes) -> Rectangles
 
 def levels(
     is_diagonal: bool, batch: Batch, group_size: int, depth: int, tile_k: int, width: int
-) -> tuple[tuple[int, int], ...]:
-    """For every `width` keys of a tile, the first tile of rows that may see some, and their end."""
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For every `width` keys of a tile, the tiles of rows that may see some: (level, columns).
+
+    Such a tile sees none of the part's keys from `columns` on, a multiple of P. The last level
+    comes first, and counts as one that sees all: it writes the sums to which the others add.
+    """
     if not is_diagonal:
-        return ((0, depth),) * (tile_k // width)
+        return (tuple((level, width) for level in reversed(range(depth))),) * (tile_k // width)
     left, right = batch.window_size_left, batch.window_size_right
     found = []
     for first in range(0, tile_k, width):
@@ -136,7 +140,11 @@ def levels(
         begin, end = first * group_size // P, depth
         if left >= 0:
             end = min(end, -(-(first + width + left + right) * group_size // P))
-        found.append((min(begin, depth), end))
+        seen: list[tuple[int, int]] = []
+        for level in reversed(range(begin, end)):
+            keys = ((level + 1) * P - 1) // group_size + 1 - first
+            seen.append((level, min(-(-keys // P) * P, width) if seen else width))
+        found.append(tuple(seen))
     return tuple(found)
 
 

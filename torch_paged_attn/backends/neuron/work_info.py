@@ -113,12 +113,13 @@ def lay_out(
     slots: tuple[Tensor, Tensor],
     token_in_sequence: Tensor | None,
     programs: int,
-    loads_empty_tiles: bool = False,
+    loads_all: bool = False,
 ) -> WorkInfo:
     """The tables of a work list; `slots` are page and slot of each run of keys.
 
     `programs` share the items (1: they share the heads). A tile without rows keeps what an earlier
-    stack has left there, unless `loads_empty_tiles` fills it with a row of its own stack.
+    stack has left there, unless `loads_all` fills it with a row of its own stack; with it a program
+    without items loads some stack, too, so that no tile is ever read before it is written.
 
     Without `token_in_sequence` there is no dropout, and no columns for it.
     """
@@ -131,8 +132,11 @@ def lay_out(
     skipped = torch.tensor(-1)
     first = work.is_first[items] & ~is_idle
     last = work.is_last[items] & ~is_idle
-    has_rows = work.is_row.any(2, keepdim=True) | loads_empty_tiles
-    loaded = row.where(has_rows, skipped)[stack].where(first[:, None, None], skipped)
+    has_rows = work.is_row.any(2, keepdim=True) | loads_all
+    begins = first
+    if loads_all:
+        begins = first | (torch.arange(len(items)) % (len(items) // programs) == 0)
+    loaded = row.where(has_rows, skipped)[stack].where(begins[:, None, None], skipped)
     stored = row.where(work.is_row, skipped)[stack].where(last[:, None, None], skipped)
     head = heads.head_of(work.plane)[work.stack, None]
     k_rows, v_rows = (r.row_of(slots[0], head, slots[1])[items] for r in rows)

@@ -12,7 +12,7 @@ from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import mla, support
-from torch_paged_attn.backends.triton.hopper.tiles import Form, is_numbered
+from torch_paged_attn.backends.triton.hopper.tiles import Form, is_numbered, is_one_launch
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
@@ -106,8 +106,10 @@ def form_of(call: AttentionCall, longest: int) -> Form:
     """What Hopper's kernel is told of a batch that it has for itself."""
     if call.is_batch_invariant:
         return Form(is_guessed=support.is_few_rows(call))
-    if mixed.is_mixed(call, longest) and is_numbered(call):
-        return Form(is_numbered=True)
+    if mixed.is_mixed(call, longest):
+        if is_numbered(call):
+            return Form(is_numbered=True)
+        return Form(is_mixed=True)
     is_guessed = support.is_guessed(call, longest)
     if not is_guessed and support.are_few_chunks(call):
         return Form(is_numbered=True)
@@ -126,7 +128,7 @@ def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
     if reason is not None:
         return "portable", reason
     if not call.is_batch_invariant and mixed.is_mixed(call, longest):
-        if is_numbered(call):
+        if is_numbered(call) or is_one_launch(call):
             return "hopper", None
         return "hopper and portable", "the batch may hold long and short sequences"
     return "hopper", None

@@ -5,8 +5,9 @@ memory gives them, the others; unless these are so little work that one kernel h
 That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
 second kernel starts where the first one leaves room, and ends after it.
 
-Batches of few keys take neither (`hopper/tiles.py`, `is_numbered`): deciding takes 6 to 8 us, and
-the second kernel some more to begin and to end.
+Only batches with 8-bit caches, windows or wide heads come here: the others take Hopper's kernel
+alone (`hopper/tiles.py`, `is_one_launch`), and so do those of few keys (`is_numbered`), for
+deciding takes 6 to 8 us, and the second kernel some more to begin and to end.
 """
 
 from typing import Any
@@ -28,10 +29,6 @@ MOST_MEAN = 512
 # sequences that Hopper's kernel had better take alone: short ones among them cost less than telling
 MOST_ALONE = 4
 
-# tiles of decodes, and keys of the longest sequence: where so few have more, one kernel that cuts
-# its tiles is better than two
-MOST_LONG, LEAST_LONG = 132, 8192
-
 # tables with room for fewer keys: nothing to share out
 LEAST_KEYS = 256
 
@@ -51,21 +48,9 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
         return False
     if call.batch <= MOST_ALONE and support.unprofitable(call) is None:
         return False
-    if _are_few_and_long(call) and support.unprofitable(call) is None:
-        return False
     if call.block_table.shape[1] * call.page_size < LEAST_KEYS:
         return False
     return not 0 < longest <= most_queries(call)
-
-
-def _are_few_and_long(call: AttentionCall) -> bool:
-    """Whether few sequences have long contexts, as far as the caller says; measured with heads of
-    128 and keys of 16 bits."""
-    is_measured = support.width_of(call.head_dim) == 128 and not support.converts(call)
-    is_few = call.batch * call.num_kv_heads <= MOST_LONG
-    # where nothing is said, it is what the table has room for
-    is_long = LEAST_LONG < call.max_seqlen_k < support.key_bound(call)
-    return is_measured and is_few and is_long and not support.gathers(call)
 
 
 def form_of(call: AttentionCall) -> Form:

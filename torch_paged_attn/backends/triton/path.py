@@ -136,13 +136,14 @@ def _hopper(call: AttentionCall, form: hopper.Form) -> tuple[dict[str, Any], int
         listed = hopper.shape_of_tiles(call, hopper.tile_options_of(options, form))
     programs = hopper.grid_of(call, options, form)
     found = {
-        "queries_per_tile": options.CONSUMERS * options.TOKENS,
+        "queries_per_tile": options.ROW_GROUPS * options.TOKENS,
         "heads_per_tile": packed_heads,
         "keys_per_tile": options.BLOCK_N,
         "grid": (programs,),
         "most_pieces_of_tiles": options.MOST_PARTS,
         # stages are those that fit
-        "config": {name: getattr(options, name) for name in dataclasses.asdict(config)},
+        "config": dataclasses.asdict(config)
+        | {"KV_STAGES": options.KV_STAGES, "Q_STAGES": options.Q_STAGES},
     }
     return found, WORD * (math.prod(listed) + hopper.part_elements(options, programs))
 

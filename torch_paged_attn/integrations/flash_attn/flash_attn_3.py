@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations._arguments import Window, check_tensors
+from torch_paged_attn.integrations._storages import check_storages, readable
 from torch_paged_attn.integrations.flash_attn import functions
 from torch_paged_attn.ops import merge_states
 
@@ -225,6 +226,8 @@ def flash_attn_combine(
             f"{name}: lse_partial must have shape {tuple(out_partial.shape[:4])}, got"
             f" {tuple(lse_partial.shape)}"
         )
+    if out is not None and readable(out):
+        check_storages(name, out=out)
     batch, seqlen = out_partial.shape[1:3]
     outs = out_partial.flatten(1, 2).unbind(0)
     lses = lse_partial.flatten(1, 2).transpose(1, 2).unbind(0)

@@ -20,8 +20,8 @@ from torch_paged_attn.integrations._kvcache import (
     new_tokens,
     pages_of,
     rotate,
-    with_whole_rows,
 )
+from torch_paged_attn.integrations._storages import check_storages, readable, with_whole_rows
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 from torch_paged_attn.ops.append_slots import append_slots, positions
 
@@ -68,7 +68,9 @@ def flash_attn_func(
                 f"flash_attn_func: {name} must be (batch, seqlen, heads, head_dim) with q's batch, "
                 f"got shape {tuple(tensor.shape)}"
             )
-    q, k, v = with_whole_rows(q), with_whole_rows(k), with_whole_rows(v)
+    q = with_whole_rows("flash_attn_func", "q", q)
+    k = with_whole_rows("flash_attn_func", "k", k)
+    v = with_whole_rows("flash_attn_func", "v", v)
     batch, seqlen_q = q.shape[:2]
     _check_out("flash_attn_func", out, q, v)
     arguments = flash_varlen_arguments(
@@ -139,7 +141,11 @@ def flash_attn_varlen_func(
     """
     refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
     check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
-    q, k, v = with_whole_rows(q), with_whole_rows(k), with_whole_rows(v)
+    q = with_whole_rows("flash_attn_varlen_func", "q", q)
+    k, v = (
+        with_whole_rows("flash_attn_varlen_func", "k", k),
+        with_whole_rows("flash_attn_varlen_func", "v", v),
+    )
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     _check_out("flash_attn_varlen_func", out, q, v)
@@ -275,7 +281,7 @@ def flash_attn_with_kvcache(
         )
     for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
-    q, shape = with_whole_rows(q), q.shape
+    q, shape = with_whole_rows(name, "q", q), q.shape
     _check_out(name, out, q, v_cache)
 
     seqlen_q = None
@@ -285,9 +291,11 @@ def flash_attn_with_kvcache(
         q = q.flatten(0, 1)
     else:
         checks.check_cu_seqlens_q(cu_seqlens_q)
-    batch, may_read = cu_seqlens_q.shape[0] - 1, checks.readable(q)
-    if may_read and k is not None:
-        checks.check_storages(
+    batch, may_read = cu_seqlens_q.shape[0] - 1, readable(q)
+    # without any of these, torch's operators read nothing: the attention op checks what it reads
+    if may_read and not (k is cache_batch_idx is cache_leftpad is None):
+        check_storages(
+            name,
             q=q,
             k_cache=k_cache,
             v_cache=v_cache,
@@ -391,6 +399,8 @@ def flash_attn_with_kvcache(
 def _check_out(name: str, out: Tensor | None, q: Tensor, v: Tensor) -> None:
     if out is not None and out.shape != (shape := (*q.shape[:-1], v.shape[-1])):
         raise ValueError(f"{name}: out must have shape {shape}, got {tuple(out.shape)}")
+    if out is not None and readable(q):
+        check_storages(name, out=out)
 
 
 def _returned(

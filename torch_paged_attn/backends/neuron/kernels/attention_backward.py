@@ -44,24 +44,25 @@ from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 def new_stack(q, dout, program):
     """A stack that has seen no key."""
-    depth = program.options.depth
-    dim, dim_v = program.options.k_row.dim, program.options.v_row.dim
+    options = program.options
+    depth, dim, dim_v = options.depth, options.k_row.dim, options.v_row.dim
     steps = (dim + P - 1) // P
+    prior = None
+    if options.adds_dq or options.adds_dkv:
+        prior = nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=prior, value=0.0)
     stack = BackwardStack(
         q=nl.ndarray((P, depth, dim), dtype=q.dtype, buffer=nl.sbuf),
         dout=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         out=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         scalars=nl.ndarray((P, depth, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf),
         dq=nl.ndarray((min(dim, P), steps, depth * P), dtype=nl.float32, buffer=nl.sbuf),
-        prior=nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf),
+        prior=prior,
         exact=nl.shared_identity_matrix(P, dtype=nl.float32),
     )
-    nisa.memset(dst=stack.q, value=0.0)
-    nisa.memset(dst=stack.dout, value=0.0)
-    nisa.memset(dst=stack.out, value=0.0)
-    nisa.memset(dst=stack.scalars, value=0.0)
-    nisa.memset(dst=stack.dq, value=0.0)
-    nisa.memset(dst=stack.prior, value=0.0)
+    # the first item of a program writes the rest
+    if not options.one_item:
+        nisa.memset(dst=stack.dq, value=0.0)
     return stack
 
 
@@ -80,13 +81,17 @@ def load_rows(stack, index, tensors, program):
         gather_rows(stack.scalars[:, level], tensors.row_scalars, rows, numbers, 1, 1, skip)
 
 
-def begin_stack(stack, is_first):
-    """Forget the last stack's sums where `is_first` (P, 1) is 1."""
-    begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=begins, src=is_first)
+def begin_stack(stack, is_first, options):
+    """Forget the last stack's sums where `is_first` (P, 1) is 1: always, with `one_item`."""
     size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2]
-    predicate = begins.ap(pattern=[[1, size], [0, width]])
-    nisa.tensor_copy_predicated(dst=stack.dq.reshape((size, width)), src=0.0, predicate=predicate)
+    sums = stack.dq.reshape((size, width))
+    if options.one_item:
+        nisa.memset(dst=sums, value=0.0)
+    else:
+        begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=begins, src=is_first)
+        predicate = begins.ap(pattern=[[1, size], [0, width]])
+        nisa.tensor_copy_predicated(dst=sums, src=0.0, predicate=predicate)
 
 
 def load_item(number, stack, tensors, program):
@@ -95,7 +100,7 @@ def load_item(number, stack, tensors, program):
     index = load_table_row(tensors.indices, number, program)
     bound = load_table_row(tensors.bounds, number, program)
     load_rows(stack, index, tensors, program)
-    begin_stack(stack, bound[:, columns.is_first : columns.is_first + 1])
+    begin_stack(stack, bound[:, columns.is_first : columns.is_first + 1], options)
     k = load_kv(tensors.k, index, columns.k, options.k_row, 1, program)
     v = load_kv(tensors.v, index, columns.v, options.v_row, 1, program)
     unseen = unseen_keys(bound, program)
@@ -132,33 +137,44 @@ def turn(stack, item, program):
 
 
 def sum_over_queries(sums, rows, weights, is_further):
-    """sums (dim, dim / P, width), turned, += rows (P, dim) over weights (P, width)."""
-    dim = rows.shape[1]
+    """Columns of sums (dim, dim / P, width), turned, += rows (P, dim) over weights (P, columns)."""
+    dim, columns = rows.shape[1], weights.shape[1]
     for step in range(sums.shape[1]):
         start, stop = step * P, min(dim, step * P + P)
         nisa.nc_matmul(
-            dst=sums[0 : stop - start, step, :],
+            dst=sums[0 : stop - start, step, 0:columns],
             stationary=rows[:, start:stop],
             moving=weights,
             accumulate=is_further,
         )
 
 
-def sum_over_keys(stack, first_level, part, dx_turned, item):
-    """Add keys over the turned gradients of some tiles to their turned dq."""
+def unseen_columns(seen, chunk):
+    """Columns of the turned tiles `seen` that see nothing of a chunk of keys: the first ones."""
+    columns = 0
+    for place in range(len(seen)):
+        if seen[place][1] <= chunk * P:
+            columns = columns + P
+    return columns
+
+
+def sum_over_keys(stack, seen, part, dx_turned, item):
+    """Add keys over the turned gradients of some tiles, `seen`, to their turned dq."""
     chunks, columns = dx_turned.shape[1], dx_turned.shape[2]
-    dim = stack.q.shape[2]
+    dim, first = stack.q.shape[2], seen[-1][0] * P
     for step in range(stack.dq.shape[1]):
         start, stop = step * P, min(dim, step * P + P)
         product = nl.ndarray((stop - start, columns), dtype=nl.float32, buffer=nl.psum)
         for chunk in range(chunks):
-            nisa.nc_matmul(
-                dst=product,
-                stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
-                moving=dx_turned[:, chunk, :],
-                accumulate=chunk > 0,
-            )
-        first = first_level * P
+            # the tiles that see it are the last of these
+            unseen = unseen_columns(seen, chunk)
+            if unseen < columns:
+                nisa.nc_matmul(
+                    dst=product[:, unseen:columns],
+                    stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
+                    moving=dx_turned[:, chunk, unseen:columns],
+                    accumulate=chunk > 0,
+                )
         total = stack.dq[0 : stop - start, step, first : first + columns]
         nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
 
@@ -166,7 +182,7 @@ def sum_over_keys(stack, first_level, part, dx_turned, item):
 def attend_part(part, turned, stack, item, tensors, program):
     """Everything that is done for `width` keys of an item, and the tiles that see some of them."""
     options, width = program.options, program.options.width
-    begin, end = options.levels[part]
+    seen = options.levels[part]
     dim, dim_v = options.k_row.dim, options.v_row.dim
     by_dma = turns_by_dma(stack.q.dtype, options)
     dk, dv = None, None
@@ -175,21 +191,24 @@ def attend_part(part, turned, stack, item, tensors, program):
         dk = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
         shape_v = min(dim_v, P), turned.v.shape[1], width
         dv = nl.ndarray(shape_v, dtype=nl.float32, buffer=nl.psum)
-    for first_level in range(begin, end, TOGETHER):
-        tiles = min(TOGETHER, end - first_level)
+    for start in range(0, len(seen), TOGETHER):
+        together = seen[start : start + TOGETHER]
+        lowest, tiles = together[-1][0], len(together)
         dx_turned = nl.ndarray((P, width // P, tiles * P), dtype=stack.q.dtype, buffer=nl.sbuf)
-        for place in range(tiles):
-            level = first_level + place
-            p, dx = differentiate(level, part, turned, stack, item, tensors, program)
+        for number in range(tiles):
+            level, columns = together[number]
+            is_further = level < seen[0][0]
+            p, dx = differentiate(level, part, columns, turned, stack, item, tensors, program)
             if options.wants_dkv:
-                sum_over_queries(dv, stack.dout[:, level], p, level > begin)
-                sum_over_queries(dk, stack.q[:, level], dx, level > begin)
+                sum_over_queries(dv, stack.dout[:, level], p, is_further)
+                sum_over_queries(dk, stack.q[:, level], dx, is_further)
             if options.wants_dq:
-                columns = dx_turned[:, :, place * P : place * P + P]
-                in_tiles = dx.reshape((P, width // P, P))
-                turn_tiles(columns, in_tiles, program.identity, by_dma)
+                place = (level - lowest) * P
+                target = dx_turned[:, 0 : columns // P, place : place + P]
+                in_tiles = dx.reshape((P, columns // P, P))
+                turn_tiles(target, in_tiles, program.identity, by_dma)
         if options.wants_dq:
-            sum_over_keys(stack, first_level, part, dx_turned, item)
+            sum_over_keys(stack, together, part, dx_turned, item)
     if options.wants_dkv:
         store_keys(tensors.dk, dk, options.out_scale, part, stack, item, program)
         store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
@@ -255,7 +274,7 @@ def differentiate_item(number, stack, tensors, program):
     item = load_item(number, stack, tensors, program)
     turned = turn(stack, item, program)
     for part in range(options.chunks * P // options.width):
-        if options.levels[part][0] < options.levels[part][1]:
+        if len(options.levels[part]) > 0:
             attend_part(part, turned, stack, item, tensors, program)
     if options.wants_dq:
         store_queries(stack, item.index, tensors, program)

@@ -25,7 +25,7 @@ class BackwardOptions(nl.NKIObject):
     run: int  # 1
     share: int  # 1
     width: int  # columns of a tile of scores: products of this many fit in PSUM
-    levels: Any  # for every `width` columns, the first tile and the end of those that see some
+    levels: Any  # for every `width` columns, the tiles that see some, and how many: `levels`
     scale: float  # of scores; divided by softcap if there is one
     softcap: float
     out_scale: float  # of dq and dk
@@ -39,6 +39,7 @@ class BackwardOptions(nl.NKIObject):
     wants_dbias: bool
     adds_dq: bool  # to what earlier launches have left in dq
     adds_dkv: bool
+    one_item: bool  # every stack has a single item
     is_dynamic: bool  # a loop on the chip, else unrolled
 
 
@@ -122,7 +123,7 @@ class BackwardStack(nl.NKIObject):
     out: Any  # (P, depth, head_dim_v)
     scalars: Any  # (P, depth, NUM_SCALARS)
     dq: Any  # (head_dim or P, head_dim / P, depth * P) float32: turned
-    prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left
+    prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left, if they add up
     exact: Any  # (P, P) the identity in float32
 
 

@@ -65,10 +65,10 @@ def contract(product, queries, keys, dim):
         )
 
 
-def shape_scores(product, level, part, stack, item, tensors, program):
+def shape_scores(product, level, part, width, stack, item, tensors, program):
     """Scores (P, width) as the forward's, not masked, and the softcap's slope at each."""
-    options, columns, width = program.options, program.columns, program.options.width
-    first = part * width
+    options, columns = program.options, program.columns
+    first = part * options.width
     scores, slope = float_tile(width), float_tile(width)
     scale_scores(scores, product, options.scale, options.softcap)
     if options.softcap > 0.0:
@@ -88,17 +88,17 @@ def shape_scores(product, level, part, stack, item, tensors, program):
     return scores, slope
 
 
-def recompute(level, part, turned, stack, item, tensors, program):
+def recompute(level, part, width, turned, stack, item, tensors, program):
     """Probabilities (P, width) in float32, 0 where masked, and the softcap's slope."""
-    options, columns, width = program.options, program.columns, program.options.width
-    first = part * width
+    options, columns = program.options, program.columns
+    first = part * options.width
     product = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     contract(
         product, turned.q[:, :, level], turned.k[:, :, first : first + width], options.k_row.dim
     )
     scores, factor, slope = product, options.scale, product
     if options.is_shaped:
-        scores, slope = shape_scores(product, level, part, stack, item, tensors, program)
+        scores, slope = shape_scores(product, level, part, width, stack, item, tensors, program)
         factor = 1.0
     minus_lse = stack.scalars[:, level, MINUS_LSE : MINUS_LSE + 1]
     start, stop = columns.start + level, columns.stop + level
@@ -123,14 +123,14 @@ def recompute(level, part, turned, stack, item, tensors, program):
     return p, slope
 
 
-def gradient_of_scores(level, part, p, turned, stack, item, program):
+def gradient_of_scores(level, part, width, p, turned, stack, item, program):
     """What dv sums, (P, width) in the type of products, and dS in PSUM's or SBUF's float32.
 
     Returns the rounded probabilities, which dropout has thinned out, and the gradient of each
     probability, before the row's delta is taken off.
     """
-    options, columns, width = program.options, program.columns, program.options.width
-    first = part * width
+    options, columns = program.options, program.columns
+    first = part * options.width
     dp = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     values = turned.v[:, :, first : first + width]
     contract(dp, turned.dout[:, :, level], values, options.v_row.dim)
@@ -155,13 +155,13 @@ def finish_scores(dx, p, dp, delta):
     )
 
 
-def differentiate(level, part, turned, stack, item, tensors, program):
+def differentiate(level, part, width, turned, stack, item, tensors, program):
     """The tiles (P, width) that the sums take, in q's type: probabilities, and gradients of q.k
     before its scale. The gradient of the bias is stored on the way.
     """
-    options, columns, width = program.options, program.columns, program.options.width
-    p, slope = recompute(level, part, turned, stack, item, tensors, program)
-    rounded, dp = gradient_of_scores(level, part, p, turned, stack, item, program)
+    options, columns = program.options, program.columns
+    p, slope = recompute(level, part, width, turned, stack, item, tensors, program)
+    rounded, dp = gradient_of_scores(level, part, width, p, turned, stack, item, program)
     delta = turned.delta[:, level : level + 1]
     dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)
     if options.softcap > 0.0 or options.wants_dbias:
@@ -169,7 +169,7 @@ def differentiate(level, part, turned, stack, item, tensors, program):
         finish_scores(ds, p, dp, delta)
         if options.wants_dbias:
             rows = item.index[:, columns.dbias + level : columns.dbias + level + 1]
-            scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * width, width), 1)
+            scatter_rows(tensors.dbias, ds, rows, RowLayout(0, 0, part * options.width, width), 1)
         if options.softcap > 0.0:
             nisa.tensor_tensor(dst=dx, data1=ds, data2=slope, op=nl.multiply)
         else:

@@ -57,18 +57,20 @@ def combined(a, b, op):
 
 
 def halves_of_product(factor, data):
-    """High and low 32 bits of factor * data; the factor's high and low 16 are tiles."""
+    """High and low 32 bits of factor * data; the factor's high and low 16 are tiles, at least as
+    wide as data.
+    """
+    quads = data.shape[1]
+    above, below = factor[0][:, 0:quads], factor[1][:, 0:quads]
     low, high = bits_of(data, nl.bitwise_and, LOW), bits_of(data, nl.right_shift, 16)
-    bottom = combined(factor[1], low, nl.multiply)
+    bottom = combined(below, low, nl.multiply)
     middle = combined(
-        combined(factor[0], low, nl.multiply), bits_of(bottom, nl.right_shift, 16), nl.add
+        combined(above, low, nl.multiply), bits_of(bottom, nl.right_shift, 16), nl.add
     )
     cross = combined(
-        combined(factor[1], high, nl.multiply), bits_of(middle, nl.bitwise_and, LOW), nl.add
+        combined(below, high, nl.multiply), bits_of(middle, nl.bitwise_and, LOW), nl.add
     )
-    top = combined(
-        combined(factor[0], high, nl.multiply), bits_of(middle, nl.right_shift, 16), nl.add
-    )
+    top = combined(combined(above, high, nl.multiply), bits_of(middle, nl.right_shift, 16), nl.add)
     upper = combined(top, bits_of(cross, nl.right_shift, 16), nl.add)
     carried = nl.ndarray(data.shape, dtype=nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(

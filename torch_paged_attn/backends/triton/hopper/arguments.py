@@ -107,6 +107,7 @@ class Options(NamedTuple):
     KV_STEP: int  # from one tile of keys to the next: in keys, or in entries of a list
     KV_PARTS: int  # producers that load a tile of keys together
     CONSUMERS: int
+    ROW_GROUPS: int  # consumers with rows of their own: one, if two share them (`split_keys.py`)
     KV_STAGES: int
     Q_STAGES: int
     REGISTERS: int  # of a consumer's thread

@@ -26,6 +26,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
     produce_kv,
     produce_tiles,
 )
+from torch_paged_attn.backends.triton.hopper.split_keys import consume_split, new_halves
 from torch_paged_attn.backends.triton.hopper.stretches import new_left
 from torch_paged_attn.backends.triton.hopper.tma import boxes, shape_of_tiles
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
@@ -57,7 +58,10 @@ def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexp
     PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.CONVERTS_V
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
     if NUMBER < OPTIONS.CONSUMERS:
-        consume(params, pipelines, OPTIONS, NUMBER)
+        if OPTIONS.ROW_GROUPS < OPTIONS.CONSUMERS:
+            consume_split(params, pipelines, OPTIONS, NUMBER)
+        else:
+            consume(params, pipelines, OPTIONS, NUMBER)
     elif PRODUCER < 0:
         convert_tiles(pipelines, OPTIONS)
     elif PRODUCER == 0:
@@ -89,13 +93,14 @@ def _hopper_attention_fwd_kernel(
     q_layout: gl.constexpr = q_desc.layout
     k_layout: gl.constexpr = k_desc.layout
     v_layout: gl.constexpr = v_desc.layout
-    q_shape: gl.constexpr = boxes(Q_STAGES * CONSUMERS, q_desc.block_shape)
+    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
+    q_shape: gl.constexpr = boxes(Q_STAGES * ROW_GROUPS, q_desc.block_shape)
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
     queries = new_pipeline(dtype, q_shape, q_layout, Q_STAGES, CONSUMERS, 1)
-    # what is converted has one reader
-    of_keys: gl.constexpr = 1 if CONVERTS_K else CONSUMERS
-    of_values: gl.constexpr = 1 if CONVERTS_V else CONSUMERS
+    # what is converted has one reader, and so has what consumers of the same rows divide
+    of_keys: gl.constexpr = 1 if CONVERTS_K else ROW_GROUPS
+    of_values: gl.constexpr = 1 if CONVERTS_V else ROW_GROUPS
     k_dtype: gl.constexpr = k_desc.dtype
     v_dtype: gl.constexpr = v_desc.dtype
     keys = new_pipeline(k_dtype, k_shape, k_layout, KV_STAGES, of_keys, KV_PARTS)
@@ -123,6 +128,10 @@ def _hopper_attention_fwd_kernel(
         pipelines = Pipelines(
             p.q, p.k, p.v, p.work_info, p.stored_k, p.stored_v, p.out, p.found, left
         )
+    if ROW_GROUPS < CONSUMERS:
+        p = pipelines
+        halves = new_halves(OPTIONS.BLOCK_M, OPTIONS.WIDTH_V)
+        pipelines = Pipelines(p.q, p.k, p.v, p.work_info, found=p.found, halves=halves)
     sizes = Sizes(num_pages, batch, total_q, lists_per_head, stride_table)
     params = Params(q_desc, k_desc, v_desc, out_desc, pointers, sizes, scalars)
     fence_async_shared()

@@ -17,7 +17,7 @@ def find_list(pointers, sizes, layout_head, position, stop, OPTIONS: gl.constexp
     KEYS: gl.constexpr = OPTIONS.KEYS_PER_ENTRY
     QUERIES: gl.constexpr = OPTIONS.QUERIES_PER_LIST
     IS_CAUSAL: gl.constexpr = OPTIONS.IS_CAUSAL
-    TILE_TOKENS: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    TILE_TOKENS: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     number = position // QUERIES
     exists = (position >= 0) & (number < sizes.lists_per_head) & (stop > 0)
     span = pointers.spans + (layout_head * sizes.lists_per_head + number) * SPAN

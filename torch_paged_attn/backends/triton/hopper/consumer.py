@@ -131,7 +131,7 @@ def clear_before(tile, first):
 
 
 @gluon.jit
-def _clear_from(tile, first):
+def clear_from(tile, first):
     """Zero a tile of swizzle atoms from a row on, for the same reason. The row is negative where
     the tile lies past all keys."""
     ATOMS: gl.constexpr = tile.shape[1]
@@ -150,7 +150,7 @@ def _clear_from(tile, first):
 
 
 @gluon.jit
-def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
+def read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows `r` of consumer number INDEX of a tile whose queries have arrived."""
     HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
@@ -162,7 +162,7 @@ def _read_rows(r, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.cons
     stop_token = work_info.get(tile, STOP_TOKEN)
     first_token = work_info.get(tile, FIRST_TOKEN) + INDEX * TOKENS
     head = work_info.get(tile, HEAD)
-    box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * OPTIONS.CONSUMERS + INDEX)
+    box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * OPTIONS.ROW_GROUPS + INDEX)
     context_len = work_info.get(tile, CONTEXT_LEN)
     position = context_len + first_token + r // HEADS
     b = work_info.get(tile, BATCH)
@@ -208,6 +208,34 @@ def _runs_of(rows, kv_start, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
+def leave_result(
+    sums, place, at, rows, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    """Leave the result of a tile, or of a piece of one, in `place`, in shared memory, or write it.
+    Returns the token at which the tile stops for who stores what is there.
+
+    `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
+    sums of weights; `at` is as for `results.store_lse`."""
+    acc, m_i, total = sums
+    work_info = pipelines.work_info
+    stop_token = rows.stop_token
+    if OPTIONS.MOST_PARTS > 0 and pieces_in(work_info.get(tile, PIECES), OPTIONS) > 1:
+        if OPTIONS.MERGED_COLUMNS > 0:
+            stop_token = merge_shared(sums, rows, params, work_info, tile, OPTIONS, INDEX)
+        else:
+            stop_token = merge_pieces(
+                sums, place, at, rows, params, work_info, tile, OPTIONS, INDEX
+            )
+    else:
+        share = store_lse(m_i, total, at, rows, params, OPTIONS)
+        if OPTIONS.FLOAT32_COLUMNS > 0:
+            store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
+        else:
+            place.store(scale_rows(acc, share).to(place.dtype))
+    return stop_token
+
+
+@gluon.jit
 def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Rows [INDEX * BLOCK_M, ...) of every tile of queries."""
     BLOCK_M: gl.constexpr = OPTIONS.BLOCK_M
@@ -238,7 +266,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     queries.consumer_wait(0)
     num_kv_tiles = pipelines.work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
-        rows = _read_rows(r, params, pipelines, tile, OPTIONS, INDEX)
+        rows = read_rows(r, params, pipelines, tile, OPTIONS, INDEX)
         out = rows.box
         scale_log2 = params.scalars.scale_log2
         if IS_FLOAT8:
@@ -265,7 +293,7 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         keys.consumer_release(n)
         if is_in_atoms(values.tiles.shape) and kv_start + BLOCK_N > rows.key_len:
             values.consumer_wait_for(n, OPTIONS.GATHERS)
-            _clear_from(values.tile(n), rows.key_len - kv_start)
+            clear_from(values.tile(n), rows.key_len - kv_start)
         if queries.STAGES > 1 and not IS_FLOAT8 and tile > 0:
             # the last tile's result has left shared memory long since
             tma.store_wait(0)
@@ -340,24 +368,10 @@ def consume(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
                 total = fold(total_left, total, old, weight)
                 if state > NONE_LEFT:
                     acc = join_left(acc, apart, params, OPTIONS, INDEX)
-            if (
-                OPTIONS.MOST_PARTS > 0
-                and pieces_in(pipelines.work_info.get(tile, PIECES), OPTIONS) > 1
-            ):
-                sums = (acc, m_i, total)
-                work_info = pipelines.work_info
-                if OPTIONS.MERGED_COLUMNS > 0:
-                    stop_token = merge_shared(sums, rows, params, work_info, tile, OPTIONS, INDEX)
-                else:
-                    stop_token = merge_pieces(
-                        sums, place, at, rows, params, work_info, tile, OPTIONS, INDEX
-                    )
-            else:
-                share = store_lse(m_i, total, at, rows, params, OPTIONS)
-                if OPTIONS.FLOAT32_COLUMNS > 0:
-                    store_float32(scale_rows(acc, share), rows, stop_token, params, OPTIONS)
-                else:
-                    place.store(scale_rows(acc, share).to(place.dtype))
+            sums = (acc, m_i, total)
+            stop_token = leave_result(
+                sums, place, at, rows, params, pipelines, tile, OPTIONS, INDEX
+            )
         elif OPTIONS.FLOAT32_COLUMNS > 0:
             share = store_lse(m_i, total, at, rows, params, OPTIONS)
             acc = warpgroup_mma_wait(0, deps=[pending])

@@ -62,7 +62,7 @@ def _add(a, b):
 @gluon.jit
 def sequence_of(b, params, OPTIONS: gl.constexpr):
     """Sequence b of a paged batch. The rows past the last one are one more, without keys."""
-    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     pointers, sizes = params.pointers, params.sizes
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)

@@ -30,7 +30,7 @@ class Numbered(NamedTuple):
 @gluon.jit
 def numbers_of_tiles(params, OPTIONS: gl.constexpr):
     """How many numbers there are: what `num_tiles` of `seqlen_info.py` says."""
-    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     return params.sizes.total_q // STEP + params.sizes.batch + 1
 
 
@@ -38,7 +38,7 @@ def numbers_of_tiles(params, OPTIONS: gl.constexpr):
 def find_numbered(number, params, OPTIONS: gl.constexpr):
     """Tile number `number`, found by a warp; none where it is negative."""
     by_lane: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0])
-    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     batch = params.sizes.batch
     lane = gl.arange(0, LOOKED_AT, by_lane)
     started = lane * 0

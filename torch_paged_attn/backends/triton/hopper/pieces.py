@@ -106,7 +106,7 @@ def part_number(first, piece, step, OPTIONS: gl.constexpr):
     """The number of a piece's part. Of dealt work a program has two parts, the one that it begins
     with and the one that it ends with, which is the first of its tile."""
     if OPTIONS.IS_DEALT:
-        return first + piece * step - gl.where(piece > 0, OPTIONS.CONSUMERS, 0)
+        return first + piece * step - gl.where(piece > 0, OPTIONS.ROW_GROUPS, 0)
     else:
         return first + piece * step
 
@@ -141,7 +141,7 @@ def merge_pieces(
     sums of weights; `at` is as for `results.store_lse`.
     """
     acc, m_i, total = sums
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     by_row: gl.constexpr = m_i.type.layout
@@ -150,12 +150,12 @@ def merge_pieces(
     # parts of the heads lie side by side
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     first_part = work_info.get(tile, FIRST_PART)
-    step = 2 * CONSUMERS
+    step = 2 * ROW_GROUPS
     if not OPTIONS.IS_DEALT:
         first_part = first_part * heads + work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
-        step = heads * CONSUMERS
-    first_part = first_part * CONSUMERS + INDEX
-    references = pointers.parts + OPTIONS.MOST_PARTS * CONSUMERS * ROWS * WIDTH
+        step = heads * ROW_GROUPS
+    first_part = first_part * ROW_GROUPS + INDEX
+    references = pointers.parts + OPTIONS.MOST_PARTS * ROW_GROUPS * ROWS * WIDTH
     parts = Parts(first_part, step, pieces, references)
     part = part_number(first_part, work_info.get(tile, PIECE), step, OPTIONS)
     leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)

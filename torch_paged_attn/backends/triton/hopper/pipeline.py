@@ -98,3 +98,5 @@ class Pipelines(NamedTuple):
     found: Any = None
     # references and sums of stretches of keys that consumers have left (`stretches.py`)
     left: Any = None
+    # what a consumer leaves to the one that has the same rows (`split_keys.py`)
+    halves: Any = None

@@ -126,7 +126,7 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
     KV_STEP: gl.constexpr = OPTIONS.KV_STEP
     HAS_LAYOUT: gl.constexpr = OPTIONS.HAS_LAYOUT
     pointers, scalars, work_info = params.pointers, params.scalars, pipelines.work_info
@@ -198,9 +198,9 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
         work_info.put(tile, FIRST_PART, first_part)
     thread_barrier()  # the thread that arrives has not written all of these
     barrier = pipelines.q.full_barrier(tile)
-    mbarrier.expect(barrier, bytes_of_rows(q_desc.block_type, TOKENS * PACKED_HEADS) * CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * CONSUMERS + i)
+    mbarrier.expect(barrier, bytes_of_rows(q_desc.block_type, TOKENS * PACKED_HEADS) * ROW_GROUPS)
+    for i in gl.static_range(ROW_GROUPS):
+        box = pipelines.q.tiles.index(tile % pipelines.q.STAGES * ROW_GROUPS + i)
         row = first_token + i * TOKENS
         load_rows(q_desc, q_start, stop_token, row, head * PACKED_HEADS, barrier, box)
     work_info.publish(tile)
@@ -266,7 +266,7 @@ def produce_tiles(params, pipelines, OPTIONS: gl.constexpr):
     tile = 0
     n = 0
     unit = gl.program_id(0)
-    STEP: gl.constexpr = OPTIONS.CONSUMERS * OPTIONS.TOKENS
+    STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     if OPTIONS.IS_DEALT:
         heads = scalars.num_heads // OPTIONS.PACKED_HEADS
         share = share_of(unit, programs, params, OPTIONS)

@@ -24,7 +24,7 @@ COPYING = 4
 
 def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
     """An upper bound."""
-    rows = options.CONSUMERS * options.BLOCK_M
+    rows = options.ROW_GROUPS * options.BLOCK_M
     of_queries = rows * options.WIDTH * q_itemsize + OF_Q_STAGE
     tile = options.BLOCK_N * (options.WIDTH + options.WIDTH_V)
     of_keys = tile * kv_itemsize + OF_KV_STAGE
@@ -40,13 +40,17 @@ def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
         found += rows * options.WIDTH_V * 2
     if options.STRETCH:
         found += rows * 8
+    if options.ROW_GROUPS < options.CONSUMERS:
+        found += rows * (options.WIDTH_V * 4 + 8) + OF_KV_STAGE
     return found
 
 
 def fit_stages(options: Options, q_itemsize: int, kv_itemsize: int) -> Options:
     """The options with as many stages as there is room for: if one has to go, of queries before
     keys."""
-    for kv_stages in range(options.KV_STAGES, 0, -1):
+    # of keys that consumers divide, the number stays even: see `HopperConfig`
+    fewer = options.CONSUMERS // options.ROW_GROUPS
+    for kv_stages in range(options.KV_STAGES, 0, -fewer):
         # where a stage of keys goes, there may be room for the next queries
         most = options.Q_STAGES if kv_stages == options.KV_STAGES else max(options.Q_STAGES, 2)
         for q_stages in range(most, 0, -1):

@@ -89,7 +89,7 @@ def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, IND
     sums of weights.
     """
     acc, m_i, total = sums
-    CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
+    ROW_GROUPS: gl.constexpr = OPTIONS.ROW_GROUPS
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     pointers = params.pointers
@@ -99,12 +99,12 @@ def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, IND
     # parts of the heads lie side by side
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     first_part = work_info.get(tile, FIRST_PART)
-    step = 2 * CONSUMERS
+    step = 2 * ROW_GROUPS
     if not OPTIONS.IS_DEALT:
         first_part = first_part * heads + work_info.get(tile, HEAD) // OPTIONS.PACKED_HEADS
-        step = heads * CONSUMERS
-    first_part = first_part * CONSUMERS + INDEX
-    references = pointers.parts + OPTIONS.MOST_PARTS * CONSUMERS * ROWS * WIDTH
+        step = heads * ROW_GROUPS
+    first_part = first_part * ROW_GROUPS + INDEX
+    references = pointers.parts + OPTIONS.MOST_PARTS * ROW_GROUPS * ROWS * WIDTH
     parts = Parts(first_part, step, pieces, references)
     part = part_number(first_part, piece, step, OPTIONS)
     leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS)

@@ -35,6 +35,9 @@ MOST_WAVES = 4
 # their tiles fill, keys of the longest sequence from which on they had better be cut
 MOST_CHUNKS, MOST_NUMBERED = 4, (512, 512, 1024, 2048, 2048)
 
+# rows to a multiprocessor of chunks whose keys two consumers divide: of up to 2048 keys, of more
+MOST_ROWS_NEAR, MOST_ROWS_FAR = 160, 64
+
 # bytes of keys and values that stay in the chip's cache while several waves of tiles read them
 IN_CACHE = 40 << 20
 
@@ -63,6 +66,11 @@ WIDE_TILES, MOST_WIDE_REACH = range(33, 133), 1024
 # as many where tiles fill the chip twice; of decodes, heads of a group and tiles
 MOST_UNCUT, FULL = 1024, 2
 LEAST_UNCUT_GROUP, UNCUT_TILES = 5, range(33, 265)
+# keys where two consumers divide them: of guessed tokens with so many tiles, of those with more,
+# and of chunks
+MOST_DIVIDED, DIVIDED_TILES, MOST_DIVIDED_OF_MANY, MOST_DIVIDED_OF_CHUNKS = (
+    4096, range(33, 133), 2048, 2048,
+)  # fmt: skip
 # tiles of guessed tokens, and keys of the longest sequence, that are dealt out though they are few
 MOST_FEW_DEALT, FEW_REACH = 32, 2048
 # keys of the longest sequence from which on 8-bit tiles are taller
@@ -236,10 +244,20 @@ def is_uncut(call: AttentionCall) -> bool:
     if not call.max_seqlen_k or converts(call) or lacking(call, OF_LISTS) is not None:
         return False
     tiles = call.batch * call.num_kv_heads
+    if may_divide(call) and call.total_q >= 2 * call.batch:
+        most = MOST_UNCUT if tiles < DIVIDED_TILES.start else MOST_DIVIDED_OF_MANY
+        return reach_of(call) <= (MOST_DIVIDED if tiles in DIVIDED_TILES else most)
     is_full = tiles >= FULL * target_of(call.q.device).multiprocessors
     return reach_of(call) <= MOST_UNCUT * (
         FULL if is_full and call.total_q >= 2 * call.batch else 1
     )
+
+
+def may_divide(call: AttentionCall) -> bool:
+    """Whether two consumers can have the same rows, and each every other tile of keys: see
+    `split_keys.py`."""
+    is_plain = call.block_table is not None and call.layout is None and not converts(call)
+    return is_plain and not call.is_batch_invariant and width_of(call.head_dim) <= 128
 
 
 def is_dealt(call: AttentionCall) -> bool:
@@ -298,6 +316,16 @@ def keys_stay(call: AttentionCall) -> bool:
     return sequences * reach_of(call) * of_key <= IN_CACHE
 
 
+def is_divided_chunk(call: AttentionCall) -> bool:
+    """Whether chunks of prompts have so few rows, for the keys that they see as far as anybody
+    says, that two consumers had better divide the keys of a tile."""
+    if not may_divide(call) or is_bound(call.window_size_left):
+        return False
+    is_near = reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
+    most = MOST_ROWS_NEAR if is_near else 0 if gathers(call) else MOST_ROWS_FAR
+    return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
+
+
 def are_few_chunks(call: AttentionCall) -> bool:
     """Whether chunks of prompts are so few, and see so few keys as far as anybody says, that their
     tiles need no cutting, and no list."""
@@ -305,6 +333,8 @@ def are_few_chunks(call: AttentionCall) -> bool:
         return False
     if not has_few_tiles(call) or lacking(call, OF_LISTS) is not None:
         return False
+    if is_divided_chunk(call):
+        return reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     quarters = 4 * tiles // target_of(call.q.device).multiprocessors
     return reach_of(call) <= MOST_NUMBERED[min(quarters, 4)]

@@ -35,10 +35,12 @@ from torch_paged_attn.backends.triton.hopper.support import (
     has_few_tiles,
     heads_per_layout,
     is_bound,
+    is_divided_chunk,
     is_float8,
     is_sorted,
     key_bound,
     keys_stay,
+    may_divide,
     mean_length,
     most_parts,
     reach_of,
@@ -66,6 +68,7 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
+    choose_split_config,
 )
 from torch_paged_attn.ops.lacking import lacking
 
@@ -102,11 +105,17 @@ MOST_ROWS = 256
 MOST_LOW_WIDE, MOST_LOW = 8192, 4096
 
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
-# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; from how
-# many of these on they are most of the work
-MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED, MANY_DECODES = 2048, 512, 9, 1, 4
-# rows to a multiprocessor up to which such tiles have one consumer; the same limits of narrow heads
-MOST_LOW_ROWS, MOST_ROWS_NARROW, MOST_COPIED_NARROW = 208, 704, 2
+# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied
+MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
+# the same limits of narrow heads
+MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
+# rows of a mixed batch's chunks, all heads counted, for a tile of decodes, from which on they are
+# most of the work
+MOSTLY_ROWS = 350
+# the same where few sequences have more keys
+MOSTLY_ROWS_OF_LONG, LEAST_LONG = 60, 8192
+# keys of the longest sequence up to which guessed tokens have one consumer
+MOST_OF_ONE = 512
 
 # keys that are dealt out to a program at least
 LEAST_OF_PROGRAM = 128
@@ -124,6 +133,7 @@ class Form(NamedTuple):
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
     # sequences of any lengths have so few keys that tiles need no cutting, and no list
     is_numbered: bool = False
+    is_mixed: bool = False  # most sequences are short, a few are long
 
 
 FORM = Form()
@@ -208,6 +218,11 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
     is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
+    if form.is_mixed and _are_mostly_chunks(call):
+        config = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+        return config, whole_group(call)
+    if form.is_mixed:
+        return choose_split_config(width), whole_group(call)
     if is_mixed:
         packed = whole_group(call)
     elif form.short:
@@ -227,6 +242,9 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_8_bit_config(width, is_float8(call)), packed
     if form.longest:
         return choose_short_config(width, mean_length(call) * packed), packed
+    are_tokens = form.is_guessed and call.total_q >= 2 * call.batch
+    if are_tokens and form.is_numbered and may_divide(call) and reach_of(call) > MOST_OF_ONE:
+        return choose_split_config(width), packed
     if form.is_guessed:
         return choose_guessed_config(width), packed
     if is_mixed:
@@ -237,6 +255,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), packed
     if form.short:
         return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
+    if is_divided_chunk(call):
+        return choose_split_config(width), whole_group(call)
     if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
     if is_narrow:
@@ -292,18 +312,32 @@ def is_numbered(call: AttentionCall) -> bool:
     return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
 
 
+def is_one_launch(call: AttentionCall) -> bool:
+    """Whether a batch of long and short sequences takes Hopper's kernel alone, by a list of tiles:
+    where two consumers divide the keys of a tile, short sequences take no longer than with a kernel
+    of their own."""
+    return may_divide(call) and not is_bound(call.window_size_left)
+
+
+def _are_mostly_chunks(call: AttentionCall) -> bool:
+    """Whether chunks of prompts are most of the work of such a batch; sooner where few sequences
+    have long contexts, as far as the caller says."""
+    rows, tiles = (call.total_q - call.batch) * call.num_heads, call.batch * call.num_kv_heads
+    # where nothing is said, it is what the table has room for
+    is_long = LEAST_LONG < call.max_seqlen_k < key_bound(call)
+    is_few = tiles <= target_of(call.q.device).multiprocessors
+    return rows > (MOSTLY_ROWS_OF_LONG if is_few and is_long else MOSTLY_ROWS) * tiles
+
+
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, and their tiles are numbered."""
     width = width_of(call.head_dim)
     if call.window_size_left in NARROW_BESIDE and width <= 128:
         return choose_guessed_config(width, is_narrow=True)
-    # rows that are copied, and many decodes, whose tiles are mostly empty rows
-    is_low = width == 256 or gathers(call) or _has_few_rows(call, MOST_LOW_ROWS)
-    if is_low or decodes_of_program(call) >= MANY_DECODES:
+    # rows that are copied arrive too late for two
+    if gathers(call) or not may_divide(call):
         return choose_guessed_config(width)
-    if is_even(whole_group(call)):
-        return choose_narrow_config(width)
-    return choose_hopper_config(width, LEAST_LENGTH, call.window_right == 0, False)
+    return choose_split_config(width)
 
 
 def _choose_invariant_tiles(call: AttentionCall, form: Form) -> tuple[HopperConfig, int]:
@@ -339,6 +373,7 @@ def options_of(
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
     is_shared = parts > 0 and form.is_guessed and not call.is_batch_invariant
+    row_groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
     if layout is not None:
@@ -370,12 +405,13 @@ def options_of(
         # many boxes to a tile are loaded by two producers
         KV_PARTS=2 if call.page_size > 0 and boxes >= 4 else 1,
         CONSUMERS=config.CONSUMERS,
+        ROW_GROUPS=row_groups,
         KV_STAGES=config.KV_STAGES,
         Q_STAGES=config.Q_STAGES,
         REGISTERS=config.REGISTERS,
         PINGPONG=config.PINGPONG,
         MOST_PARTS=parts,
-        COUNTERS=config.CONSUMERS * parts,
+        COUNTERS=row_groups * parts,
         LETS_FOLLOW=form.short > 0,
         IS_LISTED=not (form.longest or is_dealt or form.is_numbered),
         IS_DEALT=is_dealt,
@@ -453,13 +489,13 @@ def units_in_turns(call: AttentionCall, options: Options, form: Form) -> int:
     """
     if not form.longest:
         return 0
-    tokens = options.CONSUMERS * options.TOKENS
+    tokens = options.ROW_GROUPS * options.TOKENS
     return programs_in_turns(call.total_q, call.batch, form.longest, tokens)
 
 
 def grid_of(call: AttentionCall, options: Options, form: Form = FORM) -> int:
     """Programs: one for each multiprocessor, if there are as many tiles."""
-    tokens = options.CONSUMERS * options.TOKENS
+    tokens = options.ROW_GROUPS * options.TOKENS
     if options.IS_DEALT:
         return options.MOST_PARTS // 2
     tiles = units_in_turns(call, options, form) * (call.batch + 1)
@@ -493,7 +529,7 @@ def tile_options_of(options: Options, form: Form = FORM) -> TileOptions:
         IS_PAGED=options.PAGE_SIZE > 0,
         IS_CAUSAL=options.IS_CAUSAL,
         IS_ALIGNED=options.HAS_LAYOUT,
-        TOKENS=options.CONSUMERS * options.TOKENS,
+        TOKENS=options.ROW_GROUPS * options.TOKENS,
         BLOCK_N=options.BLOCK_N,
         MOST_PARTS=options.MOST_PARTS,
         COUNTERS=options.COUNTERS,
@@ -530,7 +566,7 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
 def part_elements(options: Options, programs: int) -> int:
     """Elements that pieces of tiles leave, rows of values, then their references and sums; and rows
     of values that each consumer of so many programs leaves (`stretches.py`)."""
-    rows = options.CONSUMERS * options.BLOCK_M
+    rows = options.ROW_GROUPS * options.BLOCK_M
     of_stretches = programs * rows * options.WIDTH_V if options.STRETCH else 0
     return options.MOST_PARTS * rows * (options.WIDTH_V + 2) + of_stretches
 

@@ -9,6 +9,7 @@ from torch_paged_attn.backends.triton.tuning.hopper import (
     choose_hopper_config,
     choose_narrow_config,
     choose_short_config,
+    choose_split_config,
 )
 from torch_paged_attn.backends.triton.tuning.portable import (
     Config,
@@ -29,4 +30,5 @@ __all__ = [
     "choose_hopper_config",
     "choose_narrow_config",
     "choose_short_config",
+    "choose_split_config",
 ]

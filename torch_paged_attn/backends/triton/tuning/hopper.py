@@ -7,7 +7,9 @@ import dataclasses
 class HopperConfig:
     """CONSUMERS of 64 rows each, tiles of BLOCK_N keys, stages of the pipelines, registers of a
     consumer's thread, and whether consumers ask for their products one after the other, so that
-    those of one run while the others' softmax is computed.
+    those of one run while the others' softmax is computed. SPLITS_KEYS: two consumers have the same
+    64 rows, and each every other tile of keys; stages are an even number then, so that a stage is
+    always the same consumer's: a barrier is of use to who waits for all of its phases.
     """
 
     CONSUMERS: int = 2
@@ -16,6 +18,7 @@ class HopperConfig:
     Q_STAGES: int = 2
     REGISTERS: int = 232
     PINGPONG: bool = True
+    SPLITS_KEYS: bool = False
 
 
 def choose_hopper_config(
@@ -66,6 +69,12 @@ def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
     if is_narrow:
         keys, stages = 64, 6
     return HopperConfig(1, keys, stages, queries, 240, PINGPONG=False)
+
+
+def choose_split_config(width: int) -> HopperConfig:
+    """The same with two consumers, each of which takes every other tile of keys. `width` is 64 or
+    128."""
+    return HopperConfig(2, 128 if width == 64 else 64, 4, 2, 208, False, SPLITS_KEYS=True)
 
 
 def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:

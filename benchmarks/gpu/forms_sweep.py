@@ -1,0 +1,304 @@
+"""Time the forms that a launch may take, side by side: what the rules in `hopper/support.py` and
+`hopper/tiles.py` are chosen by.
+
+    python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
+
+Steps are drawn as in serving.py, `--draws` of each kind; a draw whose plan is not in question (many
+long decodes) is left out. A row's figures are microseconds: `ours` is the plan that a caller gets,
+the other names are plans that were forced. A plan that is wrong takes no part, and is named.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import gc
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attention
+import run as gpu_run
+import serving
+import serving_report
+import torch
+from draws import KINDS, Step, draw_steps
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton.flash_varlen import said_of_longest, said_of_reach
+from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import support, tiles
+from torch_paged_attn.backends.triton.hopper.tiles import Form
+from torch_paged_attn.backends.triton.portable import attention as portable
+from torch_paged_attn.backends.triton.portable.splits import SplitPlan, plan_splits
+from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.backends.triton.tuning import Config, HopperConfig
+from torch_paged_attn.backends.triton.tuning import hopper as hopper_configs
+
+MULTIPROCESSORS = 132
+EACH_SECONDS, MOST_ROUNDS, MOST_CALLS = 0.02, 5, 12
+
+# what is in question: tiles of decodes, and of guessed tokens; keys of these; queries of others
+MOST_TILES, MOST_GUESSED, MOST_REACH, MOST_QUERIES = 300, 400, 32768, 2500
+
+# portable tiles: BLOCK_N, warps, stages, programs of a multiprocessor, fewest keys of a piece
+PORTABLE = {
+    64: ((128, 4, 5, 1, 128), (64, 2, 5, 4, 64), (64, 4, 5, 2, 64), (128, 8, 5, 1, 128)),
+    128: (
+        (32, 1, 5, 4, 64), (64, 4, 5, 1, 64), (64, 4, 5, 2, 64), (128, 4, 3, 1, 128),
+        (128, 4, 3, 2, 128), (128, 8, 5, 1, 128), (256, 8, 1, 1, 256),
+    ),
+    256: ((64, 4, 3, 2, 64), (64, 4, 3, 1, 64), (64, 8, 5, 1, 64), (32, 4, 5, 2, 64)),
+}  # fmt: skip
+
+Plans = dict[str, Callable[[AttentionCall], Plan]]
+
+
+# pages of the draws that are taken: each size of a page is another kernel
+PAGES = (0, 1, 16, 64)
+
+
+def is_in_question(step: Step) -> bool:
+    """Whether more than one form may be the fastest, of kernels that other draws take too."""
+    units = step.batch * step.num_kv_heads
+    is_plain = step.dtype == step.kv_dtype == "bfloat16" and step.window < 0
+    if not is_plain or step.page_size not in PAGES:
+        return False
+    if step.kind == "decode":
+        return units <= MOST_TILES
+    if step.kind == "speculation":
+        return units <= MOST_GUESSED and max(step.keys) <= MOST_REACH
+    return step.kind == "encoder" or step.total_q <= MOST_QUERIES
+
+
+def on_hopper(form: Form, config: HopperConfig | None = None, heads: str = "") -> Any:
+    """A plan of Hopper's kernel. `heads` names what says how many share a tile."""
+
+    def plan(call: AttentionCall) -> Plan:
+        chosen = tiles.choose_tiles(call, form)
+        packed = getattr(tiles, heads)(call) if heads else chosen[1]
+        with mock.patch.object(tiles, "choose_tiles", lambda *_: (config or chosen[0], packed)):
+            return hopper.plan_attention(call, form=form)
+
+    return plan
+
+
+def by_portable(block_m: int, config: tuple[int, ...]) -> Any:
+    """A plan of the portable kernel."""
+    *numbers, resident, least = config
+
+    def plan(call: AttentionCall) -> Plan:
+        busy = min(call.batch, call.total_q)
+        slots, keys = resident * MULTIPROCESSORS, portable.key_bound(call)
+        splits = plan_splits(call.batch + 1, call.num_kv_heads, busy, keys, slots, True)
+        tile = Config(block_m, *numbers, resident=resident)
+        return portable.plan_attention(call, config=tile, splits=SplitPlan(splits.programs, least))
+
+    return plan
+
+
+def plans_of(step: Step) -> Plans:
+    """What may be planned for a step, by name."""
+    width = support.width_of(step.head_dim)
+    group = step.num_heads // step.num_kv_heads
+    if step.kind == "encoder":
+        longest = said_of_longest(max(step.queries), max(step.keys), True) or support.MOST_SHORT
+        return _of_encoders(width, Form(longest=longest))
+    if step.kind in ("decode", "speculation"):
+        return _of_few_queries(step, width, group)
+    found: Plans = {}
+    forms = {"listed": Form(), "numbered": Form(is_numbered=True), "dealt": Form(is_dealt=True)}
+    low = hopper_configs.choose_guessed_config(width)
+    for name, form in forms.items():
+        found[name] = on_hopper(form)
+        if step.kv_dtype == step.dtype:
+            found[f"{name} low"] = on_hopper(form, low, "whole_group")
+            if width <= 128:
+                narrow = hopper_configs.choose_narrow_config(width)
+                found[f"{name} narrow"] = on_hopper(form, narrow, "even_heads")
+                split = hopper_configs.choose_split_config(width)
+                found[f"{name} split"] = on_hopper(form, split, "whole_group")
+    if step.kind == "mixed":
+        found["both"] = mixed.plan_attention
+    return found
+
+
+def _of_encoders(width: int, turns: Form) -> Plans:
+    low = hopper_configs.choose_guessed_config(width)
+    tall = hopper_configs.choose_hopper_config(width, 4096, False, False)
+    stages = HopperConfig(KV_STAGES=2 if width == 128 else 3)
+    return {
+        "turns": on_hopper(turns),
+        "turns low": on_hopper(turns, low),
+        "turns tall": on_hopper(turns, tall),
+        "turns 128": on_hopper(turns, stages),
+        "listed": on_hopper(Form()),
+        "listed low": on_hopper(Form(), low, "whole_group"),
+        "portable": lambda call: portable.plan_attention(call, longest=turns.longest),
+    }
+
+
+def _of_few_queries(step: Step, width: int, group: int) -> Plans:
+    rows = -(-step.total_q // step.batch) * group
+    found: Plans = {}
+    if rows <= 64:
+        block_m = max(16, 1 << (rows - 1).bit_length())
+        for config in PORTABLE[width]:
+            if rows <= 16 or config[1] >= 4:
+                found["portable " + "/".join(map(str, config))] = by_portable(block_m, config)
+    if max(step.queries) * group <= support.BLOCK_M and (step.kind != "decode" or group >= 4):
+        forms = {"listed": {}, "dealt": {"is_dealt": True}, "numbered": {"is_numbered": True}}
+        for name, options in forms.items():
+            form = Form(is_guessed=True, **options)
+            found[name] = on_hopper(form)
+            if width <= 128 and step.kv_dtype == step.dtype:
+                split = hopper_configs.choose_split_config(width)
+                found[f"{name} split"] = on_hopper(form, split)
+    return found
+
+
+def call_of(b: serving.Batch) -> AttentionCall:
+    """The call, described as the operator describes it."""
+    if not b.step.page_size:
+        return AttentionCall.flash_varlen(b.q, *b.packed[0], b.cu, None, 0, 0, causal=b.step.causal)
+    return AttentionCall.flash_varlen(
+        b.q, b.k.transpose(1, 2), b.v.transpose(1, 2), b.cu, None, 0,
+        said_of_reach(b.longest[1], False), b.used, b.tables[0], None, None, b.sinks, None,
+        b.descale, b.descale, causal=b.step.causal, window_size_left=b.step.window,
+    )  # fmt: skip
+
+
+def launcher(b: serving.Batch, call: AttentionCall, plan: Plan) -> Callable[[int], torch.Tensor]:
+    """A function of a call's number that launches a plan."""
+    given = call.given_tensors()
+    names, tensors = [*given], [*given.values()]
+
+    def launch(i: int) -> torch.Tensor:
+        mine = list(tensors)
+        if b.step.page_size:
+            mine[names.index("block_table")] = b.tables[i]
+        else:
+            mine[1], mine[2] = b.packed[i]
+        return plan(tuple(mine), [x.data_ptr() for x in mine])[0]
+
+    return launch
+
+
+def compile_step(step: Step) -> list[str]:
+    """Launch all plans of a step once, over a small cache; what failed."""
+    failed = []
+    b = serving.Batch(step, 1, serving.SMALL_POOL if step.page_size else serving.POOL_BYTES // 4)
+    if step.page_size:
+        b.tables = [torch.zeros_like(x) for x in b.tables]
+        b.used = b.used.clamp(max=1)
+    call = call_of(b)
+    contenders: dict[str, Any] = {"ours": lambda: serving.ours(b, 0)}
+    for name, plan in plans_of(step).items():
+        contenders[name] = lambda plan=plan: launcher(b, call, plan(call))(0)
+    for name, launch in contenders.items():
+        try:
+            launch()
+            torch.cuda.synchronize()
+        except Exception as error:  # said at the end; where it is measured, it is left out
+            failed.append(f"{name}: {type(error).__name__} {str(error)[:120]}")
+    gc.collect()
+    torch.cuda.empty_cache()
+    return failed
+
+
+def measure(step: Step, fa3: Any) -> dict[str, Any]:
+    """A row of results."""
+    calls = min(max(serving.READ_BYTES // max(step.bytes, 1), serving.LEAST_CALLS), MOST_CALLS)
+    b = serving.Batch(step, calls)
+    rows, heads, want = serving.some_rows(b)
+    contenders: dict[str, Any] = {"ours": functools.partial(serving.ours, b)}
+    refused = {}
+    try:
+        contenders |= serving.peers(b, fa3)
+    except Exception as error:
+        refused["FA3"] = str(error)[:120]
+    call = call_of(b)
+    for name, plan in plans_of(step).items():
+        try:
+            contenders[name] = launcher(b, call, plan(call))
+        except Exception as error:
+            refused[name] = str(error)[:120]
+    right = {}
+    for name, launch in contenders.items():
+        try:
+            out = launch(0)
+            error = attention.relative_error(torch.cat([out[r, heads] for r in rows]), want)
+        except Exception as raised:
+            refused[name] = str(raised)[:120]
+            continue
+        if error < serving.MOST_ERROR.get(name, 0.01):
+            right[name] = launch
+        else:
+            refused[name] = f"relative error {error:.3g}"
+            print(f"  {step}: {name} has a relative error of {error:.3g}", flush=True)
+    figures = serving.take_turns(right, calls)
+    return {"figures": {k: round(v, 2) for k, v in figures.items()}, "refused": refused}
+
+
+def describe(step: Step) -> dict[str, Any]:
+    """What rules may go by."""
+    return {
+        "problem": str(step), "kind": step.kind,
+        "heads": [step.num_heads, step.num_kv_heads, step.head_dim], "batch": step.batch,
+        "total_q": step.total_q, "longest_q": max(step.queries),
+        "keys": [min(step.keys), sum(step.keys), max(step.keys)],
+        "width": step.table_width, "page_size": step.page_size, "dtype": step.dtype,
+        "kv_dtype": step.kv_dtype, "window": step.window,
+    }  # fmt: skip
+
+
+def steps_of(seeds: list[int], draws: int, kinds: list[str]) -> list[Step]:
+    """As many draws of each kind, kinds in turns."""
+    drawn = [s for seed in seeds for s in draw_steps(seed, 600) if is_in_question(s)]
+    of_kinds = [[s for s in drawn if s.kind == kind][:draws] for kind in kinds]
+    return [s for row in itertools.zip_longest(*of_kinds) for s in row if s is not None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--draws", type=int, default=40, help="of each kind")
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS])
+    parser.add_argument("--processes", type=int, default=serving.PROCESSES, help="that compile")
+    parser.add_argument("--seconds", type=float, default=600, help="measure no longer")
+    parser.add_argument("--fa3", type=Path, metavar="SO")
+    parser.add_argument("--json", type=Path, required=True, metavar="OUT")
+    parser.add_argument("--commit", default=gpu_run.git_commit(), help="where git does not say it")
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    steps = steps_of(options.seeds, options.draws, options.kinds)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+        for step, failed in zip(steps, pool.map(compile_step, steps), strict=True):
+            for reason in failed:
+                print(f"  {step}: {reason}")
+    print(f"{len(steps)} steps compiled after {time.perf_counter() - begun:.0f} s", flush=True)
+    fa3 = gpu_run.find_peers(options.fa3, None, None).get("FA3")
+    serving.EACH_SECONDS, serving.MOST_ROUNDS = EACH_SECONDS, MOST_ROUNDS  # many contenders
+    rows: list[dict[str, Any]] = []
+    document = {"machine": gpu_run.describe_machine(options.commit), "rows": rows}
+    for step in steps:
+        if time.perf_counter() - begun > options.seconds:
+            print(f"out of time: {len(steps) - len(rows)} steps were not measured")
+            break
+        rows.append(describe(step) | measure(step, fa3))
+        figures = rows[-1]["figures"]
+        best = sorted(figures, key=figures.__getitem__)[:4]
+        print(f"{step}: ours {figures.get('ours', 0):.1f};", end=" ")
+        print(*(f"{name} {figures[name]:.1f}" for name in best), sep=", ", flush=True)
+        options.json.write_text(serving_report.compact(document))
+
+
+if __name__ == "__main__":
+    main()
