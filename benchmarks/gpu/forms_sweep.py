@@ -1,4 +1,4 @@
-"""Time the forms that a launch may take, side by side: what the rules in `hopper/support.py` and
+"""Time the forms that a launch may take, side by side: what the rules in `hopper/support.py`, `few_queries.py` and
 `hopper/choices.py` are chosen by.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT

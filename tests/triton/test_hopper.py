@@ -11,7 +11,7 @@ import torch
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen
 from torch_paged_attn.backends.triton.hopper import attention as hopper
-from torch_paged_attn.backends.triton.hopper import choices, support, tiles
+from torch_paged_attn.backends.triton.hopper import choices, few_queries, support, tiles
 from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.ops import paths
@@ -311,7 +311,7 @@ def test_guessed_tokens(problem, kind, compiler):
         # the others differ by how many keys there are; windows show few
         is_uncut = found.is_numbered
         assert found == choices.Form(is_guessed=True, is_dealt=found.is_dealt, is_numbered=is_uncut)
-        assert is_uncut is support.is_uncut(call)
+        assert is_uncut is few_queries.is_uncut(call)
         if kind == "numbered":
             assert is_uncut
     if not HAS_HOPPER:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import mla, support
+from torch_paged_attn.backends.triton.hopper import few_queries, mla, support
 from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -88,7 +88,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
         return reason
     if mixed.is_mixed(call, longest):
         return None
-    if support.is_guessed(call, longest):
+    if few_queries.is_guessed(call, longest):
         return None
     if support.are_few_short(call, longest):
         return None
@@ -114,12 +114,12 @@ def form_of(call: AttentionCall, longest: int) -> Form:
         if is_numbered(call):
             return Form(is_numbered=True)
         return Form(is_mixed=True)
-    is_guessed = support.is_guessed(call, longest)
+    is_guessed = few_queries.is_guessed(call, longest)
     if not is_guessed and support.are_few_chunks(call):
         return Form(is_numbered=True)
-    if is_guessed and support.is_uncut(call):
+    if is_guessed and few_queries.is_uncut(call):
         return Form(is_guessed=True, is_numbered=True)
-    is_dealt = is_guessed and support.is_dealt(call)
+    is_dealt = is_guessed and few_queries.is_dealt(call)
     are_few = support.are_few_short(call, longest)
     turns = in_turns(call, longest)
     return Form(longest=turns, is_guessed=is_guessed, is_dealt=is_dealt, are_few=are_few)
