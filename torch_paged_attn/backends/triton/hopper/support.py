@@ -41,8 +41,8 @@ MOST_LOW_8_BIT, MOST_ROWS_8_BIT = 1024, 80
 # windows of few tiles of keys
 NARROW = range(512)
 
-# chunks whose keys two consumers divide: how many keys are few, rows to a multiprocessor of few keys
-# and of more
+# chunks whose keys two consumers divide: how many keys are few, and rows to a multiprocessor of few
+# keys and of more
 MOST_DIVIDED_OF_CHUNKS, MOST_ROWS_NEAR, MOST_ROWS_FAR = 2048, 160, 64
 # keys up to which tiles of few rows may be better
 MOST_NEAR = 8192
