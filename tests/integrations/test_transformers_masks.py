@@ -5,6 +5,7 @@
 
 import copy
 
+import model_sizes
 import pytest
 import torch
 
@@ -16,17 +17,11 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from torch_paged_attn.integrations import transformers as paged
 from torch_paged_attn.testing import assert_close_as_baseline
 
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+TEXT = model_sizes.TEXT | {
     "max_position_embeddings": 128,
     "initializer_range": 0.6,
     "bos_token_id": None,
     "eos_token_id": None,
-    "pad_token_id": 0,
 }
 DECODER = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -198,22 +193,9 @@ def test_cross_attention(name, target_len, padded):
     assert_like_sdpa(model, once(**inputs, decoder_input_ids=tokens(3, target_len)))
 
 
-T5 = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}
-
-
 @pytest.mark.parametrize("left, right", [(0, 0), (3, 0), (0, 3)], ids=["full", "left", "right"])
 def test_bias_of_positions(left, right):
-    model = make_model("T5Model", T5)
+    model = make_model("T5Model", model_sizes.T5)
     source = padding(24, [0, 0, 0], [0, left and 15, 4 * (right > 0)])
     target = padding(9, [0, left, 0], [0, right, 0])
     ids = {"input_ids": tokens(3, 24), "decoder_input_ids": tokens(3, 9)}
@@ -224,7 +206,7 @@ def test_bias_of_positions(left, right):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_bias_of_positions_when_decoding(cache):
     torch.manual_seed(0)
-    config = transformers.T5Config(**T5, eos_token_id=None)
+    config = transformers.T5Config(**model_sizes.T5, eos_token_id=None)
     model_class = transformers.T5ForConditionalGeneration
     model = model_class._from_config(config, attn_implementation="sdpa").eval()
     inputs = {"input_ids": tokens(3, 24), "attention_mask": padding(24, [0, 0, 0], [0, 15, 4])}

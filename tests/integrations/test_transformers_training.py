@@ -5,6 +5,7 @@ Golden is SDPA in float64; what SDPA is off by in float32 is what ours may be of
 
 import copy
 
+import model_sizes
 import pytest
 import torch
 import transformers
@@ -14,16 +15,7 @@ from torch_paged_attn.integrations import transformers as paged
 from torch_paged_attn.testing import assert_as_right_as
 from torch_paged_attn.testing.accuracy import Truth, assert_accurate
 
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT = model_sizes.TEXT | {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {**TEXT, "num_key_value_heads": 2}
 WHISPER = {
     "vocab_size": 97,
@@ -44,18 +36,7 @@ WHISPER = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-T5 = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "dropout_rate": 0.0,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}
+T5 = model_sizes.T5 | {"dropout_rate": 0.0}
 LENGTH, PREFIX = 9, 6
 
 

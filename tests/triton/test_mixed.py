@@ -6,17 +6,15 @@ import itertools
 import cross_compile
 import pytest
 import torch
+from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
-from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import flash_varlen, mixed
 from torch_paged_attn.backends.triton.hopper import attention as hopper
 from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.portable import attention as portable
-from torch_paged_attn.backends.triton.runtime.target import Target, assume
+from torch_paged_attn.backends.triton.runtime.target import assume
 from torch_paged_attn.testing import Problem, assert_accurate, build
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HOPPER = Target.of_arch("sm90", 132)
 bf16, f16 = torch.bfloat16, torch.float16
 
 STEP = ((1, 300), (130, 0), (1, 511), (37, 91), (0, 17), (5, 64), (1, 0), (300, 600), (20, -15))
@@ -51,10 +49,6 @@ PROBLEMS = tuple(
 )
 
 
-def call_of(problem, device="cpu"):
-    return AttentionCall.flash_varlen(**build(problem).to(device).args)
-
-
 def tensors_of(call):
     return tuple(call.given_tensors().values())
 
@@ -77,7 +71,7 @@ def tensors_of(call):
 def test_which_calls_are_mixed(seqs, longest, expected):
     problem = Problem("p", seqs, 8, 2, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
-        assert mixed.is_mixed(call_of(problem), longest) is expected
+        assert mixed.is_mixed(hopper_call(problem), longest) is expected
 
 
 @pytest.mark.parametrize(("longest_keys", "keys"), [(16384, 128), (8192, 64), (1 << 17, 64)])
@@ -88,7 +82,7 @@ def test_few_long_decodes_beside_a_chunk(longest_keys, keys):
     problem = Problem("p", seqs, 28, 4, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
         table = torch.zeros(16, 1 << 13, dtype=torch.int32)
-        call = dataclasses.replace(call_of(problem), block_table=table, max_seqlen_k=longest_keys)
+        call = hopper_call(problem, block_table=table, max_seqlen_k=longest_keys)
         form = flash_varlen.form_of(call, 0)
         assert flash_varlen.kernels_of(call)[0] == "hopper" and form == choices.Form(is_mixed=True)
         config, heads = choices.choose_tiles(call, form)
@@ -135,7 +129,7 @@ def test_which_batches_need_no_list(options, longest_keys, expected):
     plain = dict(seqs=SHORT_STEP, num_heads=64, num_kv_heads=8, head_dim=128, page_size=16)
     problem = Problem("p", **plain | options, dtype=bf16)
     with assume(HOPPER):
-        call = dataclasses.replace(call_of(problem), max_seqlen_k=longest_keys)
+        call = dataclasses.replace(hopper_call(problem), max_seqlen_k=longest_keys)
         # a table as wide as engines have them
         table = call.block_table.new_zeros(call.batch, 1 << 13)
         call = dataclasses.replace(call, block_table=table)
@@ -158,7 +152,7 @@ def test_heads_and_consumers_of_a_tile(queries, expected):
     """All heads of a group, and one consumer, where rows are few."""
     problem = Problem("p", ((queries, 0), *DECODES), 40, 8, 128, dtype=bf16, page_size=16)
     with assume(HOPPER):
-        call = call_of(problem)
+        call = hopper_call(problem)
         config, heads = choices.choose_tiles(call, mixed.form_of(call))
         assert (heads, config.CONSUMERS) == expected
 
@@ -166,7 +160,7 @@ def test_heads_and_consumers_of_a_tile(queries, expected):
 @pytest.mark.parametrize("problem", PROBLEMS[:3], ids=lambda p: p.name)
 def test_short_sequences_and_padding_alone(problem, device):
     """The portable kernel's share: the rows of long sequences are not its own."""
-    call = call_of(problem, device)
+    call = hopper_call(problem, device)
     limit = 16
     out, lse = (torch.full_like(x, 7.0) for x in call.new_results())
     tile_list = torch.tensor([0, 0, limit], dtype=torch.int32, device=device)
@@ -185,7 +179,7 @@ def test_short_sequences_and_padding_alone(problem, device):
 
 
 def compile_both(problem):
-    call = call_of(problem)
+    call = hopper_call(problem)
     cross_compile.CALLS["mixed"] = lambda: (
         lambda: mixed.plan_attention(call)(tensors_of(call), None)
     )
@@ -213,7 +207,7 @@ PLANS = {"both": mixed.plan_attention, "numbered": plan_numbered}
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_agrees_with_the_reference(problem, kind):
-    call = call_of(problem, "cuda")
+    call = hopper_call(problem, "cuda")
     assert support.unsupported(call) is None
     truth = build(problem).truth()
     plan = PLANS[kind](call)
@@ -235,7 +229,7 @@ def test_pieces_of_one_sequence(problem):
         dtype=problem.dtype, page_size=problem.page_size, causal=problem.causal,
         sinks=problem.sinks,
     )  # fmt: skip
-    call = call_of(problem, "cuda")
+    call = hopper_call(problem, "cuda")
     assert tiles.options_of(call, *choices.choose_tiles(call)).MOST_PARTS > 0
     first = hopper.attend(call)
     assert_accurate(*first, build(problem).truth())
@@ -250,7 +244,7 @@ def test_lengths_change_between_replays(kind):
     problem = Problem(
         "graph", ((1, 700), (90, 400), (1, 20), (8, 600)), 8, 2, 128, dtype=bf16, page_size=16
     )
-    call = call_of(problem, "cuda")
+    call = hopper_call(problem, "cuda")
     plan, tensors = PLANS[kind](call), tensors_of(call)
     plan(tensors, None)
     addresses = [x.data_ptr() for x in tensors]

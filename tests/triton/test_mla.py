@@ -6,6 +6,7 @@ import dataclasses
 import cross_compile
 import pytest
 import torch
+from hopper_calls import HAS_HOPPER, HOPPER
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import mla
@@ -15,8 +16,6 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import PROBLEMS, Problem, Truth, assert_accurate, build
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HOPPER = Target.of_arch("sm90", 132)
 bf16, f16 = torch.bfloat16, torch.float16
 
 # around the ends of blocks and pairs of blocks; without keys; with more queries than keys

@@ -3,8 +3,8 @@
 `support.py` says what this kernel leaves to the portable one. Heads whose size is no power of two
 lie in shared memory beside zeros that the accelerator fills in: the tensors stay as they are.
 
-`plan_attention` has `tiles.py` decide by a call's description and sizes; what it returns launches
-the kernels for tensors of such calls, of which it needs addresses alone.
+`plan_attention` has `choices.py` and `tiles.py` decide by a call's description and sizes; what it
+returns launches the kernels for tensors of such calls, of which it needs addresses alone.
 """
 
 import operator

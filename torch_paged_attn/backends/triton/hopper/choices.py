@@ -158,22 +158,11 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if call.is_batch_invariant:
         return _choose_invariant_tiles(call, form)
     is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
-    if converts(call) and (form.is_mixed or is_mixed) and _has_low_8_bit_tiles(call):
-        is_tall = reach_of(call) >= LEAST_TALL and not is_narrow
-        return choose_guessed_8_bit_config(width, is_tall), whole_group(call)
-    if form.is_mixed and width == 256:
-        is_low = not are_far(call)
-        config = (
-            choose_guessed_config(width)
-            if is_low
-            else choose_hopper_config(width, LEAST_LENGTH, is_causal, False)
-        )
-        return config, whole_group(call)
-    if form.is_mixed and _are_mostly_chunks(call):
-        config = choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+    if (form.is_mixed or is_mixed) and _has_low_8_bit_tiles(call):
+        config = choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL)
         return config, whole_group(call)
     if form.is_mixed:
-        return choose_split_config(width), whole_group(call)
+        return _choose_mixed_config(call), whole_group(call)
     if is_mixed:
         packed = whole_group(call)
     elif form.short:
@@ -259,8 +248,10 @@ def is_numbered(call: AttentionCall) -> bool:
     is_narrow = call.window_size_left in NARROW
     if decodes_of_program(call) > (MOST_NARROW_DECODES if is_narrow else MOST_DECODES):
         return False
-    if is_float8(call) or is_narrow:
-        return is_narrow and (is_narrow_head or not is_float8(call))
+    if is_float8(call):
+        return is_narrow and is_narrow_head
+    if is_narrow:
+        return True
     if converts(call) and width_of(call.head_dim) == 128 and not is_bound(call.window_size_left):
         return reach_of(call) <= MOST_LOW_8_BIT  # longer ones had better be cut
     if converts(call):
@@ -285,11 +276,9 @@ def is_one_launch(call: AttentionCall) -> bool:
     """Whether a batch of long and short sequences takes Hopper's kernel alone, by a list of tiles:
     where two consumers divide the keys of a tile, or one has a tile of wide heads or of an 8-bit
     cache, short sequences take no longer than with a kernel of their own."""
-    if call.block_table is None or call.layout is not None or is_bound(call.window_size_left):
-        return False
-    if call.is_batch_invariant:
-        return False
     width = width_of(call.head_dim)
+    if is_bound(call.window_size_left):
+        return False
     if converts(call):
         return width == 128 and _has_low_8_bit_tiles(call)
     return width < 256 or decodes_of_program(call) <= MOST_WIDE_DECODES
@@ -308,6 +297,15 @@ def _are_mostly_chunks(call: AttentionCall) -> bool:
     is_long = LEAST_LONG < call.max_seqlen_k < key_bound(call)
     is_few = tiles <= target_of(call.q.device).multiprocessors
     return rows > (MOSTLY_ROWS_OF_LONG if is_few and is_long else MOSTLY_ROWS) * tiles
+
+
+def _choose_mixed_config(call: AttentionCall) -> HopperConfig:
+    """Tiles where sequences are long and short, in a list, and keys are of 16 bits."""
+    width, is_causal = width_of(call.head_dim), call.window_right == 0
+    is_tall = are_far(call) if width == 256 else _are_mostly_chunks(call)
+    if is_tall:
+        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+    return choose_guessed_config(width) if width == 256 else choose_split_config(width)
 
 
 def _choose_numbered_config(call: AttentionCall) -> HopperConfig:

@@ -259,15 +259,17 @@ def is_divided_chunk(call: AttentionCall) -> bool:
 
 
 def are_low_8_bit_chunks(call: AttentionCall) -> bool:
-    """Whether chunks of prompts over an 8-bit cache have tiles of one consumer: where they see few
-    keys, for fewer are converted in vain, and where heads are wide, for which two consumers have no
-    room."""
+    """Whether chunks of prompts over an 8-bit cache have tiles of one consumer: those that see few
+    keys, because a small tile converts fewer that nobody sees, and wide heads, because two
+    consumers leave room for one stage of keys."""
     width = width_of(call.head_dim)
     if not converts(call) or is_float8(call) or call.block_table is None or width == 64:
         return False
     is_narrow = call.window_size_left in NARROW
-    if width == 256 or is_narrow:
-        return width == 128 or not is_narrow
+    if width == 256:
+        return not is_narrow
+    if is_narrow:
+        return True
     most = MOST_ROWS_8_BIT * target_of(call.q.device).multiprocessors
     return reach_of(call) <= MOST_LOW_8_BIT and call.total_q * call.num_heads <= most
 

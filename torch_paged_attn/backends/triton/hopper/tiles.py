@@ -43,14 +43,10 @@ from torch_paged_attn.backends.triton.hopper.tile_scheduler import (
     list_shape,
     most_tiles,
 )
-from torch_paged_attn.backends.triton.runtime.target import (
-    target_of,
-)
+from torch_paged_attn.backends.triton.runtime.target import target_of
 from torch_paged_attn.backends.triton.seqlen_info import programs_in_turns
 from torch_paged_attn.backends.triton.softmax import LOG2E
-from torch_paged_attn.backends.triton.tuning import (
-    HopperConfig,
-)
+from torch_paged_attn.backends.triton.tuning import HopperConfig
 from torch_paged_attn.ops.lacking import lacking
 
 if TYPE_CHECKING:

@@ -1,0 +1,295 @@
+"""Which form and which tiles of Hopper's kernel a call takes, and how many heads share a tile."""
+
+import dataclasses
+
+import pytest
+import torch
+from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
+
+from torch_paged_attn.backends.triton import flash_varlen
+from torch_paged_attn.backends.triton.hopper import attention as hopper
+from torch_paged_attn.backends.triton.hopper import choices, tiles
+from torch_paged_attn.backends.triton.hopper.shared_memory import fit_stages
+from torch_paged_attn.backends.triton.runtime.target import assume
+from torch_paged_attn.testing import Problem, assert_accurate, build
+
+bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def test_many_keys_are_dealt_out():
+    """Of few queries, by what is said of the longest sequence's keys; of decodes, where a group is
+    no power of two."""
+    wide = Problem("wide", ((1, 60),) * 3, 40, 8, dtype=bf16, page_size=64)
+    table = torch.zeros(3, 1024, dtype=torch.int32)
+    with assume(HOPPER):
+        for heads, kernels in ((40, "hopper"), (32, "portable")):
+            call = hopper_call(dataclasses.replace(wide, num_heads=heads), block_table=table)
+            assert flash_varlen.kernels_of(call, 1)[0] == kernels
+        call = hopper_call(wide, block_table=table)
+        assert flash_varlen.form_of(call, 1) == choices.Form(is_guessed=True, is_dealt=True)
+        call = hopper_call(wide, block_table=table, max_seqlen_k=512)
+        assert flash_varlen.kernels_of(call, 1)[0] == "portable"
+
+
+@pytest.mark.parametrize(
+    "batch, queries, keys, heads, kernels",
+    [
+        # decodes of eight heads that share keys, or of wide ones
+        (17, 1, 131072, (8, 1, 128), "dealt"),
+        (17, 1, 131072, (4, 1, 128), "portable"),
+        (17, 1, 0, (8, 1, 128), "portable"),
+        (17, 1, 4096, (8, 1, 128), "portable"),
+        (33, 1, 4096, (8, 1, 128), "dealt"),
+        (90, 1, 131072, (8, 1, 128), "portable"),
+        (16, 1, 512, (8, 4, 256), "numbered"),
+        (16, 1, 2048, (8, 4, 256), "portable"),
+        # guessed tokens of few rows
+        (7, 2, 2048, (40, 8, 128), "numbered"),
+        (3, 2, 2048, (40, 8, 128), "dealt"),
+        (7, 2, 512, (40, 8, 128), "portable"),
+        (90, 2, 2048, (40, 8, 128), "portable"),
+        (19, 4, 2048, (8, 4, 256), "listed"),
+        # of many rows: by keys, but not where each tile has few
+        (4, 8, 8192, (8, 1, 128), "listed"),
+        (69, 4, 2048, (32, 32, 128), "numbered"),
+        (15, 4, 4096, (32, 32, 128), "dealt"),
+        (69, 4, 4096, (32, 32, 128), "listed"),  # many tiles
+        (87, 8, 1024, (32, 32, 128), "numbered"),
+        (2, 7, 2048, (28, 4, 128), "dealt"),  # few keys, few tiles
+        (11, 1, 1024, (64, 8, 128), "numbered"),
+        (11, 1, 2048, (64, 8, 128), "numbered"),
+        (11, 1, 4096, (64, 8, 128), "portable"),
+        (11, 1, 1024, (32, 8, 128), "numbered"),
+        (11, 1, 512, (32, 8, 128), "portable"),
+        (11, 1, 512, (64, 8, 128), "numbered"),
+        (11, 1, 512, (56, 8, 128), "portable"),
+        (20, 1, 2048, (64, 8, 128), "portable"),
+        # wide heads
+        (4, 3, 8192, (8, 4, 256), "listed"),
+        (4, 3, 1024, (8, 4, 256), "portable"),
+        (2, 8, 1024, (8, 4, 256), "listed"),
+        (2, 8, 512, (8, 4, 256), "numbered"),
+    ],
+)
+def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
+    """As figures of an H200 say: benchmarks/notes/gpu.md."""
+    assert taken_by(batch, queries, keys, heads) == kernels
+
+
+@pytest.mark.parametrize(
+    "batch, queries, keys, heads, kernels",
+    [
+        (9, 3, 512, (32, 8, 128), "numbered"),
+        (9, 3, 1024, (32, 8, 128), "portable"),  # of few rows
+        (9, 3, 512, (32, 32, 128), "portable"),
+        (37, 7, 512, (16, 4, 128), "numbered"),
+        (4, 8, 4096, (8, 1, 128), "dealt"),
+        (4, 8, 1024, (8, 1, 128), "listed"),
+    ],
+)
+def test_who_takes_few_queries_in_8_bits(batch, queries, keys, heads, kernels):
+    assert taken_by(batch, queries, keys, heads, kv_dtype=e4m3) == kernels
+
+
+def taken_by(batch, queries, keys, heads, **options):
+    """The kernel of few queries whose longest sequence has so many keys, and its form."""
+    seqs = ((queries, 60),) * batch
+    problem = Problem("few", seqs, *heads, dtype=bf16, page_size=64, **options)
+    table = torch.zeros(batch, 2048, dtype=torch.int32)
+    with assume(HOPPER):
+        call = hopper_call(problem, block_table=table, max_seqlen_k=keys)
+        found = flash_varlen.kernels_of(call, queries)[0]
+        if found == "hopper":
+            form = flash_varlen.form_of(call, queries)
+            assert form.is_guessed
+            found = "dealt" if form.is_dealt else "numbered" if form.is_numbered else "listed"
+        return found
+
+
+@pytest.mark.parametrize(
+    "seqs, options, longest, kernels",
+    [
+        (((128, 0),) * 512, dict(num_kv_heads=4), 128, "hopper"),
+        (((40, 0),) * 512, dict(num_kv_heads=4), 40, "portable"),  # few rows in a tile
+        (((40, 0),) * 512, dict(num_heads=8, head_dim=128), 40, "hopper"),  # which heads fill
+        (((50, 0),) * 9, dict(num_heads=8, head_dim=128), 50, "portable"),  # few tiles
+        (((480, 0),) * 4, dict(num_heads=12, num_kv_heads=12), 480, "hopper"),  # longer sequences
+    ],
+)
+def test_short_sequences(seqs, options, longest, kernels):
+    problem = Problem("short", seqs, dtype=bf16, causal=False, **options)
+    with assume(HOPPER):
+        call = hopper_call(problem)
+        assert flash_varlen.in_turns(call, longest) == longest
+        assert flash_varlen.kernels_of(call, longest)[0] == kernels
+        for other in (0, 600):
+            assert flash_varlen.in_turns(call, other) == 0
+        paged = hopper_call(dataclasses.replace(problem, seqs=seqs[:5], page_size=16))
+        assert flash_varlen.in_turns(paged, longest) == 0
+
+
+@pytest.mark.parametrize("options", [dict(num_heads=8, head_dim=128), dict(num_heads=12)])
+def test_few_short_sequences(options):
+    """A list of few tiles, of one consumer each."""
+    problem = Problem("few", ((300, 0), (80, 0)) * 3, dtype=bf16, causal=False, **options)
+    form = choices.Form(are_few=True)
+    with assume(HOPPER):
+        call = hopper_call(problem)
+        assert flash_varlen.kernels_of(call, 300)[0] == "hopper"
+        assert flash_varlen.form_of(call, 300) == form
+        assert choices.choose_tiles(call, form)[0].CONSUMERS == 1
+        assert flash_varlen.form_of(call, 600) == choices.Form()
+    if HAS_HOPPER:
+        call = hopper_call(problem, "cuda")
+        assert_accurate(*hopper.attend(call, form=form), build(problem).truth())
+
+
+def chunks(seqs, heads=(32, 8, 128), page_size=16, reach=0, **options):
+    """A call of chunks of prompts whose table has room for 131,072 keys."""
+    problem = Problem("chunks", seqs, *heads, dtype=bf16, page_size=page_size, **options)
+    table = torch.zeros(len(seqs), 2**17 // page_size, dtype=torch.int32)
+    return hopper_call(problem, block_table=table, max_seqlen_k=reach)
+
+
+@pytest.mark.parametrize(
+    "queries, heads, reach, is_numbered, is_sorted",
+    [
+        (1008, (32, 32, 128), 2048, True, True),
+        (1008, (32, 32, 128), 4096, False, False),  # its keys do not stay in the cache
+        (1008, (32, 8, 128), 4096, False, True),  # better cut, as far as is known
+        (260, (32, 8, 128), 1024, True, True),  # few rows
+        (490, (64, 8, 128), 4096, False, True),
+        (243, (40, 8, 128), 512, True, True),
+        (1008, (32, 32, 128), 0, False, False),  # nobody says anything
+        (4000, (32, 8, 128), 2048, False, False),  # many tiles
+    ],
+)
+def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted):
+    with assume(HOPPER):
+        call = chunks(((queries, 90),), heads, reach=reach)
+        form = flash_varlen.form_of(call, 0)
+        config, packed = choices.choose_tiles(call, form)
+        assert form == choices.Form(is_numbered=is_numbered)
+        heads_at_once = tiles.scalars_of(call, packed).heads_per_unit * packed
+        assert heads_at_once == (call.num_heads if is_sorted else call.group_size)
+        assert tiles.options_of(call, config, packed, form).IS_LISTED is not is_numbered
+
+
+@pytest.mark.parametrize(
+    "seqs, heads, reach, consumers",
+    [
+        (((381, 8500),), (8, 4, 256), 16384, 2),
+        (((482, 4000),), (8, 4, 256), 8192, 1),
+        (((219, 1867),), (32, 32, 128), 4096, 2),  # few rows: these divide the keys
+        (((243, 70),), (40, 8, 128), 512, 2),
+        (((653, 70),), (40, 8, 128), 512, 2),  # more rows
+        (((219, 1867),), (8, 8, 128), 4096, 2),
+        (((115, 14735),), (8, 4, 256), 16384, 1),  # so few that keys are what there is to share
+        (((1775, 27000),) * 4, (64, 8, 64), 32768, 3),
+        (((1775, 2000),) * 4, (64, 8, 64), 4096, 2),
+    ],
+)
+def test_consumers_of_chunks(seqs, heads, reach, consumers):
+    with assume(HOPPER):
+        config = choices.choose_tiles(chunks(seqs, heads, reach=reach))[0]
+    has_few_rows = seqs[0][0] * heads[0] <= 132 * 80 and heads[2] == 128
+    assert consumers == config.CONSUMERS and config.SPLITS_KEYS is has_few_rows
+
+
+def test_stages_of_divided_keys_are_even():
+    """A stage that both consumers waited for in turns would be passed by who is ahead."""
+    with assume(HOPPER):
+        for page_size, width in ((1, 64), (1, 128), (16, 64), (16, 128)):
+            call = chunks(((90, 400),), (8, 2, width), page_size=page_size, reach=512)
+            config, packed = choices.choose_tiles(call)
+            options = tiles.options_of(call, config, packed)
+            assert config.SPLITS_KEYS and options.KV_STAGES % options.CONSUMERS == 0
+            assert options.ROW_GROUPS == 1 and options.CONSUMERS == 2
+            fitted = fit_stages(options._replace(KV_STAGES=8), 2, 2)
+            assert fitted.KV_STAGES < 8 and fitted.KV_STAGES % 2 == 0  # there is no room for more
+
+
+@pytest.mark.parametrize("group, tokens", [(5, 12), (7, 9), (3, 21), (6, 10), (8, 8)])
+def test_tokens_of_a_group_fill_a_tile(group, tokens):
+    """Boxes of so many tokens and heads; what Triton compiles for has 64 rows."""
+    with assume(HOPPER):
+        call = chunks(((90, 90),), (4 * group, 4, 128), reach=512)
+        config, packed = choices.choose_tiles(call)
+        options = tiles.options_of(call, config, packed)
+        assert (packed, options.TOKENS) == (group, tokens)
+        boxes = tiles.boxes_of(call, call.new_results()[0], options)
+    for box in (boxes[0], boxes[3]):
+        tensor_map = box.at(16)
+        filled = getattr(tensor_map, "filled", tuple(tensor_map.block_shape))
+        assert filled == (1, 1, tokens, group, 128)
+        assert torch.Size(tensor_map.block_shape).numel() == 64 * 128
+
+
+def test_heads_of_any_width_are_batch_invariant():
+    for dim in (64, 96, 128, 256):
+        problem = Problem(
+            "wide", ((1, 300), (130, 0)), 8, 2, dim, dtype=bf16, page_size=16, batch_invariant=True
+        )
+        with assume(HOPPER):
+            assert flash_varlen.kernels_of(hopper_call(problem))[0] == "hopper"
+            call = hopper_call(dataclasses.replace(problem, num_heads=14))
+            assert flash_varlen.kernels_of(call)[0] == "portable"
+
+
+@pytest.mark.parametrize(
+    "hints, is_packed, said",
+    [
+        ((5, 900), False, 5),
+        ((65, 900), False, 0),
+        ((5, 7), True, 7),
+        ((130, 90), True, 192),
+        ((90, 512), True, 512),
+        ((90, 513), True, 0),
+        ((torch.tensor(5), 5), True, 0),
+    ],
+)
+def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
+    assert flash_varlen.said_of_longest(*hints, is_packed) == said
+
+
+@pytest.mark.parametrize(
+    "keys, is_packed, said",
+    [
+        (900, False, 1024),
+        (1024, False, 1024),
+        (1025, False, 2048),
+        (7, False, 512),
+        (10**6, False, 131072),
+        (0, False, 0),
+        (900, True, 0),
+        (torch.tensor(900), False, 0),
+    ],
+)
+def test_what_is_said_of_its_keys(keys, is_packed, said):
+    assert flash_varlen.said_of_reach(keys, is_packed) == said
+
+
+@pytest.mark.parametrize(
+    "options, keys, expected",
+    [
+        (dict(head_dim=256), 4096, (1, 64, 240)),
+        (dict(head_dim=256), 16384, (2, 64, 232)),
+        (dict(head_dim=256, page_size=1), 16384, (2, 64, 224)),  # producers copy rows
+        (dict(kv_dtype=e4m3), 2048, (1, 64, 216)),
+        (dict(kv_dtype=e4m3), 4096, (1, 128, 216)),
+        (dict(), 4096, (2, 64, 208)),
+    ],
+)
+def test_tiles_of_one_launch(options, keys, expected):
+    """Of long and short sequences in a list: consumers, keys, registers."""
+    plain = dict(num_heads=16, head_dim=128, page_size=16, dtype=bf16)
+    problem = Problem("mixed", ((300, 60), *((1, 60),) * 40), **plain | options)
+    with assume(HOPPER):
+        table = torch.zeros(41, 2**17 // problem.page_size, dtype=torch.int32)
+        call = hopper_call(problem, block_table=table, max_seqlen_k=keys)
+        form = flash_varlen.form_of(call, 0)
+        assert form == choices.Form(is_mixed=True)
+        assert flash_varlen.kernels_of(call)[0] == "hopper"
+        config, heads = choices.choose_tiles(call, form)
+        assert expected == (config.CONSUMERS, config.BLOCK_N, config.REGISTERS)
+        assert heads == call.group_size
