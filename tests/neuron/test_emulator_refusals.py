@@ -106,7 +106,22 @@ FAULTS = {
     "SBUF full": ("sbuf holds 212992", lambda: [empty(128, 30000) for _ in range(2)]),
     "PSUM full": ("psum holds 16384", lambda: [empty(128, 512, buffer=nl.psum) for _ in range(9)]),
     "buffer by name": ("allowed: nl.sbuf", lambda: empty(128, 4, buffer="sbuf")),
-    "matmul: 1024 columns": ("1024 moving columns", lambda: matmul(columns=1024)),
+    "matmul: 1024 columns": (
+        "1024 elements a partition; at most 512",
+        lambda: matmul(columns=1024),
+    ),
+    "more than a bank of PSUM": (
+        "768 elements a partition; at most 512",
+        lambda: nisa.tensor_copy(empty(8, 768), ones(8, 768, buffer=nl.psum)),
+    ),
+    "rank 6": (
+        "rank 6; at most 5",
+        lambda: nisa.tensor_copy(empty(8, 1, 1, 1, 1, 4), ones(8, 4)),
+    ),
+    "a stride that is no int16": (
+        "a stride of 32768 elements; at most 32767",
+        lambda: nisa.memset(empty(8, 2, 32768, dtype=nl.uint8)[:, :, 0:4], 0),
+    ),
     "matmul: mixed float32": ("float32 goes with float32 only", lambda: matmul(b=nl.float32)),
     "matmul: integers": ("operand of int32", lambda: matmul(a=nl.int32, b=nl.int32)),
     "matmul: bfloat16 result": (
@@ -131,6 +146,10 @@ FAULTS = {
     "transpose: changes type": (
         "bfloat16 into float32",
         lambda: nisa.nc_transpose(empty(4, 8, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)),
+    ),
+    "transpose: across banks": (
+        "nc_transpose: the result crosses a PSUM bank",
+        lambda: nisa.nc_transpose(empty(8, 600, buffer=nl.psum)[:, 450:578], ones(128, 8)),
     ),
     "transpose: wide on VectorE": (
         "at most 32 x 32",
@@ -166,6 +185,28 @@ FAULTS = {
         "does not reach PSUM",
         lambda: nisa.dma_transpose(
             empty(4, 8, dtype=nl.bfloat16, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)
+        ),
+    ),
+    "DMA transpose: into HBM": (
+        "dma_transpose writes SBUF",
+        lambda: nisa.dma_transpose(
+            hbm(np.zeros((4, 8), nl.bfloat16)), ones(8, 4, dtype=nl.bfloat16)
+        ),
+    ),
+    "DMA transpose: priority": (
+        "from the fourth generation on",
+        lambda: nisa.dma_transpose(
+            empty(4, 8, dtype=nl.bfloat16), ones(8, 4, dtype=nl.bfloat16), priority=0
+        ),
+    ),
+    "DMA with priority": (
+        "from the fourth generation on",
+        lambda: nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 4), np.float32)), priority=1),
+    ),
+    "DMA with an engine": (
+        "only hwdge has an engine",
+        lambda: nisa.dma_copy(
+            empty(8, 4), hbm(np.zeros((8, 4), np.float32)), engine=nisa.engine.sync
         ),
     ),
     "DMA of another size": (
@@ -221,6 +262,10 @@ FAULTS = {
             operand1=1,
         ),
     ),
+    "arithmetic with an operand on GpSimd": (
+        "tensor_scalar: not on the gpsimd engine",
+        lambda: nisa.tensor_scalar(empty(8, 4), ones(8, 4), nl.add, 1.0, engine=nisa.engine.gpsimd),
+    ),
     "predicate is float": (
         "a predicate of float32",
         lambda: nisa.tensor_copy_predicated(ones(8, 4), 0.0, ones(8, 4)),
@@ -242,11 +287,11 @@ FAULTS = {
         ),
     ),
     "a constant of rank 6": (
-        "rank 6; at most 5",
+        "memset: rank 6; at most 5",
         lambda: nisa.memset(empty(8, 1, 1, 1, 1, 4), 0.0),
     ),
     "a reciprocal of rank 6": (
-        "rank 6; at most 5",
+        "reciprocal: rank 6; at most 5",
         lambda: nisa.reciprocal(ones(8, 1, 1, 1, 1, 4), ones(8, 1, 1, 1, 1, 4)),
     ),
     "integers overflow": (
@@ -266,6 +311,42 @@ FAULTS = {
     "select with another filling": (
         "on_false_value is FP32_MIN",
         lambda: select(ones(8, 4), on_false_value=0.0),
+    ),
+    "select past what float32 counts": (
+        "places below 2**24",
+        lambda: select(ones(8, 4), range_start=2**24 - 3),
+    ),
+    "select from a number known on the chip": (
+        "allowed: constants",
+        lambda: select(ones(8, 4), range_start=nisa.register_alloc(0)),
+    ),
+    "maximum of rounded values": (
+        "allowed: reduce_res of float32",
+        lambda: nisa.range_select(
+            empty(8, 4, dtype=nl.bfloat16),
+            ones(8, 4),
+            nl.greater_equal,
+            nl.less,
+            ones(8, 1),
+            ones(8, 1),
+            reduce_res=empty(8, 1, dtype=nl.bfloat16),
+        ),
+    ),
+    "register of a float": (
+        "register_load of float32",
+        lambda: nisa.register_load(nisa.register_alloc(), ones(1, 1)),
+    ),
+    "register from PSUM": (
+        "register_load does not reach PSUM",
+        lambda: nisa.register_load(
+            nisa.register_alloc(), ones(1, 1, dtype=nl.int32, buffer=nl.psum)
+        ),
+    ),
+    "register into PSUM": (
+        "register_store does not reach PSUM",
+        lambda: nisa.register_store(
+            empty(1, 1, dtype=nl.int32, buffer=nl.psum), nisa.register_alloc(1)
+        ),
     ),
     "exponential on the third generation": (
         "came with the fourth generation",
@@ -340,6 +421,21 @@ def test_fourth_generation_has(machine):
     matmul(columns=4096, out=nl.float32)
     matmul(out=nl.bfloat16)
     matmul(a=nl.float8_e4m3fn, b=nl.float8_e4m3fn)
+    nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 4), np.float32)), priority=3)
+
+
+@gen4
+def test_fourth_generation_refuses(machine):
+    with pytest.raises(Violation, match="float8_e4m3 with float8_e4m3fn"):
+        matmul(a=nl.float8_e4m3, b=nl.float8_e4m3fn)
+    with pytest.raises(Violation, match="allowed: 0 to 3"):
+        nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 4), np.float32)), priority=4)
+    with pytest.raises(Violation, match="float32 into uint32"):
+        nisa.exponential(empty(8, 4, dtype=nl.uint32), ones(8, 4))
+    with pytest.raises(Violation, match="reduce_init without load_reduce"):
+        nisa.exponential(empty(8, 4), ones(8, 4), reduce_init=1.0)
+    with pytest.raises(Violation, match="at most 4 dimensions"):
+        nisa.exponential(empty(8, 1, 1, 1, 4), ones(8, 4))
 
 
 def test_capacity_follows_the_generation():

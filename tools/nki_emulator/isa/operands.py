@@ -10,8 +10,14 @@ from nki_emulator.machine import machine, require
 from nki_emulator.memory import MemoryRegion
 from nki_emulator.tensor import NkiTensor
 
-# elements an instruction may touch in each partition
+# elements that an instruction may touch in each partition. For PSUM the architecture guide says
+# 4096, the page on tiles 512, a bank: the smaller one counts, but for the fourth generation, whose
+# products have up to 4096 columns
 FREE_ELEMENTS = {MemoryRegion.sbuf: 65536, MemoryRegion.psum: 4096}
+FREE_ELEMENTS_OF_A_BANK = 512
+
+# the partition and four more; a stride within a partition is an int16, in elements
+DIMENSIONS, LARGEST_STRIDE = 5, 2**15 - 1
 
 # where a tile may start, by how many partitions it has at most
 FIRST_PARTITIONS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
@@ -25,11 +31,16 @@ def check_tiles(instruction: str, *tiles: NkiTensor) -> None:
             f"{instruction}: an operand is not a tile in SBUF or PSUM",
         )
         require(not tile.is_indirect, f"{instruction}: indirect operands need a DMA")
-        free = tile.size // tile.shape[0]
-        require(
-            free <= FREE_ELEMENTS[tile.buffer],
-            f"{instruction}: {free} elements a partition; at most {FREE_ELEMENTS[tile.buffer]}",
-        )
+        free, most = tile.size // tile.shape[0], FREE_ELEMENTS[tile.buffer]
+        if tile.buffer is MemoryRegion.psum and machine().generation < 4:
+            most = FREE_ELEMENTS_OF_A_BANK
+        require(free <= most, f"{instruction}: {free} elements a partition; at most {most}")
+        require(tile.ndim <= DIMENSIONS, f"{instruction}: rank {tile.ndim}; at most {DIMENSIONS}")
+        for n, stride in zip(tile.shape[1:], tile.strides[1:], strict=True):
+            require(
+                n == 1 or abs(stride) <= LARGEST_STRIDE,
+                f"{instruction}: a stride of {stride} elements; at most {LARGEST_STRIDE}",
+            )
         first = tile.offset // tile.storage.free_size
         allowed = next(starts for most, starts in FIRST_PARTITIONS if tile.shape[0] <= most)
         require(
