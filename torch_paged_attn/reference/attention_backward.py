@@ -79,7 +79,7 @@ def _add_sequence(
         dropped, dx = (y.to(forward.q.dtype).to(compute) for y in (dropped, dx))
 
     def of_kv_heads(per_head: Tensor) -> Tensor:
-        """`(heads, Lk, dim)`, summed over the query heads of a KV head, as `(Lk, num_kv_heads, dim)`."""
+        """`(heads, Lk, dim)` summed over each KV head's query heads: `(Lk, num_kv_heads, dim)`."""
         heads = per_head.unflatten(0, (forward.num_kv_heads, forward.group_size))
         return heads.sum(1).transpose(0, 1)
 
