@@ -16,8 +16,12 @@ from nki_emulator.tensor import NkiTensor
 FREE_ELEMENTS = {MemoryRegion.sbuf: 65536, MemoryRegion.psum: 4096}
 FREE_ELEMENTS_OF_A_BANK = 512
 
-# the partition and four more; a stride within a partition is an int16, in elements
-DIMENSIONS, LARGEST_STRIDE = 5, 2**15 - 1
+# dimensions of an operand. NKI's page on access patterns says that most instructions know three
+# besides the partition; of these three instructions a page says four
+DIMENSIONS = 4
+DIMENSIONS_OF = {"iota": 5, "memset": 5, "reciprocal": 5}
+# within a partition, in elements: an int16
+LARGEST_STRIDE = 2**15 - 1
 
 # where a tile may start, by how many partitions it has at most
 FIRST_PARTITIONS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
@@ -35,7 +39,8 @@ def check_tiles(instruction: str, *tiles: NkiTensor) -> None:
         if tile.buffer is MemoryRegion.psum and machine().generation < 4:
             most = FREE_ELEMENTS_OF_A_BANK
         require(free <= most, f"{instruction}: {free} elements a partition; at most {most}")
-        require(tile.ndim <= DIMENSIONS, f"{instruction}: rank {tile.ndim}; at most {DIMENSIONS}")
+        rank = DIMENSIONS_OF.get(instruction, DIMENSIONS)
+        require(tile.ndim <= rank, f"{instruction}: rank {tile.ndim}; at most {rank}")
         for n, stride in zip(tile.shape[1:], tile.strides[1:], strict=True):
             require(
                 n == 1 or abs(stride) <= LARGEST_STRIDE,

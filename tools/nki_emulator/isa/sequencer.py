@@ -31,7 +31,10 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
     require(not dst.read_only, "a loop's variable is read-only")
     require(src.size == 1, f"register_load of {src.shape}; allowed: one element")
     require(src.buffer is not MemoryRegion.psum, "register_load does not reach PSUM")
-    require(src.dtype in INTEGERS, f"register_load of {src.dtype}; allowed: integers")
+    require(
+        src.dtype in INTEGERS,
+        f"register_load of {src.dtype}: its value or bits, no page says which",
+    )
     dst.value = int(src.read().item())
 
 

@@ -180,9 +180,6 @@ def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None
     machine().count("vector", "reciprocal")
     check_tiles("reciprocal", dst, data)
     check_same_size("reciprocal", dst, data)
-    require(
-        max(dst.ndim, data.ndim) <= 5, f"reciprocal: rank {max(dst.ndim, data.ndim)}; at most 5"
-    )
     with np.errstate(all="ignore"):
         dst.write((np.float32(1.0) / as_float32(data.read())).reshape(dst.shape))
 
@@ -263,7 +260,6 @@ def exponential(
     require(machine().generation >= 4, "exponential came with the fourth generation")
     check_tiles("exponential", dst, src)
     check_same_size("exponential", dst, src)
-    require(max(src.ndim, dst.ndim) <= 4, "exponential: at most 4 dimensions")
     require(
         dst.dtype not in (uint32, float8_e4m3fn) and src.dtype != float8_e4m3fn,
         f"exponential: {src.dtype} into {dst.dtype}",
