@@ -18,7 +18,11 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 def check(*args: Any, **kwargs: Any) -> None:
     """Raise for metadata that the contract forbids."""
-    call = AttentionCall.blocksparse(*args, **kwargs)
+    check_call(AttentionCall.blocksparse(*args, **kwargs))
+
+
+def check_call(call: AttentionCall) -> None:
+    """The same of a call that was made of the arguments."""
     check_attention(call)
     check_layout(call)
 
