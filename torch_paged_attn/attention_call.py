@@ -118,9 +118,10 @@ KEY_RANKS = (
 )
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class AttentionCall:
-    """One call of `flash_varlen` or `blocksparse`."""
+    """One call of `flash_varlen` or `blocksparse`. It is never changed: what follows from shapes is
+    read from them once."""
 
     op: str
     q: Tensor = argument(
@@ -272,6 +273,11 @@ class AttentionCall:
         layout = {x.name: given.pop(x.name) for x in listed(BlockLayout) if x.name in given}
         return cls("blocksparse", layout=BlockLayout(**layout), **given)
 
+    @functools.cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others have worked out from this call, by keys of their own."""
+        return {}
+
     def given(self) -> dict[str, Any]:
         """The call's arguments by their names."""
         own = {x.name: getattr(self, x.name) for x in arguments("flash_varlen")}
@@ -291,41 +297,41 @@ class AttentionCall:
         own = self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
 
-    @property
+    @functools.cached_property
     def total_q(self) -> int:
         return self.q.shape[0]
 
-    @property
+    @functools.cached_property
     def num_heads(self) -> int:
         return self.q.shape[1]
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         return self.q.shape[2]
 
-    @property
+    @functools.cached_property
     def head_dim_v(self) -> int:
         return self.v.shape[-1]
 
-    @property
+    @functools.cached_property
     def num_kv_heads(self) -> int:
         return self.k.shape[1]
 
-    @property
+    @functools.cached_property
     def group_size(self) -> int:
         """The number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
-    @property
+    @functools.cached_property
     def page_size(self) -> int:
         """Tokens of a page of the KV cache; 0 if keys are packed."""
         return 0 if self.block_table is None else self.k.shape[2]
 
-    @property
+    @functools.cached_property
     def scale(self) -> float:
         """The factor of `q . k`."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -365,7 +371,7 @@ class AttentionCall:
             return self.k_start
         return (self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k)[:-1]
 
-    @property
+    @functools.cached_property
     def result_dtype(self) -> torch.dtype:
         return self.out_dtype or self.q.dtype
 

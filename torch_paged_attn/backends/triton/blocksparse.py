@@ -7,6 +7,6 @@ Nothing is planned on the host.
 """
 
 from torch_paged_attn.backends.triton.flash_varlen import AttentionOp
-from torch_paged_attn.ops.blocksparse import check
+from torch_paged_attn.ops.blocksparse import check_call
 
-blocksparse = AttentionOp("blocksparse", check)
+blocksparse = AttentionOp("blocksparse", check_call)

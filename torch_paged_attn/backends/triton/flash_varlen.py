@@ -18,7 +18,7 @@ from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.ops import paths
-from torch_paged_attn.ops.flash_varlen import check
+from torch_paged_attn.ops.attention_checks import check_attention
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class AttentionOp:
     about how many keys.
     """
 
-    def __init__(self, name: str, check: Callable[..., None]) -> None:
+    def __init__(self, name: str, check: Callable[[AttentionCall], None]) -> None:
         listed = [x for x in arguments(name) if not x.keyword_only]
         self._name, self._check = name, check
         self._call_of = getattr(AttentionCall, name)
@@ -209,7 +209,7 @@ class AttentionOp:
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
         if args[at] < 0 or args[at + 1] < 0:
-            self._check(*args, **options)
+            self._check(self._call_of(*args, **options))
         tensors = *args[:at], *args[at + 2 :]
         is_packed = len(args) <= self._table or args[self._table] is None
         longest = said_of_longest(args[at], args[at + 1], is_packed)
@@ -222,8 +222,8 @@ class AttentionOp:
         """
         tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, reach, *tensors[self._hints :]
-        self._check(*args, **options)
         call = self._call_of(*args, **options)
+        self._check(call)
         if is_traced():
             return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
         kernels, reason = kernels_of(call, longest)
@@ -233,4 +233,4 @@ class AttentionOp:
         return PLANS[kernels](call, longest)
 
 
-flash_varlen = AttentionOp("flash_varlen", check)
+flash_varlen = AttentionOp("flash_varlen", check_attention)
