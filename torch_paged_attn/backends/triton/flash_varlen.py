@@ -57,6 +57,9 @@ PLANS: dict[str, Callable[[AttentionCall, int], Plan]] = {
 # that are short, more are told in steps of so many
 MOST_SAID = STEP_SAID = support.BLOCK_M
 
+# pairs of hints of which it is kept what a plan is told
+MOST_HINTS = 1024
+
 # keys of the longest of sequences in pages, of few queries each, are told as powers of two
 LEAST_REACH, MOST_REACH = 9, 17
 
@@ -197,24 +200,26 @@ class AttentionOp:
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
         self._table = next(i for i, x in enumerate(listed) if x.name == "block_table")
         self._most = len(listed) - 2
-        # by what is said of the longest sequence: calls of the cache, and what plans them
-        said = *range(MOST_SAID), *range(MOST_SAID, support.MOST_SHORT + 1, STEP_SAID)
-        reaches = 0, *(1 << i for i in range(LEAST_REACH, MOST_REACH + 1))
-        kinds = ((n, reach) for n in said for reach in reaches[: None if n <= MOST_SAID else 1])
-        self._kinds = {
-            (n, reach): (f"{name}, {n}, {reach}", functools.partial(self.plan, n, reach))
-            for n, reach in kinds
-        }
+        self._known_kind_of = functools.lru_cache(MOST_HINTS)(self._kind_of)
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
-        if args[at] < 0 or args[at + 1] < 0:
+        max_seqlen_q, max_seqlen_k = args[at], args[at + 1]
+        if max_seqlen_q < 0 or max_seqlen_k < 0:
             self._check(self._call_of(*args, **options))
-        tensors = *args[:at], *args[at + 2 :]
         is_packed = len(args) <= self._table or args[self._table] is None
-        longest = said_of_longest(args[at], args[at + 1], is_packed)
-        key, plan = self._kinds[longest, said_of_reach(args[at + 1], is_packed)]
-        return launch_cache.call(key, plan, tensors, options)
+        # a number that is traced has no hash
+        find = self._kind_of if is_traced() else self._known_kind_of
+        key, plan = find(max_seqlen_q, max_seqlen_k, is_packed)
+        return launch_cache.call(key, plan, (*args[:at], *args[at + 2 :]), options)
+
+    def _kind_of(
+        self, max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool
+    ) -> tuple[str, Callable[..., Plan]]:
+        """What calls with such hints are called in the cache, and what plans them."""
+        longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
+        reach = said_of_reach(max_seqlen_k, is_packed)
+        return f"{self._name}, {longest}, {reach}", functools.partial(self.plan, longest, reach)
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
         """The plan for the operator's tensors. `longest` is what is said of the longest sequence's

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime.target import assumed
 
+_address_of = Tensor.data_ptr
+
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # what code that torch.compile writes compares its inputs with: types, dtypes, devices, sizes,
 # strides, and the modes of autograd that are on
@@ -19,12 +21,16 @@ _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 class Guard:
     """Knows calls with the options of one call and tensors like its own, None where it had none."""
 
-    __slots__ = ("_check", "_device", "_is_invariant", "_kinds", "_options", "_pick", "_target")
+    __slots__ = (
+        *("_absent", "_check", "_count", "_device", "_is_invariant", "_options", "_pick"),
+        "_target",
+    )
 
     def __init__(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
         places = [i for i, x in enumerate(tensors) if x is not None]
         given = tuple([x for x in tensors if x is not None])
-        self._kinds, self._options = tuple(map(type, tensors)), options
+        self._absent = tuple([i for i, x in enumerate(tensors) if x is None])
+        self._count, self._options = len(tensors), options
         # of one place itemgetter makes no tuple
         self._pick = (
             operator.itemgetter(slice(1)) if places == [0] else operator.itemgetter(*places)
@@ -52,12 +58,16 @@ class Guard:
         self, tensors: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], list[int]] | None:
         """The tensors that are given and their addresses, if a call is surely like it."""
-        if options != self._options or tuple(map(type, tensors)) != self._kinds:
+        if options != self._options or len(tensors) != self._count:
             return None
+        for i in self._absent:
+            if tensors[i] is not None:
+                return None
         given = self._pick(tensors)
+        # of anything but tensors, None too, it says no
         if not self._check(*given) or (self._device >= 0 and current_device() != self._device):
             return None
-        addresses = [x.data_ptr() for x in given]
+        addresses = list(map(_address_of, given))
         is_off = functools.reduce(operator.or_, addresses) & 15
         if is_off or environment.BATCH_INVARIANT is not self._is_invariant:
             return None
