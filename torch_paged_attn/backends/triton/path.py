@@ -74,7 +74,7 @@ def _tensors(call: Any) -> list[Tensor]:
 
 
 def parse(target: str) -> Target:
-    """The GPU that a text such as `"sm90:132"` names: architecture and number of multiprocessors."""
+    """The GPU that a text such as `"sm90:132"` names (architecture, multiprocessors)."""
     arch, _, count = target.partition(":")
     known = arch.startswith("gfx") or (arch.startswith("sm") and arch[2:].isdigit())
     if not known or not count.isdigit() or int(count) == 0:

@@ -103,7 +103,7 @@ def _claim_kernel(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write the number of each token at its slot; of tokens with the same slot, one number stays."""
+    """Write each token's number at its slot; of tokens with the same slot, one number stays."""
     gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)

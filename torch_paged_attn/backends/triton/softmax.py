@@ -1,4 +1,4 @@
-"""The online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1), with exponentials of two."""
+"""The online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1), with powers of two."""
 
 import triton
 import triton.language as tl
@@ -72,7 +72,7 @@ def fold_scores(
 
 @triton.jit
 def quotient(acc, total, IS_PRECISE: tl.constexpr):
-    """Rows divided by their totals; with IS_PRECISE rounded correctly, which Triton's `/` is not."""
+    """Rows divided by their totals, with IS_PRECISE correctly rounded, unlike Triton's `/`."""
     if not IS_PRECISE:
         return acc * (1.0 / total)[:, None]
     return tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))

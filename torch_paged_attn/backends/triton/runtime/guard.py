@@ -59,7 +59,7 @@ class Guard:
     def match(
         self, tensors: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], list[int]] | None:
-        """The tensors that are given and their addresses, if a call is surely like it."""
+        """The given tensors and their addresses if the call is like the guard's, else None."""
         if options != self._options or len(tensors) != self._count:
             return None
         for i in self._absent:

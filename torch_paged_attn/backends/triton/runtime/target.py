@@ -26,7 +26,7 @@ class Target:
 
     @classmethod
     def of_arch(cls, arch: str, multiprocessors: int) -> "Target":
-        """An NVIDIA GPU by its compute capability (`sm90`), or an AMD GPU by its name (`gfx942`)."""
+        """An NVIDIA GPU by compute capability (`sm90`), or an AMD GPU by name (`gfx942`)."""
         if arch.startswith("gfx"):
             # gfx942 has other float8 types, with another exponent bias and without -0
             return cls(arch, multiprocessors, arch == "gfx950" or arch.startswith("gfx12"))

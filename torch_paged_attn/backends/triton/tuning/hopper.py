@@ -83,7 +83,7 @@ def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
 
 
 def choose_split_config(width: int) -> HopperConfig:
-    """The same with two consumers, each of which has every other tile of keys. `width`: 64 or 128."""
+    """The same with two consumers, each with every other tile of keys. `width`: 64, 128."""
     return HopperConfig(2, 128 if width == 64 else 64, 4, 2, 208, False, SPLITS_KEYS=True)
 
 
