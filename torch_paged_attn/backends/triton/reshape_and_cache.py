@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, 
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
@@ -246,7 +246,7 @@ def choose_rows(
         BLOCK_E=block_e,
         WIDTH=next((w for w in WIDTHS if num_tokens <= w), 1),
     )
-    return (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)), options
+    return (cdiv(num_tokens, block_t), cdiv(elements, block_e)), options
 
 
 def _plan_write(
@@ -272,16 +272,18 @@ def _plan_write(
     is_few = num_tokens <= FEW_TOKENS
     launches = "one launch" if is_few else "two launches"
     logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
-    new_claims = Allocation((num_slots,), torch.int32, key.device)
-    claim = Launch(
-        _claim_kernel,
-        (triton.cdiv(num_tokens, CLAIMED),),
-        stride_slot=slot_mapping.stride(0),
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        BLOCK=CLAIMED,
-        **is_dependent,
-    )
+    new_claims = claim = None
+    if not is_few:
+        new_claims = Allocation((num_slots,), torch.int32, key.device)
+        claim = Launch(
+            _claim_kernel,
+            (cdiv(num_tokens, CLAIMED),),
+            stride_slot=slot_mapping.stride(0),
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            BLOCK=CLAIMED,
+            **is_dependent,
+        )
     grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
     copy = Launch(
         _reshape_and_cache_kernel,
@@ -310,10 +312,10 @@ def _plan_write(
     pick = operator.itemgetter(*(places.get(name, nothing) for name in Pointers._fields))
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> None:
-        claims = None if is_few else new_claims()
+        claims = None if new_claims is None else new_claims()
         if copy.is_ready:
             at_claims = None
-            if claims is not None:
+            if claims is not None and claim is not None:
                 at_claims = claims.data_ptr()
                 claim.start(addresses[slots], at_claims)
             if v_offset is not None:
@@ -325,7 +327,7 @@ def _plan_write(
             first, second = tensors[CACHE].unbind(0)
             tensors = *tensors[:CACHE], first, *tensors[CACHE + 1 :], second
         found = Pointers(*pick((*tensors, claims, None)))
-        if claims is not None:
+        if claims is not None and claim is not None:
             claim(found.slots, claims)
         rows = (as_stored(x, target)[0] for x in found[:SLOTS])
         copy(Pointers(*rows, *found[SLOTS:]))
