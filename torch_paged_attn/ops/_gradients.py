@@ -276,9 +276,9 @@ class Gate:
         """Tell autograd which tensors the kernel changes: it writes through raw pointers, which
         autograd does not see.
         """
-        counted = [x for i in self.written if (x := args[i]) is not None and not x.is_inference()]
-        if counted:
-            torch.autograd.graph.increment_version(counted)
+        for i in self.written:
+            if (x := args[i]) is not None and not x.is_inference():
+                torch.autograd.graph.increment_version(x)
 
     def wrapped(self, load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """A kernel that first checks whether an input requires grad, and then calls a backend's
