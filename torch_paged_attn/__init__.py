@@ -1,4 +1,4 @@
-"""Paged attention for PyTorch: `torch.ops.paged_attn.*`, one schema and one meaning per device.
+"""Paged attention for PyTorch: `torch.ops.paged_attn.*`, which mean the same on every device.
 
 >>> import torch_paged_attn
 >>> out, softmax_lse = torch_paged_attn.flash_varlen(q, k, v, cu_seqlens_q, causal=True)
@@ -57,7 +57,8 @@ __all__ = [
     "warmup",
 ]
 
-# imported when first asked for: the import of the package registers the ops and no more
+# name -> the module that defines it, imported when the name is first used: importing the package
+# only registers the operators
 _LATER = {
     "BlockSparseLayout": "layouts",
     "CacheFull": "kv_cache",
@@ -80,7 +81,7 @@ def _activate_sdpa() -> Any:
     return importlib.import_module(f"{__name__}.integrations.torch_sdpa").activate()
 
 
-# names and no more: users activate them
+# this only registers the two names; a user activates one
 register_flash_attention_impl("PAGED_ATTN", register_fn=_activate)
 register_flash_attention_impl("PAGED_ATTN_SDPA", register_fn=_activate_sdpa)
 

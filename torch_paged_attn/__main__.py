@@ -1,7 +1,7 @@
 """`python -m torch_paged_attn [--json]`: what is installed, and which backend answers which op.
 
-`--check` answers by the exit status: 1 where something is missing or wrong. `hub` prints what the
-environment variable LOCAL_KERNELS has to be for Hugging Face programs to run on this package
+With `--check` the exit status is 1 if the report names a problem. `hub` prints the value of the
+environment variable LOCAL_KERNELS with which Hugging Face programs use this package's kernels
 (integrations/hub).
 """
 

@@ -1,4 +1,4 @@
-"""What is installed, which backend answers which op, and what is wrong, for `__main__.py`."""
+"""The report of `python -m torch_paged_attn`: packages, the backend of each device, problems."""
 
 import contextlib
 import importlib
@@ -24,13 +24,15 @@ DEVICES = {
     "tpu / neuron (torch_xla)": "XLA",
     "tpu / neuron (native)": "PrivateUse1",
 }
-# Neuron's packages, and the modules that they bring
+# Neuron's packages -> the module that each installs
 NEURON = {"nki": "nki", "neuronx-cc": "neuronxcc", "torch-neuronx": "torch_neuronx"}
 PACKAGES = (*_versions.TESTED, *NEURON, "sentence-transformers", "flash-attn", "rich", "matplotlib")
 
 
 def missing(key: str) -> str | None:
-    """Why no device of a dispatch key is here; None if one is, or if its backend has to say."""
+    """Why torch finds no device for a dispatch key. None if it finds one, and for every key but
+    CUDA, whose backends look for the device themselves.
+    """
     if key != "CUDA" or torch.cuda.is_available():
         return None
     build = torch.version.cuda or torch.version.hip
@@ -52,8 +54,11 @@ def answer(key: str) -> dict[str, Any]:
 
 
 def self_test(device: str) -> dict[str, Any]:
-    """A small call on a device, decode beside a chunk of a prompt, against the reference: how many
-    milliseconds all of it took, and what was wrong. On a GPU most of that is Triton's compiler.
+    """Run a small mixed batch (one decode, one prompt chunk) and compare it with the reference.
+
+    Returns:
+        `milliseconds`, of the whole test, and `error`; one of the two is None. On a GPU most of the
+        time is spent in Triton's compiler.
     """
     from torch_paged_attn.testing import Problem, assert_accurate, build
 
@@ -63,7 +68,7 @@ def self_test(device: str) -> dict[str, Any]:
     try:
         out, lse = call.to(torch.device(device)).run()
         assert_accurate(out.cpu(), lse.cpu(), call.truth())
-    except Exception as error:  # whatever it is, the report names it and goes on
+    except Exception as error:  # the report shows any error and continues
         return {"milliseconds": None, "error": f"{type(error).__name__}: {error}"}
     return {"milliseconds": round(1e3 * (time.perf_counter() - start), 1), "error": None}
 
@@ -71,8 +76,10 @@ def self_test(device: str) -> dict[str, Any]:
 def why_no_amx(
     flags: set[str], isa: str, missing: dict[str, str], forced: str | None
 ) -> str | None:
-    """Why the kernels do not use the AMX that a processor has; None if they do, or it has none.
-    `missing` is what the kernels say of instruction sets that they cannot use.
+    """Why the kernels do not use the processor's AMX; None if they do, or if it has none.
+
+    flags: the processor's features; isa: the instruction set in use; missing: for each instruction
+    set that cannot be used, the reason; forced: the value of PAGED_ATTN_CPU_ISA.
     """
     if isa == "amx" or not {"amx_tile", "amx_bf16"} <= flags:
         return None
@@ -82,7 +89,7 @@ def why_no_amx(
 
 
 def neuron_stubs() -> list[str]:
-    """Why each of Neuron's packages that is installed does not import."""
+    """A message for each of Neuron's packages that is installed and cannot be imported."""
     found = []
     for package, module in NEURON.items():
         version = _versions.installed(package)
@@ -100,13 +107,15 @@ def neuron_stubs() -> list[str]:
 
 
 def vllm_custom() -> dict[str, Any] | None:
-    """Who owns vLLM's attention backend CUSTOM once its plugins are loaded; None without vLLM."""
+    """The class that is registered as vLLM's attention backend CUSTOM once vLLM has loaded its
+    plugins (`owner`), and what is wrong with that (`error`). None if vLLM is not installed.
+    """
     if importlib.util.find_spec("vllm") is None:
         return None
     from torch_paged_attn.integrations.vllm import BACKEND
 
     try:
-        # it logs to stdout
+        # vLLM logs to stdout, where `--json` prints the report
         with contextlib.redirect_stdout(sys.stderr):
             from vllm.plugins import load_general_plugins
             from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -114,7 +123,7 @@ def vllm_custom() -> dict[str, Any] | None:
             load_general_plugins()
             custom = AttentionBackendEnum.CUSTOM
             owner = custom.get_path() if custom.is_overridden() else None
-    except Exception as error:  # an environment that is broken is what a doctor is asked about
+    except Exception as error:  # the report has to work in a broken environment
         return {"owner": None, "error": f"vllm does not import: {type(error).__name__}: {error}"}
     problem = None
     if owner is None:
@@ -128,7 +137,7 @@ def vllm_custom() -> dict[str, Any] | None:
 
 
 def report() -> dict[str, Any]:
-    """The contents of the report."""
+    """The report as a dictionary that `json` can print."""
     devices = {device: answer(key) for device, key in DEVICES.items()}
     cpu = devices["cpu"]
     problems, notes = [], []

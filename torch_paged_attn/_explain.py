@@ -1,4 +1,4 @@
-"""Which kernel a call would take, what it allocates, and why: nothing is computed."""
+"""`explain`: which kernel a call would use, why, and what it allocates, without running it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from torch_paged_attn.ops.paths import Path
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found."""
+    """The result of `explain`."""
 
     op: str
     device: torch.device
-    """Where the tensors are."""
+    """The device of the tensors."""
 
     backend: str | None
-    """The backend that answers there, or None."""
+    """The backend that runs the call on this device, or None."""
 
     reason: str
-    """Why none answers; empty where one does."""
+    """Why no backend runs the call; empty if one does."""
 
     paths: dict[str, Path]
-    """By backend: what each would do with the call, were the tensors on its device."""
+    """Backend name -> what it would do with the call if the tensors were on its device."""
 
     result_bytes: int
-    """Bytes of the results, which every call allocates."""
+    """Size in bytes of the result tensors, which every call allocates."""
 
     @property
     def path(self) -> Path | None:
-        """The path of the backend that answers."""
+        """What the backend that runs the call does with it; None if there is no such backend."""
         return None if self.backend is None else self.paths[self.backend]
 
     def __str__(self) -> str:
@@ -56,21 +56,21 @@ class Explanation:
 def explain(
     op: str | Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
 ) -> Explanation:
-    """Which kernel each backend would take for a call, and why.
+    """Which kernel each backend would use for a call, and why.
 
     >>> print(torch_paged_attn.explain("flash_varlen", q, k, v, cu_seqlens_q, causal=True))
 
-    Nothing is computed and no result is allocated. Tensors may be fake or on the meta device: what
-    depends on lengths then follows from shapes, as if all sequences were equally long.
+    Nothing is computed and no result is allocated. Tensors may be fake or on the meta device:
+    sequence lengths are then unknown, and all sequences are assumed to be equally long.
 
     Args:
         op: `"flash_varlen"` or another public op, or its function.
         args, kwargs: its arguments.
-        target: the GPU to explain for, architecture and number of multiprocessors such as
-            `"sm90:132"`; None is the one that is here.
+        target: a GPU, as its architecture and number of multiprocessors, such as `"sm90:132"`;
+            None is the GPU of this machine.
 
     Raises:
-        ValueError and others: what the op itself raises for wrong arguments.
+        The errors that the op itself raises for wrong arguments, ValueError among them.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     given = paths.bound(name, args, kwargs)
@@ -93,7 +93,7 @@ def explain(
 def _check(op: str, given: dict[str, Any]) -> None:
     """Raise for metadata that the contract forbids."""
     if op == "reshape_and_cache" and isinstance(given["kv_cache"], tuple | list):
-        return  # the public function looks at pairs
+        return  # the public function checks a pair of caches itself
     if op == "merge_states" and isinstance(given["out_a"], tuple | list):
         op, given = "merge_states.list", {"outs": given["out_a"], "lses": given["lse_a"]}
     check, _ = _library.OPS[op]
@@ -103,7 +103,7 @@ def _check(op: str, given: dict[str, Any]) -> None:
 
 
 def _on_meta(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without their memory."""
+    """The arguments with every tensor replaced by a meta tensor of its shape, strides and dtype."""
 
     def moved(x: Any) -> Any:
         if isinstance(x, tuple | list):

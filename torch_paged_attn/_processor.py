@@ -1,4 +1,4 @@
-"""What the system says of the processor."""
+"""The processor: its model and features, read from the operating system."""
 
 import functools
 import platform
@@ -9,7 +9,7 @@ import torch
 
 @functools.cache
 def facts() -> dict[str, str]:
-    """The lines of Linux's /proc/cpuinfo for the first core; empty elsewhere."""
+    """Linux's /proc/cpuinfo of the first core, field name -> value; empty on other systems."""
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:
@@ -19,13 +19,13 @@ def facts() -> dict[str, str]:
 
 
 def flags() -> set[str]:
-    """The features of an x86 processor, by Linux's names."""
+    """The features of an x86 processor, such as `amx_bf16`, under Linux's names."""
     return set(facts().get("flags", "").split())
 
 
 def family() -> str:
-    """A processor, as far as what is fast on one is probably fast on the other: maker and family,
-    and the instruction set that the CPU kernels use.
+    """Vendor, processor family, and the instruction set that the CPU kernels use. Processors for
+    which this text is equal are expected to be fast at the same things.
     """
     known = facts()
     maker = known.get("vendor_id") or known.get("CPU implementer") or platform.machine()

@@ -1,4 +1,4 @@
-"""Kernels are compiled in advance, for the sizes with which a model will call them."""
+"""`warmup`: GPU kernels are compiled before a model needs them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ import torch
 from torch_paged_attn.layouts import BlockSparseLayout
 from torch_paged_attn.ops import blocksparse, flash_varlen, merge_states, reshape_and_cache
 
-# numbers of keys for which kernels may differ: one tile, a few tiles, any number of tiles
+# numbers of keys per sequence for which kernels may differ: one tile, a few tiles, many tiles
 CONTEXTS = (64, 1024, 4096, 1 << 16)
 
-# lengths that leave much of a tile empty, for which kernels may differ too, and the most queries of
-# sequences whose longest one a caller is sure to name
-RAGGED, FEW = (257, 1025), 64
+# numbers of queries per sequence just above a multiple of the tile: the last tile is nearly empty,
+# and a kernel with smaller tiles may be chosen
+RAGGED = (257, 1025)
+
+# up to so many queries per sequence, kernels also depend on the hints `max_seqlen_q` and
+# `max_seqlen_k`, so that calls are made with and without them
+FEW = 64
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two, the numbers halfway between them, all up to `most`, and `most` itself."""
+    """All powers of two and numbers halfway between two of them up to `most`, and `most` itself."""
     powers = [2**i for i in range(most.bit_length())]
     halfway = [3 * n // 2 for n in powers if n > 1 and 3 * n // 2 <= most]
     return sorted({*powers, *halfway, most})
 
 
 def _for_batch(layout: BlockSparseLayout, batch: int) -> BlockSparseLayout:
-    """The layout for a batch of another size."""
+    """A layout for `batch` sequences: if it has a batch, its first entry is repeated."""
     crow, col = layout.crow_indices, layout.col_indices
     if crow.dim() == 2:
         return layout
@@ -55,12 +59,12 @@ def warmup(
     layout: BlockSparseLayout | None = None,
     **options: Any,
 ) -> None:
-    """Compile what `flash_varlen`, `reshape_and_cache`, `merge_states` and, given a layout,
-    `blocksparse` take for a model on a GPU: decode, prefill and mixed batches of up to `max_batch`
-    sequences and `max_tokens` queries in all.
+    """Compile the GPU kernels that a model needs, before it runs.
 
-    Kernels do not depend on lengths and strides, so calls of other sizes need no new ones. On a CPU
-    there is nothing to do.
+    These are the kernels of `flash_varlen`, `reshape_and_cache`, `merge_states` and, if a layout is
+    given, `blocksparse`, for decode, prefill and mixed batches of up to `max_batch` sequences and
+    `max_tokens` queries in all. Compiled kernels do not depend on lengths and strides: calls of
+    other sizes use the same ones. On a CPU there is nothing to compile.
 
     Args:
         num_heads, num_kv_heads, head_dim, head_dim_v: of the model; head_dim_v is head_dim when
@@ -68,13 +72,14 @@ def warmup(
         dtype, kv_dtype: of queries, and of keys and values when they differ.
         page_size: of a paged cache whose layout is `(num_pages, page_size, num_kv_heads,
             head_dim)`, passed transposed; None: keys are packed.
-        layout: one like those that `blocksparse` will get: of the same block sizes, the same number
-            of heads, and with or without a batch. Rows and columns may be any.
+        layout: an example of the layouts that `blocksparse` will get, with the same block sizes and
+            number of heads, and with a batch if those have one. Its rows and columns do not matter.
         options: further arguments of `flash_varlen` and `blocksparse`, such as `causal=True`.
             Tensors among them must not depend on the batch.
 
     Raises:
-        ValueError: a device that compiles for each shape, as TPUs do, or a GPU where there is none.
+        ValueError: the device is neither a GPU of this machine nor a CPU. (A TPU, for example,
+            compiles for each shape, which cannot be done in advance.)
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -129,12 +134,12 @@ def warmup(
                     table = zeros(batch, -(-context // page_size), dtype=torch.int32)
                     hints: list[dict[str, int]] = [{}]
                     if length <= FEW:
-                        # nothing is said of keys, or few, or as many as the table holds
+                        # max_seqlen_k is missing, or small, or what the block table holds
                         longest = {"max_seqlen_q": length}
                         reaches = CONTEXTS[0], context
                         hints += longest, *({**longest, "max_seqlen_k": n} for n in reaches)
                     elif context == CONTEXTS[-1]:
-                        # few keys are what narrow tables have room for
+                        # small values need no call: a narrow block table has the same effect
                         hints.append({"max_seqlen_k": context})
                     for said in hints:
                         results = op(q, k_cache, v_cache, block_table=table, **lengths, **said)

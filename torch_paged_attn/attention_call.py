@@ -1,4 +1,4 @@
-"""The arguments of an attention call: the one list, and a call's values under those names.
+"""The list of attention arguments, and `AttentionCall`: the values of one call under their names.
 
 The fields of `AttentionCall`, and for `blocksparse` also those of `BlockLayout`, are the list.
 Schemas, the public functions, checks, backends and tests take names, order, types, defaults and
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_paged_attn import environment
 
-# how a schema writes the type of a field
+# Python type of a field -> its type in an operator schema
 KINDS = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -28,23 +28,24 @@ KINDS = {
 
 
 class Argument(NamedTuple):
-    """What the list says about one argument."""
+    """One argument of the list."""
 
     name: str
     type: Any
     default: Any  # dataclasses.MISSING where there is none
     shape: str
     meaning: str
-    # with this many dimensions, a tensor's first one counts sequences
+    # a tensor with this many dimensions has one entry per sequence in its first dimension
     per_sequence: int | None
-    # no result depends on it: the public functions fill it in, and the schema has no default for it
+    # a scheduling hint, on which no result depends. The public functions compute a missing one;
+    # the schema has no default for it
     is_hint: bool
-    # whether the op's backward takes it, too
+    # whether the op's backward takes it as well
     in_backward: bool
 
     @property
     def kind(self) -> str:
-        """The type in the words of a schema."""
+        """The type as the schema writes it, such as `Tensor?` or `SymInt`."""
         return KINDS[self.type]
 
     @property
@@ -53,7 +54,7 @@ class Argument(NamedTuple):
 
     @property
     def keyword_only(self) -> bool:
-        """Options, which are neither tensors nor hints, are passed by name only."""
+        """Whether it can only be passed by name, as all but tensors and hints are."""
         return not self.is_tensor and not self.is_hint
 
 
@@ -66,7 +67,11 @@ def argument(
     is_hint: bool = False,
     in_backward: bool = True,
 ) -> Any:
-    """A field that operators take. Neighbours of one shape and meaning share a line of the docs."""
+    """A dataclass field that is an argument of the operators.
+
+    Arguments that follow one another with the same shape and meaning share one entry in the
+    generated docstrings (`ops/signature.py`).
+    """
     metadata = dict(
         shape=shape,
         meaning=meaning,
@@ -97,7 +102,7 @@ class BlockLayout:
     k_block_size: int = argument(64, meaning="16, 32, 64, 128 or 256.")
 
 
-HINT = "Scheduling hint; no result depends on it. None: from shapes."
+HINT = "Scheduling hint; no result depends on it. None: taken from shapes."
 DESCALE: dict[str, Any] = {
     "shape": "`()`, `(num_kv_heads,)` or `(batch, num_kv_heads)` float32",
     "per_sequence": 2,
@@ -113,9 +118,10 @@ KEY_RANKS = (
 )
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class AttentionCall:
-    """One call of `flash_varlen` or `blocksparse`."""
+    """One call of `flash_varlen` or `blocksparse`. It is never changed: what follows from shapes is
+    read from them once."""
 
     op: str
     q: Tensor = argument(
@@ -256,16 +262,21 @@ class AttentionCall:
 
     @classmethod
     def flash_varlen(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
-        """From what the operator `flash_varlen` was called with."""
+        """From the arguments of the operator `flash_varlen`."""
         return cls("flash_varlen", *args, **kwargs)
 
     @classmethod
     def blocksparse(cls, *args: Any, **kwargs: Any) -> "AttentionCall":
-        """From what the operator `blocksparse` was called with."""
+        """From the arguments of the operator `blocksparse`."""
         names = [x.name for x in arguments("blocksparse")[: len(args)]]
         given = OWN_DEFAULTS["blocksparse"] | dict(zip(names, args, strict=True)) | kwargs
         layout = {x.name: given.pop(x.name) for x in listed(BlockLayout) if x.name in given}
         return cls("blocksparse", layout=BlockLayout(**layout), **given)
+
+    @functools.cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others have worked out from this call, by keys of their own."""
+        return {}
 
     def given(self) -> dict[str, Any]:
         """The call's arguments by their names."""
@@ -275,52 +286,53 @@ class AttentionCall:
         return own | {x.name: getattr(layout, x.name) for x in listed(BlockLayout)}
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Every tensor of the call by its name, None where it was not given."""
-        own = {name: getattr(self, name) for name in tensor_names("flash_varlen")}
+        """Every tensor argument by its name, None if it was not given."""
+        fields = vars(self)
+        own = {name: fields[name] for name in tensor_names("flash_varlen")}
         if (layout := self.layout) is None:
             return own
         return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
 
     def given_tensors(self) -> dict[str, Tensor]:
         """The tensors that were given, in the order of the op's list."""
-        own = self.tensors()
+        own = vars(self) if self.layout is None else self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
 
-    @property
+    @functools.cached_property
     def total_q(self) -> int:
         return self.q.shape[0]
 
-    @property
+    @functools.cached_property
     def num_heads(self) -> int:
         return self.q.shape[1]
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         return self.q.shape[2]
 
-    @property
+    @functools.cached_property
     def head_dim_v(self) -> int:
         return self.v.shape[-1]
 
-    @property
+    @functools.cached_property
     def num_kv_heads(self) -> int:
         return self.k.shape[1]
 
-    @property
+    @functools.cached_property
     def group_size(self) -> int:
-        """Query heads that read one KV head."""
+        """The number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
-    @property
+    @functools.cached_property
     def page_size(self) -> int:
-        """0 where keys are packed."""
+        """Tokens of a page of the KV cache; 0 if keys are packed."""
         return 0 if self.block_table is None else self.k.shape[2]
 
-    @property
+    @functools.cached_property
     def scale(self) -> float:
         """The factor of `q . k`."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -332,11 +344,16 @@ class AttentionCall:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether the call or the environment asks for bits that depend on a sequence alone."""
+        """Whether the argument `batch_invariant` or the environment variable asks for results
+        whose bits depend on the query's own sequence only.
+        """
         return self.batch_invariant or environment.BATCH_INVARIANT
 
     def key_positions(self, keys: Tensor) -> Tensor:
-        """Where the keys of these numbers stand."""
+        """The positions in the whole sequence of keys of this rank's share of the cache.
+
+        keys: integers of any shape, numbering the local keys of a sequence from 0
+        """
         if self.key_ranks == 1:
             return keys
         runs, run = keys // self.key_interleave, self.key_interleave
@@ -355,7 +372,7 @@ class AttentionCall:
             return self.k_start
         return (self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k)[:-1]
 
-    @property
+    @functools.cached_property
     def result_dtype(self) -> torch.dtype:
         return self.out_dtype or self.q.dtype
 
@@ -366,7 +383,7 @@ class AttentionCall:
         return out, self.q.new_empty((self.num_heads, self.total_q), dtype=torch.float32)
 
 
-# where an operator's default is not the field's
+# op -> the defaults in which it differs from the fields
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {"flash_varlen": {}, "blocksparse": {"causal": True}}
 
 
@@ -380,7 +397,7 @@ def listed(owner: type) -> tuple[Argument, ...]:
 def arguments(op: str) -> tuple[Argument, ...]:
     """The list: what `flash_varlen` or `blocksparse` takes, in the order of its schema."""
     found = listed(AttentionCall)
-    if op == "blocksparse":  # a layout comes behind q, k and v
+    if op == "blocksparse":  # the layout's arguments follow q, k and v
         found = found[:3] + listed(BlockLayout) + found[3:]
     own = OWN_DEFAULTS[op]
     found = tuple(x._replace(default=own.get(x.name, x.default)) for x in found)
@@ -389,17 +406,17 @@ def arguments(op: str) -> tuple[Argument, ...]:
 
 @functools.cache
 def tensor_names(op: str) -> tuple[str, ...]:
-    """The tensors of the list."""
+    """The names of the tensor arguments, in the order of the schema."""
     return tuple(x.name for x in arguments(op) if x.is_tensor)
 
 
 def backward_arguments(op: str) -> tuple[Argument, ...]:
-    """Those of the list that the backward of `op` takes, too."""
+    """The arguments of `op` that its backward takes as well."""
     return tuple(x for x in arguments(op) if x.in_backward)
 
 
 def defaults(op: str) -> dict[str, Any]:
-    """What stands for each argument that a call does not give."""
+    """Argument name -> default value; `dataclasses.MISSING` if the argument is required."""
     return {x.name: x.default for x in arguments(op)}
 
 
@@ -410,14 +427,18 @@ def option_names(op: str) -> tuple[str, ...]:
 
 
 def per_sequence_tensors() -> dict[str, int]:
-    """Tensors with an entry per sequence, in their first dimension if they have that many."""
+    """Name -> number of dimensions with which the tensor has one entry per sequence. The entries
+    are then in its first dimension; with fewer dimensions it is shared by all sequences.
+    """
     return {x.name: x.per_sequence for x in arguments("blocksparse") if x.per_sequence}
 
 
 def key_lengths(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
 ) -> Tensor:
-    """Lk of every sequence, int32 `(batch,)`, wherever the call says it."""
+    """The number of keys Lk of each sequence, int32 `(batch,)`: `seqused_k` if it is given, else
+    the differences of `cu_seqlens_k`, else those of `cu_seqlens_q`.
+    """
     if seqused_k is not None:
         return seqused_k
     return (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).diff()

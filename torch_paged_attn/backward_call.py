@@ -1,7 +1,7 @@
-"""The arguments of a backward of attention: those of the forward, and what the forward returned.
+"""`BackwardCall`: the arguments of `flash_varlen_backward` and `blocksparse_backward`.
 
-The fields of `BackwardCall` are what `flash_varlen_backward` and `blocksparse_backward` take beside
-the list in `attention_call.py`.
+They are arguments of the forward (those of the list in `attention_call.py` that have `in_backward`)
+and the fields below: the forward's results, their gradients, and which gradients are wanted.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from torch_paged_attn.attention_call import (
 
 Mask = tuple[bool, bool, bool, bool, bool]
 
-# what a backward returns, in the order of `output_mask`, and of which input each is the gradient
+# result of a backward -> the input whose gradient it is, in the order of `output_mask`
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v", "dbias": "attn_bias", "dsinks": "sinks"}
 
 
@@ -53,12 +53,12 @@ class BackwardCall:
 
     @classmethod
     def flash_varlen(cls, *args: Any, **kwargs: Any) -> "BackwardCall":
-        """From what the operator `flash_varlen_backward` was called with."""
+        """From the arguments of the operator `flash_varlen_backward`."""
         return cls._of("flash_varlen", args, kwargs)
 
     @classmethod
     def blocksparse(cls, *args: Any, **kwargs: Any) -> "BackwardCall":
-        """From what the operator `blocksparse_backward` was called with."""
+        """From the arguments of the operator `blocksparse_backward`."""
         return cls._of("blocksparse", args, kwargs)
 
     @classmethod
@@ -74,7 +74,7 @@ class BackwardCall:
         return f"{self.forward.op}_backward"
 
     def named_forward(self) -> AttentionCall:
-        """The forward under the backward's name: what checks say of it goes by that."""
+        """The forward call with the backward's op name, so that errors of its checks show that."""
         return dataclasses.replace(self.forward, op=self.op)
 
     @property
@@ -84,21 +84,23 @@ class BackwardCall:
 
     @property
     def wanted(self) -> Mask:
-        """Which results hold numbers: those that are asked for and have an input of their own."""
+        """Which results are computed: those that `output_mask` asks for and whose input is given.
+        A bool attn_bias counts as not given, because it has no gradient.
+        """
         dq, dk, dv, dbias, dsinks = self.output_mask
         bias = self.forward.attn_bias
         dbias = dbias and bias is not None and bias.dtype != torch.bool
         return dq, dk, dv, dbias, dsinks and self.forward.sinks is not None
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Every tensor of the call by its name, None where it was not given."""
+        """Every tensor argument by its name, None if it was not given."""
         own = {x.name: getattr(self, x.name) for x in listed(BackwardCall) if x.is_tensor}
         both = own | self.forward.tensors()
         return {name: both[name] for name in tensor_names(self.op)}
 
     def new_results(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Memory for dq, dk, dv, dbias and dsinks, contiguous: like q, k, v, attn_bias and sinks.
-        What is not wanted is an empty tensor of q's dtype.
+        """Uninitialised, contiguous dq, dk, dv, dbias and dsinks, of the shapes and dtypes of q, k,
+        v, attn_bias and sinks. A result that is not wanted is an empty tensor `(0,)` of q's dtype.
         """
         dq, dk, dv, dbias, dsinks = (
             self.forward.q.new_empty(0)
@@ -129,5 +131,5 @@ def arguments(op: str) -> tuple[Argument, ...]:
 
 @functools.cache
 def tensor_names(op: str) -> tuple[str, ...]:
-    """The tensors among them."""
+    """The names of the tensor arguments, in the order of the schema."""
     return tuple(x.name for x in arguments(op) if x.is_tensor)

@@ -1,7 +1,7 @@
-"""What the environment says, read once, when the package is imported. README lists the variables.
+"""The environment variables, read once when the package is imported (listed in docs/running.md).
 
-Readers look the names up here at every use, so that a test can replace one. `PAGED_ATTN_CPU_ISA` is
-read by the compiled CPU kernels, when their library is loaded.
+Other modules read these names at every use, `environment.CHECK`, so that a test can replace one.
+`PAGED_ATTN_CPU_ISA` is read by the compiled CPU kernels when their library is loaded.
 """
 
 import os
@@ -17,15 +17,15 @@ def _flag(name: str) -> bool:
 
 # a query's bits on a GPU depend on its sequence alone, not on the batch
 BATCH_INVARIANT = _flag("PAGED_ATTN_BATCH_INVARIANT")
-# backends in Python check what tensors hold, too, which waits for the device
+# backends written in Python also check the values in tensors, which waits for the device
 CHECK = _flag("PAGED_ATTN_CHECK")
 # the Neuron kernels run on their emulator, for tensors on the CPU
 NEURON_EMULATE = _flag("PAGED_ATTN_NEURON_EMULATE")
-# the TPU kernels run in Pallas' interpreter, where torch_xla's device is a CPU
+# the TPU kernels run in Pallas' interpreter if torch_xla's device is a CPU
 TPU_INTERPRET = _flag("PAGED_ATTN_TPU_INTERPRET")
-# a cache write on torch_tpu takes the cache's memory for the new one; for programs that run eagerly
+# on torch_tpu, a cache write reuses the memory of the cache that it gets; for eager programs only
 TPU_DONATE = _flag("PAGED_ATTN_TPU_DONATE")
-# calls are ranges of torch.profiler that name their kernels
+# each call is a range in torch.profiler, named after its kernel
 PROFILE = _flag("PAGED_ATTN_PROFILE")
-# another library of CPU kernels than the one beside this file
+# the library of CPU kernels; by default the one beside this file
 LIBRARY = Path(os.environ.get("PAGED_ATTN_LIBRARY") or Path(__file__).parent / "_C.abi3.so")

@@ -1,10 +1,11 @@
-"""A paged KV cache: the tensors, and the host's bookkeeping of who owns which page.
+"""A paged KV cache: its tensors, and bookkeeping on the host of which sequence holds which page.
 
-A sequence takes one page after another. Sequences share pages, which count their owners; a shared
-page is copied when one of its owners writes to it (PagedAttention, arXiv 2309.06180). A full page
-whose tokens are known is looked up by all tokens from the start of its sequence to its own end, so
-sequences with a common prefix share the pages of that prefix. A page without an owner can still be
-looked up until it is taken again; the least recently used page is taken first.
+A sequence grows by a page at a time. Several sequences may hold the same page, which has a
+reference count; a shared page is copied when one of them appends to it (copy on write,
+PagedAttention, arXiv 2309.06180). A full page whose token ids are known is found by a hash of all
+tokens from the start of its sequence to its own end, so that sequences with a common prefix share
+the pages of that prefix. A page that no sequence holds can still be found this way until it is
+reused; the least recently used page is reused first.
 
 >>> cache = PagedKVCache(num_layers, num_pages, num_kv_heads, page_size, head_dim)
 >>> reused = cache.append("a", prompt)  # tokens whose keys and values are in the cache already
@@ -31,10 +32,13 @@ from torch import Tensor
 
 
 class CacheFull(RuntimeError):
-    """Too few pages are left. The call that raised it has changed nothing."""
+    """Too few pages are free. The call that raised this has changed nothing.
+
+    needed, available: numbers of pages
+    """
 
     def __init__(self, needed: int, available: int) -> None:
-        # copies and pickles are made by calling the class with `args` again
+        # copy and pickle call the class again with `args`, so these must be its own arguments
         super().__init__(needed, available)
         self.needed = needed
         self.available = available
@@ -45,13 +49,14 @@ class CacheFull(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """The metadata of one step, as tensors on the cache's device.
+    """The metadata of one step of a model: tensors on the cache's device, and two lengths.
 
     slot_mapping: (total_q,) the slot of each query token's key and value; int32, or int64 for a
         cache of 2^31 slots and more
-    block_table: (batch, max_pages) int32, unused entries -1
-    seqused_k: (batch,) int32
-    cu_seqlens_q: (batch + 1,) int32
+    block_table: (batch, max_pages) int32, the pages of each sequence, unused entries -1
+    seqused_k: (batch,) int32, tokens of each sequence
+    cu_seqlens_q: (batch + 1,) int32, the row of q where each sequence starts
+    max_seqlen_q, max_seqlen_k: queries and tokens of the longest sequence
     """
 
     slot_mapping: Tensor
@@ -75,12 +80,12 @@ class PagedBatch:
 @dataclass
 class _Sequence:
     length: int = 0
-    # an array, because tensors are made of it every step
+    # an array, because every step makes a tensor of it
     pages: array[int] = field(default_factory=lambda: array("i"))
-    # ids; None after an append without ids
+    # token ids; None after an append without ids
     tokens: list[int] | None = field(default_factory=list)
-    # of each full page whose tokens are known: the digest of all tokens up to its end
-    keys: list[bytes] = field(default_factory=list)
+    # for each full page whose tokens are known: the hash of all tokens up to its end
+    hashes: list[bytes] = field(default_factory=list)
 
 
 class PagedKVCache:
@@ -88,9 +93,9 @@ class PagedKVCache:
 
     kv_cache: (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim), uninitialised;
         `kv_cache[layer]` is what `reshape_and_cache` takes, and unpacks into k and v
-    separate: kv_cache is a list of each layer's pair (k, v), tensors of their own. A TPU wants it:
-        to XLA, a part of a tensor is a copy
-    dtype: any dtype of the ops' caches, the 8-bit ones included
+    separate: kv_cache is instead a list with a pair of tensors (k, v) for each layer. Use it on a
+        TPU, where XLA copies a slice of a tensor
+    dtype: any dtype of the ops' caches, the 8-bit ones included; None: torch's default
 
     Any hashable object names a sequence. Write the keys and values of appended tokens before the
     next append or fork of their sequence, and before the attention of their batch: pages are shared
@@ -126,23 +131,24 @@ class PagedKVCache:
         self.page_size = page_size
         self._sequences: dict[Hashable, _Sequence] = {}
         self._ref_counts = [0] * num_pages
-        # a page without an owner is in one of these two: nothing can be found in it, or its tokens
+        # a page that no sequence holds is in one of these: in `_evictable`, oldest first, if it can
+        # still be found by its hash, else in `_blank`
         self._blank = list(reversed(range(num_pages)))
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._page_of_key: dict[bytes, int] = {}
-        self._key_of_page: dict[int, bytes] = {}
+        self._page_of_hash: dict[bytes, int] = {}
+        self._hash_of_page: dict[int, bytes] = {}
 
     @staticmethod
     def bytes_per_token(
         num_layers: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype | None = None
     ) -> int:
-        """Bytes that the keys and values of one token take in all layers together."""
+        """Bytes of one token's keys and values in all layers together."""
         size = (dtype or torch.get_default_dtype()).itemsize
         return 2 * num_layers * num_kv_heads * head_dim * size
 
     @staticmethod
     def pages_for(lengths: Sequence[int], page_size: int) -> int:
-        """Pages that sequences of these lengths take, if none is shared."""
+        """Number of pages that sequences of these lengths (in tokens) need if they share none."""
         return sum(-(-length // page_size) for length in lengths)
 
     def __contains__(self, seq: Hashable) -> bool:
@@ -153,11 +159,11 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that an append may take, with those that can still be looked up."""
+        """Pages that no sequence holds, those that can still be found by their tokens included."""
         return len(self._blank) + len(self._evictable)
 
     def length(self, seq: Hashable) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         return self._sequence(seq).length
 
     def pages(self, seq: Hashable) -> tuple[int, ...]:
@@ -171,26 +177,26 @@ class PagedKVCache:
     def append(self, seq: Hashable, tokens: int | Sequence[int]) -> int:
         """Make room for more tokens of a sequence; return how many of them the cache holds already.
 
-        A sequence that is not there yet begins. Token ids let sequences share full pages: the
-        tokens of a prefix that the cache holds need not be computed again. The last token always
-        has to be computed.
+        An unknown sequence is created. With token ids, full pages are shared between sequences: the
+        keys and values of a prefix that the cache holds need not be computed again. The last token
+        is never counted as held, because its output is needed.
 
-        tokens: token ids, or how many tokens. After a number, later pages of the sequence are
-        neither shared nor looked up
+        tokens: token ids, or the number of tokens. After a number, pages that the sequence fills
+            are neither shared nor found by other sequences
 
-        Raises CacheFull and changes nothing if too few pages are left.
+        Raises CacheFull, and changes nothing, if too few pages are free.
         """
         count, ids = _count_tokens(tokens)
         state = self._sequences.get(seq) or _Sequence()
         page_size = self.page_size
         filled = state.length % page_size
-        keys = self._next_keys(state, ids)
+        hashes = self._next_hashes(state, ids)
         hits: list[int] = []
         if not filled:
-            for key in keys[: max(count - 1, 0) // page_size]:
-                if key not in self._page_of_key:
+            for digest in hashes[: max(count - 1, 0) // page_size]:
+                if digest not in self._page_of_hash:
                     break
-                hits.append(self._page_of_key[key])
+                hits.append(self._page_of_hash[digest])
 
         copied = bool(filled and count and self._ref_counts[state.pages[-1]] > 1)
         length = state.length + count
@@ -202,7 +208,7 @@ class PagedKVCache:
         if copied:
             self._copy_last_page(state)
         elif filled and count:
-            # a truncated page can still be looked up by the tokens that filled it
+            # after a truncate, the page may still be listed under tokens that are now overwritten
             self._forget(state.pages[-1])
         for page in hits:
             self._share(page)
@@ -213,16 +219,16 @@ class PagedKVCache:
             state.tokens = None
         elif ids and state.tokens is not None:
             state.tokens += ids
-        for key in keys:
-            page = state.pages[len(state.keys)]
-            if key not in self._page_of_key:
-                self._page_of_key[key], self._key_of_page[page] = page, key
-            state.keys.append(key)
+        for digest in hashes:
+            page = state.pages[len(state.hashes)]
+            if digest not in self._page_of_hash:
+                self._page_of_hash[digest], self._hash_of_page[page] = page, digest
+            state.hashes.append(digest)
         self._sequences[seq] = state
         return len(hits) * page_size
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
-        """Begin a sequence with the tokens of another one, which shares all its pages."""
+        """Create a sequence `child` with the tokens of `parent`. The two share all pages."""
         if child in self._sequences:
             raise ValueError(
                 f"PagedKVCache.fork: child must be a new sequence, got {child!r}, which exists"
@@ -231,10 +237,10 @@ class PagedKVCache:
         for page in state.pages:
             self._share(page)
         tokens = None if state.tokens is None else list(state.tokens)
-        self._sequences[child] = _Sequence(state.length, state.pages[:], tokens, list(state.keys))
+        self._sequences[child] = _Sequence(state.length, state.pages[:], tokens, list(state.hashes))
 
     def truncate(self, seq: Hashable, length: int) -> None:
-        """Forget a sequence's tokens from position length on, such as rejected drafts."""
+        """Shorten a sequence to its first `length` tokens, for example to drop rejected drafts."""
         state = self._sequence(seq)
         if not 0 <= length <= state.length:
             raise ValueError(
@@ -243,16 +249,17 @@ class PagedKVCache:
         kept = -(-length // self.page_size)
         self._release(state.pages[kept:])
         del state.pages[kept:]
-        del state.keys[length // self.page_size :]
+        del state.hashes[length // self.page_size :]
         if state.tokens is not None:
             del state.tokens[length:]
         state.length = length
 
     def free(self, seq: Hashable, written: int | None = None) -> None:
-        """Remove a sequence. Pages that no other sequence holds can be taken again.
+        """Remove a sequence. Its pages are free unless another sequence holds them.
 
-        written: how many of its tokens were written, None: all. Give it when a step fails between
-        append and write: a page that was not written must not be looked up.
+        written: how many of its tokens have their keys and values in the cache; None: all. Give it
+            if a step fails between append and write, so that no other sequence finds a page that
+            was never written
         """
         state = self._sequence(seq)
         if written is not None:
@@ -320,21 +327,21 @@ class PagedKVCache:
             raise KeyError(f"no sequence {seq!r} in the cache")
         return self._sequences[seq]
 
-    def _next_keys(self, state: _Sequence, ids: list[int] | None) -> list[bytes]:
-        """The keys of pages that ids fill: a digest of the key before and of the page's tokens."""
+    def _next_hashes(self, state: _Sequence, ids: list[int] | None) -> list[bytes]:
+        """The hashes of pages that `ids` fill, each of the page's tokens and the hash before it."""
         if state.tokens is None or ids is None:
             return []
-        pending = state.tokens[len(state.keys) * self.page_size :] + ids
-        key = state.keys[-1] if state.keys else b""
-        keys = []
+        pending = state.tokens[len(state.hashes) * self.page_size :] + ids
+        digest = state.hashes[-1] if state.hashes else b""
+        hashes = []
         for end in range(self.page_size, len(pending) + 1, self.page_size):
             page_tokens = array("q", pending[end - self.page_size : end])
-            key = hashlib.sha256(key + page_tokens.tobytes()).digest()
-            keys.append(key)
-        return keys
+            digest = hashlib.sha256(digest + page_tokens.tobytes()).digest()
+            hashes.append(digest)
+        return hashes
 
     def _take(self) -> int:
-        """Give a page its first owner: a blank page, else the least recently used one."""
+        """A page for one sequence: a blank one, else the least recently used evictable one."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -348,24 +355,24 @@ class PagedKVCache:
         self._ref_counts[page] += 1
 
     def _release(self, pages: Sequence[int]) -> None:
-        # the end of a prefix is useless without its start, so the end is evicted first
+        # the last page goes in first and is evicted first: a prefix is useless without its start
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
-                if page in self._key_of_page:
+                if page in self._hash_of_page:
                     self._evictable[page] = None
                 else:
                     self._blank.append(page)
 
     def _forget(self, page: int) -> None:
-        key = self._key_of_page.pop(page, None)
-        if key is not None:
-            del self._page_of_key[key]
+        digest = self._hash_of_page.pop(page, None)
+        if digest is not None:
+            del self._page_of_hash[digest]
 
     def _copy_last_page(self, state: _Sequence) -> None:
         shared, own = state.pages[-1], self._take()
         try:
-            # integers index the tensor: the copy runs on the device, in stream order
+            # the indices are Python integers, so that nothing waits for the device
             if isinstance(self.kv_cache, Tensor):
                 self.kv_cache[:, :, own].copy_(self.kv_cache[:, :, shared])
             else:
@@ -385,13 +392,13 @@ class PagedKVCache:
 
 
 def _count_tokens(tokens: int | Sequence[int]) -> tuple[int, list[int] | None]:
-    """How many tokens an append brings, and their ids, None if it gives only a number."""
+    """The number of tokens that are appended, and their ids; None if only a number is given."""
     if isinstance(tokens, int | Integral):
         count = int(tokens)
         if count < 0:
             raise ValueError(f"PagedKVCache.append: tokens must not be negative, got {count}")
         return count, None
-    # an array would take the letters of bytes for ids
+    # array("q", bytes) would read each byte as an id
     if not isinstance(tokens, bytes | bytearray):
         try:
             ids = array("q", tokens).tolist()

@@ -1,4 +1,4 @@
-"""A dictionary with a bound."""
+"""A bounded dictionary that drops its least recently used entries."""
 
 import itertools
 import threading
@@ -7,20 +7,21 @@ from typing import Any
 
 
 class LRU:
-    """A dictionary of up to `bound` entries. When it is full, the eighth of the entries that was
-    used least recently is dropped at once, so that few calls have to look for what to drop. Any
-    number of threads may use it. Reading takes no lock.
+    """A dictionary of at most `bound` entries.
+
+    When it is full, the least recently used eighth of the entries is dropped at once, so that the
+    search for old entries is rare. It is thread-safe; reading takes no lock.
     """
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
-        # value, and when it was last used
+        # key -> [value, time of last use]; the time is a counter
         self._entries: dict[Hashable, list[Any]] = {}
         self._now = itertools.count().__next__
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Any:
-        """The value put for `key`, or None."""
+        """The value stored under `key`, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -28,7 +29,7 @@ class LRU:
         return entry[0]
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Keep `value` for `key`."""
+        """Store `value` under `key`."""
         with self._lock:
             if key not in self._entries and len(self._entries) >= self.bound:
                 by_use = sorted(self._entries, key=lambda k: self._entries[k][1])

@@ -46,7 +46,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         )
         self.cache.kv_cache.fill_(float("nan"))
         self.tokens = {}
-        self.contents_of_key = {}
+        self.contents_of_hash = {}
         self.names = 0
         self.next_unknown = 1000
 
@@ -80,7 +80,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         # the two index tensors are apart: their dimension comes first
         self.cache.kv_cache[:, :, page, :, offset] = written[:, None, None, None, None] * MARK
         pages = contents(self.tokens[seq]).split(self.cache.page_size)
-        self.contents_of_key.update(zip(self.cache._sequences[seq].keys, pages, strict=False))
+        self.contents_of_hash.update(zip(self.cache._sequences[seq].hashes, pages, strict=False))
 
     def host_state(self):
         return copy.deepcopy({k: v for k, v in vars(self.cache).items() if k != "kv_cache"})
@@ -179,13 +179,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         unused = [*cache._blank, *cache._evictable]
         assert sorted(unused) == [p for p in range(cache.num_pages) if not cache.ref_count(p)]
         assert cache.num_free_pages == len(unused)
-        assert {page: key for key, page in cache._page_of_key.items()} == cache._key_of_page
-        assert set(cache._evictable) <= set(cache._key_of_page)
+        assert {page: digest for digest, page in cache._page_of_hash.items()} == cache._hash_of_page
+        assert set(cache._evictable) <= set(cache._hash_of_page)
 
     @invariant()
     def a_page_is_found_by_what_it_holds(self):
-        for key, page in self.cache._page_of_key.items():
-            assert torch.equal(self.cache.kv_cache[0, 0, page, 0, :, 0], self.contents_of_key[key])
+        for digest, page in self.cache._page_of_hash.items():
+            assert torch.equal(
+                self.cache.kv_cache[0, 0, page, 0, :, 0], self.contents_of_hash[digest]
+            )
         for seq, tokens in self.tokens.items():
             assert self.cache._sequences[seq].tokens in (None, tokens)
 

@@ -217,7 +217,7 @@ def test_a_library_that_cannot_see_gradients_is_guarded_before_the_kernel():
 import torch
 from torch_paged_attn.ops import _library
 for name, gate in _library.GATES.items():
-    _library.LIBRARY.impl(name, gate.send_to_twin, "AutogradCPU")
+    _library.LIBRARY.impl(name, gate.call_gated, "AutogradCPU")
 import pytest, sys
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """

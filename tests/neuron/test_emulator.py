@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from nki_emulator import nisa, nl, simulate
+from tiles import empty, hbm, tile
 
 pytestmark = pytest.mark.usefixtures("machine")
 RNG = np.random.default_rng(0)
@@ -11,23 +12,6 @@ RNG = np.random.default_rng(0)
 
 def randn(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-def tile(values, buffer=nl.sbuf):
-    """A tile on chip that holds `values`."""
-    made = nl.ndarray(values.shape, dtype=values.dtype, buffer=buffer)
-    made.write(values)
-    return made
-
-
-def empty(*shape, dtype=nl.float32, buffer=nl.sbuf):
-    return nl.ndarray(shape, dtype=dtype, buffer=buffer)
-
-
-def hbm(values):
-    made = nl.ndarray(values.shape, dtype=values.dtype, buffer=nl.shared_hbm)
-    made.write(values)
-    return made
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])

@@ -1,49 +1,13 @@
-"""The emulator refuses each program with a fault in it, and for that fault."""
+"""The emulator refuses what misuses the language, a memory or a DMA, each for its own fault."""
 
 import re
 
 import numpy as np
 import pytest
 from nki_emulator import Violation, emulated, nisa, nl, simulate
+from tiles import empty, hbm, ones, tile
 
 pytestmark = pytest.mark.usefixtures("machine")
-gen2, gen4 = (
-    pytest.mark.parametrize("machine", [n], indirect=True, ids=[f"gen{n}"]) for n in (2, 4)
-)
-
-
-def empty(*shape, dtype=nl.float32, buffer=nl.sbuf):
-    return nl.ndarray(shape, dtype=dtype, buffer=buffer)
-
-
-def tile(values, buffer=nl.sbuf):
-    made = empty(*values.shape, dtype=values.dtype, buffer=buffer)
-    made.write(values)
-    return made
-
-
-def ones(*shape, dtype=nl.float32, buffer=nl.sbuf):
-    return tile(np.ones(shape, dtype), buffer)
-
-
-def hbm(values):
-    return tile(values, nl.shared_hbm)
-
-
-def matmul(depth=128, rows=128, columns=512, a=nl.bfloat16, b=nl.bfloat16, out=nl.float32, **kw):
-    left, right = ones(depth, rows, dtype=a), ones(depth, columns, dtype=b)
-    nisa.nc_matmul(empty(rows, columns, dtype=out, buffer=nl.psum), left, right, **kw)
-
-
-def across_banks():
-    out = empty(128, 600, buffer=nl.psum)
-    nisa.nc_matmul(out[:, 50:562], ones(128, 128), ones(128, 512))
-
-
-def onto_memset():
-    out = empty(128, 8, buffer=nl.psum)
-    nisa.memset(out, 0.0)
-    nisa.nc_matmul(out, ones(128, 128), ones(128, 8), accumulate=True)
 
 
 def gather(index, rows=6, columns=3, **kw):
@@ -57,11 +21,6 @@ def scatter_twice():
     offsets = tile(np.array([[1], [1]], np.int32))
     cache = hbm(np.zeros((6, 3), np.float32))
     nisa.dma_copy(cache.ap([[3, 2], [1, 3]], vector_offset=offsets), ones(2, 3))
-
-
-def select(data, comp_op0=nl.greater_equal, **kw):
-    bounds = ones(8, 1), ones(8, 1)
-    nisa.range_select(empty(8, 4), data, comp_op0, nl.less, *bounds, **kw)
 
 
 def keeps_a_tile():
@@ -106,36 +65,6 @@ FAULTS = {
     "SBUF full": ("sbuf holds 212992", lambda: [empty(128, 30000) for _ in range(2)]),
     "PSUM full": ("psum holds 16384", lambda: [empty(128, 512, buffer=nl.psum) for _ in range(9)]),
     "buffer by name": ("allowed: nl.sbuf", lambda: empty(128, 4, buffer="sbuf")),
-    "matmul: 1024 columns": ("1024 moving columns", lambda: matmul(columns=1024)),
-    "matmul: mixed float32": ("float32 goes with float32 only", lambda: matmul(b=nl.float32)),
-    "matmul: integers": ("operand of int32", lambda: matmul(a=nl.int32, b=nl.int32)),
-    "matmul: bfloat16 result": (
-        "a bfloat16 result on generation 3",
-        lambda: matmul(out=nl.bfloat16),
-    ),
-    "matmul: result in SBUF": (
-        "writes PSUM",
-        lambda: nisa.nc_matmul(empty(4, 4), ones(4, 4), ones(4, 4)),
-    ),
-    "matmul: operand in PSUM": (
-        "reads SBUF",
-        lambda: nisa.nc_matmul(empty(4, 4, buffer=nl.psum), ones(4, 4, buffer=nl.psum), ones(4, 4)),
-    ),
-    "matmul: other depth": (
-        "8 and 4 partitions",
-        lambda: nisa.nc_matmul(empty(4, 4, buffer=nl.psum), ones(8, 4), ones(4, 4)),
-    ),
-    "matmul: across banks": ("crosses a PSUM bank", across_banks),
-    "matmul: accumulates on nothing": ("no product has started", lambda: matmul(accumulate=True)),
-    "matmul: accumulates on memset": ("no product has started", onto_memset),
-    "transpose: changes type": (
-        "bfloat16 into float32",
-        lambda: nisa.nc_transpose(empty(4, 8, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)),
-    ),
-    "transpose: wide on VectorE": (
-        "at most 32 x 32",
-        lambda: nisa.nc_transpose(empty(64, 8), ones(8, 64)),
-    ),
     "reads what nothing wrote": (
         "before it is written",
         lambda: nisa.tensor_copy(empty(8, 4), empty(8, 4)),
@@ -168,6 +97,28 @@ FAULTS = {
             empty(4, 8, dtype=nl.bfloat16, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)
         ),
     ),
+    "DMA transpose: into HBM": (
+        "dma_transpose writes SBUF",
+        lambda: nisa.dma_transpose(
+            hbm(np.zeros((4, 8), nl.bfloat16)), ones(8, 4, dtype=nl.bfloat16)
+        ),
+    ),
+    "DMA transpose: priority": (
+        "from the fourth generation on",
+        lambda: nisa.dma_transpose(
+            empty(4, 8, dtype=nl.bfloat16), ones(8, 4, dtype=nl.bfloat16), priority=0
+        ),
+    ),
+    "DMA with priority": (
+        "from the fourth generation on",
+        lambda: nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 4), np.float32)), priority=1),
+    ),
+    "DMA with an engine": (
+        "only hwdge has an engine",
+        lambda: nisa.dma_copy(
+            empty(8, 4), hbm(np.zeros((8, 4), np.float32)), engine=nisa.engine.sync
+        ),
+    ),
     "DMA of another size": (
         "(8, 5) into (8, 4)",
         lambda: nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 5)))),
@@ -186,112 +137,23 @@ FAULTS = {
             empty(8, 4), hbm(np.zeros((8, 4), np.float32)), oob_mode=nisa.oob_mode.skip
         ),
     ),
-    "two inputs in PSUM": (
-        "both inputs lie in PSUM",
-        lambda: nisa.tensor_tensor(
-            empty(8, 4), ones(8, 4, buffer=nl.psum), ones(8, 4, buffer=nl.psum), nl.add
-        ),
-    ),
-    "GpSimd in PSUM": (
-        "GpSimd does not reach PSUM",
-        lambda: nisa.tensor_copy(
-            empty(8, 4), ones(8, 4, buffer=nl.psum), engine=nisa.engine.gpsimd
-        ),
-    ),
-    "tiles of other shapes": (
-        "(4, 8) into (8, 4)",
-        lambda: nisa.tensor_copy(empty(8, 4), ones(4, 8)),
-    ),
-    "operand is a matrix": (
-        "an operand of shape (8, 2)",
-        lambda: nisa.tensor_scalar(empty(8, 4), ones(8, 4), nl.add, ones(8, 2)),
-    ),
-    "operand is bfloat16": (
-        "an operand of bfloat16",
-        lambda: nisa.tensor_scalar(empty(8, 4), ones(8, 4), nl.add, ones(8, 1, dtype=nl.bfloat16)),
-    ),
-    "bitwise with arithmetic": (
-        "bitwise with arithmetic",
-        lambda: nisa.tensor_scalar(
-            empty(8, 4, dtype=nl.int32),
-            ones(8, 4, dtype=nl.int32),
-            nl.left_shift,
-            1,
-            op1=nl.add,
-            operand1=1,
-        ),
-    ),
-    "predicate is float": (
-        "a predicate of float32",
-        lambda: nisa.tensor_copy_predicated(ones(8, 4), 0.0, ones(8, 4)),
-    ),
-    "a constant of another kind": (
-        "int into float32",
-        lambda: nisa.tensor_copy_predicated(ones(8, 4), 0, ones(8, 4, dtype=nl.uint8)),
-    ),
-    "a tensor where the predicate is 0": (
-        "reverse_pred with a tensor",
-        lambda: nisa.tensor_copy_predicated(
-            ones(8, 4), ones(8, 4), ones(8, 4, dtype=nl.uint8), reverse_pred=True
-        ),
-    ),
-    "a predicate of rank 5": (
-        "rank 5; at most 4",
-        lambda: nisa.tensor_copy_predicated(
-            ones(8, 1, 1, 1, 4), 0.0, ones(8, 1, 1, 1, 4, dtype=nl.uint8)
-        ),
-    ),
-    "a constant of rank 6": (
-        "rank 6; at most 5",
-        lambda: nisa.memset(empty(8, 1, 1, 1, 1, 4), 0.0),
-    ),
-    "a reciprocal of rank 6": (
-        "rank 6; at most 5",
-        lambda: nisa.reciprocal(ones(8, 1, 1, 1, 1, 4), ones(8, 1, 1, 1, 1, 4)),
-    ),
-    "integers overflow": (
-        "overflows uint32",
-        lambda: nisa.tensor_tensor(
-            empty(8, 4, dtype=nl.uint32),
-            *[tile(np.full((8, 4), 2**17, np.uint32)) for _ in range(2)],
-            nl.multiply,
-        ),
-    ),
     "view of another size": ("view of float32 as uint8", lambda: ones(8, 4).view(nl.uint8)),
-    "select of integers": (
-        "range_select of int32",
-        lambda: select(ones(8, 4, dtype=nl.int32)),
+    "register of a float": (
+        "register_load of float32",
+        lambda: nisa.register_load(nisa.register_alloc(), ones(1, 1)),
     ),
-    "select by arithmetic": ("are comparisons", lambda: select(ones(8, 4), comp_op0=nl.add)),
-    "select with another filling": (
-        "on_false_value is FP32_MIN",
-        lambda: select(ones(8, 4), on_false_value=0.0),
+    "register from PSUM": (
+        "register_load does not reach PSUM",
+        lambda: nisa.register_load(
+            nisa.register_alloc(), ones(1, 1, dtype=nl.int32, buffer=nl.psum)
+        ),
     ),
-    "exponential on the third generation": (
-        "came with the fourth generation",
-        lambda: nisa.exponential(empty(8, 4), ones(8, 4)),
+    "register into PSUM": (
+        "register_store does not reach PSUM",
+        lambda: nisa.register_store(
+            empty(1, 1, dtype=nl.int32, buffer=nl.psum), nisa.register_alloc(1)
+        ),
     ),
-    "memset of ints with a float": (
-        "memset of int32 with a float",
-        lambda: nisa.memset(empty(8, 4, dtype=nl.int32), 1.0),
-    ),
-    "memset of floats with an int": (
-        "memset of float32 with a int",
-        lambda: nisa.memset(empty(8, 4), 1),
-    ),
-    "reduces partitions": (
-        "allowed: the last free ones",
-        lambda: nisa.tensor_reduce(empty(8, 1), nl.add, ones(8, 4), axis=(0, 1)),
-    ),
-    "log of 0": (
-        "log outside",
-        lambda: nisa.activation(empty(8, 4), nl.log, tile(np.zeros((8, 4), np.float32))),
-    ),
-    "activation of an operation": (
-        "is not a function of ScalarE",
-        lambda: nisa.activation(empty(8, 4), nl.add, ones(8, 4)),
-    ),
-    "odd first partition": ("2 partitions from 1 on", lambda: nisa.memset(empty(128, 4)[1:3], 0.0)),
     "index outside": ("index 4 is outside", lambda: empty(8, 4)[:, 4]),
     "slice outside": ("slice 2:5", lambda: empty(8, 4)[:, 2:5]),
     "reshape of partitions": ("keeps the partition dimension", lambda: empty(8, 4).reshape((4, 8))),
@@ -319,29 +181,6 @@ def test_refuses(fault):
         program()
 
 
-@gen2
-def test_second_generation_lacks(machine):
-    with pytest.raises(Violation, match="gathers and scatters came with the third generation"):
-        gather([0, 1])
-    with pytest.raises(Violation, match="writes float32"):
-        nisa.nc_transpose(
-            empty(4, 8, dtype=nl.bfloat16, buffer=nl.psum), ones(8, 4, dtype=nl.bfloat16)
-        )
-    with pytest.raises(Violation, match="bias from a tile"):
-        nisa.activation(empty(8, 4), nl.exp, ones(8, 4), bias=1.0)
-    with pytest.raises(Violation, match="range_select came with the third generation"):
-        select(ones(8, 4))
-    with pytest.raises(Violation, match="third generation"):
-        nisa.tensor_copy(empty(8, 4), ones(8, 4), engine=nisa.engine.scalar)
-
-
-@gen4
-def test_fourth_generation_has(machine):
-    matmul(columns=4096, out=nl.float32)
-    matmul(out=nl.bfloat16)
-    matmul(a=nl.float8_e4m3fn, b=nl.float8_e4m3fn)
-
-
 def test_capacity_follows_the_generation():
     def fill():
         return [empty(128, 50 * 1024) for _ in range(1)]  # 200 KiB a partition
@@ -351,3 +190,18 @@ def test_capacity_follows_the_generation():
     with emulated(3) as third:
         fill()
     assert third.peak["sbuf"] == 200 * 1024 and third.live["sbuf"] == 0
+
+
+def test_gathers_came_with_the_third_generation():
+    with (
+        emulated(2),
+        pytest.raises(Violation, match="gathers and scatters came with the third generation"),
+    ):
+        gather([0, 1])
+
+
+def test_priorities_came_with_the_fourth_generation():
+    with emulated(4):
+        nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 4), np.float32)), priority=3)
+        with pytest.raises(Violation, match="allowed: 0 to 3"):
+            nisa.dma_copy(empty(8, 4), hbm(np.zeros((8, 4), np.float32)), priority=4)

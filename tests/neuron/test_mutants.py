@@ -1,14 +1,9 @@
 """The seeded faults of `mutants.py` still fit the backend; `make thorough-mutants` runs them."""
 
 import collections
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import mutants
+import pytest
 
 BACKEND = mutants.ROOT / "torch_paged_attn/backends/neuron"
 

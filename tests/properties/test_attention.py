@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from same_bits import assert_same_bits
 from served import HAS, examples
 
-from torch_paged_attn.testing import assert_accurate, build
-from torch_paged_attn.testing.problems import Layout, Problem
+from torch_paged_attn.testing import Layout, Problem, assert_accurate, build
 from torch_paged_attn.testing.strategies import layouts, problems
 
 FEW_ROWS_THAT_CANCEL = Problem(

@@ -12,9 +12,8 @@ from torch_paged_attn import reference
 from torch_paged_attn.backends.cpu import BACKEND
 from torch_paged_attn.ops.lacking import OF_BACKWARD
 from torch_paged_attn.reference import BASELINE
-from torch_paged_attn.testing import assert_accurate_gradients, build
+from torch_paged_attn.testing import Problem, assert_accurate_gradients, build
 from torch_paged_attn.testing.inputs import hostile_gradients
-from torch_paged_attn.testing.problems import Problem
 from torch_paged_attn.testing.strategies import layouts, problems
 
 # what the CPU's backward has of the arguments that a backend may lack

@@ -6,7 +6,7 @@ import torch
 from torch_paged_attn import reference
 from torch_paged_attn.reference import GOLDEN
 from torch_paged_attn.testing import assert_same_in_float64, build
-from torch_paged_attn.testing.problems import DIFFERENTIABLE, EXTENDED_DIFFERENTIABLE
+from torch_paged_attn.testing.training_problems import DIFFERENTIABLE, EXTENDED_DIFFERENTIABLE
 
 FORWARD_ALONE = ("out_dtype", "batch_invariant")
 INPUTS = ("q", "k", "v", "attn_bias", "sinks")

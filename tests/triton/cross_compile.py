@@ -35,7 +35,7 @@ from torch_paged_attn.testing import (
     Problem,
     build,
 )
-from torch_paged_attn.testing.problems import DIFFERENTIABLE
+from torch_paged_attn.testing.training_problems import DIFFERENTIABLE
 
 # backend, architecture and warp size as Triton names them; bytes of shared memory (LDS) a program
 # may have; what its matrix instructions are called

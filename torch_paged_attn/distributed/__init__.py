@@ -1,10 +1,10 @@
-"""Attention over several devices: the operators and torch.distributed's collectives, put together.
+"""Attention over several devices, made of the operators and torch.distributed's collectives.
 
-Nothing here is imported by the package itself; import what you use:
+The package itself imports nothing of this; import what you use:
 
-    context_parallel    tokens cut over ranks: all-gather KV, ring, Ulysses; with gradients
-    decode              a KV cache dealt out over ranks by position
-    sharding            DTensor's rules for the operators
+    context_parallel    each rank has some of the tokens: all-gather, ring, Ulysses; with gradients
+    decode              each rank has some positions of the KV cache
+    sharding            sharding rules for DTensor
 
-`docs/distributed.md` says which engine needs which.
+`docs/distributed.md` says which of them an engine needs.
 """

@@ -1,4 +1,4 @@
-"""Attention to keys of some heads while those of other heads are on their way."""
+"""Attention for some heads while the keys of the other heads are still being copied."""
 
 import importlib.util
 from typing import Any
@@ -9,20 +9,22 @@ from torch import Tensor
 from torch_paged_attn.distributed.shared_keys import Arriving
 from torch_paged_attn.ops import flash_varlen
 
-# arguments of all query heads, and the dimension of these
+# argument -> the dimension that has one entry per query head
 OF_HEADS = {"alibi_slopes": -1, "sinks": 0, "attn_bias": 0}
 
-# how many modes look at every operator: they are to see these as well
+# the number of active dispatch modes; a mode has to see every operator that is called
 _dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def attend_as_they_come(
     q: Tensor, parts: list[Arriving], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """`flash_varlen(q, k, v, **options)` of keys and values in parts, each of some KV heads.
+    """`flash_varlen(q, k, v, **options)` if the keys and values come in parts, each of some KV
+    heads.
 
-    On GPUs a part's kernel starts on its stream once its keys are there, where the kernel of the
-    part before leaves room; the current stream waits for all.
+    On GPUs each part has a kernel on the part's own stream, which starts when the part's keys have
+    been copied; kernels of several parts may run at the same time. The current stream waits for
+    all.
     """
     if len(parts) == 1:
         return flash_varlen(q, parts[0].k, parts[0].v, **options)

@@ -1,9 +1,10 @@
-"""Parts of attention on several ranks, each over its own keys: the whole, for a rank's own heads.
+"""Merging the partial results of several ranks, each of which attended to its own keys.
 
-All take `out` `(tokens, num_heads, head_dim_v)` float32 and `softmax_lse` `(num_heads, tokens)`
-and return what they are together, `num_heads / W` heads of it, in `out_dtype`. A part that saw no
-key (lse -inf) has no weight. Which is fastest is a matter of latency: of 32 sequences of 32 heads
-of 128 half a megabyte travels.
+Every function takes a rank's partial `out` `(tokens, num_heads, head_dim_v)` float32 and
+`softmax_lse` `(num_heads, tokens)`, and returns the merged results, in `out_dtype`, for this rank's
+`num_heads / W` heads, where W is the number of ranks. A row whose part saw no key (lse -inf) has
+weight 0. The functions differ in the collective. Which is fastest depends on its latency rather
+than on bandwidth: with 32 sequences and 32 heads of 128, half a megabyte is sent.
 """
 
 import datetime
@@ -27,7 +28,7 @@ OP, INSTEAD = "SymmetricCombine", "combine='all_to_all'"
 def by_all_gather(
     out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Everyone gets everything, and merges what is its own."""
+    """Each rank gets all parts of all heads, and merges those of its own heads."""
     flat = torch.cat([out.flatten(), lse.flatten()])
     parts = all_gather(flat, ranks).unflatten(0, (ranks.size, -1))
     own = _own(out.shape[1], ranks)
@@ -39,11 +40,11 @@ def by_all_gather(
 def by_reduce_scatter(
     out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Parts are scaled where they are and added up on the way."""
+    """Each rank weights its parts, and a reduce-scatter adds them up."""
     lses = all_gather(lse, ranks).unflatten(0, (ranks.size, -1))
     whole = lses.logsumexp(0)
     weight = (lse - whole.masked_fill(whole == float("-inf"), 0.0)).exp()[..., None]
-    # heads first: what is added up is one piece for each rank
+    # heads are the first dimension, so that each rank's share is contiguous
     scaled = torch.where(weight > 0.0, weight * out.transpose(0, 1), 0.0)
     own = scaled.new_empty(scaled.shape[0] // ranks.size, *scaled.shape[1:])
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -55,7 +56,7 @@ def by_reduce_scatter(
 def by_all_to_all(
     out: Tensor, lse: Tensor, ranks: Ranks, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Each rank is sent its heads, `out` and `softmax_lse` in one message."""
+    """Each rank gets the parts of its own heads, `out` and `softmax_lse` in one message."""
     tokens, heads, dim = out.shape
     own = heads // ranks.size
     size = tokens * own * dim
@@ -79,24 +80,26 @@ COMBINES = {
 
 
 class SymmetricCombine:
-    """Combine by memory that all GPUs of a group see: one kernel puts this rank's parts where they
-    are merged, and merges those that are put here. No multicast is used.
+    """Merge through symmetric memory, which all GPUs of a group can read and write: one kernel
+    writes this rank's parts into the other ranks' memory and merges the parts that they wrote here.
+    It does not use NVLink multicast.
 
-    Made once for a group, for all layers; calls of a group come in the same order on all ranks. May
-    be captured in a CUDA graph.
+    Make one object per group and use it in all layers. All ranks have to call it in the same order.
+    Calls can be captured in a CUDA graph.
 
     Args:
-        group: a process group, or a mesh of one dimension, of GPUs that reach each other's memory.
-        max_tokens: queries of a step at most.
-        num_heads, head_dim_v: of all ranks' heads.
+        group: a process group, or a mesh of one dimension, of GPUs with access to each other's
+            memory.
+        max_tokens: the largest number of queries of a step.
+        num_heads, head_dim_v: of the whole model, all ranks together.
         device: this rank's GPU.
-        timeout: how long a rank waits for the others. Then the device stops; `decode_attention`,
-            called next, says who did not come, and whoever else asks CUDA first hears of a launch
-            that failed.
+        timeout: how long a rank waits for the others. After that its kernel fails: the next
+            `decode_attention` names the rank that is missing; any other CUDA call reports a failed
+            launch.
 
     Raises:
-        ValueError: num_heads is not divisible by the ranks.
-        NotImplementedError: no such memory on this device, or not in this torch; no Triton.
+        ValueError: num_heads is not divisible by the number of ranks.
+        NotImplementedError: the device or this torch has no symmetric memory, or Triton is missing.
     """
 
     def __init__(
@@ -131,13 +134,13 @@ class SymmetricCombine:
             own.zero_()
             handle = memory.rendezvous(own, ranks.group)
             made.append([handle.get_buffer(rank, (size,), dtype) for rank in range(ranks.size)])
-            # nobody raises a flag that is still to be lowered
+            # no rank may set a flag before its owner has cleared it
             handle.barrier(channel=0)
             self.kept = [*getattr(self, "kept", []), own, handle]
         self.slots, self.flags = made
 
     def check(self, call: AttentionCall, ranks: Ranks) -> None:
-        """Raise for a call that this was not made for."""
+        """Raise ValueError for a call of other sizes or another group than this was made for."""
         tokens, heads, dim = self.limits
         sizes = call.num_heads, call.head_dim_v
         if call.total_q > tokens or sizes != (heads, dim) or ranks.group != self.ranks.group:
@@ -145,7 +148,9 @@ class SymmetricCombine:
             fail(call.op, "combine", came, f"one for {call.total_q} queries, heads {sizes}")
 
     def check_all_came(self) -> None:
-        """Raise RuntimeError if a kernel has waited for a rank in vain. Asks no device."""
+        """Raise RuntimeError if a kernel has timed out waiting for a rank. It reads host memory
+        only, since the device reports no more than a failed launch then.
+        """
         if late := int(self.said[0]):
             came = f"has rank {late - 1}, which did not come within {self.seconds:g} s"
             fail(OP, "group", came, "ranks that make the same calls", RuntimeError)

@@ -1,15 +1,16 @@
-"""Attention over a packed batch whose tokens are cut over ranks: context parallelism.
+"""Context parallelism: attention over a packed batch of which each rank has some tokens.
 
-Three schemes with one meaning: each rank calls with its own rows of q, k and v and gets its own
-rows of `out` and `softmax_lse`, as `flash_varlen` of the whole batch has them. `Shards` says who
-has what. All are differentiable where `flash_varlen` is.
+Three functions have the same meaning: each rank passes its own rows of q, k and v and gets its own
+rows of `out` and `softmax_lse`, the same as from `flash_varlen` of the whole batch. `Shards` says
+which rank has which tokens. All are differentiable if `flash_varlen` is.
 
-    all_gather_attention   each rank fetches the keys and values that its queries see; every option,
-                           and the bits of one process. The first choice with grouped queries.
-                           `SharedKeys` has GPUs copy them out of each other's memory
-    ring_attention         keys and values go round; a rank never holds more than two shards
-    ulysses_attention      tokens of some heads instead of heads of some tokens; the bits of one
-                           process. `num_heads` has to be divisible by the ranks
+    all_gather_attention   each rank fetches the keys and values that its queries see. Supports the
+                           most options; the bits of one process. Use it first with grouped queries.
+                           With `SharedKeys`, GPUs copy them directly from each other's memory
+    ring_attention         shards of keys and values pass from rank to rank; a rank never holds more
+                           than two of them
+    ulysses_attention      each rank computes some heads of all tokens; the bits of one process.
+                           `num_heads` has to be divisible by the number of ranks
 """
 
 from typing import Any
@@ -55,30 +56,31 @@ def all_gather_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the whole batch, where each rank fetches the keys that its queries see.
 
-    Under a causal mask or a window, and for documents that lie on one rank, that is less than all
-    keys. On the CPU the result has the bits of one process.
+    With a causal mask, a window, or documents that are on one rank, these are not all keys. On the
+    CPU the result has the same bits as from one process.
 
     Args:
         q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
-        shards: who has which tokens; any cut.
-        memory: where ranks find each other's keys, without gradients; None, and for keys in many
-            pieces, messages. Given on all ranks or on none.
-        options: as `flash_varlen` takes them: attn_bias `(1 or num_heads, shards.rows, >= longest
+        shards: which rank has which tokens; any `load_balance`.
+        memory: symmetric memory through which ranks copy each other's keys, if no gradient is
+            needed. None, or keys in many pieces: they are sent as messages. Pass it on all ranks or
+            on none.
+        options: as for `flash_varlen`: attn_bias `(1 or num_heads, shards.rows, >= longest
             document)` of this rank's rows, alibi_slopes, sinks, softmax_scale, causal,
             window_size_left, window_size_right, softcap, deterministic, batch_invariant.
 
     Returns:
         `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
-        float32 of this rank's rows, as `flash_varlen` of the whole batch has them.
+        float32 of this rank's rows, the same as from `flash_varlen` of the whole batch.
 
     Raises:
-        ValueError: on all ranks, what `flash_varlen` refuses, or calls that differ from rank to
-            rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        ValueError: on all ranks, arguments that `flash_varlen` refuses, or calls that differ from
+            rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option, or `memory` with gradients.
     """
 
-    # with gradients other messages are sent
+    # the messages are different ones if gradients are needed
     trains = _wants_gradients(q, k, v, *options.values())
 
     def check(call: AttentionCall) -> None:
@@ -100,7 +102,7 @@ def all_gather_attention(
         placement = None
         k, v = Fetch.apply(k, v, exchange)
     slopes = options.get("alibi_slopes")
-    if slopes is not None and slopes.dim() == 2:  # of documents
+    if slopes is not None and slopes.dim() == 2:  # one row per document
         options["alibi_slopes"] = slopes.index_select(0, exchange.documents)
     if exchange.q_position is not None:
         options["q_position"] = exchange.q_position
@@ -111,7 +113,8 @@ def all_gather_attention(
 
 
 def _check(call: AttentionCall) -> None:
-    if call.window_right == 0:  # the last query stands at the last key that it sees
+    # then the last query is at the position of its last key, and needs no q_position
+    if call.window_right == 0:
         return
     for name in ("alibi_slopes", "window_size_left", "window_size_right"):
         if not is_default(getattr(call, name), KNOWN[name]):
@@ -119,8 +122,9 @@ def _check(call: AttentionCall) -> None:
 
 
 def _may_share(device: torch.device) -> bool:
-    """Whether sequences may share rows of keys: the backend can be told where keys lie, and no
-    graph is made, which has no messages between two ranks."""
+    """Whether several sequences may use the same rows of keys. That needs a backend with `k_start`;
+    and point-to-point messages, which torch.compile does not support.
+    """
     if torch.compiler.is_compiling():
         return False
     backend, _ = serving_device(device)
@@ -133,7 +137,7 @@ def _wants_gradients(*given: Any) -> bool:
 
 
 def exchange_of(shards: Shards, options: dict[str, Any]) -> Exchange:
-    """Which rows a call needs; made once for a batch and a mask."""
+    """The rows of keys that a call exchanges, computed once for each batch and mask."""
     causal = options.get("causal", False)
     left, right = (options.get(f"window_size_{side}", -1) for side in ("left", "right"))
     has_bias = options.get("attn_bias") is not None

@@ -1,12 +1,12 @@
-"""Decode over a KV cache that is dealt out over ranks by position (decode context parallelism).
+"""Decode with a KV cache whose positions are distributed over ranks (decode context parallelism).
 
-Runs of `interleave` positions go round: position `p` lies on rank `(p // I) % W`, there at local
-index `p // (I W) * I + p % I`. A step on every rank: new keys are written where they belong
-(`local_slots` says -1 elsewhere), all heads of queries attend to the local keys, and `combine`
-makes the whole of the ranks' parts, for this rank's heads. Parts are float32: in 16 bits they would
-cost up to 1.6 times the error of one device.
+Of W ranks, each in turn gets `I = interleave` positions: position `p` is on rank `(p // I) % W`, at
+local index `p // (I W) * I + p % I`. In a step, every rank writes those new keys that belong to it
+(`local_slots` is -1 for the others), computes attention of all query heads to its local keys, and
+merges the partial results of all ranks for its own heads (`combine`). Partial results are float32:
+in 16 bits the error would be up to 1.6 times that of one device.
 
-Nothing waits for the host, and all of it may be captured in a CUDA graph.
+The host waits for nothing, and a step can be captured in a CUDA graph.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 OP = "decode_attention"
-# what compares positions
+# options that depend on positions
 BY_POSITION = ("causal", "window_size_left", "window_size_right", "alibi_slopes")
 ALLOWED = (
     *("sinks", "q_descale", "k_descale", "v_descale", "softmax_scale", "softcap", "out_dtype"),
@@ -41,12 +41,13 @@ ALLOWED = (
 
 
 def local_lengths(lengths: Tensor, group: Group = None, *, interleave: int = 1) -> Tensor:
-    """How many keys of each sequence lie on this rank.
+    """The number of keys of each sequence that are on this rank.
 
     Args:
-        lengths: `(batch,)` int32, keys of the whole sequences; on any device, it is not read.
+        lengths: `(batch,)` int32, keys of the whole sequences, on any device. The host does not
+            read them.
         group: a process group, a mesh of one dimension, or None for all processes.
-        interleave: positions that stay together, at least 1.
+        interleave: number of consecutive positions on the same rank, at least 1.
 
     Returns:
         `(batch,)` int32.
@@ -69,17 +70,17 @@ def local_slots(
     *,
     interleave: int = 1,
 ) -> Tensor:
-    """Where `reshape_and_cache` puts new tokens on this rank.
+    """The slots of new tokens in this rank's cache, for `reshape_and_cache`.
 
     Args:
         positions: `(tokens,)` ints, the position of each token in its sequence.
         sequences: `(tokens,)` ints, the sequence of each token.
         block_table: `(batch, max_pages)` int32, this rank's pages of each sequence.
-        page_size: slots of a page.
+        page_size: tokens of a page.
         group, interleave: as in `local_lengths`.
 
     Returns:
-        `(tokens,)` int64: slots of this rank's cache, -1 for tokens of other ranks.
+        `(tokens,)` int64; -1 for tokens of other ranks.
 
     Raises:
         ValueError: an argument outside the above.
@@ -93,7 +94,9 @@ def local_slots(
 
 
 def gather_heads(x: Tensor, group: Group = None) -> Tensor:
-    """`(tokens, W * n, head_dim)` on every rank of each rank's `(tokens, n, head_dim)`."""
+    """All heads on every rank: each rank passes its own, `(tokens, n, head_dim)`, and gets those of
+    all W ranks, `(tokens, W * n, head_dim)`.
+    """
     ranks = Ranks.of("gather_heads", group)
     found = all_gather(x, ranks).unflatten(0, (ranks.size, x.shape[0]))
     return found.transpose(0, 1).flatten(1, 2)
@@ -113,38 +116,39 @@ def decode_attention(
     max_seqlen_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys on all ranks, and keep this rank's heads of the result.
+    """Attention of all heads to the keys on all ranks; each rank gets the results of its own heads.
 
     Args:
-        q: `(total_q, num_heads, head_dim)`, ALL heads (`gather_heads`), the same on every rank; the
-            ranks divide num_heads.
+        q: `(total_q, num_heads, head_dim)`, ALL heads (`gather_heads`), the same on every rank;
+            num_heads is a multiple of the number W of ranks.
         k, v: this rank's pages, `(num_pages, num_kv_heads, page_size, head_dim or head_dim_v)`.
         cu_seqlens_q: `(batch + 1,)` int32; None for one query of each sequence.
         lengths: `(batch,)` int32, keys of the whole sequences on all ranks, new ones included.
         block_table: `(batch, max_pages)` int32, this rank's pages of each sequence.
         group: a process group, a mesh of one dimension, or None for all processes.
-        combine: "all_to_all" (one message each, of `out` and `softmax_lse`), "all_gather",
-            "reduce_scatter", or a `SymmetricCombine`: the same result but for roundings.
-        interleave: positions that stay together on a rank, at least 1.
-        max_seqlen_q: a hint, as `flash_varlen` takes it.
-        options: as `flash_varlen` takes them: sinks, descales, softmax_scale, softcap, out_dtype;
-            causal, windows and alibi_slopes compare positions in the whole sequence.
+        combine: how partial results are exchanged: "all_to_all", "all_gather", "reduce_scatter", or
+            a `SymmetricCombine`. The results are the same except for rounding.
+        interleave: number of consecutive positions on the same rank, at least 1.
+        max_seqlen_q: the hint of `flash_varlen`.
+        options: as for `flash_varlen`: sinks, descales, softmax_scale, softcap, out_dtype; causal,
+            windows and alibi_slopes, which refer to positions in the whole sequence.
 
     Returns:
         `out` `(total_q, num_heads / W, head_dim_v)` and `softmax_lse` `(num_heads / W, total_q)`
-        float32: this rank's heads, as `flash_varlen` over the whole cache has them.
+        float32 of this rank's heads, the same as from `flash_varlen` over the whole cache.
 
     Raises:
-        ValueError: on all ranks, what `flash_varlen` refuses, heads that ranks do not divide, or
-            calls that differ from rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        ValueError: on all ranks, arguments that `flash_varlen` refuses, num_heads that is no
+            multiple of W, or calls that differ from rank to rank (on accelerators: with
+            PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option.
-        RuntimeError: a rank did not come to an earlier call of a `SymmetricCombine` in time.
+        RuntimeError: an earlier call of a `SymmetricCombine` timed out waiting for a rank.
     """
     if isinstance(combine, SymmetricCombine):
-        combine.check_all_came()  # before the device is asked for anything
+        combine.check_all_came()  # before any CUDA call, which would only report a failed launch
     ranks = Ranks.of(OP, group)
     if cu_seqlens_q is None:
-        # one query at the end of a sequence sees all keys, and its mask is its length
+        # the only query is at the last position and sees all keys, so no causal mask is needed
         cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         if options.get("causal") and _unbounded(options):
             options["causal"] = False
@@ -157,11 +161,11 @@ def decode_attention(
 
     out_dtype = options.pop("out_dtype", None) or q.dtype
     if options.get("causal") or not _unbounded(options):
-        # what compares positions has to know them
+        # a rank's keys do not have consecutive positions
         options["q_position"] = lengths - cu_seqlens_q.diff()
         options |= {"key_ranks": ranks.size, "key_rank": ranks.rank, "key_interleave": interleave}
     if ranks.rank > 0:
-        options["sinks"] = None  # one rank's part has it
+        options["sinks"] = None  # a sink counts once
     out, lse = flash_varlen(
         *(q, k, v, cu_seqlens_q, None, max_seqlen_q, None),
         local_lengths(lengths, ranks.group, interleave=interleave),
@@ -174,7 +178,7 @@ def decode_attention(
 
 
 def _unbounded(options: dict[str, Any]) -> bool:
-    """Whether no window and no slope looks at positions."""
+    """Whether neither a window nor alibi_slopes is given."""
     windows = (options.get(f"window_size_{side}", -1) for side in ("left", "right"))
     return all(window < 0 for window in windows) and options.get("alibi_slopes") is None
 

@@ -1,9 +1,9 @@
-"""Keys and values on their way to the ranks whose queries see them: all-gather of what is needed.
+"""Exchange of keys and values: each rank gets the rows that its queries see.
 
-Each rank sends every other one the rows that its queries see, by an all-to-all of keys and one of
-values; then it lays what it has and what came in the order of its sequences. Under a causal mask or
-a window, and for documents that are whole, that is far less than everything. A gradient takes the
-same ways back, in float32, added up in the order of ranks.
+Each rank sends every other rank the rows that the other's queries see, in one all-to-all of keys
+and one of values, and puts its own and the received rows in the order of its sequences. With a
+causal mask, a window, or whole documents, that is much less than an all-gather. The backward sends
+the gradients of the rows back, in float32, and adds them up in the order of ranks.
 """
 
 from typing import Any, NamedTuple
@@ -15,38 +15,41 @@ from torch import Tensor
 from torch_paged_attn.distributed.shards import Shards, cumulative
 from torch_paged_attn.distributed.shared_keys import Placement
 
-# more pieces of keys than these are brought together row by row
+# up to so many contiguous pieces of rows are concatenated; more are gathered row by row
 MOST_RUNS = 64
 
 
 class Mask(NamedTuple):
-    """What decides which keys a query may see."""
+    """The options that decide which keys a query may see."""
 
     causal: bool
     window_size_left: int
     window_size_right: int
-    # whether columns of a bias count the keys of a document from its first
+    # whether there is an attn_bias, whose columns count keys from the start of the document
     from_first: bool
-    # whether anything is compared with positions
+    # whether any option depends on positions
     by_position: bool
 
 
 class Sequences(NamedTuple):
-    """Runs of queries of one document on one rank, and the keys of that document that they see."""
+    """The sequences of one rank's call of `flash_varlen`, `(sequences,)` int64 each.
+
+    A sequence has consecutive queries of one document, and the keys of this document that they see.
+    """
 
     document: Tensor
     first: Tensor  # position of the first query
-    queries: Tensor
-    low: Tensor  # positions of the first key, and behind the last one
-    high: Tensor
+    queries: Tensor  # number of queries
+    low: Tensor  # position of the first key
+    high: Tensor  # position of the last key, plus 1
 
 
 def sequences_of(shards: Shards, rank: int, mask: Mask) -> Sequences:
     """The sequences of a rank's call, in the order of its rows."""
     counts, first = shards.counts[rank], shards.first[rank]
-    if not mask.by_position:  # all pieces of a document see the same
+    if not mask.by_position:  # all pieces of a document see all its keys: one sequence
         counts, first = counts.sum(1, keepdim=True), first[:, :1]
-    elif counts.shape[1] == 2:  # pieces that follow each other are one
+    elif counts.shape[1] == 2:  # two adjacent pieces are one sequence
         joined = (first[:, 0] + counts[:, 0] == first[:, 1]) & (counts > 0).all(1)
         both = torch.stack([counts.sum(1), torch.zeros_like(counts[:, 0])], 1)
         counts = torch.where(joined[:, None], both, counts)
@@ -67,14 +70,15 @@ def sequences_of(shards: Shards, rank: int, mask: Mask) -> Sequences:
 
 
 class Exchange:
-    """Which rows of keys travel, and where they lie on this rank in the end.
+    """Which rows of keys ranks send each other, and in which order a rank's call reads them.
 
     Attributes (of this rank's call):
         documents: `(sequences,)` int64, the document of each sequence.
         lengths: cu_seqlens_q and cu_seqlens_k, `(sequences + 1,)` int32, and hints.
-        q_position: `(sequences,)` int32 where the last query does not stand at the last key; else
-            None.
-        placement: for calls without gradients, where each row lies once; None where it does not.
+        q_position: `(sequences,)` int32; None if every sequence's last query is at the position of
+            its last key.
+        placement: for calls without gradients: an order in which each row is stored once; None if
+            that cannot be used.
     """
 
     def __init__(self, shards: Shards, mask: Mask) -> None:
@@ -111,7 +115,7 @@ class Exchange:
         is_run = bool((given == start + torch.arange(len(given))).all())
         self.sent_run = slice(start, start + len(given)) if is_run else None
 
-        # the packing's rows where they lie here: own ones, then those that came
+        # row of the batch -> its row here: own rows come first, then received ones
         lies_at = torch.full((shards.tokens,), -1)
         lies_at[shards.owned[rank]] = torch.arange(self.own_rows)
         lies_at[torch.cat(came)] = self.own_rows + torch.arange(sum(self.came_rows))
@@ -120,7 +124,8 @@ class Exchange:
         self.in_order = len(keys) == total and bool((keys == torch.arange(total)).all())
         self.keys = shards.to_device(keys)
         self.runs = _runs(keys, self.own_rows)
-        # the way back: each row's use, and for rows that two sequences see the other one
+        # for gradients: the first place of each row among the keys, and the second one of rows that
+        # two sequences see
         first, second = _uses(keys, total)
         self.used = shards.to_device((first >= 0).nonzero().flatten())
         self.first_use = shards.to_device(first[first >= 0])
@@ -128,16 +133,16 @@ class Exchange:
         self.second_use = shards.to_device(second[second >= 0])
 
     def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's sequences, end to end."""
+        """The keys and values of this rank's sequences, one sequence after the other."""
         if not self.travels and self.in_order:
             return k[: self.own_rows], v[: self.own_rows]
         return self._fetched(k), self._fetched(v)
 
     def _fetched(self, x: Tensor) -> Tensor:
-        """Own rows, and those that other ranks send, in the order of this rank's sequences."""
+        """Own and received rows in the order of this rank's sequences."""
         theirs = x.new_empty(sum(self.came_rows), *x.shape[1:])
         if self.travels:
-            # rows that follow each other are sent from where they lie
+            # contiguous rows are sent without gathering them first
             run = self.sent_run
             sent = x.index_select(0, self.sent) if run is None else x[run].contiguous()
             group = self.ranks.group
@@ -148,8 +153,8 @@ class Exchange:
         return torch.cat([x[a:b] if b <= n else theirs[a - n : b - n] for a, b in self.runs])
 
     def hand_back(self, gradient: Tensor) -> Tensor:
-        """`(own_rows, width)` float32, of the gradients of the keys of all ranks' sequences: what
-        this rank's own rows get.
+        """The gradients of this rank's own rows, `(own_rows, width)` float32: the sum over all
+        ranks of the gradients of these rows. `gradient` is that of this rank's fetched rows.
         """
         total = self.own_rows + sum(self.came_rows)
         if self.in_order:
@@ -158,7 +163,7 @@ class Exchange:
             rows = gradient.new_zeros(total, *gradient.shape[1:], dtype=torch.float32)
             rows.index_copy_(0, self.used, gradient.index_select(0, self.first_use).float())
             other = gradient.index_select(0, self.second_use).float()
-            rows.index_add_(0, self.used_twice, other)  # no row twice: any order is the same
+            rows.index_add_(0, self.used_twice, other)  # deterministic: no row occurs twice
         own, theirs = rows.split([self.own_rows, sum(self.came_rows)])
         if not self.travels:
             return own
@@ -167,13 +172,13 @@ class Exchange:
         dist.all_to_all_single(back, theirs, self.sent_rows, self.came_rows, group=group)
         own = own.clone()
         parts = zip(back.split(self.sent_rows), self.sent.split(self.sent_rows), strict=True)
-        for part, at in parts:  # rank by rank, so that the order is always the same
+        for part, at in parts:  # rank by rank, so that the order of additions is fixed
             own.index_add_(0, at, part)
         return own
 
 
 def _needed(shards: Shards, sequences: Sequences) -> Tensor:
-    """`(tokens,)` bool: the packing's rows whose keys any of the sequences sees."""
+    """`(tokens,)` bool: the rows of the batch whose keys at least one of the sequences sees."""
     edges = torch.zeros(shards.tokens + 1, dtype=torch.int32)
     starts = shards.starts[sequences.document]
     one = torch.ones_like(starts, dtype=torch.int32)
@@ -183,14 +188,14 @@ def _needed(shards: Shards, sequences: Sequences) -> Tensor:
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """`starts[i], starts[i] + 1, ...`, `lengths[i]` of them, one after the other."""
+    """The concatenation of `arange(starts[i], starts[i] + lengths[i])` over all i."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
 
 def _runs(keys: Tensor, own_rows: int) -> list[tuple[int, int]] | None:
-    """Rows that follow each other, each run either own or not; None if they are too many to be
-    copied one by one.
+    """`keys` as contiguous ranges `(start, stop)`, each of own or of received rows only; None if
+    there are more than `MOST_RUNS`.
     """
     if not len(keys):
         return None
@@ -203,8 +208,8 @@ def _runs(keys: Tensor, own_rows: int) -> list[tuple[int, int]] | None:
 
 
 def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For each of `total` rows: where it stands among `keys`, and where it stands there a second
-    time; -1 where it does not.
+    """For each of `total` rows, the indices of its first and of its second occurrence in `keys`; -1
+    if there is none.
     """
     at = torch.arange(len(keys))
     first = torch.full((total,), len(keys)).scatter_reduce(0, keys, at, "amin")
@@ -214,7 +219,7 @@ def _uses(keys: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 class Fetch(torch.autograd.Function):
-    """`Exchange.fetch` and its gradient."""
+    """`Exchange.fetch`, differentiable."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""Where the documents of a packed batch are cut, so that ranks have equal work.
+"""How the documents of a packed batch are divided over ranks so that all have equal work.
 
-A cut is one tensor, `bounds` (documents, chunks + 1): chunk `c` holds the positions `bounds[d, c]`
-to `bounds[d, c + 1] - 1` of document `d`. There are as many chunks as ranks, `W`, or twice as many;
-then rank `r` has the chunks `r` and `2 W - 1 - r`: cheap first queries with dear last ones, if
-attention is causal. Whatever the cut is, keys of an earlier chunk come before those of a later one.
+A division is a tensor `bounds` (documents, chunks + 1) int64: chunk `c` holds the positions
+`bounds[d, c]` to `bounds[d, c + 1] - 1` of document `d`. With W ranks there are W chunks, one per
+rank, or 2 W; then rank `r` has the chunks `r` and `2 W - 1 - r`. With a causal mask the early chunk
+is cheap and the late one expensive, so that all ranks have about the same work. In every division,
+positions of an earlier chunk come before those of a later one.
 """
 
 import random
@@ -13,27 +14,27 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-# what a row of keys and values that travels costs, in pairs of a query and a key that are computed:
-# 64/8 heads of 128 at 350 GB/s and 650 TFLOP/s
+# the cost of sending a row of keys and values, in pairs of a query and a key that are computed in
+# the same time: with 64 query heads, 8 KV heads, head_dim 128, 350 GB/s and 650 TFLOP/s
 ROW_COST = 232
-# orders of documents that are tried, and documents in all of them
+# how many orders of the documents are tried at most, and how many documents in all of them together
 MOST_ORDERS, MOST_TRIED = 256, 20_000
 
 
 def owners(chunks: int, size: int) -> list[int]:
-    """The rank that has each chunk."""
+    """The rank of each chunk, for a group of `size` ranks."""
     return [c if c < size else 2 * size - 1 - c for c in range(chunks)]
 
 
 def contiguous(lengths: Tensor, size: int, rows: int) -> Tensor:
-    """One chunk of `rows` tokens of the packing for each rank, as context parallelism of text that
-    is not causal wants it.
-    """
+    """One chunk of `rows` consecutive tokens per rank: balanced without a causal mask."""
     return _of_packing(lengths, rows * torch.arange(size + 1))
 
 
 def head_tail(lengths: Tensor, size: int, rows: int) -> Tensor:
-    """Two chunks of the packing for each rank, from both ends: balanced for one long document."""
+    """Two chunks per rank, one from the front and one from the back of the batch: balanced for one
+    long document with a causal mask.
+    """
     second = rows // 2
     first = rows - second
     steps = torch.tensor([0] + [first] * size + [second] * size)
@@ -41,20 +42,21 @@ def head_tail(lengths: Tensor, size: int, rows: int) -> Tensor:
 
 
 def _of_packing(lengths: Tensor, edges: Tensor) -> Tensor:
-    """Chunks of the packing by its rows, as positions in documents."""
+    """`bounds` of chunks that are given as rows of the batch, `edges` (chunks + 1,)."""
     stops = lengths.cumsum(0)
     within = edges[None, :] - (stops - lengths)[:, None]
     return within.clamp(min=0).minimum(lengths[:, None])
 
 
 def documents(lengths: Tensor, size: int, rows: int) -> Tensor:
-    """Whole documents, and one between each rank and the next that is cut so that both have as many
-    tokens, and as much causal work, as the others.
+    """Whole documents for each rank, and at most one document that it shares with the next rank, so
+    that all ranks have the same number of tokens and about the same causal work.
 
-    The documents are dealt out in some order, `rows` tokens to each rank. Of that which does not
-    fit a rank takes what it has room for, some from the front and some from the back, in the
-    proportion that gives it its share of work; the next rank goes on with what is between. Of many
-    orders the one whose dearest rank is cheapest is taken: its work, and the rows it is sent.
+    The ranks take documents in some order until they have `rows` tokens. Of a document that does
+    not fit, a rank takes what it has room for, some tokens from the front and some from the back,
+    in the proportion that gives it its share of work; the next rank continues with the middle. Many
+    orders are tried. The best one has the cheapest most expensive rank, where a rank's cost is its
+    work plus the rows that are sent to it.
     """
     sizes = lengths.tolist()
     present = [d for d, n in enumerate(sizes) if n]
@@ -70,7 +72,9 @@ def documents(lengths: Tensor, size: int, rows: int) -> Tensor:
 
 
 def _orders(present: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    """As they come; long and short ones in turn; and shuffled, always alike."""
+    """Orders to try: as given; alternating long and short documents; and random ones, which are the
+    same in every process.
+    """
     yield present
     by_size = sorted(present, key=lambda d: -sizes[d])
     half = (len(present) + 1) // 2
@@ -89,7 +93,9 @@ def _orders(present: list[int], sizes: list[int]) -> Iterator[list[int]]:
 def _deal(
     sizes: list[int], order: list[int], size: int, rows: int, balanced: bool
 ) -> tuple[float, list[list[int]]]:
-    """What the dearest rank costs, and tokens of each document in each chunk."""
+    """The cost of the most expensive rank, and the number of tokens of each document in each chunk,
+    if documents are taken in this order. `balanced`: whether ranks take tokens from the back, too.
+    """
     cuts = [[0] * (2 * size) for _ in sizes]
     left = float(sum(n * (n + 1) for n in sizes)) / 2  # work
     waiting = [(d, 0, sizes[d]) for d in reversed(order)]
@@ -115,16 +121,16 @@ def _deal(
 
 
 def _pairs(low: int, high: int) -> float:
-    """Work of the queries at positions `low` to `high - 1`, causal."""
+    """How many keys queries at positions `low` to `high - 1` see, with a causal mask."""
     return (high * (high + 1) - low * (low + 1)) / 2
 
 
 def _from_the_back(low: int, high: int, tokens: int, share: float) -> int:
-    """Of `tokens` queries, how many from the back of `low` to `high` make them `share` pairs of
-    work.
+    """How many of `tokens` queries have to come from the back of positions `low` to `high - 1`, the
+    others from the front, so that together they see `share` keys.
     """
     first = _pairs(low, low + tokens)
-    # each that is moved from the front to the back is this much more work
+    # each token that comes from the back instead of the front adds this many pairs
     more = high - low - tokens
     return min(tokens, max(0, round((share - first) / more)))
 

@@ -1,4 +1,4 @@
-"""What every scheme asks of a call before anything travels: one rule, raised on all ranks."""
+"""Checks of a distributed call before anything is sent, whose errors are raised on all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,9 +27,9 @@ def check_call(
     check: Callable[[AttentionCall], None],
     *more: Any,
 ) -> None:
-    """Raise on all ranks if any of them calls what it must not: arguments that the scheme lacks or
-    that no `flash_varlen` takes, arguments or `more` that differ between ranks, or what `check`
-    refuses.
+    """Raise on all ranks if the call of any rank is wrong: an option that is not in `allowed`,
+    arguments that `flash_varlen` refuses, a call for which `check` raises, or shapes, options or
+    `more` that differ between ranks.
     """
 
     def check_all() -> None:
@@ -38,11 +38,11 @@ def check_call(
                 fail(op, name, "came", ", ".join(allowed), TypeError)
             if name not in allowed and not is_default(value, KNOWN[name]):
                 fail(op, name, "came", ", ".join(allowed), NotImplementedError)
-        if torch.compiler.is_compiling():  # the operator's own checks see what is traced
+        if torch.compiler.is_compiling():  # the operator checks its traced arguments itself
             return
         given = {name: x for name, x in options.items() if name in allowed}
         slopes = given.get("alibi_slopes")
-        if slopes is not None and slopes.dim() == 2:  # its rows are documents, on every rank
+        if slopes is not None and slopes.dim() == 2:  # one row per document of the whole batch
             given["alibi_slopes"] = slopes[: len(shards.lengths)]
         call = AttentionCall(op, q, k, v, shards.cu_seqlens_q, **given)
         check_attention(call)
@@ -53,14 +53,15 @@ def check_call(
 
     said = {name: _described(x) for name, x in sorted(options.items())}
     same = _described(q), _described(k), _described(v), said, *more
-    # calls of later layers are like the first one's
+    # later layers make the same call
     is_first = not torch.compiler.is_compiling() and shards.is_first(op)
     agree(op, shards.ranks, q.device, same, check_all, is_first)
 
 
 def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: str) -> None:
-    """Raise NotImplementedError if the device's backend lacks what `what` becomes here. Found in
-    the middle of a scheme, it would leave other ranks waiting.
+    """Raise NotImplementedError if the device's backend does not support the arguments `names`,
+    into which the option `what` is translated. It is checked before anything is sent, because an
+    error later would leave other ranks waiting.
     """
     backend, _ = serving_device(device)
     for name in names:
@@ -70,8 +71,8 @@ def refuse_lacking(op: str, device: torch.device, names: Sequence[str], what: st
 
 
 def from_head(rng_state: Tensor, head: int) -> Tensor:
-    """`rng_state` of a call whose first head is that one of the whole, so that dropout drops what
-    one process drops. Waits for no device.
+    """`rng_state` for a call whose first head is number `head` of the model, so that dropout has
+    the same mask as in one process. The host does not wait for the device.
     """
     base = torch.cat([rng_state, rng_state.new_zeros(5 - len(rng_state))])
     base[2] += head
@@ -79,10 +80,10 @@ def from_head(rng_state: Tensor, head: int) -> Tensor:
 
 
 def is_default(value: Any, default: Any) -> bool:
-    """Whether an option is not given, or as good as not."""
+    """Whether an option has its default value."""
     return value is default or (not isinstance(value, Tensor) and value == default)
 
 
 def _described(x: Any) -> Any:
-    """What has to be the same on all ranks: of a tensor its form, not its numbers."""
+    """What has to be equal on all ranks: the value, or the dtype and shape of a tensor."""
     return (str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x

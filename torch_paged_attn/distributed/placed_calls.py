@@ -1,8 +1,9 @@
-"""Calls on DTensors that lie as a rule wants them, past DTensor's dispatcher.
+"""Calls on DTensors whose placements fit a sharding rule, without DTensor's dispatcher.
 
-Nothing travels then: the call is the operator's on local tensors, and where the results lie is
-known from calls like it. Only where nobody else wants to see the call: no gradient is asked for, no
-mode is on, nothing is compiled.
+No tensor has to be redistributed then: the operator runs on the local tensors, and the placements
+of the results are remembered from an earlier call of the same kind. This saves DTensor's host time.
+It is used only if no gradient is needed, no dispatch mode is active and nothing is compiled,
+because these have to see the call.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from torch_paged_attn.lru import LRU
 
 try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-except ImportError:  # a torch that has them elsewhere: DTensor's dispatcher does all
+except ImportError:  # another torch: all calls go through DTensor's dispatcher
     DTensorSpec = TensorMeta = None  # type: ignore[assignment,misc]
 
-# descriptions of calls
+# the largest number of remembered kinds of calls
 MOST_KNOWN = 1024
 
 _modes = [
@@ -30,14 +31,14 @@ _known = LRU(MOST_KNOWN)
 
 
 class Placed(NamedTuple):
-    """Where the results of a call lie."""
+    """The `DTensorSpec`s of a call's results."""
 
     out: Any
     lse: Any
 
 
 class _Replicated(NamedTuple):
-    """What a rule sees of a plain tensor: the same on all ranks."""
+    """A plain tensor as a rule sees it: replicated, because it is the same on all ranks."""
 
     tensor_meta: Any
     placements: tuple[Any, ...]
@@ -47,9 +48,11 @@ class _Replicated(NamedTuple):
 def placed_alike(
     names: tuple[str, ...], given: dict[str, Any], rule: Callable[..., Any]
 ) -> Placed | None:
-    """Where the results of a call lie, if its arguments lie as a strategy of `rule` wants them;
-    None for any other call, which DTensor dispatches. `names`: the arguments that a rule takes, in
-    its order.
+    """The specs of a call's results if its arguments are placed as one of the rule's strategies
+    requires; None for any other call, which DTensor has to dispatch.
+
+    names: the arguments that `rule` takes, in its order
+    given: the call's arguments by name
     """
     if DTensorSpec is None or torch.compiler.is_compiling() or any(mode() for mode in _modes):
         return None
@@ -62,7 +65,7 @@ def placed_alike(
             key += name, x._spec if isinstance(x, DTensor) else x.shape
     found = _known.get(described := tuple(key))
     if found is None:
-        # False: such calls are DTensor's
+        # False: calls of this kind go through DTensor's dispatcher
         found = _placed(names, given, rule) or False
         _known.put(described, found)
     return found or None
@@ -71,10 +74,10 @@ def placed_alike(
 def attend_locally(
     function: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Any], placed: Placed
 ) -> tuple[Tensor, Tensor]:
-    """The results of a call for which `placed_alike` has an answer."""
+    """The results of a call for which `placed_alike` returned `placed`."""
     local = {name: x._local_tensor if isinstance(x, DTensor) else x for name, x in given.items()}
     results: Any = [
-        # what `__init__` would do besides is to ask whether anything is compiled
+        # `__init__` would also check whether something is compiled, which is known here
         DTensor.__new__(DTensor, x, spec, requires_grad=False)
         for x, spec in zip(function(**local), placed, strict=True)
     ]
@@ -100,7 +103,7 @@ def _placed(
             specs.append(x)
     try:
         strategies = rule(*specs)
-    except ValueError:  # DTensor raises it
+    except ValueError:  # raised again when DTensor dispatches the call
         return None
     placed: list[list[Any]] = [[], []]
     for dim in range(mesh.ndim):

@@ -1,4 +1,4 @@
-"""The ranks that share a call, and how they fail: all of them, or none."""
+"""The ranks that take part in a call, and how an error on one of them is raised on all."""
 
 import builtins
 import hashlib
@@ -18,7 +18,7 @@ Group = ProcessGroup | DeviceMesh | None
 
 
 class Ranks(NamedTuple):
-    """A process group and this process' place in it."""
+    """A process group, this process' rank in it, and its size."""
 
     group: ProcessGroup
     rank: int
@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
         return cls(group, rank, dist.get_world_size(group))
 
     def global_rank(self, rank: int) -> int:
-        """The number of a rank of the group among all processes."""
+        """A rank of the group as a rank among all processes."""
         return dist.get_global_rank(self.group, rank)
 
 
@@ -56,12 +56,13 @@ def agree(
     check: Callable[[], None],
     is_first: bool = False,
 ) -> None:
-    """Run `check` on every rank, and raise on all of them what it raises on one.
+    """Run `check` on every rank; if it raises on one of them, raise its error on all.
 
-    Raises ValueError, too, where ranks came with different calls: `call` is what has to be equal
-    everywhere. Both cost a collective of 16 bytes. On accelerators, which would wait for it, ranks
-    speak to each other with PAGED_ATTN_CHECK=1 and, where it `is_first` of many calls and the group
-    has a backend for the CPU, there.
+    Raises ValueError if `call`, a description of the call, differs between ranks.
+
+    This needs a collective of 16 bytes. On accelerators, where the host would wait for it, it runs
+    only under PAGED_ATTN_CHECK=1; for the first call (`is_first`) also if the group has a backend
+    for the CPU, on which it then runs. Otherwise an error is raised only on the rank that has it.
     """
     problem: Exception | None = None
     try:
@@ -90,12 +91,12 @@ def agree(
 
 
 def _has_host(ranks: Ranks) -> bool:
-    """Whether the group has a backend for tensors on the CPU, as "cpu:gloo,cuda:nccl" has."""
+    """Whether the group has a backend for CPU tensors, such as "cpu:gloo,cuda:nccl"."""
     return "cpu:" in dist.get_backend_config(ranks.group)
 
 
 def _all_gather(found: torch.Tensor, mine: torch.Tensor, ranks: Ranks) -> None:
-    # gloo takes the result flat only
+    # gloo requires a flat result tensor
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     all_gather(found.flatten(), mine, group=ranks.group)
 

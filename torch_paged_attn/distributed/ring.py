@@ -1,9 +1,10 @@
-"""Ring attention: keys and values go round, queries stay (arXiv 2310.01889).
+"""Ring attention: keys and values pass from rank to rank, queries stay (arXiv 2310.01889).
 
-A step is one call: the pieces of documents on a rank lie in the order of positions, so that of
-another rank's keys each piece of queries sees all, none, or, where both ranks hold two pieces, all
-of the first ones. Results of steps are merged in float32. While a step computes, the next keys
-travel. The backward goes round again; the gradients of keys travel with them and arrive at home.
+In each step a rank computes attention to one rank's keys, in one call of `flash_varlen`, while the
+next keys are being sent. A causal mask needs no positions for that: a piece of queries sees all of
+another rank's keys, none of them, or, if ranks have two pieces each, those of the first piece. The
+results of the steps are merged in float32. In the backward, keys pass round the ring once more,
+and their gradients with them, which are back on their own rank after the last step.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch_paged_attn.ops import flash_varlen, flash_varlen_backward, merge_stat
 from torch_paged_attn.ops.checks import fail
 
 OP = "ring_attention"
-# what compares positions
+# options that depend on positions
 BY_POSITION = ("alibi_slopes", "window_size_left", "window_size_right")
 ALLOWED = ("sinks", "softmax_scale", "causal", "softcap", "deterministic", *BY_POSITION)
 
@@ -33,19 +34,19 @@ def ring_attention(
     Args:
         q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
-        shards: who has which tokens; any cut.
-        options: sinks, softmax_scale, causal, softcap and deterministic, as `flash_varlen` takes
-            them; alibi_slopes, window_size_left and window_size_right where the cut is
-            "contiguous": elsewhere a rank's keys do not follow each other.
+        shards: which rank has which tokens; any `load_balance`.
+        options: as for `flash_varlen`: sinks, softmax_scale, causal, softcap, deterministic. With
+            load_balance "contiguous" also alibi_slopes, window_size_left and window_size_right;
+            otherwise a rank's keys do not have consecutive positions.
 
     Returns:
         `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
-        float32 of this rank's rows, as `flash_varlen` of the whole batch has them but for
-        roundings.
+        float32 of this rank's rows, the same as from `flash_varlen` of the whole batch except for
+        rounding.
 
     Raises:
-        ValueError: on all ranks, what `flash_varlen` refuses, or calls that differ from rank to
-            rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        ValueError: on all ranks, arguments that `flash_varlen` refuses, or calls that differ from
+            rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option, or 8-bit inputs.
     """
     check_call(OP, q, k, v, shards, options, ALLOWED, lambda call: _check(call, shards))
@@ -74,19 +75,19 @@ def _check(call: AttentionCall, shards: Shards) -> None:
 
 
 class Step(NamedTuple):
-    """What this rank's queries see of one rank's keys, as arguments of `flash_varlen`; None where
-    they see nothing.
+    """One step: the arguments with which `flash_varlen` attends to one rank's keys; None if no
+    query sees any of them.
     """
 
     lengths: dict[str, Any] | None
 
 
 def _steps(shards: Shards, causal: bool, by_position: bool) -> list[Step]:
-    """The steps of this rank, of its own keys and then of those before it, round the ring."""
+    """This rank's steps: its own keys first, then those of the ranks before it, in ring order."""
     rank, size = shards.ranks.rank, shards.ranks.size
     sources = [(rank - t) % size for t in range(size)]
     steps = [_step(shards, rank, source, causal) for source in sources]
-    if by_position:  # of one piece each
+    if by_position:  # "contiguous": each rank has one piece of a document
         for step, source in zip(steps[1:], sources[1:], strict=True):
             if step.lengths is not None:
                 first = shards.first[rank, :, 0] - shards.first[source, :, 0]
@@ -96,15 +97,15 @@ def _steps(shards: Shards, causal: bool, by_position: bool) -> list[Step]:
 
 
 def _step(shards: Shards, rank: int, source: int, causal: bool) -> Step:
-    """What queries of `rank` see of the keys of `source`."""
+    """The step in which the queries of `rank` attend to the keys of `source`."""
     own, theirs = shards.counts[rank], shards.counts[source]  # (documents, pieces)
     queries, keys, used = own.sum(1), theirs.sum(1), None
     if causal and source < rank:
-        used = theirs[:, 0]  # the second pieces come after all queries
+        used = theirs[:, 0]  # the second pieces are after all queries
     if causal and source > rank:
         if own.shape[1] == 1:
             return Step(None)
-        # first pieces see nothing, second ones everything
+        # the first pieces of queries see nothing, the second ones all keys
         queries = own.flatten()
         keys = torch.stack([torch.zeros_like(keys), keys], 1).flatten()
     seen = keys if used is None else used
@@ -142,7 +143,7 @@ class _Ring(torch.autograd.Function):
             sink = sinks if t == 0 else None
             if step.lengths is not None:
                 keys, values = _unpacked(packed, k, v)
-                # parts are float32; the whole is rounded once
+                # partial results are float32, the merged one is rounded once
                 dtype = q.dtype if t == last else torch.float32
                 part_dtype = dtype if found is None else torch.float32
                 part = flash_varlen(
@@ -199,7 +200,7 @@ def _unpacked(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and the last rank's on its way here."""
+    """Sends a tensor to the next rank and receives that of the previous rank, in the background."""
 
     def __init__(self, x: Tensor, ranks: Ranks) -> None:
         self.sent, self.found = x, torch.empty_like(x)

@@ -1,15 +1,15 @@
-"""DTensor's rules for the operators, registered when this is imported.
+"""Sharding rules of DTensor for the operators. Importing this module registers them.
 
     from torch_paged_attn.distributed import sharding
 
 The operators, and the package's functions, then take DTensors that are sharded by heads or
-replicated, on meshes of any dimension. Heads sharded over a dimension of a mesh: `Shard(1)` of q,
-k, v, of a paged cache's k and v and of `out`, `Shard(0)` of `softmax_lse`, sinks and slopes. One KV
-head for all (MQA, MLA) stays replicated while q is sharded.
+replicated, on meshes with any number of dimensions. Sharded by heads means `Shard(1)` for q, k, v,
+a paged cache's k and v and `out`, and `Shard(0)` for `softmax_lse`, sinks and slopes. A single KV
+head (MQA, MLA) is replicated while q is sharded.
 
-The functions here do what the rules cannot: they round scheduling hints, which are part of the key
-under which DTensor finds a rule again (14 ms for each new number), take plain tensors beside
-DTensors for replicated ones, and have dropout drop what one process drops.
+The functions in this module do what rules cannot: they round scheduling hints (DTensor caches rules
+by all numbers of a call, and a new number costs 14 ms), they treat plain tensors as replicated
+DTensors, and they give dropout the same mask as in one process.
 """
 
 import functools
@@ -33,21 +33,23 @@ from torch_paged_attn.ops.flash_varlen import fill_hints
 
 __all__ = ["blocksparse", "flash_varlen", "local_flash_varlen", "reshape_and_cache"]
 
-# of a rule: placements of results, then of arguments, of one dimension of a mesh
+# the placements of results and those of arguments, for one dimension of a mesh
 Strategy = tuple[list[Any], list[Any]]
 PAGED_ATTN = torch.ops.paged_attn
-# torch 2.11 finds a rule by its options only if none is a list, as `output_mask` is: no gradients
+# torch 2.11 cannot cache a rule whose options contain a list, as `output_mask` is: no backward
+# rules
 HAS_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether what a rule was given stands for a tensor."""
+    """Whether an argument of a rule stands for a tensor (it is a DTensorSpec then)."""
     return hasattr(x, "tensor_meta")
 
 
 def by_heads(name: str, x: Any, num_heads: int, shares_keys: bool) -> Any:
-    """Where an argument of attention lies when heads are sharded; `shares_keys` if the one KV head
-    is not.
+    """The placement of an attention argument if heads are sharded.
+
+    shares_keys: whether there is one KV head for all ranks, so that k and v are replicated
     """
     shape = x.tensor_meta.shape
     per_head = {"q": 1, "dout": 1, "out": 1, "q_latent": 1}
@@ -62,7 +64,7 @@ def by_heads(name: str, x: Any, num_heads: int, shares_keys: bool) -> Any:
     if name == "alibi_slopes":
         return Shard(len(shape) - 1)
     if name.endswith("_descale"):
-        # q's is of heads of keys as well
+        # q_descale has one entry per KV head, too
         return Replicate() if shares_keys or not shape else Shard(len(shape) - 1)
     if name in ("crow_indices", "col_indices"):
         heads = shape[-2]
@@ -71,7 +73,7 @@ def by_heads(name: str, x: Any, num_heads: int, shares_keys: bool) -> Any:
 
 
 def attention_rule(op: str, is_backward: bool, *args: Any, **options: Any) -> list[Strategy]:
-    """Ways to place a call of attention, or of its backward, on one dimension of a mesh."""
+    """The possible placements of a call of attention, or of its backward, on one mesh dimension."""
     listed = backward_arguments(op) if is_backward else arguments(op)
     names = [x.name for x in listed if not x.keyword_only][: len(args)]
     given = dict(zip(names, args, strict=True))
@@ -88,7 +90,7 @@ def attention_rule(op: str, is_backward: bool, *args: Any, **options: Any) -> li
 
 
 def _layout_follows_keys(given: dict[str, Any], num_heads: int) -> bool:
-    """Whether a block layout has neither one head nor all."""
+    """Whether there is a block layout with one head per KV head."""
     crow = given.get("crow_indices")
     return crow is not None and crow.tensor_meta.shape[-2] not in (1, num_heads)
 
@@ -101,7 +103,7 @@ def _placed(
     place: Callable[[str, Any], Any],
     shares_keys: bool = False,
 ) -> Strategy:
-    """A strategy that places each argument by `place`, and results to fit."""
+    """The strategy in which `place(name, x)` is the placement of each argument."""
     inputs = [place(name, x) if is_tensor(x) else None for name, x in given.items()]
     placed = dict(zip(given, inputs, strict=True))
     if not is_backward:
@@ -115,14 +117,16 @@ def _placed(
         if not is_wanted or own is None:
             results.append(Replicate())  # an empty tensor
         elif is_whole and placed["q"] == Shard(1):
-            results.append(Partial())  # each rank's heads have their share in it
+            results.append(Partial())  # the sum over the heads of all ranks
         else:
             results.append(own)
     return results, inputs
 
 
 def _refuse_uneven(op: str, q: Any, num_kv_heads: int) -> None:
-    """A split that one rank cannot compute would leave the others waiting."""
+    """Raise for a number of heads that the ranks do not divide. An error on one rank only, later,
+    would leave the others waiting.
+    """
     for dim, placement in enumerate(q.placements):
         size = q.mesh.size(dim)
         if placement == Shard(1) and num_kv_heads > 1 and num_kv_heads % size:
@@ -135,7 +139,9 @@ def _refuse_uneven(op: str, q: Any, num_kv_heads: int) -> None:
 
 
 def merge_rule(*args: Any, **_options: Any) -> list[Strategy]:
-    """Parts are merged row by row: by heads or by tokens, all alike."""
+    """The placements of `merge_states` and its backward: all tensors are sharded by heads, or all
+    by tokens, or replicated.
+    """
     flat = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
 
     def placed(out: Any, lse: Any, number: int) -> Strategy:
@@ -155,9 +161,10 @@ def _dims(x: Any) -> int:
 
 
 def write_rule(op: str, heads: int, number: int, *args: Any) -> list[Strategy]:
-    """The rule of a write into `number` caches, whose dimension `heads` is that of heads:
-    everything has to lie as it does. DTensor moves arguments to where a rule wants them; a cache it
-    would copy, and a write into the copy is lost.
+    """The rule of a write into `number` cache tensors, whose dimension `heads` is that of heads.
+
+    Arguments that are not placed like the cache are refused: DTensor would redistribute them, which
+    makes a copy of a cache, and a write into the copy is lost.
     """
     caches, scales = args[2 : 2 + number], args[3 + number :]
     lies = tuple(caches[0].placements)
@@ -206,10 +213,10 @@ def _register() -> None:
     for op, rule in rules.items():
         register_sharding(op)(rule)
         info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op]
-        # results' dtypes and which of them there are depend on options
+        # dtypes and number of the results depend on options, so a cached rule depends on them, too
         options = [x.name for x in op._schema.arguments if x.kwarg_only]
         info.static_kwargkey = options or None
-        # lists of tensors are looked for in Python, call by call: where there can be none, C++ does
+        # with needs_pytree, every call is searched in Python for lists of tensors, which is slow
         info.needs_pytree = any(_is_list(x.type) for x in op._schema.arguments)
 
 
@@ -220,7 +227,7 @@ def _is_list(of: torch.Type) -> bool:
 _register()
 
 
-# by operator, the arguments that may come by position
+# operator -> the arguments that may be given by position
 POSITIONAL = {
     op: tuple(x.name for x in arguments(op) if not x.keyword_only)
     for op in ("flash_varlen", "blocksparse")
@@ -231,20 +238,20 @@ RULES = {op: functools.partial(attention_rule, op, False) for op in POSITIONAL}
 
 
 def _lift(mesh: DeviceMesh, x: Any) -> Any:
-    """A plain tensor among DTensors is the same on all ranks."""
+    """A plain tensor as a replicated DTensor: it is the same on all ranks."""
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
         return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return x
 
 
 def _rounded(hint: int) -> int:
-    """The next power of two: few enough hints for DTensor's cache of rules."""
+    """The next power of two, so that DTensor's cache of rules gets few different hints."""
     return 1 << (hint - 1).bit_length() if hint > 0 else hint
 
 
 def _by_heads_or_whole(mesh: DeviceMesh, given: dict[str, Any]) -> list[Any]:
-    """Bring q, k and v to where dropout knows the heads: each dimension of the mesh has all of
-    them, or a share. Returns where q lies.
+    """Redistribute q, k and v in `given` so that each mesh dimension shards them by heads or
+    replicates them, as dropout requires. Returns q's placements.
     """
     named = {name: _lift(mesh, given[name]) for name in ("q", "k", "v")}
     shared = [any(x.placements[i] == Shard(1) for x in named.values()) for i in range(mesh.ndim)]
@@ -256,8 +263,8 @@ def _by_heads_or_whole(mesh: DeviceMesh, given: dict[str, Any]) -> list[Any]:
 
 
 def _own_dropout(mesh: DeviceMesh, given: dict[str, Any]) -> None:
-    """Have this rank's heads drop what they drop on one process: `rng_state`, which a rule takes
-    for replicated, says which of all heads comes first here.
+    """Give dropout the same mask as in one process: `rng_state` in `given` gets the number of this
+    rank's first head. It then differs between ranks, although rules treat it as replicated.
     """
     placements = _by_heads_or_whole(mesh, given)
     heads, first = given["q"].shape[1], 0
@@ -304,16 +311,17 @@ def reshape_and_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write keys and values into a cache of DTensors, wherever they lie: they are brought to where
-    the heads of the cache are.
+    """`reshape_and_cache` with a cache of DTensors. Keys and values with other placements are
+    redistributed first.
 
     Args:
-        key, value, slot_mapping, k_scale, v_scale: as the package's function takes them, DTensors
-            or plain tensors that are the same on all ranks.
-        kv_cache: a DTensor, or two: each dimension of the mesh has its heads, or copies of it.
+        key, value, slot_mapping, k_scale, v_scale: as for the package's function; DTensors, or
+            plain tensors that are the same on all ranks.
+        kv_cache: a DTensor, or a pair of them, sharded by heads or replicated on each dimension of
+            the mesh.
 
     Raises:
-        ValueError: on all ranks, a cache that is placed otherwise, or is no DTensor.
+        ValueError: on all ranks: the cache has other placements, or is no DTensor.
     """
     caches = [kv_cache] if isinstance(kv_cache, DTensor) else list(kv_cache)
     if not all(isinstance(x, DTensor) for x in caches):
@@ -331,18 +339,19 @@ def reshape_and_cache(
 def local_flash_varlen(
     q: DTensor, k: DTensor, v: DTensor, cu_seqlens: Tensor, **options: Any
 ) -> tuple[DTensor, DTensor]:
-    """Attention over packed batches of one's own: tokens are sharded, and each rank's documents are
-    whole. A rank's `cu_seqlens` is no slice of a larger one, so that no rule can say this.
+    """Attention of each rank over its own packed batch of whole documents (data parallelism); q, k
+    and v are sharded by tokens. No sharding rule can express this, because a rank's `cu_seqlens` is
+    no slice of a common one.
 
     Args:
         q, k, v: `(tokens, heads, head_dim)` on a mesh of one dimension, `Shard(0)`.
-        cu_seqlens: `(documents + 1,)` int32, a plain tensor: this rank's own.
-        options: as `flash_varlen` takes them, plain tensors.
+        cu_seqlens: `(documents + 1,)` int32, a plain tensor, of this rank's documents.
+        options: as for `flash_varlen`, plain tensors.
 
     Returns:
-        `out`, `Shard(0)`, and `softmax_lse`, `Shard(1)`. Where ranks have different numbers of
-        tokens they may only be used locally (`to_local`): DTensor takes all shards but the last for
-        equal. Pad to equal numbers; rows past `cu_seqlens[-1]` are 0.
+        `out`, `Shard(0)`, and `softmax_lse`, `Shard(1)`. If ranks have different numbers of tokens,
+        use the results only locally (`to_local`): DTensor assumes that all shards but the last are
+        of one size. Or pad all ranks to the same number; rows past `cu_seqlens[-1]` are 0.
     """
     run = local_map(
         functools.partial(ops.flash_varlen, **options),

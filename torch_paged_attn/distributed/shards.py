@@ -1,4 +1,4 @@
-"""A packed batch, cut over the ranks of a group: who has which tokens, and what they attend to."""
+"""`Shards`: which rank of a group has which tokens of a packed batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,31 +15,35 @@ OP = "Shards"
 
 
 class Shards:
-    """The tokens of a packed batch over the ranks of a group, made once for a batch and used by all
-    its layers.
+    """The distribution of a packed batch over the ranks of a group. Make it once for a batch and
+    use it in all layers.
 
-    Every rank has `rows` rows: its tokens in the order of the packing, then padding. Whole
-    documents or pieces of them, as `load_balance` says:
+    Every rank has `rows` rows: its tokens in the order of the batch, then padding. With W ranks,
+    `load_balance` decides which tokens these are:
 
-        "contiguous"   rank r has the r-th part of the packing; balanced where nothing is causal
-        "head_tail"    parts r and 2 W - 1 - r of 2 W: for one long document, causal
-        "documents"    whole documents, and one cut between each rank and the next: for packs of
-                       many documents, causal, of which only the keys of cut ones travel
+        "contiguous"   rank r has the r-th of W parts of the batch; balanced without a causal mask
+        "head_tail"    rank r has parts r and 2 W - 1 - r of 2 W; balanced for one long document
+        with
+                       a causal mask
+        "documents"    each rank has whole documents and shares at most one with the next rank;
+                       balanced for many documents with a causal mask. Only the keys of shared
+                       documents are sent
 
     Args:
         cu_seqlens: `(documents + 1,)` int32, of the whole batch, the same on every rank. On an
-            accelerator it is read once, here; a copy on the CPU saves the wait.
+            accelerator this constructor waits for it; pass a copy on the CPU to avoid that.
         group: a process group, a mesh of one dimension, or None for all processes.
         load_balance: as above.
-        rows: tokens of a rank at least, where shapes have to be the same from batch to batch.
-        device: of the tensors to come; that of `cu_seqlens` if omitted.
+        rows: the least number of rows per rank, if shapes must be the same for all batches.
+        device: of the tensors that are passed later; that of `cu_seqlens` if omitted.
 
     Attributes:
-        rows: rows of every rank.
-        indices: `(tokens,)` int64, the rows of the packing that this rank has.
-        positions: `(rows,)` int64, where each stands in its document (for rotary embeddings); 0 for
-            padding.
-        cu_seqlens_q: `(documents + 1,)` int32: documents among this rank's rows.
+        rows: number of rows of every rank.
+        indices: `(tokens,)` int64, the rows of the batch that this rank has.
+        positions: `(rows,)` int64, the position of each row in its document (for rotary
+            embeddings); 0 for padding.
+        cu_seqlens_q: `(documents + 1,)` int32, where each document's tokens start among this rank's
+            rows.
 
     Raises:
         ValueError: an argument outside the above.
@@ -74,7 +78,7 @@ class Shards:
         chunks = self.bounds.shape[1] - 1
         self.owners = torch.tensor(owners(chunks, ranks.size))
 
-        # pieces in the order of the packing, which is every rank's order
+        # every rank has its pieces in the order of the batch
         counts = self.bounds.diff(dim=1)
         per_token = self.owners.repeat(len(lengths)).repeat_interleave(counts.flatten())
         self.owned = [(per_token == rank).nonzero().flatten() for rank in range(ranks.size)]
@@ -83,7 +87,7 @@ class Shards:
         for rows_of_rank in self.owned:
             self.row_of[rows_of_rank] = torch.arange(len(rows_of_rank))
         self.rows = even
-        # (ranks, documents, pieces of a rank): tokens
+        # (ranks, documents, pieces of a rank): number of tokens, and below position of the first
         mine = [(self.owners == rank).nonzero().flatten() for rank in range(ranks.size)]
         self.counts = torch.stack([counts[:, chunk] for chunk in mine])
         self.first = torch.stack([self.bounds[:, :-1][:, chunk] for chunk in mine])
@@ -100,27 +104,27 @@ class Shards:
         self.kept: dict[Any, Any] = {}
 
     def to_device(self, x: Tensor) -> Tensor:
-        """A tensor of the host on the device of the batch, without a wait."""
+        """Copy a CPU tensor to the device of the batch, without waiting for it."""
         if self.device.type == "cpu":
             return x
         return x.pin_memory().to(self.device, non_blocking=True)
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for this batch."""
+        """The result of `make()`, which is called once for each key and kept for this batch."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
 
     def is_first(self, op: str) -> bool:
-        """Whether this is the first time that `is_first` is called for this batch and scheme."""
+        """True when it is called for the first time with this `op` for this batch."""
         if op in self.called:
             return False
         self.called.add(op)
         return True
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows `(rows, ...)` of a tensor `(tokens or more, ...)` of the whole batch;
-        zeros for padding. Differentiable.
+        """This rank's rows `(rows, ...)` of a tensor `(>= tokens, ...)` of the whole batch, with
+        zeros in padding rows. Differentiable.
         """
         if x.shape[0] < self.tokens:
             fail(OP, "x", f"has {x.shape[0]} rows", f"the batch's {self.tokens} tokens, or more")
@@ -129,19 +133,19 @@ class Shards:
         return torch.cat([own, own.new_zeros(padding, *own.shape[1:])]) if padding else own
 
     def unshard(self, x: Tensor) -> Tensor:
-        """The whole batch `(tokens, ...)` on every rank, of each rank's rows `(rows, ...)`. Its
-        gradients add up those of all ranks.
+        """The whole batch `(tokens, ...)` on every rank, gathered from each rank's rows
+        `(rows, ...)`. Differentiable: the gradients of all ranks are added up.
         """
         if x.shape[0] != self.rows:
             fail(OP, "x", f"has {x.shape[0]} rows", f"{self.rows}, as every rank")
         return self.in_order(_Gather.apply(x, self.ranks))
 
     def in_order(self, x: Tensor) -> Tensor:
-        """`(tokens, ...)` in the packing's order, of `(ranks * rows, ...)` in that of the ranks."""
+        """Rows of all ranks `(ranks * rows, ...)` in the order of the batch `(tokens, ...)`."""
         return x.index_select(0, self._gathered)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """The way back: zeros for padding."""
+        """The inverse of `in_order`, with zeros in padding rows."""
         found = x.new_zeros(self.ranks.size * self.rows, *x.shape[1:])
         return found.index_copy(0, self._gathered, x)
 
@@ -186,7 +190,7 @@ class _Gather(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """`(ranks * n, ...)` of every rank's `(n, ...)`."""
+    """Every rank's `(n, ...)` concatenated: `(ranks * n, ...)`."""
     found = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(found, x.contiguous(), group=ranks.group)

@@ -1,9 +1,10 @@
-"""Keys that a rank's queries see, each row once, in the order of the packing.
+"""Exchange of keys and values without gradients: each row that a rank's queries see is stored once.
 
-Sequences share rows (`k_start`), so that what other ranks send is put where it is read: nothing is
-brought into order afterwards. Rows travel as pieces of the sender's shard, by point-to-point
-messages, or by copies out of memory that all GPUs of a group see, which no multiprocessor works on.
-For calls without gradients: those of rows that sequences share would be added up in the backward.
+Rows are in the order of the batch, and sequences that see the same rows share them (`k_start`). So
+received rows go directly to where attention reads them, and need no reordering. Contiguous pieces
+of another rank's rows come as point-to-point messages (`Placement.fetch`), or as copies from
+symmetric memory by the GPU's copy engines (`SharedKeys`), which leave its multiprocessors free.
+Gradients are not supported, because those of shared rows would have to be added up.
 """
 
 import datetime
@@ -22,31 +23,31 @@ from torch_paged_attn.ops.checks import fail
 
 OP = "SharedKeys"
 
-# pieces for a rank that are sent one by one
+# the largest number of pieces that a rank gets
 MOST_PIECES = 64
 
-# bytes that a rank is sent from which on one head's go ahead of the others': attention to so many
-# keys takes longer than the host does to launch two kernels for a call (0.6 ms), which is the cost
-LEAST_AHEAD = 24 << 20
-# rows of queries that fill the chip, so that the first head's kernel is that of all heads
-LEAST_ROWS = 132 * 128
-# KV heads that go ahead
+# With many keys, those of the first KV heads (AHEAD of them) are copied first, and attention to
+# them runs while the others are copied. That costs two kernel launches per call, 0.6 ms on the
+# host, so it is done if a rank receives at least LEAST_AHEAD bytes, attention to which takes
+# longer, and if the first heads have LEAST_ROWS rows of queries, which occupy the whole GPU.
 AHEAD = 1
+LEAST_AHEAD = 24 << 20
+LEAST_ROWS = 132 * 128
 
 
 class Piece(NamedTuple):
-    """Rows of one rank's shard, and where they lie among the keys of another, and among its own."""
+    """Contiguous rows that one rank sends to another, or keeps."""
 
-    source: int
-    target: int
-    first: int
-    place: int
-    rows: int
-    at_source: int
+    source: int  # the rank that has the rows
+    target: int  # the rank whose queries see them
+    first: int  # the first row in the source's shard
+    place: int  # the first row among the target's keys
+    rows: int  # how many
+    at_source: int  # the first row among the source's own keys
 
 
 class Arriving(NamedTuple):
-    """Keys and values of some heads, and the stream on which they are there."""
+    """Keys and values of some KV heads, and the CUDA stream on which their copies are made."""
 
     heads: slice
     k: Tensor
@@ -55,8 +56,12 @@ class Arriving(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where keys and values of some heads lie in this rank's memory, as rows and as pages of one
-    slot, and what is copied there from which other memory."""
+    """The exchange of keys and values of some KV heads through symmetric memory.
+
+    keys: k and v in this rank's memory, `(rows, heads, head_dim)` each
+    pages: the same memory as a paged cache with page_size 1, for `reshape_and_cache`
+    copies: (here, there), views of this rank's and of another rank's memory
+    """
 
     heads: slice
     keys: tuple[Tensor, Tensor]
@@ -69,24 +74,26 @@ class Route(NamedTuple):
 
 
 class SharedKeys:
-    """Memory that all GPUs of a group see, from which ranks copy the keys and values that their
-    queries see: `all_gather_attention(..., memory=)`. No multicast is used.
+    """Symmetric memory, which all GPUs of a group can read, for `all_gather_attention(...,
+    memory=)`: each rank copies the keys and values that its queries see out of the other ranks'
+    memory. It does not use NVLink multicast.
 
-    Where much travels the first head's keys go ahead, and are attended to while the others' travel.
+    With many keys, attention of the first KV head starts while the keys of the others are copied.
 
-    Made once, for all layers and batches; calls of a group come in the same order on all ranks.
-    May be captured in a CUDA graph.
+    Make one object and use it in all layers and batches. All ranks have to call it in the same
+    order. Calls can be captured in a CUDA graph.
 
     Args:
-        group: a process group, or a mesh of one dimension, of GPUs that reach each other's memory.
-        max_keys: rows that the queries of any rank see at most; at worst, all tokens of a batch.
-        num_kv_heads, head_dim, head_dim_v: of the keys and values.
-        dtype: theirs.
+        group: a process group, or a mesh of one dimension, of GPUs with access to each other's
+            memory.
+        max_keys: the largest number of rows that the queries of a rank see; all tokens of a batch
+            are always enough.
+        num_kv_heads, head_dim, head_dim_v, dtype: of the keys and values.
         device: this rank's GPU.
-        timeout: how long a rank waits for the others; then the device stops with an error.
+        timeout: how long a rank waits for the others; after that the GPU reports an error.
 
     Raises:
-        NotImplementedError: no such memory on this device, or not in this torch.
+        NotImplementedError: the device or this torch has no symmetric memory.
     """
 
     def __init__(
@@ -110,23 +117,28 @@ class SharedKeys:
         self.buffer = memory.empty(size, dtype=dtype, device=device)
         self.handle = memory.rendezvous(self.buffer, self.ranks.group)
         self.milliseconds = round(timeout.total_seconds() * 1000)
-        # copies from other GPUs run beside kernels on this one
+        # copies from other GPUs run on this stream, at the same time as kernels
         self.stream = torch.get_device_module(device).Stream(device)
         is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
         self.least_ahead = LEAST_AHEAD if is_hopper else 1 << 62
         self.least_rows = LEAST_ROWS
 
     def check(self, op: str, k: Tensor, v: Tensor, ranks: Ranks) -> None:
-        """Raise for keys that this was not made for."""
+        """Raise ValueError for keys of other sizes, or another group, than this was made for."""
         came = (*k.shape[1:],), (*v.shape[1:],)
         if came != self.widths or k.dtype != self.buffer.dtype or ranks.group != self.ranks.group:
             made = f"was made for heads {self.widths} of {self.buffer.dtype} and its own group"
             fail(op, "memory", made, f"one for heads {came} of {k.dtype}")
 
     def bring(self, placement: "Placement", k: Tensor, v: Tensor, num_heads: int) -> list[Arriving]:
-        """The keys and values that this rank's queries see, of all heads or of the first one and
-        then of the others. Each is there on its stream, which the caller's waits for in the end;
-        valid until the next call. `num_heads`: of queries."""
+        """Copy the keys and values that this rank's queries see: of all heads in one part, or of
+        the first head and of the others in two.
+
+        k, v: this rank's rows; num_heads: query heads
+
+        A part may be used on its own stream only, until the current stream has waited for that.
+        Parts are valid until the next call.
+        """
         rows, heads = placement.rows, k.shape[1]
         if max(rows) > self.max_keys:
             fail(OP, "max_keys", f"is {self.max_keys}", f"at least {max(rows)}, which a rank sees")
@@ -136,18 +148,18 @@ class SharedKeys:
         routes = placement.keep((self, ahead), lambda: self._routes(placement, ahead))
         streams = torch.get_device_module(k.device)
         here = streams.current_stream(k.device)
-        # every rank has read what the call before left
+        # no rank may overwrite its rows before all ranks have read those of the previous call
         self._barrier(0)
         found: list[Arriving] = []
         for channel, route in enumerate(routes, 1):
             own = k[:, route.heads], v[:, route.heads]
             reshape_and_cache(*own, route.pages, placement.slots)
-            # all ranks' own rows are where others find them
+            # all ranks have written their own rows
             self._barrier(channel)
             if len(routes) == 1:
                 route.copy()
             else:
-                # what came before is there, what comes now is on its way
+                # the current stream waits for the first part, while the second one is copied
                 if found:
                     here.wait_stream(self.stream)
                 self.stream.wait_stream(here)
@@ -159,7 +171,7 @@ class SharedKeys:
         return found
 
     def _routes(self, placement: "Placement", ahead: int) -> list["Route"]:
-        """What travels of the first `ahead` heads, and of the others."""
+        """The routes of the first `ahead` heads and of the others; one route if `ahead` is 0."""
         rows, rank, heads = placement.rows, self.ranks.rank, self.widths[0][0]
         groups = [slice(0, ahead), slice(ahead, heads)] if ahead else [slice(0, heads)]
         found = []
@@ -178,8 +190,8 @@ class SharedKeys:
         self.handle.barrier(channel=channel, timeout_ms=self.milliseconds)
 
     def _of(self, rank: int, rows: int, group: slice) -> Tensor:
-        """Rows `(rows, heads * (head_dim + head_dim_v))` in a rank's memory: the keys of a group of
-        heads, then their values. Groups of heads follow each other.
+        """The part of a rank's memory that holds the heads `group`:
+        `(rows, heads * (head_dim + head_dim_v))`, where a row has the keys and then the values.
         """
         width = self.widths[0][1] + self.widths[1][1]
         shape = rows, (group.stop - group.start) * width
@@ -187,7 +199,7 @@ class SharedKeys:
         return self.handle.get_buffer(rank, shape, self.buffer.dtype, behind)
 
     def _heads_of(self, x: Tensor, group: slice) -> tuple[Tensor, Tensor]:
-        """The keys and values, each `(rows, heads, head_dim)`, of such rows."""
+        """The keys and values, each `(rows, heads, head_dim)`, of the rows that `_of` returns."""
         heads = group.stop - group.start
         dim, dim_v = (width for _, width in self.widths)
         k, v = x.split([heads * dim, heads * dim_v], 1)
@@ -199,19 +211,22 @@ def _bytes_of_row(k: Tensor, v: Tensor) -> int:
 
 
 class Placement:
-    """Where the rows that this rank's queries see lie, and which rows go to whom.
+    """The order of the keys that each rank's queries see, and which rows each rank sends to which.
 
     Attributes:
-        k_start: `(sequences,)` int32, the first row of each sequence's keys.
-        slots: `(shards.rows,)` int64, where this rank's own rows lie; -1 for padding.
-        most_sent: rows that the rank is sent which is sent the most.
+        k_start: `(sequences,)` int32, the row where the keys of each of this rank's sequences
+        start. slots: `(shards.rows,)` int64, the place of each of this rank's own rows among its
+        keys; -1
+            for rows that it does not see, and for padding.
+        most_sent: the largest number of rows that any rank receives.
     """
 
     def __init__(
         self, shards: Shards, needed: list[Tensor], first: Tensor, pieces: list[Piece]
     ) -> None:
-        """`needed`: for each rank, which of the packing's rows its queries see. `first`: the
-        packing's rows where the keys of this rank's sequences begin."""
+        """needed: for each rank `(tokens,)` bool, the rows of the batch that its queries see
+        first: `(sequences,)`, the row of the batch where the keys of each own sequence start
+        """
         self.ranks = ranks = shards.ranks
         self.pieces = pieces
         self.kept: dict[Any, Any] = {}
@@ -228,14 +243,14 @@ class Placement:
             sent[x.target] += x.rows if x.source != x.target else 0
         self.most_sent = max(sent)
         mine = [x for x in pieces if x.target == ranks.rank]
-        # rows that lie here as they are wanted
+        # the piece, if all keys are one piece of this rank's own rows, which need not be copied
         self.lies_here = mine[0] if len(mine) == 1 and mine[0].source == ranks.rank else None
 
     @classmethod
     def of(cls, shards: Shards, needed: list[Tensor], first: Tensor) -> "Placement | None":
-        """The placement; None, on all ranks, if there are too many pieces, if some rank would have
-        no partner while others exchange, or if a rank does not see its own keys (others would then
-        not find them).
+        """The placement. None, on all ranks, if a rank gets more than `MOST_PIECES` pieces; if some
+        ranks exchange rows and others do not; or if a rank's queries do not see all its own keys,
+        because others copy them from there.
         """
         size = shards.ranks.size
         places = torch.stack([x.cumsum(0) - 1 for x in needed])
@@ -250,13 +265,13 @@ class Placement:
         return cls(shards, needed, first, pieces)
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for all layers."""
+        """The result of `make()`, which is called once for each key."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
 
     def fetch(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that this rank's queries see, by messages."""
+        """Send and receive messages; return the keys and values that this rank's queries see."""
         rank, rows = self.ranks.rank, self.rows[self.ranks.rank]
         here = self.lies_here
         whole = tuple(
@@ -296,8 +311,11 @@ def _place(x: Tensor, piece: Piece) -> Tensor:
 
 
 def _pieces(shards: Shards, needed: Tensor, target: int, places: Tensor) -> list[Piece]:
-    """The rows that `needed` says, in the order of the packing, as pieces of shards; `places` says
-    where each rank has the packing's rows among its own keys."""
+    """The rows of the batch that rank `target` sees, as contiguous pieces of the ranks' shards.
+
+    needed: `(tokens,)` bool, the rows that it sees
+    places: `(ranks, tokens)`, the place of each row of the batch among a rank's keys
+    """
     at = needed.nonzero().flatten()
     owner, row = shards.owner_of_row[at], shards.row_of[at]
     at_source = places[owner, at]
@@ -306,7 +324,7 @@ def _pieces(shards: Shards, needed: Tensor, target: int, places: Tensor) -> list
     starts[1:] |= at_source[1:] != at_source[:-1] + 1
     first = starts.nonzero().flatten()
     if len(first) > MOST_PIECES:
-        first = first[: MOST_PIECES + 1]  # too many, however they go on
+        first = first[: MOST_PIECES + 1]  # the caller only needs to know that there are too many
     sizes = torch.cat([first[1:], torch.tensor([len(at)])]) - first
     columns = owner[first], row[first], first, sizes, at_source[first]
     return [

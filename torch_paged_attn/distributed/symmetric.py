@@ -1,4 +1,4 @@
-"""Memory that all GPUs of a group see, where this torch has it."""
+"""torch's symmetric memory: memory of one GPU that all GPUs of a group can read and write."""
 
 import datetime
 import importlib
@@ -9,13 +9,15 @@ import torch
 
 from torch_paged_attn.ops.checks import fail
 
-# how long a rank waits for another one in a kernel: as torch's collectives of GPUs do
+# how long a kernel waits for another rank: the same as torch's NCCL collectives
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def symmetric_memory(op: str, device: torch.device, instead: str) -> Any:
-    """torch's module; raises NotImplementedError, which says what to do instead, if there is none
-    for the device.
+    """The module `torch.distributed._symmetric_memory`.
+
+    Raises NotImplementedError if this torch or the device has no symmetric memory; `instead` says
+    in the message what to do.
     """
     memory: Any = None
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is not None:

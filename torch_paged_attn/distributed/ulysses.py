@@ -1,7 +1,8 @@
-"""Ulysses: all tokens of some heads instead of some tokens of all heads (arXiv 2309.14509).
+"""Ulysses: each rank computes some heads of all tokens (arXiv 2309.14509).
 
-One all-to-all brings q, k and v from rows to heads, one brings `out` back. Attention itself is one
-call of `flash_varlen` for the whole batch, with the bits of one process.
+An all-to-all exchanges q, k and v, so that a rank has all tokens of its heads instead of some
+tokens of all heads; another one does the opposite for `out`. Attention itself is one call of
+`flash_varlen` for the whole batch, with the same bits as in one process.
 """
 
 from collections.abc import Sequence
@@ -29,26 +30,27 @@ ALLOWED = (
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, shards: Shards, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the whole batch, by all-to-all of heads.
+    """Attention over the whole batch, where each rank computes some of the heads.
 
-    The ranks have to divide `num_heads`, and `num_kv_heads` too, unless it divides them: then heads
-    of keys are sent to several ranks.
+    With W ranks, `num_heads` has to be a multiple of W, and `num_kv_heads` a multiple or a divisor.
+    If it is a divisor, KV heads are sent to several ranks.
 
     Args:
         q: `(shards.rows, num_heads, head_dim)`, this rank's rows.
         k, v: `(shards.rows, num_kv_heads, head_dim or head_dim_v)`, this rank's rows.
-        shards: who has which tokens; any cut.
-        options: alibi_slopes, sinks, softmax_scale, causal, window_size_left, window_size_right,
-            softcap, deterministic, batch_invariant, dropout_p and rng_state, as `flash_varlen`
-            takes them, for all heads on every rank. Dropout drops what one process drops.
+        shards: which rank has which tokens; any `load_balance`.
+        options: as for `flash_varlen`, for all heads on every rank: alibi_slopes, sinks,
+            softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic,
+            batch_invariant, dropout_p and rng_state. The dropout mask is the same as in one
+            process.
 
     Returns:
         `out` `(shards.rows, num_heads, head_dim_v)` and `softmax_lse` `(num_heads, shards.rows)`
-        float32 of this rank's rows, as `flash_varlen` of the whole batch has them.
+        float32 of this rank's rows, the same as from `flash_varlen` of the whole batch.
 
     Raises:
-        ValueError: on all ranks, what `flash_varlen` refuses, heads that ranks do not divide, or
-            calls that differ from rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
+        ValueError: on all ranks, arguments that `flash_varlen` refuses, heads as above, or calls
+            that differ from rank to rank (on accelerators: with PAGED_ATTN_CHECK=1).
         NotImplementedError: on all ranks, another option.
     """
     ranks = shards.ranks
@@ -83,8 +85,8 @@ def _check_heads(call: AttentionCall, ranks: Ranks) -> None:
 
 
 def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
-    """`(tokens, heads / W, dim)` of the whole batch, of every rank's `(rows, heads, dim)`: all
-    tensors in one message.
+    """Exchange rows for heads: each tensor `(rows, heads, dim)` becomes `(tokens, heads / W, dim)`
+    of the whole batch. All tensors are sent in one message.
     """
     size = shards.ranks.size
     shapes = [(x.shape[1] // size, x.shape[2]) for x in tensors]
@@ -98,14 +100,14 @@ def to_heads(tensors: Sequence[Tensor], shards: Shards) -> list[Tensor]:
 
 
 def to_rows(x: Tensor, shards: Shards) -> Tensor:
-    """`(rows, heads, ...)` of this rank, of every rank's `(tokens, heads / W, ...)`."""
+    """Exchange heads for rows: `(tokens, heads / W, ...)` becomes `(rows, heads, ...)`."""
     size = shards.ranks.size
     x = shards.by_rank(x).unflatten(0, (size, shards.rows))
     return _Swap.apply(x, shards.ranks).transpose(0, 1).flatten(1, 2)
 
 
 class _Swap(torch.autograd.Function):
-    """All-to-all of equal parts along the first dimension, which is its own derivative."""
+    """All-to-all of equal parts of the first dimension. Its gradient is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:

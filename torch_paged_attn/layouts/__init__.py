@@ -1,4 +1,4 @@
-"""Block-sparse layouts for `torch_paged_attn.blocksparse`: the type, and what builds it.
+"""Block-sparse layouts for `torch_paged_attn.blocksparse`: the class, and functions that build it.
 
 >>> layout = layouts.local_strided(32, max_seqlen=8192, block_size=64, local_blocks=16)
 >>> out, lse = blocksparse(q, k, v, cu_seqlens_q=cu_seqlens_q, **layout.arguments())

@@ -1,4 +1,4 @@
-"""Layouts from the BlockMask of `torch.nn.attention.flex_attention`."""
+"""Layouts made from a BlockMask of `torch.nn.attention.flex_attention`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 def from_block_mask(
     block_mask: BlockMask, *, causal: bool = False, widen_partial: bool = False
 ) -> BlockSparseLayout:
-    """The blocks that a BlockMask lists, its batch kept if it has more than one entry.
+    """The layout with the blocks of a BlockMask. It has a batch if that of the BlockMask is not 1.
 
-    A layout lists whole blocks, while the mask_mod of a BlockMask also hides keys inside of its
-    partial blocks. So one of these must hold:
+    A layout can only list whole blocks, while the mask_mod of a BlockMask also hides keys inside of
+    its partial blocks. So one of these must hold:
 
-    - There is no mask_mod, or no partial block: the layout means the same.
+    - There is no mask_mod, or no partial block. The layout is then exact.
     - causal=True: the layout is for `blocksparse(..., causal=True)`. The mask_mod is evaluated in
       the partial blocks and must be the causal mask there, q_idx >= kv_idx.
     - widen_partial=True: partial blocks are listed whole, and queries see keys that mask_mod hides.
       A window or attn_bias may hide them again.
 
-    Raises ValueError if none holds, if BLOCK_SIZE is not a pair of the op's block sizes, or if the
-    two lengths differ: flex_attention counts queries from 0, the ops from Lk - Lq.
+    Raises:
+        ValueError: none of these holds; BLOCK_SIZE is not a pair of the op's block sizes; or Q_LEN
+            and KV_LEN differ (flex_attention counts query positions from 0, the ops from Lk - Lq).
     """
     q_len, kv_len = block_mask.seq_lengths
     if q_len != kv_len:
@@ -59,10 +60,10 @@ def from_block_mask(
 
 
 def _listed(num_blocks: Tensor, indices: Tensor, num_cols: int) -> Tensor:
-    """Bool (batch, H, rows, cols) of the first num_blocks indices of each row."""
+    """Bool (batch, H, rows, cols): True for the first `num_blocks` column indices of each row."""
     indices = indices[(None,) * (4 - indices.dim())]  # batch and H may be missing
     entry = torch.arange(indices.size(-1), device=indices.device)
-    # entries behind the first num_blocks may hold anything: they are sent to a spare column
+    # later entries may hold anything: they go to an extra column, which is cut off at the end
     column = torch.where(entry < num_blocks[..., None], indices, num_cols).long()
     mask = torch.zeros(*indices.shape[:-1], num_cols + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter_(-1, column, True)[..., :num_cols]
@@ -75,7 +76,7 @@ def _masks_nothing(block_mask: BlockMask) -> bool:
 
 
 def _check_causal(block_mask: BlockMask, full: Tensor, partial: Tensor) -> None:
-    """Raise unless the listed blocks under the causal mask are what block_mask says."""
+    """Raise ValueError unless the listed blocks with a causal mask mean the same as block_mask."""
     q_len, kv_len = block_mask.seq_lengths
     q_block_size, k_block_size = block_mask.BLOCK_SIZE
     first_q = torch.arange(full.size(-2), device=full.device)[:, None] * q_block_size
@@ -89,8 +90,8 @@ def _check_causal(block_mask: BlockMask, full: Tensor, partial: Tensor) -> None:
     q_idx = row[:, None] * q_block_size + torch.arange(q_block_size, device=full.device)
     kv_idx = col[:, None] * k_block_size + torch.arange(k_block_size, device=full.device)
     inside = (q_idx < q_len)[:, :, None] & (kv_idx < kv_len)[:, None]
-    # a mask_mod may index tensors of the sequence's length: indices past it are clamped, and
-    # their result is ignored
+    # a mask_mod may index tensors with these positions: those past the end of the sequence are
+    # clamped, and their results ignored
     over_k = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
     over_q = torch.vmap(over_k, in_dims=(None, None, 0, None))
     visible = torch.vmap(over_q)(

@@ -1,4 +1,4 @@
-"""The block-sparse layout that `torch_paged_attn.blocksparse` takes: CSR over position blocks."""
+"""The block-sparse layout of `torch_paged_attn.blocksparse`: CSR over blocks of positions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseLayout:
-    """Which blocks of keys each block of query positions sees.
+    """Which blocks of keys each block of query positions sees, in CSR.
 
     Query position p belongs to row p // q_block_size, key position j to column
     j // k_block_size. The columns of row r of a head are
     `col_indices[..., crow_indices[..., r] : crow_indices[..., r + 1]]`. A row may be empty. Entries
-    behind a head's last row are padding.
+    of col_indices after a head's last row are padding.
 
     crow_indices: ([batch,] H, rows + 1) int32
     col_indices: ([batch,] H, nnz) int32, on the same device
-    q_block_size, k_block_size: 16, 32, 64, 128 or 256
-    num_cols: how many columns a dense picture has; None: up to the largest column listed
+    q_block_size, k_block_size: positions per block: 16, 32, 64, 128 or 256
+    num_cols: number of columns of `dense()`; None: as many as the largest listed column needs
 
-    H is 1, num_kv_heads or num_heads of the call: query head h reads row h // (num_heads // H).
-    Wrong types, shapes and dtypes raise TypeError or ValueError; the op checks the values.
+    H is 1, num_kv_heads or num_heads of the call: query head h uses layout head
+    h // (num_heads // H). Wrong types raise TypeError, wrong shapes, dtypes and block sizes
+    ValueError. The values in the tensors are checked by the op.
     """
 
     crow_indices: Tensor
@@ -98,7 +99,7 @@ class BlockSparseLayout:
         )
 
     def heads(self, start: int, stop: int) -> BlockSparseLayout:
-        """The rows of heads start to stop: a rank's share under tensor parallelism."""
+        """The layout of heads start to stop - 1, such as a rank's share in tensor parallelism."""
         if not 0 <= start < stop <= self.num_heads:
             raise ValueError(
                 f"heads must satisfy 0 <= start < stop <= {self.num_heads}, "
@@ -125,7 +126,8 @@ class BlockSparseLayout:
         col = self.col_indices.flatten(0, -2).long()
         heads, nnz = col.shape
         entries = torch.arange(nnz, dtype=torch.int32, device=self.device).expand(heads, nnz)
-        # an entry outside [crow[0], crow[-1]) belongs to no row: it finds -1 or num_rows
+        # searchsorted gives -1 or num_rows for an entry outside [crow[0], crow[-1]), that is
+        # padding
         row = torch.searchsorted(crow, entries.contiguous(), right=True) - 1
         listed = (row >= 0) & (row < self.num_rows)
         largest = int(torch.where(listed, col, -1).max()) if nnz else -1
@@ -138,10 +140,10 @@ class BlockSparseLayout:
         return mask.reshape(*self.crow_indices.shape[:-1], self.num_rows, num_cols)
 
     def density(self, causal: bool = True) -> float:
-        """The share of blocks that are listed; causal: of those that a causal mask leaves.
+        """The fraction of blocks that are listed, from 0 to 1.
 
-        Listed blocks that lie wholly in a row's future cost nothing under a causal mask, so
-        causal=True does not count them.
+        causal: whether only blocks count that a causal mask does not hide completely (a kernel
+            skips the others)
         """
         mask = self.dense()
         if causal:
@@ -150,11 +152,13 @@ class BlockSparseLayout:
         return float(mask.double().mean()) if mask.numel() else 0.0
 
     def plot(self, path_or_ax: str | os.PathLike[str] | Axes, head: int | None = None) -> None:
-        """Draw the blocks: listed ones dark, listed ones a causal mask hides pale.
+        """Draw the blocks: listed ones dark, or pale if a causal mask hides them completely.
 
-        A path gets one panel per head (or the one head asked for); an Axes gets one head, the
-        first unless `head` says which. The batch entries of a per-sequence layout follow one
-        another as heads. Needs matplotlib.
+        path_or_ax: a file to write, with one panel per head; or a matplotlib Axes for one head
+        head: which head to draw; None: all in a file, the first in an Axes. In a layout with a
+            batch, the heads of all batch entries are numbered consecutively
+
+        Needs matplotlib.
         """
         mask = self.dense().flatten(0, -3).cpu()
         picture = mask.float() * torch.where(self._reachable(mask.size(-1)).cpu(), 1.0, 0.3)
@@ -166,7 +170,7 @@ class BlockSparseLayout:
         if not isinstance(path_or_ax, str | os.PathLike):
             draw(path_or_ax, head or 0)
             return
-        # a Figure of its own, not pyplot: nothing global is touched, no display is needed
+        # a Figure instead of pyplot: that would change global state and may need a display
         from matplotlib.figure import Figure
 
         shown = range(len(picture)) if head is None else [head]
@@ -184,7 +188,7 @@ class BlockSparseLayout:
         figure.savefig(path_or_ax, dpi=150)
 
     def _reachable(self, num_cols: int) -> Tensor:
-        """Bool (rows, cols): blocks that hold a pair with key position <= query position."""
+        """Bool (rows, cols): blocks that contain a pair with key position <= query position."""
         last_q = torch.arange(1, self.num_rows + 1, device=self.device) * self.q_block_size - 1
         first_k = torch.arange(num_cols, device=self.device) * self.k_block_size
         return first_k <= last_q[:, None]
@@ -193,10 +197,13 @@ class BlockSparseLayout:
 def from_dense_mask(
     mask: Tensor, q_block_size: int = 64, k_block_size: int | None = None
 ) -> BlockSparseLayout:
-    """The layout that lists the True blocks of a mask.
+    """The layout that lists the True entries of a mask over blocks.
 
-    mask: bool (rows, cols), (H, rows, cols) or (batch, H, rows, cols), one entry a BLOCK
-    k_block_size: q_block_size if None
+    mask: bool (rows, cols), (H, rows, cols) or (batch, H, rows, cols), one entry per block
+    q_block_size, k_block_size: positions per block; k_block_size is q_block_size if None
+
+    Raises:
+        ValueError: mask is no bool tensor of 2 to 4 dimensions, or a block size is not allowed.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -226,6 +233,6 @@ def from_dense_mask(
 
 
 def check_block_size(name: str, value: int) -> None:
-    """Raise unless value is a block size that the op takes."""
+    """Raise ValueError unless `value` is a block size that the op allows."""
     if value not in BLOCK_SIZES:
         raise ValueError(f"{name} must be one of {BLOCK_SIZES}, got {value!r}")

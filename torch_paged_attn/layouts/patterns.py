@@ -1,7 +1,8 @@
-"""Builders of the usual block-sparse patterns.
+"""Functions that build common block-sparse patterns.
 
-Each takes the longest sequence in tokens. Its layout has a row for every position below that, so
-it serves prefill, chunked prefill and decode alike. `device` None is torch's default device.
+Each takes `max_seqlen`, the length in tokens of the longest sequence. The layout covers every
+position below that, so that the same layout is used in prefill, chunked prefill and decode.
+`device` None is torch's default device. Wrong arguments raise ValueError.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ def local_strided(
     Block row r of head h sees block column c <= r if
 
     - r - c < local_blocks, or
-    - (c + h * step + 1) % vert_stride == 0, with step = max(1, vert_stride // num_heads),
-      or 0 with homo_head, when one row serves every head (H = 1).
+    - (c + h * step + 1) % vert_stride == 0, with step = max(1, vert_stride // num_heads).
+
+    With homo_head, step is 0: all heads have the same pattern, and the layout has one head (H = 1).
 
     num_heads: of the whole model, over all tensor-parallel ranks; take a rank's share with
-        `.heads(start, stop)`. Give num_kv_heads to slide along the key heads instead, so that the
-        query heads of a group share a row (vLLM's homo_head_group).
-    q_block_size: None: block_size. Smaller: the same mask in finer rows. Larger: a row sees the
-        union of what its blocks see, as in vLLM.
+        `.heads(start, stop)`. Give num_kv_heads instead for one pattern per KV head, which the
+        query heads of its group share (vLLM's homo_head_group).
+    q_block_size: positions per row; None: block_size. If it is smaller, the mask is the same in
+        finer rows. If it is larger, a row sees the union of what its blocks see, as in vLLM.
     """
     _check_at_least("num_heads", num_heads, 1)
     _check_at_least("local_blocks", local_blocks, 0)
@@ -68,10 +70,12 @@ def sliding_window(
     *,
     device: torch.device | str | None = None,
 ) -> BlockSparseLayout:
-    """Every block that holds a pair with p - window_size_left <= j <= p + window_size_right.
+    """All blocks that contain a pair of a query at p and a key at j with
+    p - window_size_left <= j <= p + window_size_right.
 
-    Sizes are in tokens, inclusive, -1 is unbounded, as in the ops. H = 1. Whole blocks are seen:
-    pass the same window to the op to cut its edges to the token.
+    Window sizes are in tokens, inclusive; -1 is unbounded, as in the ops. The layout has one head
+    (H = 1). The blocks at the window's edges also contain keys outside of it: pass the same window
+    to the op to mask these.
     """
     _check_at_least("window_size_left", window_size_left, -1)
     _check_at_least("window_size_right", window_size_right, -1)
@@ -99,19 +103,21 @@ def bigbird(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> BlockSparseLayout:
-    """BigBird's blocks: global, window and random, drawn per head and row (arXiv 2007.14062).
+    """BigBird's pattern: global, window and random blocks (arXiv 2007.14062).
 
-    The first global_blocks blocks see and are seen by all; window_blocks (odd) are centred on the
-    row; random_blocks more are drawn without repetition from what is left, all of it if it is
-    less. causal=True lists no block of the future and draws from the past alone. The seed decides
-    the draw, the same on every device.
+    global_blocks: so many first rows list all columns, and so many first columns are in all rows
+    window_blocks: columns centred on the row's diagonal block; odd, or 0
+    random_blocks: further columns, drawn for each head and row without repetition; all that are
+        left if there are fewer
+    causal: whether only columns up to the diagonal are listed and drawn
+    seed: of the random columns, which are the same on every device
     """
     _check_at_least("num_heads", num_heads, 1)
     _check_at_least("global_blocks", global_blocks, 0)
     _check_at_least("random_blocks", random_blocks, 0)
     if window_blocks < 0 or (window_blocks and window_blocks % 2 == 0):
         raise ValueError(f"window_blocks must be 0 or an odd number, got {window_blocks}")
-    # the generator and what it draws are on the CPU, whatever torch's default device is
+    # drawn on the CPU, whatever torch's default device is, so that every device gets the same
     blocks = torch.arange(_num_blocks(max_seqlen, "block_size", block_size), device="cpu")
     row, col = blocks[:, None], blocks
     fixed = (row < global_blocks) | (col < global_blocks)
@@ -130,7 +136,10 @@ def bigbird(
 
 
 def _resize_rows(mask: Tensor, block_size: int, q_block_size: int) -> Tensor:
-    """A (..., rows, cols) mask of block_size rows, restated in rows of q_block_size."""
+    """A mask (..., rows, cols) over rows of `block_size` positions, for rows of `q_block_size`.
+
+    Larger rows see the union of what the smaller ones see.
+    """
     check_block_size("q_block_size", q_block_size)
     if q_block_size <= block_size:
         return mask.repeat_interleave(block_size // q_block_size, dim=-2)

@@ -1,9 +1,11 @@
-"""The contract of every operator. Importing this module registers them; it imports no backend code
-but the CPU's compiled library, where it was built."""
+"""The operators: schemas, checks and public functions, which importing this module registers.
+
+Of the backends only the CPU's compiled library is loaded, if it was built.
+"""
 
 from torch_paged_attn.ops import _flops, _library, paths
-from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: registered,
-from torch_paged_attn.ops import append_slots as append_slots  # but not offered, like this one
+from torch_paged_attn.ops import append_and_attend as append_and_attend  # internal: the import
+from torch_paged_attn.ops import append_slots as append_slots  # registers the operator
 from torch_paged_attn.ops.blocksparse import blocksparse
 from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
 from torch_paged_attn.ops.flash_varlen import flash_varlen

@@ -1,7 +1,8 @@
-"""Attention under `torch.autocast`: q, k and v are cast as SDPA's are, the rest is left alone.
+"""Attention under `torch.autocast`: q, k and v are cast as for SDPA, other tensors are not.
 
-`torch.library.register_autocast` serves no operator with options, and casts every float tensor,
-slopes and sinks too. These kernels stand on dispatch keys that are on inside autocast only.
+`torch.library.register_autocast` cannot be used: it does not support operators with keyword-only
+arguments, and it casts every float tensor, ALiBi slopes and sinks too. The kernels here are
+registered for the autocast dispatch keys, which are active only inside `torch.autocast`.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,10 @@ KEYS = "AutocastCPU", "AutocastCUDA", "AutocastXLA", "AutocastPrivateUse1"
 
 
 def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments with q, q_latent, k and v in `dtype`, those of float32 or 16 bits. A cache,
-    which a cast would copy whole, stays as it is: q goes with it.
+    """The arguments with q, q_latent, k and v cast to `dtype`, unless they are 8-bit.
+
+    A paged cache is not cast, because that would copy all of it: q and q_latent are cast to the
+    cache's dtype instead, or to `dtype` if the cache is 8-bit.
     """
     names = [x.name for x in arguments(op) if not x.keyword_only]
     given = dict(zip(names, args, strict=False))
@@ -36,7 +39,9 @@ def cast_inputs(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any
 def bind_autocast(
     library: torch.library.Library, op: str, overloads: tuple[torch._ops.OpOverload, ...]
 ) -> None:
-    """Cast before a call of an operator, or of its twin, on each device."""
+    """Register, for each of the operator's overloads and each device, a kernel that casts the
+    inputs and calls the overload again outside autocast.
+    """
     for overload in overloads:
         name = overload._schema.name.partition("::")[2]
         for key in KEYS:

@@ -1,9 +1,10 @@
-"""How many floating-point operations a call takes, for `torch.utils.flop_counter`.
+"""The number of floating-point operations of a call, for `torch.utils.flop_counter`.
 
-A product of two numbers and its addition are two. What is counted is useful work: the pairs of
-queries and keys that causality and window let see each other, or for `blocksparse` those of the
-listed blocks if they are fewer. Lengths that lie on the host are read; otherwise (on a device, in a
-graph) every query is taken to see as many keys as shapes and hints allow, under causality half.
+A multiply-add counts as two. Only useful work counts: pairs of a query and a key that the causal
+mask and the window leave, or, for `blocksparse`, the pairs of all listed blocks if these are fewer.
+Sequence lengths are read if they are on the CPU. Otherwise (on another device, or while a graph is
+traced) every query is assumed to see as many keys as shapes and hints allow, or half of them under
+a causal mask.
 """
 
 import importlib.util
@@ -22,20 +23,22 @@ OPS = "flash_varlen", "blocksparse"
 
 
 def flops(call: AttentionCall) -> int:
-    """Of a forward: q times k, latents times v, and the probabilities times v."""
+    """Operations of a forward: q times k, q_latent times v if given, and probabilities times v."""
     dims = call.head_dim + call.head_dim_v * (1 if call.q_latent is None else 2)
     return 2 * call.num_heads * _pairs(call) * dims
 
 
 def backward_flops(call: BackwardCall) -> int:
-    """Of a backward: q times k again, dout times v, and a product for each of dq, dk and dv."""
+    """Operations of a backward: q times k again, dout times v, and one product each for dq, dk
+    and dv, as far as they are wanted.
+    """
     forward, (dq, dk, dv, *_) = call.forward, call.output_mask
     products = (1 + dq + dk) * forward.head_dim + (1 + dv) * forward.head_dim_v
     return 2 * forward.num_heads * _pairs(forward) * products
 
 
 def _pairs(call: AttentionCall) -> int:
-    """Pairs of a query and a key that are looked at, of one head."""
+    """Number of pairs of a query and a key that one head computes, over all sequences."""
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
     if all(x is None or _is_on_host(x) for x in (*lengths, call.q_position)):
         key_lens = key_lengths(*lengths).tolist()
@@ -56,7 +59,9 @@ def _is_on_host(x: Tensor) -> bool:
 
 
 def _visible(call: AttentionCall, first: int, query_len: int, key_len: int) -> int:
-    """Pairs of one sequence, whose first query stands at position `first`."""
+    """Pairs of one sequence that causal mask and window leave. `first` is the position of its
+    first query.
+    """
     left, right = call.window_size_left, call.window_right
     positions = first + torch.arange(query_len, device="cpu")
     keys = call.key_positions(torch.arange(key_len, device="cpu"))
@@ -66,7 +71,7 @@ def _visible(call: AttentionCall, first: int, query_len: int, key_len: int) -> i
 
 
 def _visible_by_shapes(call: AttentionCall) -> int:
-    """The largest number of pairs that the shapes allow."""
+    """The largest number of pairs that shapes and hints allow, halved under a causal mask."""
     table = call.block_table
     longest = call.k.shape[0] if table is None else table.shape[1] * call.page_size
     if call.max_seqlen_k:
@@ -96,8 +101,9 @@ def _register() -> None:
 
 
 class _WhenImported:
-    """Registers the formulas as soon as somebody imports torch's counter. It imports Triton, which
-    takes half a second: too long for everybody who counts nothing.
+    """An import hook that registers the formulas when `torch.utils.flop_counter` is imported.
+
+    That module imports Triton, which takes half a second, so this package does not import it.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -118,7 +124,7 @@ class _WhenImported:
 
 
 def register_flops() -> None:
-    """Tell torch's counter, now or when it is imported."""
+    """Register the formulas with torch's counter: now, or when it is imported."""
     if COUNTER in sys.modules:
         _register()
     else:

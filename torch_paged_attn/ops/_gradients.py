@@ -1,14 +1,15 @@
-"""How a call that needs a gradient finds its way to autograd, and one that needs none past it.
+"""Autograd for the operators, without its cost for calls that need no gradient.
 
-A call that needs none makes no stop on its way. Autograd's dispatch keys fall through to the
-backend, and the kernel itself looks at its inputs: the CPU's in csrc/ops/autograd.cpp, one written
-in Python through `Gate.guarded`. If a result needs a gradient, the kernel sends the call to a twin
-operator, `<op>_gated`, whose kernel takes autograd's place: it refuses what has no derivative, else
-it records the call and goes on with the operator itself, below autograd, where no kernel looks.
+An autograd kernel would cost every call some microseconds. So the operators have none: their
+autograd dispatch keys fall through, and the backend's kernel itself checks whether an input
+requires grad (C++ kernels in csrc/ops/autograd.cpp, Python ones through `Gate.wrapped`). If one
+does, the kernel calls a second operator, `<op>_gated`, with the same arguments. That one has an
+autograd kernel: it raises if the call has no derivative, otherwise it records the call for the
+backward and calls the operator again below autograd, where inputs no longer require grad.
 
-A kernel cannot see a gradient that a wrapper around a tensor asks for: those of `torch.func`,
-subclasses with `__torch_dispatch__`, FakeTensors. Two dispatch keys come before autograd's wherever
-there are such wrappers or a dispatch mode is on, and nowhere else: they send the call to the twin.
+Some tensors hide from a kernel that they require grad: those inside a `torch.func` transform,
+subclasses with `__torch_dispatch__`, FakeTensors. For these a dispatch key above autograd is active
+(`WRAPPING_KEYS`), whose kernel always calls `<op>_gated`.
 """
 
 import itertools
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# what a call passes on its way to a wrapper, and only then
+# dispatch keys that are active only for wrapped tensors or under a dispatch mode
 WRAPPING_KEYS = "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode"
-# where a call of the twin arrives if autograd is off (inference mode) or was passed before
+# dispatch keys of a call of `<op>_gated` in inference mode, or from below autograd
 BELOW_AUTOGRAD = "Python", "CompositeExplicitAutograd"
 
 ALLOWED = "no requires_grad, or a call under torch.no_grad()"
@@ -30,42 +31,52 @@ ALLOWED = "no requires_grad, or a call under torch.no_grad()"
 class Derivative(Protocol):
     """How an operator is differentiated."""
 
-    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Raise NotImplementedError for a call, right otherwise, that has no derivative; `asking`
-        are the names of the tensors that require grad.
+    def check(
+        self, required: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Raise NotImplementedError for a valid call that has no derivative.
+
+        required: names of the tensors that require grad
         """
 
     def save(
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
     ) -> None:
-        """Keep in `ctx` what the backward needs."""
+        """Store in `ctx` what the backward needs."""
 
     def backward(
-        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+        self, ctx: Any, needed: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the positional arguments, from those of the results; None for what is
-        not `asked` for.
+        """The gradients of the positional arguments.
+
+        needed: for each positional argument, whether its gradient is needed; others may be None
+        gradients: those of the results; None stands for zeros
         """
 
 
-class Once:
-    """The derivative of a backward, which autograd records under `create_graph=True`. Whoever
-    differentiates it gets an error: gradients have no gradients.
+class OnceDifferentiable:
+    """The derivative of a backward operator: NotImplementedError, since there is no double
+    backward.
+
+    Under `create_graph=True` autograd records the backward whether or not anybody differentiates
+    it. So the error comes only when somebody does.
     """
 
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Whether anybody goes back through the call is not known yet."""
+    def check(
+        self, required: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Every call is accepted: whether it will be differentiated is not known yet."""
 
     def save(
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
     ) -> None:
-        """Nothing is needed."""
+        """Nothing is stored."""
 
     def backward(
-        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+        self, ctx: Any, needed: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(
             f"paged_attn::{self.op}: a gradient of its results came, which are gradients"
@@ -74,14 +85,16 @@ class Once:
 
 
 class Recorded(torch.autograd.Function):
-    """A call that autograd records. Each operator has a subclass, whose name profilers show."""
+    """The autograd function of a recorded call. Each operator has a subclass named after it,
+    because profilers show the class name.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, gate: "Gate", keys: Any, options: dict[str, Any], *args: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # under a transform of torch.func, another level may record the call as well
+        # under nested torch.func transforms, an inner level may have to record the call as well
         with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()):
             results = gate.below_autograd(keys, args, options)
         ctx.derivative = gate.derivative
@@ -94,7 +107,9 @@ class Recorded(torch.autograd.Function):
 
 
 class RecordedLists(Recorded):
-    """A call whose positional arguments are two lists of tensors, as long as each other."""
+    """The same for an operator whose positional arguments are two lists of tensors of one length.
+    `apply` sees only tensors that are arguments themselves, so it gets the lists end to end.
+    """
 
     @staticmethod
     def forward(
@@ -110,7 +125,11 @@ class RecordedLists(Recorded):
 
 
 class Gate:
-    """Looks whether a call of one operator needs a gradient."""
+    """What stands between the calls of one operator and autograd (see the module's docstring).
+
+    It defines `<op>_gated`, and for operators with a derivative `<op>_recorded`, which C++ kernels
+    call instead.
+    """
 
     def __init__(
         self,
@@ -127,58 +146,61 @@ class Gate:
         self.takes_lists = any("List[Tensor]" in str(a.type) for a in arguments)
         kind = RecordedLists if self.takes_lists else Recorded
         self.function: Any = type(packet, (kind,), {})
-        # the positional arguments' names, "" for those that are no tensors
+        # names of the positional arguments, "" for those that are not tensors
         self.tensors = [a.name * ("Tensor" in str(a.type)) for a in arguments if not a.kwarg_only]
         self.written = [
             i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
         ]
         stem = name.replace(".", "_")
         library.define(f"{stem}_gated{signature}")
-        self.twin = getattr(torch.ops.paged_attn, f"{stem}_gated").default
+        self.gated_op = getattr(torch.ops.paged_attn, f"{stem}_gated").default
         library.impl(f"{stem}_gated", self.enter, "Autograd", with_keyset=True)
         for key in BELOW_AUTOGRAD:
-            library.impl(f"{stem}_gated", self.pass_below, key, with_keyset=True)
-        if self.written:  # torch's own loop over the slices serves only what writes nothing
+            library.impl(f"{stem}_gated", self.enter_below_autograd, key, with_keyset=True)
+        if self.written:  # torch's vmap fallback, a loop, does not support operators that write
             library.impl(f"{stem}_gated", self.refuse_vmap, "FuncTorchBatched")
         if derivative is not None:
-            # torch 2.13 gives a caller in C++ each result as the type of the last but that: these
-            # types read the same both ways
+            # torch 2.13 converts the results for a caller in C++ with the list of their types
+            # reversed, so that list has to be the same in both directions
             before = signature[: signature.rindex("->")]
             results = "Tensor, " * len(self.op._schema.returns)
             library.define(f"{stem}_recorded{before}-> (str raised, {results}str text)")
             library.impl(f"{stem}_recorded", self.recorded, "CompositeImplicitAutograd")
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         for key in WRAPPING_KEYS:
-            library.impl(name, self.send_to_twin, key)
+            library.impl(name, self.call_gated, key)
 
-    def send_to_twin(self, *args: Any, **kwargs: Any) -> Any:
-        return self.twin(*args, **kwargs)
+    def call_gated(self, *args: Any, **kwargs: Any) -> Any:
+        return self.gated_op(*args, **kwargs)
 
     def recorded(self, *args: Any, **kwargs: Any) -> Any:
-        """The twin for a kernel in C++, which would lose what Python raises: it gets the address of
-        the type, nothing if nothing was raised, and the text.
+        """`<op>_gated` for a caller in C++, to which a Python exception cannot pass. The results
+        are preceded by the address of the exception's type, "" if none was raised, and followed by
+        its message.
         """
         try:
-            return "", *self.twin(*args, **kwargs), ""
+            return "", *self.gated_op(*args, **kwargs), ""
         except BaseException as error:
-            self.raised = type(error)  # which must live until it is raised again
+            self.raised = type(error)  # keeps the type alive until C++ raises it again
             nothing = (torch.empty(0) for _ in self.op._schema.returns)
             return str(id(self.raised)), *nothing, str(error)
 
     def enter(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """The twin's kernel: the operator, recorded if a gradient is needed."""
+        """The autograd kernel of `<op>_gated`: record the call if an input requires grad, and run
+        the operator.
+        """
         self.refuse_tangents(args)
-        if asking := self.asking(args):
-            self.refuse_gradients(asking, args, kwargs)
+        if required := self.requiring_grad(args):
+            self.refuse_gradients(required, args, kwargs)
             return self.record(self, keys, kwargs, *args)
         self.bump_versions(args)
         return self.below_autograd(keys, args, kwargs)
 
-    def pass_below(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """The twin's kernel where autograd has been passed: nobody asks for a gradient."""
+    def enter_below_autograd(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """The kernel of `<op>_gated` below autograd: run the operator without recording it."""
         self.refuse_tangents(args)
         self.bump_versions(args)
-        if not self.asking(args):
+        if not self.requiring_grad(args):
             return self.below_autograd(keys, args, kwargs)
         with torch.no_grad():
             return self.below_autograd(keys, args, kwargs)
@@ -187,14 +209,14 @@ class Gate:
         with torch._C._AutoDispatchBelowAutograd():
             return self.op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
 
-    def asking(self, args: tuple[Any, ...]) -> list[str]:
-        """The names of the tensors of which a gradient is asked for."""
+    def requiring_grad(self, args: tuple[Any, ...]) -> list[str]:
+        """The names of the tensors that require grad; none if grad mode is off."""
         if not torch.is_grad_enabled():
             return []
-        return [name for name, x in self.pairs(args) if x.requires_grad]
+        return [name for name, x in self.named_tensors(args) if x.requires_grad]
 
-    def pairs(self, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that are given, each with the name of its argument."""
+    def named_tensors(self, args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+        """The given tensor arguments with their names; `outs[0]` names an entry of a list."""
         for name, x in zip(self.tensors, args, strict=False):
             if not name or x is None:
                 continue
@@ -208,36 +230,36 @@ class Gate:
             args = (*args[:3], *itertools.chain(*args[3:]))
         if not torch._C._are_functorch_transforms_active():
             return self.function.apply(*args)
-        # one level of several, as an operator's kernel is called for each: what `Function.apply`
-        # does instead needs the function whole, from outside
+        # this kernel is called once for each level of nested transforms, so only that level is
+        # applied; `Function.apply` would apply all of them
         from torch._functorch.autograd_function import enable_single_level_autograd_function
 
         with enable_single_level_autograd_function():
             return super(torch.autograd.Function, self.function).apply(*args)  # type: ignore[misc]
 
     def refuse(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Raise if a result would need a gradient that there is not."""
+        """Raise NotImplementedError for a call that needs a derivative which does not exist."""
         self.refuse_tangents(args)
-        if asking := self.asking(args):
-            self.refuse_gradients(asking, args, options)
+        if required := self.requiring_grad(args):
+            self.refuse_gradients(required, args, options)
 
     def refuse_gradients(
-        self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+        self, required: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         name = self.op._schema.name
         if self.derivative is None:
             raise NotImplementedError(
-                f"{name}: {asking[0]} requires grad, and the operator has no derivative;"
+                f"{name}: {required[0]} requires grad, and the operator has no derivative;"
                 f" allowed: {ALLOWED}"
             )
         self.check(*args, **options)
-        self.derivative.check(asking, args, options)
+        self.derivative.check(required, args, options)
 
     def refuse_tangents(self, args: tuple[Any, ...]) -> None:
-        # there are tangents only inside a level of forward-mode AD
+        # a tensor can have a tangent only inside a level of forward-mode AD
         if forward_ad._current_level < 0:
             return
-        for name, x in self.pairs(args):
+        for name, x in self.named_tensors(args):
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError(
                     f"{self.op._schema.name}: {name} carries a tangent of forward-mode AD, and no"
@@ -251,21 +273,30 @@ class Gate:
         )
 
     def bump_versions(self, args: tuple[Any, ...]) -> None:
-        """Tell autograd what a kernel writes through raw pointers."""
-        counted = [x for i in self.written if (x := args[i]) is not None and not x.is_inference()]
-        if counted:
-            torch.autograd.graph.increment_version(counted)
+        """Tell autograd which tensors the kernel changes: it writes through raw pointers, which
+        autograd does not see.
+        """
+        for i in self.written:
+            if (x := args[i]) is not None and not x.is_inference():
+                torch.autograd.graph.increment_version(x)
 
-    def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A backend's function in Python, behind the gate."""
-        tensors, twin, takes_lists = self.tensors, self.twin, self.takes_lists
+    def wrapped(self, load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """A kernel that first checks whether an input requires grad, and then calls a backend's
+        Python function, which the first call has `load` find.
+        """
+        twin, takes_lists = self.gated_op, self.takes_lists
+        are_tensors = [bool(name) for name in self.tensors]
+        function: Callable[..., Any] | None = None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if takes_lists and self.asking(args):
+            nonlocal function
+            if function is None:
+                function = load()
+            if takes_lists and self.requiring_grad(args):
                 return twin(*args, **kwargs)
             if not takes_lists and torch.is_grad_enabled():
-                for name, x in zip(tensors, args, strict=False):
-                    if name and x is not None and x.requires_grad:
+                for x in itertools.compress(args, are_tensors):
+                    if x is not None and x.requires_grad:
                         return twin(*args, **kwargs)
             if forward_ad._current_level >= 0:
                 self.refuse_tangents(args)

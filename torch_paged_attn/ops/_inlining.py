@@ -1,11 +1,12 @@
-"""Letting torch.compile see into an op: instead of one opaque node, the kernels that it launches.
+"""torch.compile traces the kernel launches of an op, where it would otherwise see one opaque node.
 
-`Backend.traceable` gives the op as a function to be traced. It is asked only where all sizes are
-plain numbers, because what the host decides (tiles, grids, splits) would otherwise be decided for
-one size and guarded: with dynamic shapes an op stays one node, and no new size compiles anything.
-So does a call of which a gradient is asked for: checkpointing policies and the partitioner, which
-decide what is kept for the backward, go by the op.
-`torch.export` keeps the ops too; compiling an exported program looks into them.
+`Backend.traceable` returns the function to trace. An op stays one opaque node in these cases:
+
+- A size is symbolic. Tiles, grids and splits are chosen from sizes on the host, so that tracing
+  would bind the graph to one size; an opaque node serves all sizes without recompiling.
+- An input requires grad. Activation checkpointing and the partitioner decide by op what is saved
+  for the backward.
+- `torch.export` runs. The kernels are traced when the exported program is compiled.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torch_paged_attn.ops.backend import serving
 
-# devices whose kernels a graph can hold, and where their backends are bound
+# device type -> dispatch key, for devices whose kernel launches a graph can hold
 DISPATCH_KEYS = {"cuda": "CUDA", "neuron": "PrivateUse1"}
 
 
@@ -28,13 +29,15 @@ def _is_static(value: Any) -> bool:
 
 
 def name_of(op: Any) -> str:
-    """As backends know it: with its overload, if it has one."""
+    """An operator's name for `Backend.function`: `flash_varlen`, or with its overload
+    `reshape_and_cache.split`.
+    """
     name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
     return f"{name}.{overload}" if overload else name
 
 
 def inline(name: str, library: torch.library.Library) -> None:
-    """Have torch.compile look into the op `name`."""
+    """Make torch.compile trace the kernel launches of the op `name`."""
 
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         from torch.export._trace import custom_triton_ops_decomposition_disabled
@@ -55,7 +58,7 @@ def inline(name: str, library: torch.library.Library) -> None:
                     return result
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
-    # a rule belongs to the whole operator, whatever the overload
+    # torch registers a rule for all overloads of an operator together
     torch.library.register_torch_dispatch(
         f"paged_attn::{name}", FunctionalTensorMode, rule, lib=library
     )

@@ -1,4 +1,4 @@
-"""The library that owns the `paged_attn` namespace: definitions, and the binding of backends."""
+"""The namespace `paged_attn`: how operators are defined, and how backends are bound to them."""
 
 import functools
 import importlib.util
@@ -23,15 +23,15 @@ LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
 ATTENTION = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
 
-# op name -> its two checks, in order of definition
+# op name -> its checks (of metadata, of values), in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
 # op name -> its schema, as text
 SCHEMAS: dict[str, str] = {}
-# those of which the compiled kernels say what they would do, as JSON, by `<op>_plan`
+# ops for which the compiled kernels have `<op>_plan`: how they would run a call, as JSON
 PLANNED = ("flash_varlen", "blocksparse")
-# op name -> what looks whether its calls need a gradient
+# op name -> its gate to autograd
 GATES: dict[str, Gate] = {}
-# op name -> its form in PyTorch's own operators
+# op name -> a function of PyTorch operators for backends that have no kernel
 COMPOSED: dict[str, Callable[..., Any]] = {}
 
 
@@ -45,15 +45,18 @@ def define(
     composed: Callable[..., Any] | None = None,
     autocast: bool = False,
 ) -> torch._ops.OpOverload:
-    """Define one operator: schema, fake, gate for gradients, and the twin that explains refusals.
+    """Define one operator: its schema, its fake, its gate to autograd, and `<op>_error`.
 
-    `composed` answers, in PyTorch's own operators, where a backend has no kernel; `autocast` says
-    that q, k and v are cast under `torch.autocast`.
+    schema: as `torch.library` takes it, without the namespace
+    check: raises for metadata and options that the contract forbids; it reads no tensor value
+    check_values: raises for forbidden values in tensors
+    fake: returns empty results of the right shape and dtype
+    derivative: how autograd differentiates the op; None: it has no derivative
+    composed: the op as a function of PyTorch operators, for backends that have no kernel
+    autocast: whether q, k and v are cast under `torch.autocast`
 
-    `check` raises for metadata and options the contract forbids and reads no tensor value;
-    `check_values` raises for what tensors hold. `<op>_error` runs both, once every tensor is known
-    to have its storage, and answers with the text, so that a compiled backend only has to notice
-    that something is wrong.
+    `<op>_error` takes the operator's arguments and returns the error message of the first rule that
+    they break. A compiled kernel that finds a rule broken calls it for the message.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
@@ -62,8 +65,9 @@ def define(
 
     @torch.library.register_fake(f"paged_attn::{name}", lib=LIBRARY)
     def _fake(*args: Any, **kwargs: Any) -> Any:
-        if gate.asking(args):  # plain meta tensors: others have passed the gate
-            return gate.twin(*args, **kwargs)
+        # only plain meta tensors; for FakeTensors `<op>_gated` has been called before
+        if gate.requiring_grad(args):
+            return gate.gated_op(*args, **kwargs)
         check(*args, **kwargs)
         return fake(*args, **kwargs)
 
@@ -80,7 +84,7 @@ def define(
     if not name.endswith("_backward"):
         inline(name, LIBRARY)
     if autocast:
-        bind_autocast(LIBRARY, name, (gate.op, gate.twin))
+        bind_autocast(LIBRARY, name, (gate.op, gate.gated_op))
     if composed is not None:
         COMPOSED[name] = composed
     OPS[name] = check, check_values
@@ -89,25 +93,28 @@ def define(
 
 
 def bind_backends() -> None:
-    """Bind every operator on every dispatch key; only compiled libraries are loaded right away."""
+    """Register a kernel of every operator for every dispatch key of a backend.
+
+    Compiled libraries are loaded now; a backend in Python is imported by the first call.
+    """
     for key in dict.fromkeys(key for backend in backends() for key in backend.dispatch_keys):
         first = backends_of(key)[0]
         is_loaded = first.is_compiled and first.unsupported() is None
         if is_loaded and not _sees_gradients():
             for name, gate in GATES.items():
-                LIBRARY.impl(name, gate.send_to_twin, f"Autograd{key}")
+                LIBRARY.impl(name, gate.call_gated, f"Autograd{key}")
         for name in OPS:
-            # what the library has bound is bound
+            # the compiled library has registered its own kernels
             has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
             if not (is_loaded and has_kernel(f"paged_attn::{name}", key)):
                 LIBRARY.impl(name, _lazy(key, name), key)
-    # torch_xla's tensors are functional, and that key comes before theirs: what writes into its
-    # arguments is answered there, which torch.compile cannot hold in a graph
+    # torch_xla functionalizes tensors, and that dispatch key comes before XLA. An operator that
+    # writes into its arguments needs a kernel there, and torch.compile cannot put it into a graph
     if importlib.util.find_spec("torch_xla") is not None:
         for name in OPS:
             packet, _, overload = name.partition(".")
             if packet == "reshape_and_cache":
-                # the op runs where the graph breaks, and Dynamo would trace what it calls
+                # the op runs eagerly at a graph break, where Dynamo would trace its kernel
                 LIBRARY.impl(name, torch.compiler.disable(_lazy("XLA", name)), "Functionalize")
                 operator = getattr(torch.ops.paged_attn, packet)
                 for callee in (operator, getattr(operator, overload or "default")):
@@ -117,24 +124,19 @@ def bind_backends() -> None:
 def _sees_gradients() -> bool:
     try:
         return torch.ops.paged_attn.cpu_sees_gradients()
-    except NotImplementedError:  # a library that was built before it could be asked
+    except NotImplementedError:  # a library built before `cpu_sees_gradients` existed
         return False
 
 
 def _lazy(key: str, name: str) -> Callable[..., Any]:
-    kernel: Callable[..., Any] | None = None
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal kernel
-        if kernel is None:
-            kernel = _kernel(key, name)
-        return kernel(*args, **kwargs)
-
-    return call
+    """The kernel of an op for a dispatch key, whose backend is asked for at the first call."""
+    return GATES[name].wrapped(functools.partial(_load, key, name))
 
 
-def _kernel(key: str, name: str) -> Callable[..., Any]:
-    """An op's function in the first backend that can run here, behind the checks."""
+def _load(key: str, name: str) -> Callable[..., Any]:
+    """The function of the first backend that can run here, with the checks that this backend does
+    not do itself.
+    """
     backend, reason = serving(key)
     if backend is None:
         raise NotImplementedError(f"paged_attn::{name}: {reason}")
@@ -142,15 +144,15 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     if name not in backend.announces:
         paths.announce(name, backend.name, f"its kernel for {key}")
     check, check_values = OPS[name]
-    # what is composed of PyTorch's operators checks nothing itself
+    # a function composed of PyTorch operators checks nothing itself
     checks = [] if backend.checks_metadata and backend.has(name) else [check]
     if environment.CHECK:
         checks = [functools.partial(_check_storages, GATES[name]), check, check_values]
-    return GATES[name].guarded(_checked(function, checks) if checks else function)
+    return _checked(function, checks) if checks else function
 
 
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:
-    for name, tensor in gate.pairs(args):
+    for name, tensor in gate.named_tensors(args):
         if fault := storage_fault(tensor):
             fail(gate.op._schema.name.removeprefix("paged_attn::"), name, *fault)
 
@@ -175,7 +177,7 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
 
 
 def _refuse_lacking(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise for an argument that the compiled kernels lack. Only the CPU's kernels call this."""
+    """Raise for an argument that the compiled CPU kernels do not support."""
     backend = next(backend for backend in backends() if backend.is_compiled)
     forward = name.removesuffix("_backward")
     if forward == name:
@@ -201,12 +203,12 @@ def _explain(
     return ""
 
 
-# the instruction set that the CPU kernels use, and all that they could use here, slowest first
+# the instruction set that the CPU kernels use, and all that this processor supports, slowest first
 LIBRARY.define("cpu_isa() -> str")
 LIBRARY.define("cpu_isas() -> str")
-# what they call once for each way that calls take
+# called by the CPU kernels when they take a code path for the first time, to log it
 LIBRARY.define("cpu_announce(str op, bool has_pairs) -> ()")
-# the others of this architecture, a line for each: its name, and why it cannot run here
+# the unsupported instruction sets of this architecture, a line each: its name, and why
 LIBRARY.define("cpu_isas_missing() -> str")
-# whether they can tell that an input needs a gradient
+# whether the CPU kernels check if an input requires grad
 LIBRARY.define("cpu_sees_gradients() -> bool")

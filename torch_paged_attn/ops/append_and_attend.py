@@ -1,9 +1,9 @@
 """The operator `paged_attn::append_and_attend`: `flash_attn_with_kvcache` in one call on a GPU.
 
-It is internal, what that function comes to there for the calls of a decoding loop, and no part of
-the public contract. It does what `append_slots`, `reshape_and_cache` and `flash_varlen` do one
-after another, whose ways through the dispatcher cost a host more than they do. Its checks are
-theirs: an error of one that was broken names that operator, and nothing has been written.
+It is internal and no part of the public contract: `flash_attn_with_kvcache` uses it for the calls
+of a decoding loop. It does the work of `append_slots`, `reshape_and_cache` and `flash_varlen`,
+because three ways through the dispatcher would take longer on the host than the kernels take on the
+GPU. It runs their checks before anything is written, so that an error names one of these operators.
 """
 
 import functools
@@ -21,12 +21,14 @@ from torch_paged_attn.ops.flash_varlen import check as check_flash_varlen
 from torch_paged_attn.ops.reshape_and_cache import check_split
 
 OP = "append_and_attend"
-# new tokens of a call
+# the most new tokens of a call, all sequences together
 MOST_TOKENS = 1024
 
 
 class Parts(NamedTuple):
-    """A call in the words of the other operators. Lengths stand for tensors like them."""
+    """The arguments that `reshape_and_cache` and `flash_varlen` would get, as views. For checks
+    only: cu_seqlens_q and seqused_k have the right shape and dtype, but no values.
+    """
 
     q: Tensor  # (batch * seqlen_q, num_heads, head_dim)
     key: Tensor  # (batch * seqlen_new, num_kv_heads, head_dim)
@@ -40,7 +42,7 @@ class Parts(NamedTuple):
 def parts_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor
 ) -> Parts:
-    """The parts of a call, whose rows are views of its tensors."""
+    """The views, or ValueError for shapes and strides that allow none."""
     new = "(batch, seqlen_new, num_kv_heads, head_dim)"
     pages = "(num_pages, page_size, num_kv_heads, head_dim)"
     shapes = ("(batch, seqlen_q, num_heads, head_dim)", pages, pages, new, new, "(batch)")
@@ -77,7 +79,7 @@ def check(
     v_descale: Tensor | None,
     **options: Any,
 ) -> None:
-    """Raise for metadata that the kernels cannot take."""
+    """Raise for metadata that the kernels do not support."""
     num_tokens, page_size = parts.key.shape[0], parts.k_cache.shape[2]
     if not 0 < num_tokens <= MOST_TOKENS or 0 in (*parts.q.shape, *parts.k_cache.shape):
         fail(OP, "k", f"has {num_tokens} tokens", f"1 to {MOST_TOKENS}, and nothing that is empty")
@@ -135,6 +137,6 @@ LIBRARY.define(
 )
 torch.library.register_fake(f"paged_attn::{OP}", fake, lib=LIBRARY)
 LIBRARY.impl(OP, _on_gpu, "CUDA")
-# whoever calls it has looked for gradients
+# its caller has checked that no input requires grad
 LIBRARY.impl(OP, torch.library.fallthrough_kernel, "Autograd")
 append_and_attend = torch.ops.paged_attn.append_and_attend.default

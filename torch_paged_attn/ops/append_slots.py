@@ -1,7 +1,7 @@
-"""The operator `paged_attn::append_slots`: where new tokens go in a paged cache.
+"""The operator `paged_attn::append_slots`: the cache slots of new tokens.
 
-It is internal, a step of `flash_attn_with_kvcache` and no part of the public contract. On a GPU it
-is one launch; as torch operators it would be about ten.
+It is internal, a step of `flash_attn_with_kvcache`, and no part of the public contract. On a GPU it
+is one kernel launch, where torch operators would need about ten.
 """
 
 import functools
@@ -25,7 +25,7 @@ def check(
     page_size: int,
     num_tokens: int,
 ) -> None:
-    """Raise for metadata that a kernel cannot take."""
+    """Raise for metadata that the kernel does not support."""
     check_dim(OP, "block_table", block_table, "(batch, max_pages)")
     check_dtype(OP, "block_table", block_table, (torch.int32,))
     batch = block_table.shape[0]
@@ -39,10 +39,12 @@ def check(
 
 
 def first_positions(cache_seqlens: Tensor, new: int | Tensor) -> Tensor:
-    """int32 (batch,): where the first of each sequence's new tokens goes.
+    """The position of each sequence's first new token, int32 (batch,).
 
-    new: how many tokens each sequence gets
-    A padding row has a negative length: its tokens end before position 0.
+    cache_seqlens: (batch,) int32, tokens in the cache; negative for a row of padding
+    new: number of new tokens of each sequence, one number or (batch,)
+
+    For a row of padding it is -new, so that all its tokens have negative positions.
     """
     if not isinstance(new, Tensor):
         if new == 1:
@@ -54,11 +56,16 @@ def first_positions(cache_seqlens: Tensor, new: int | Tensor) -> Tensor:
 def positions(
     starts: Tensor, cu_seqlens: Tensor | None, total: int
 ) -> tuple[Tensor, Tensor | None]:
-    """int64 positions of `total` tokens, the first of each sequence at `starts`.
+    """The position of each new token in its sequence, int64, and the token's sequence.
 
-    cu_seqlens: where each sequence's tokens begin; beside the positions (total,) there is then the
-        sequence (total,) of each token, and tokens past cu_seqlens[-1] are padding at position -1.
-        If it is None, sequences are of one length, and positions (batch, total / batch)
+    starts: (batch,) the position of each sequence's first new token
+    cu_seqlens: (batch + 1,) the first new token of each sequence; None: all sequences have
+        total / batch of them
+    total: number of new tokens
+
+    Returns:
+        With cu_seqlens, positions and sequences, (total,) each; tokens past cu_seqlens[-1] are
+        padding and have position -1. Without it, positions (batch, total / batch) and None.
     """
     batch = starts.shape[0]
     if cu_seqlens is None:
@@ -81,7 +88,7 @@ def with_torch_operators(
     page_size: int,
     num_tokens: int,
 ) -> SlotsAndLengths:
-    """What the operator computes, on any device."""
+    """The operator's result computed with torch operators, on any device."""
     check(cache_seqlens, block_table, cu_seqlens_k_new, page_size, num_tokens)
     batch, max_pages = block_table.shape
     per_sequence = num_tokens // max(batch, 1)
@@ -107,7 +114,7 @@ def fake(
     page_size: int,
     num_tokens: int,
 ) -> SlotsAndLengths:
-    """What the operator returns, in shape and dtype."""
+    """Empty results of the operator's shapes and dtypes."""
     check(cache_seqlens, block_table, cu_seqlens_k_new, page_size, num_tokens)
     slots = cache_seqlens.new_empty((num_tokens,), dtype=torch.int64)
     return slots, cache_seqlens.new_empty(cache_seqlens.shape)
@@ -143,20 +150,29 @@ def append_slots(
     page_size: int,
     num_tokens: int,
 ) -> SlotsAndLengths:
-    """Slots of new tokens (num_tokens,) int64, and the lengths (batch,) int32 once they are stored.
+    """The slots of new tokens, and the sequence lengths with them.
 
-    The new tokens of a sequence follow those that are there. Where the table has no entry for a
-    token its slot is -1, and where the page in the table is negative or past the end of the cache,
-    so is the slot: `reshape_and_cache` skips all of these on a GPU. A negative length marks a row
-    of padding: its tokens get slot -1, and its length afterwards is 0.
+    A sequence's new tokens follow those in the cache. A token for which block_table has no entry
+    gets slot -1. An invalid page id (negative, or past the end of the cache) gives an invalid slot
+    of the same kind. `reshape_and_cache` writes none of these on a GPU.
 
-    cache_seqlens: (batch,) int32, tokens in the cache before
-    block_table: (batch, max_pages) int32
-    cu_seqlens_k_new: (batch + 1,) int32, where each sequence's new tokens begin; tokens past its
-        last entry get slot -1. If it is None, all sequences get num_tokens / batch
+    Args:
+        cache_seqlens: (batch,) int32, tokens of each sequence in the cache. A negative length marks
+            a row of padding: its tokens get slot -1, and its new length is 0.
+        block_table: (batch, max_pages) int32.
+        cu_seqlens_k_new: (batch + 1,) int32, the first new token of each sequence; tokens past the
+            last entry get slot -1. None: each sequence has num_tokens / batch new tokens.
+        page_size: tokens of a page.
+        num_tokens: number of new tokens, all sequences together.
+
+    Returns:
+        Slots (num_tokens,) int64, and lengths (batch,) int32.
+
+    Raises:
+        ValueError: a shape, dtype or device outside the above.
     """
     args = cache_seqlens, block_table, cu_seqlens_k_new, page_size, num_tokens
-    # the compilers of other devices see through torch's operators alone
+    # compilers of other devices can compile torch's operators but not this one
     if cache_seqlens.device.type in ("cpu", "cuda"):
         return _append_slots(*args)
     return with_torch_operators(*args)

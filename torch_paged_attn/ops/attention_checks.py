@@ -1,7 +1,7 @@
-"""The rules that `flash_varlen` and `blocksparse` share.
+"""The rules for arguments that `flash_varlen` and `blocksparse` share.
 
-`check_attention` looks at metadata only (it runs under FakeTensor and inside compiled graphs);
-`check_attention_values` reads tensors on the host. Both raise on the first rule that is broken.
+`check_attention` checks metadata only, so that it works on FakeTensors and inside compiled graphs.
+`check_attention_values` reads tensors on the host. Both raise for the first rule that is broken.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from torch_paged_attn.ops.checks import (
 )
 
 INT32_MAX = 2**31 - 1
-# positions of keys are counted in 64 bits
+# key positions, up to 2**31 keys times the ranks, stay well within 64 bits
 MOST_RANKS = 2**15
 
 
@@ -112,7 +112,7 @@ def _check_lengths(call: AttentionCall) -> None:
     if call.q_position is not None:
         check_lengths(op, "q_position", call.q_position, call.batch, "(batch)")
     for name, size in (("max_seqlen_q", call.max_seqlen_q), ("max_seqlen_k", call.max_seqlen_k)):
-        # a size that a graph does not know (a SymInt) is not asked for
+        # comparing a SymInt would put a guard on it, or fail if the graph does not know its value
         if isinstance(size, int) and size < 0:
             fail(op, name, f"is {size}", "at least 0")
 
@@ -198,7 +198,7 @@ def check_attention_values(call: AttentionCall) -> None:
     """Raise for lengths, bounds and page ids that point outside the tensors. Reads tensors."""
     op, cu_seqlens_q, cu_seqlens_k = call.op, call.cu_seqlens_q, call.cu_seqlens_k
     is_paged, total_k = call.block_table is not None, call.k.shape[0]
-    # else cu_seqlens_k says how long sequences are, but not where they start
+    # of paged keys, or with k_start, cu_seqlens_k gives only lengths, not rows of k
     has_bounds = not is_paged and call.k_start is None
     _check_bounds(op, "cu_seqlens_q", cu_seqlens_q, call.total_q, "total_q")
     if cu_seqlens_k is not None:
@@ -260,7 +260,9 @@ def _check_pages(call: AttentionCall, b: int, query_len: int, key_len: int) -> N
 
 
 def _seen_keys(call: AttentionCall, b: int, query_len: int, key_len: int) -> range:
-    """The keys that some query of a sequence sees, masks by bias aside."""
+    """A range that holds every key that a query of the sequence sees. attn_bias, tail_mask and the
+    layout may hide more of them.
+    """
     first, left, right = int(call.first_positions()[b]), call.window_size_left, call.window_right
     if call.layout is not None and first + query_len <= 0:  # no row for a negative position
         return range(0)
@@ -270,7 +272,7 @@ def _seen_keys(call: AttentionCall, b: int, query_len: int, key_len: int) -> ran
 
 
 def _keys_before(call: AttentionCall, position: int, key_len: int) -> int:
-    """How many of a sequence's keys stand before a position."""
+    """The number of this rank's keys of a sequence whose positions are below `position`."""
     run, span = call.key_interleave, call.key_interleave * call.key_ranks
     spans, rest = divmod(position, span)
     keys = spans * run + min(max(rest - call.key_rank * run, 0), run)

@@ -1,7 +1,8 @@
-"""How `flash_varlen` and `blocksparse` are differentiated, and which calls are not.
+"""The derivative of `flash_varlen` and `blocksparse`, and which calls have none.
 
-Both have a backward that is an operator of its own. Where there is none, the forward that would
-need it is refused, by what stands here on every device, or by what a backend says of itself.
+The backward is an operator of its own. A forward call whose inputs require grad is refused if its
+backward does not exist: on any device (`refuse_gradients`), or on this one
+(`Backend.why_no_gradients`).
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from torch_paged_attn.ops.checks import (
     names,
 )
 
-# what has no gradient
+# arguments that have no gradient
 CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "out_scale")
 
 
@@ -58,12 +59,15 @@ def check_backward(call: BackwardCall) -> None:
     check_devices(op, forward.q.device, own)
 
 
-def refuse_gradients(call: AttentionCall, asking: Sequence[str]) -> None:
-    """Raise NotImplementedError for what no device has a gradient of."""
+def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
+    """Raise NotImplementedError if the call has no gradient on any device.
+
+    required: names of the tensors that require grad
+    """
     refuse = functools.partial(fail, call.op, error=NotImplementedError)
-    where = f"where {asking[0]} requires grad"
+    where = f"where {required[0]} requires grad"
     for name in CONSTANTS:
-        if name in asking:
+        if name in required:
             refuse(name, "requires grad, and has no gradient", "a tensor that does not")
         if name != "alibi_slopes" and getattr(call, name) is not None:
             came = f"came {where}, and there is no backward for 8 bits"
@@ -82,8 +86,9 @@ def refuse_gradients(call: AttentionCall, asking: Sequence[str]) -> None:
 
 
 def _with_latents(given: dict[str, Any], latent: Tensor) -> dict[str, Any]:
-    """A backward's arguments for q with the latents' columns, and k with those of v: their product
-    is `q . k + q_latent . v`."""
+    """The backward's arguments without q_latent: q becomes `[q, q_latent]` and k becomes `[k, v]`,
+    whose product is `q . k + q_latent . v`.
+    """
     q, k, v, scale = (given[name] for name in ("q", "k", "v", "softmax_scale"))
     return given | {
         "q": torch.cat((q, latent), -1),
@@ -93,8 +98,11 @@ def _with_latents(given: dict[str, Any], latent: Tensor) -> dict[str, Any]:
 
 
 def _of_latents(results: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """The gradients of q, q_latent, k and v from those of such a call. That of v is the sum of two,
-    each rounded, as autograd has it where a tensor is used twice."""
+    """The gradients of q, q_latent, k and v from those of the call that `_with_latents` makes.
+
+    v has two gradients, as keys and as values. Each is rounded before they are added, as autograd
+    does for a tensor that is used twice.
+    """
     found = dict(results)
     if (dq := results["q"]).numel() > 0:
         found["q"], found["q_latent"] = dq[..., :head_dim], dq[..., head_dim:]
@@ -117,13 +125,15 @@ class AttentionDerivative:
         own = [x.name for x in listed(BackwardCall)]
         self.tensors = [x.name for x in given if x.is_tensor and x.name not in own]
 
-    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def check(
+        self, required: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         call = getattr(AttentionCall, self.op)(*args, **options)
-        refuse_gradients(call, asking)
+        refuse_gradients(call, required)
         if call.q.is_meta:
             return
         backend, _ = serving_device(call.q.device)
-        if call.q_latent is not None:  # what the backward is called with has its columns
+        if call.q_latent is not None:  # the backward gets wider q and k, see `_with_latents`
             q, k = call.q, call.k
             columns = q.shape[-1] + call.head_dim_v
             wide = [x.new_empty(1).expand(*x.shape[:-1], columns) for x in (q, k)]
@@ -131,7 +141,7 @@ class AttentionDerivative:
         reason = None if backend is None else backend.why_no_gradients(call)
         if reason is not None:
             came = f"requires grad, and {reason}"
-            fail(self.op, asking[0], came, ALLOWED, NotImplementedError)
+            fail(self.op, required[0], came, ALLOWED, NotImplementedError)
 
     def save(
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
@@ -142,25 +152,25 @@ class AttentionDerivative:
         ctx.options = {name: given[name] for name in self.options}
 
     def backward(
-        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+        self, ctx: Any, needed: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         *tensors, latent, out, softmax_lse = ctx.saved_tensors
         dout, dlse = gradients
         given = ctx.options | dict(zip(self.tensors, tensors, strict=True))
         given |= {"out": out, "softmax_lse": softmax_lse, "dlse": dlse}
         given["dout"] = torch.zeros_like(out) if dout is None else dout
-        is_asked = dict(zip(self.inputs, asked, strict=False))
-        asked_for = {name: is_asked.get(name, False) for name in GRADIENTS.values()}
+        is_needed = dict(zip(self.inputs, needed, strict=False))
+        wanted = {name: is_needed.get(name, False) for name in GRADIENTS.values()}
         head_dim = given["q"].shape[-1]
         if latent is not None:
-            asked_for["q"] |= is_asked["q_latent"]
-            asked_for["k"] |= asked_for["v"]
+            wanted["q"] |= is_needed["q_latent"]
+            wanted["k"] |= wanted["v"]
             given = _with_latents(given, latent)
-        given["output_mask"] = [*asked_for.values()]
+        given["output_mask"] = [*wanted.values()]
         args = [given.pop(name) for name in self.positional]
         operator = getattr(torch.ops.paged_attn, f"{self.op}_backward").default
         operator = paths.profiled(f"{self.op}_backward", operator)
         results = dict(zip(GRADIENTS.values(), operator(*args, **given), strict=True))
         if latent is not None:
             results = _of_latents(results, head_dim)
-        return tuple(results[name] if is_asked[name] else None for name in is_asked)
+        return tuple(results[name] if is_needed[name] else None for name in is_needed)

@@ -1,8 +1,8 @@
-"""Backends: the protocol they follow, the list of all, and which one serves a device.
+"""The `Backend` protocol, the list of all backends, and which of them serves a device.
 
 A backend is a folder under `backends/` whose `__init__.py` defines `BACKEND`, an instance of a
-subclass of `Backend`. That file imports nothing that is heavy or may be missing: kernels are
-imported by the first call.
+subclass of `Backend`. That file must import quickly and without the backend's own packages: kernels
+are imported by the first call.
 """
 
 import functools
@@ -18,48 +18,54 @@ from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.lacking import OF_BACKWARD, OPTIONAL, lacking
 from torch_paged_attn.ops.paths import Path
 
-# The folders of all backends. Of those that share a dispatch key, the first that can run answers.
+# The folders of all backends. Of several with the same dispatch key, the first that can run is
+# used.
 FOLDERS = ("tpu", "neuron", "triton", "cpu")
 
 
 class Backend:
-    """Kernels for the tensors of one or more dispatch keys, and what the dispatcher asks of them.
+    """Kernels for the tensors of one or more dispatch keys, and what else is known of them.
 
-    The defaults are those of a backend in Python: one file per op, checked before every call, and
-    one opaque node in a graph of torch.compile.
+    The defaults suit a backend written in Python: it has one file per op, the op's checks run
+    before each call, and torch.compile sees each call as one opaque node.
     """
 
     name: ClassVar[str]
-    """The backend's folder."""
+    """The name of the backend's folder."""
 
     dispatch_keys: ClassVar[tuple[str, ...]]
-    """The dispatch keys of the tensors that it takes: "CPU", "CUDA", "XLA", "PrivateUse1"."""
+    """The dispatch keys of its tensors: "CPU", "CUDA", "XLA" or "PrivateUse1"."""
 
     is_compiled: ClassVar[bool] = False
-    """Whether `unsupported` loads a library that registers kernels: no call meets Python."""
+    """Whether its kernels are in a compiled library, which `unsupported` loads and which registers
+    them itself: a call then runs no Python.
+    """
 
     lacks: ClassVar[tuple[str, ...]] = OPTIONAL
-    """Arguments of attention that it has no kernel for: its functions refuse them by
-    `refuse_lacking`, a compiled one's guard by a plain condition.
+    """Attention arguments that its kernels do not support. Its functions call `refuse_lacking`; a
+    compiled backend checks them in C++.
     """
 
     lacks_in_backward: ClassVar[tuple[str, ...]] = OF_BACKWARD
-    """The same of a backward."""
+    """The same for its backward."""
 
     checks_metadata: ClassVar[bool] = False
-    """Whether its functions refuse what the op's `check` refuses, so that nobody else has to."""
+    """Whether its functions run the op's `check` themselves, so that it need not run before them.
+    """
 
     announces: ClassVar[tuple[str, ...]] = ()
-    """The ops whose functions log which of several kernels a call takes (`paths.announce`)."""
+    """The ops whose functions log themselves which of several kernels runs (`paths.announce`)."""
 
     def unsupported(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Why the backend cannot run on this machine; None if it can."""
         return None
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
-        """What it would do with a call that the contract allows: an AttentionCall, a BackwardCall,
-        or the other ops' arguments by name. Tensors may be fake, or lie on another device, and then
-        hold no values. `target` names a GPU that may be elsewhere.
+        """The kernel that would run a valid call, and why.
+
+        call: an AttentionCall or a BackwardCall; for other ops, their arguments by name. Tensors
+            that are fake or on another device have no values here
+        target: a GPU such as `"sm90:132"`, which need not be in this machine; None: the one here
         """
         if (reason := self.unsupported()) is not None:
             return Path(self.name, None, reason)
@@ -68,26 +74,28 @@ class Backend:
         return Path(self.name, op, "it is the only one")
 
     def has(self, op: str) -> bool:
-        """Whether there is a function for an op; every backend has one but for backwards."""
+        """Whether there is a function for an op. Only backwards may be missing."""
         file = f"torch_paged_attn.backends.{self.name}.{op.partition('.')[0]}"
         return importlib.util.find_spec(file) is not None
 
     def function(self, op: str) -> Callable[..., Any]:
-        """The function that takes an op's arguments, `reshape_and_cache_split` for
-        `reshape_and_cache.split`; by default in the file that is named like the op.
+        """The function that runs an op, with the op's arguments. By default it is in the file named
+        after the op: `reshape_and_cache_split` in reshape_and_cache.py for
+        `reshape_and_cache.split`.
         """
         file = op.partition(".")[0]
         module = importlib.import_module(f"torch_paged_attn.backends.{self.name}.{file}")
         return getattr(module, op.replace(".", "_"))
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
-        """Why it has no gradient of this call of `flash_varlen` or `blocksparse`, which it can
-        answer, or None. It is asked at the forward, and continues "q requires grad, and ".
+        """Why the backend has no backward for this call of `flash_varlen` or `blocksparse`, whose
+        forward it supports; None if it has one. Called at the forward. The text continues
+        "q requires grad, and ".
         """
         return f"the {self.name} backend has no {call.op}_backward yet"
 
     def path_of(self, op: str, call: Any, target: str | None = None) -> Path:
-        """`path`, or which argument of attention it lacks."""
+        """`path`, or the attention argument that the backend does not support."""
         is_backward = isinstance(call, BackwardCall)
         if is_backward or isinstance(call, AttentionCall):
             names = self.lacks_in_backward if is_backward else self.lacks
@@ -97,36 +105,37 @@ class Backend:
         return self.path(op, call, target)
 
     def why_no_gradients(self, call: AttentionCall) -> str | None:
-        """`unsupported_backward`, or which argument a backward lacks."""
+        """`unsupported_backward`, or the argument that the backward does not support."""
         if (name := lacking(call, self.lacks_in_backward)) is not None:
             return f"the {self.name} backend has no {call.op}_backward with {name} yet"
         return self.unsupported_backward(call)
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
-        """The op as torch.compile traces it, kernel launches included, or None where a call stays
-        one opaque node. The function may answer NotImplemented: this call stays one node.
+        """A function with the op's arguments that torch.compile traces, kernel launches included.
+        None if calls of the op stay one opaque node; the function returns NotImplemented if this
+        call does.
         """
         return None
 
     def notes(self) -> list[str]:
-        """What else `python -m torch_paged_attn` says about it."""
+        """Further lines about the backend in the report of `python -m torch_paged_attn`."""
         return []
 
 
 @functools.cache
 def backends() -> tuple[Backend, ...]:
-    """All backends, in the order in which they are asked."""
+    """All backends, in order of preference."""
     modules = (importlib.import_module(f"torch_paged_attn.backends.{name}") for name in FOLDERS)
     return tuple(module.BACKEND for module in modules)
 
 
 def backends_of(key: str) -> list[Backend]:
-    """The backends of a dispatch key, in the order in which they are asked."""
+    """The backends of a dispatch key, in order of preference."""
     return [backend for backend in backends() if key in backend.dispatch_keys]
 
 
 def serving(key: str) -> tuple[Backend | None, str]:
-    """The backend that answers on a dispatch key, or None and why each cannot run here."""
+    """The backend that is used for a dispatch key and "", or None and why no backend can run."""
     reasons = []
     for backend in backends_of(key):
         reason = backend.unsupported()
@@ -137,6 +146,6 @@ def serving(key: str) -> tuple[Backend | None, str]:
 
 
 def serving_device(device: torch.device) -> tuple[Backend | None, str]:
-    """The backend that answers for tensors on a device, or None and why not."""
+    """`serving` for tensors on a device."""
     keys = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
     return serving(keys.get(device.type, "PrivateUse1"))

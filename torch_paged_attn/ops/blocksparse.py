@@ -17,14 +17,18 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def check(*args: Any, **kwargs: Any) -> None:
-    """Raise for metadata the contract forbids."""
-    call = AttentionCall.blocksparse(*args, **kwargs)
+    """Raise for metadata that the contract forbids."""
+    check_call(AttentionCall.blocksparse(*args, **kwargs))
+
+
+def check_call(call: AttentionCall) -> None:
+    """The same of a call that was made of the arguments."""
     check_attention(call)
     check_layout(call)
 
 
 def check_layout(call: AttentionCall) -> None:
-    """The rules for the layout of a call that is right otherwise."""
+    """Raise for a layout whose metadata the contract forbids, of a call that is otherwise valid."""
     assert call.layout is not None
     op, crow, col = call.op, call.layout.crow_indices, call.layout.col_indices
     for name in ("q_block_size", "k_block_size"):
@@ -49,12 +53,12 @@ def check_layout(call: AttentionCall) -> None:
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
-    """Raise for lengths, page ids and layout entries that point outside. Reads tensors."""
+    """Raise for lengths, page ids and layout entries out of range. Reads tensors on the host."""
     check_layout_values(AttentionCall.blocksparse(*args, **kwargs))
 
 
 def check_layout_values(call: AttentionCall) -> None:
-    """The rules for what tensors hold, those of the layout too."""
+    """Raise for forbidden values in the call's tensors, those of its layout included."""
     check_attention_values(call)
     assert call.layout is not None
     query_lens = call.cu_seqlens_q.diff().tolist()
@@ -67,7 +71,7 @@ def check_layout_values(call: AttentionCall) -> None:
 
 
 def _check_rows(call: AttentionCall, b: int, positions: range) -> None:
-    """The layout's rows that queries at these positions belong to."""
+    """Raise for forbidden values in the layout's rows that belong to queries at these positions."""
     op, layout = call.op, call.layout
     assert layout is not None
     rows, nnz = layout.crow_indices.shape[-1] - 1, layout.col_indices.shape[-1]
@@ -95,7 +99,7 @@ def _check_rows(call: AttentionCall, b: int, positions: range) -> None:
 
 
 def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     return AttentionCall.blocksparse(*args, **kwargs).new_results()
 
 
@@ -135,8 +139,9 @@ def blocksparse(
     Args:
         {arguments}
 
-    Results and errors are those of `flash_varlen`; on the CPU a layout with too few rows, bounds
-    that fall or a repeated column raises ValueError, a negative column IndexError.
+    Results and errors are those of `flash_varlen`. On the CPU, a layout with too few rows, with
+    decreasing bounds or with a repeated column raises ValueError, one with a negative column
+    IndexError.
     `torch_paged_attn.layouts` builds layouts.
 
     Sources: BigBird (arXiv 2007.14062), Phi-3 (arXiv 2404.14219), section 2.

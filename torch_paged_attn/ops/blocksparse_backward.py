@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.backward_call import BackwardCall
-from torch_paged_attn.ops._gradients import Once
+from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.blocksparse import check_layout, check_layout_values
@@ -14,19 +14,19 @@ from torch_paged_attn.ops.signature import described, schema
 
 
 def check(*args: Any, **kwargs: Any) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     call = BackwardCall.blocksparse(*args, **kwargs)
     check_backward(call)
     check_layout(call.named_forward())
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
-    """Raise for lengths and layout entries that point outside. Reads tensors."""
+    """Raise for lengths and layout entries out of range. Reads tensors on the host."""
     check_layout_values(BackwardCall.blocksparse(*args, **kwargs).named_forward())
 
 
 def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     return BackwardCall.blocksparse(*args, **kwargs).new_results()
 
 
@@ -35,7 +35,7 @@ _blocksparse_backward = define(
     check=check,
     check_values=check_values,
     fake=fake,
-    derivative=Once("blocksparse_backward"),
+    derivative=OnceDifferentiable("blocksparse_backward"),
 )
 
 
@@ -64,7 +64,8 @@ def blocksparse_backward(
     Args:
         {arguments}
 
-    Results and errors are those of `flash_varlen_backward`, and what `blocksparse` says of layouts.
+    Results are those of `flash_varlen_backward`; errors too, and those of `blocksparse` for
+    layouts.
     """
     layout = crow_indices, col_indices
     first = dout, dlse, q, k, v, *layout, out, softmax_lse, cu_seqlens_q, cu_seqlens_k

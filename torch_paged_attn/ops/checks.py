@@ -1,4 +1,4 @@
-"""Rules that several operators have, and the one form of every refusal."""
+"""Checks that several operators share. `fail` gives all their error messages one form."""
 
 from typing import NoReturn
 
@@ -10,14 +10,17 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUERY = FLOAT + FLOAT8
 QUANTISED = (*FLOAT8, torch.int8)
 
-# of a scale: kernels hold it, its reciprocal and either times 2 log2(e) in float32
+# the largest scale or softcap: it, its reciprocal, and both times 2 log2(e) have to fit in float32
 LARGEST_SCALE = 2.0**126
 
 
 def fail(
     op: str, argument: str, came: str, allowed: str, error: type[Exception] = ValueError
 ) -> NoReturn:
-    """Raise `error` in the one form every refusal has: op, argument, what came, what is allowed."""
+    """Raise `error` with the message "paged_attn::op: argument came; allowed: allowed".
+
+    came: what is wrong with the argument, such as "has 3 heads"; allowed: what would be right
+    """
     raise error(f"paged_attn::{op}: {argument} {came}; allowed: {allowed}")
 
 
@@ -27,8 +30,10 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def check_dim(op: str, name: str, tensor: Tensor | None, shape: str) -> None:
-    """`shape` spells the dimensions, as in `(total_q, num_heads, head_dim)`."""
-    if tensor is None:  # which a schema's Tensor lets through
+    """Raise unless the tensor has as many dimensions as `shape` names, such as
+    `(total_q, num_heads, head_dim)`.
+    """
+    if tensor is None:  # torch accepts None for a required Tensor
         fail(op, name, "is None", f"a tensor {shape}")
     if tensor.dim() != shape.count(",") + 1:
         fail(op, name, f"has shape {tuple(tensor.shape)}", shape)
@@ -49,7 +54,9 @@ def check_shape(op: str, name: str, tensor: Tensor, shape: tuple, meaning: str) 
 
 
 def check_rows(op: str, name: str, tensor: Tensor) -> None:
-    """Kernels read whole rows: only the last dimension has to be contiguous."""
+    """Raise unless the last dimension is contiguous, because kernels read whole rows. The other
+    strides may be anything.
+    """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         fail(op, name, f"has strides {tensor.stride()}", "any strides whose last one is 1")
 
@@ -61,11 +68,13 @@ def check_devices(op: str, device: torch.device, tensors: dict[str, Tensor | Non
 
 
 def storage_fault(tensor: Tensor) -> tuple[str, str] | None:
-    """What came and what is allowed, of a tensor whose storage was freed or cut after it was made:
-    FSDP frees those of gathered parameters by `untyped_storage().resize_(0)`. None if the tensor
-    has its storage. Not for FakeTensors.
+    """What is wrong with a tensor whose storage is too small for it, and what would be right: the
+    texts `came` and `allowed` of `fail`. None if the storage is large enough.
+
+    A storage can be freed after the tensor was made: FSDP does it to gathered parameters, by
+    `untyped_storage().resize_(0)`. Not for FakeTensors.
     """
-    # the storages of other devices' tensors need not be of bytes
+    # on other devices a storage need not consist of bytes
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided:
         return None
     held, size = tensor.untyped_storage().nbytes(), tensor.element_size()
@@ -81,7 +90,7 @@ def storage_fault(tensor: Tensor) -> tuple[str, str] | None:
 
 
 def check_lengths(op: str, name: str, tensor: Tensor, batch: int, meaning: str) -> None:
-    """One int32 vector of lengths or bounds per sequence."""
+    """Raise unless the tensor is int32 `(batch,)`; `meaning` spells this shape, as "(batch)"."""
     check_dtype(op, name, tensor, (torch.int32,))
     check_shape(op, name, tensor, (batch,), meaning)
 
@@ -89,7 +98,9 @@ def check_lengths(op: str, name: str, tensor: Tensor, batch: int, meaning: str) 
 def check_per_head(
     op: str, name: str, tensor: Tensor, heads_name: str, heads: int, batch: int, or_else: str = ""
 ) -> None:
-    """One float32 number per head, or per sequence and head."""
+    """Raise unless the tensor is float32 `(heads,)` or `(batch, heads)`; `or_else` names further
+    shapes for the message.
+    """
     check_dtype(op, name, tensor, (torch.float32,))
     if tensor.shape not in ((heads,), (batch, heads)):
         fail(

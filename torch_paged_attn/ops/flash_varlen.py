@@ -12,17 +12,17 @@ from torch_paged_attn.ops.signature import described, schema
 
 
 def check(*args: Any, **kwargs: Any) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     check_attention(AttentionCall.flash_varlen(*args, **kwargs))
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
-    """Raise for lengths and page ids that point outside. Reads tensors."""
+    """Raise for lengths and page ids out of range. Reads tensors on the host."""
     check_attention_values(AttentionCall.flash_varlen(*args, **kwargs))
 
 
 def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     return AttentionCall.flash_varlen(*args, **kwargs).new_results()
 
 
@@ -36,7 +36,7 @@ _flash_varlen = define(
 )
 
 _TENSORS = tensor_names("flash_varlen")
-# what the public functions pass on without a look
+# the tensors that the public functions pass on as `*tensors`
 BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
 
 
@@ -47,9 +47,8 @@ def fill_hints(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[int, int]:
-    """Scheduling hints from shapes alone: nothing is read from the device.
-
-    0 stands for what no shape says: the operator then refuses the tensor.
+    """`max_seqlen_q` and `max_seqlen_k`, upper bounds from shapes if they are None. No tensor value
+    is read. Both are 0 if q, k or block_table is malformed, which the operator then reports.
     """
     try:
         if max_seqlen_q is None:
@@ -62,7 +61,9 @@ def fill_hints(
 
 
 def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
-    """Raise for a tensor given both by position and by name: torch's own error names neither."""
+    """Raise TypeError for a tensor that is given by position and by name: torch's own error does
+    not say which argument it is.
+    """
     for name in BEHIND_BLOCK_TABLE[: len(tensors)]:
         if name in options:
             raise TypeError(f"paged_attn::{op}: {name} came twice; allowed: once")
@@ -98,9 +99,10 @@ def flash_varlen(
 
     then softmax over the visible keys and the sink, dropout on the probabilities, and `@ v`. A row
     that sees no key has `out = 0` and `softmax_lse = -inf` (with a sink: `softmax_lse = sink`), and
-    so have the padding rows past `cu_seqlens_q[-1]`. What lies in memory that no query may see,
-    NaN included, never reaches a result. On the CPU a sequence's result does not depend, bit for
-    bit, on what else is in the batch. Nothing is read on the host on an accelerator.
+    so have the padding rows past `cu_seqlens_q[-1]`. Memory that no query may see, such as unused
+    cache slots, may hold anything, NaN included: it never reaches a result. On the CPU the bits of
+    a sequence's result do not depend on the other sequences of the batch. On an accelerator the
+    host reads no tensor value and does not wait.
 
     Args:
         {arguments}
@@ -114,15 +116,28 @@ def flash_varlen(
             lengths.
         IndexError: (CPU) a page id outside the cache.
         RuntimeError: (CPU) a block_table too narrow for a length.
-        NotImplementedError: a gradient that there is not: of paged keys, of 8 bits, of another
-            out_dtype, of slopes or scales, or one that this device's backend refuses by name.
+        NotImplementedError: an input requires grad and the gradient does not exist: with paged
+            keys, 8-bit tensors, an out_dtype other than q's, for slopes or scales, or on this
+            device. Or the device's backend does not support an argument, which it names.
 
     Sources: FlashAttention-2 (arXiv 2307.08691), PagedAttention (arXiv 2309.06180), ALiBi
     (arXiv 2108.12409), sinks as in gpt-oss (arXiv 2508.10925).
     """
     if tensors and options:
         refuse_twice("flash_varlen", tensors, options)
-    hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    if max_seqlen_q is None or max_seqlen_k is None:
+        hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+        max_seqlen_q, max_seqlen_k = hints
     return _flash_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *hints, seqused_k, block_table, *tensors, **options
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+        block_table,
+        *tensors,
+        **options,
     )

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.backward_call import BackwardCall
-from torch_paged_attn.ops._gradients import Once
+from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention_values
 from torch_paged_attn.ops.attention_gradients import check_backward
@@ -14,17 +14,17 @@ from torch_paged_attn.ops.signature import described, schema
 
 
 def check(*args: Any, **kwargs: Any) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     check_backward(BackwardCall.flash_varlen(*args, **kwargs))
 
 
 def check_values(*args: Any, **kwargs: Any) -> None:
-    """Raise for lengths that point outside. Reads tensors."""
+    """Raise for lengths out of range. Reads tensors on the host."""
     check_attention_values(BackwardCall.flash_varlen(*args, **kwargs).named_forward())
 
 
 def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     return BackwardCall.flash_varlen(*args, **kwargs).new_results()
 
 
@@ -33,7 +33,7 @@ _flash_varlen_backward = define(
     check=check,
     check_values=check_values,
     fake=fake,
-    derivative=Once("flash_varlen_backward"),
+    derivative=OnceDifferentiable("flash_varlen_backward"),
 )
 
 
@@ -53,10 +53,10 @@ def flash_varlen_backward(
     *tensors: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of a loss by the inputs of `flash_varlen`, from those by its results.
+    """The gradients of `flash_varlen`'s inputs, from the gradients of its results.
 
     Autograd calls this for a `flash_varlen` whose inputs require grad. With `s` the final logits of
-    the forward, `s0` those before ALiBi and bias, everything in float32:
+    the forward and `s0` the logits before ALiBi and bias, everything in float32:
 
         P  = exp(s - softmax_lse)              0 where masked, and in a row that sees no key
         dP = (dout . v) / (1 - dropout_p)      0 where dropped
@@ -67,17 +67,17 @@ def flash_varlen_backward(
         dq = softmax_scale * dX @ k            dk = softmax_scale * dX^T @ q
         dv = (P, dropped and scaled)^T @ dout
 
-    `dk` and `dv` of a KV head sum over its query heads, and what is broadcast in `attn_bias` (one
-    head for all) sums over what it is broadcast to. P and dX may be rounded to q's dtype as
-    operands of a product; everything else is float32, and the results are rounded once.
+    `dk` and `dv` of a KV head are sums over its query heads; `dbias` of an `attn_bias` with one
+    head is a sum over all heads. P and dX may be rounded to q's dtype as operands of a product;
+    everything else is float32, and the results are rounded once.
 
-    A row that sees no key has no gradient, whatever its `dout` and `dlse` hold, NaN included, and
-    so have padding rows and keys that no query sees. Memory that no query may see is not read.
+    Gradients of rows that see no key, of padding rows, and of keys that no query sees are 0,
+    whatever `dout` and `dlse` hold there, NaN included. Memory that no query may see is not read.
 
-    **A part of the keys.** With `out`, `softmax_lse`, `dout` and `dlse` of attention over more keys
-    than `k` and `v` hold (such as `merge_states` makes it of parts), the results are exactly the
-    share of these keys: `dk` and `dv` are theirs, and `dq` adds up over the parts. Ring attention
-    needs nothing else.
+    **Some of the keys.** `k` and `v` may hold only some of the keys that the forward attended to,
+    as in ring attention: pass `out`, `softmax_lse`, `dout` and `dlse` of the attention over all
+    keys (from `merge_states`). `dk` and `dv` are then exact, and `dq` is the sum of the results of
+    all such calls.
 
     Args:
         {arguments}
@@ -86,14 +86,14 @@ def flash_varlen_backward(
         dq, dk, dv: like q, k and v, contiguous.
         dbias: like attn_bias, contiguous; 0 where no pair of query and key uses it.
         dsinks: like sinks.
-        What is not asked for, or has no input (a bool attn_bias has no gradient), is an empty
-        tensor `(0,)` of q's dtype.
+        A gradient that `output_mask` does not ask for, or whose input is missing or a bool
+        attn_bias, is an empty tensor `(0,)` of q's dtype.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option outside the above, or (CPU) malformed
             lengths.
-        NotImplementedError: a call that the backend refuses; by autograd, a gradient of these
-            gradients.
+        NotImplementedError: the backend does not support the call; or autograd differentiates the
+            result, since there is no double backward.
 
     Sources: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """

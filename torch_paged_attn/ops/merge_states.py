@@ -22,12 +22,12 @@ OP = "merge_states"
 
 
 def check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     check_parts(OP, {"out_a": out_a, "out_b": out_b}, {"lse_a": lse_a, "lse_b": lse_b})
 
 
 def check_parts(op: str, outs: dict[str, Tensor], lses: dict[str, Tensor]) -> None:
-    """The rules for parts, for the backward too: one or more, by the names of their arguments."""
+    """Raise for forbidden metadata of one or more parts, each tensor under its argument's name."""
     name, first = next(iter(outs.items()))
     check_dim(op, name, first, "(total_q, num_heads, head_dim_v)")
     check_dtype(op, name, first, FLOAT)
@@ -45,15 +45,17 @@ def check_values(*_args: Any, **_options: Any) -> None:
 
 
 def fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
 class MergeDerivative:
-    """The derivative of `merge_states`: a call of its backward, which every device has."""
+    """The derivative of `merge_states`: its backward operator, which every device has."""
 
-    def check(self, asking: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Every call has one."""
+    def check(
+        self, required: Sequence[str], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Every call has a derivative."""
 
     def save(
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]
@@ -61,12 +63,12 @@ class MergeDerivative:
         ctx.save_for_backward(*args, *results)
 
     def backward(
-        self, ctx: Any, asked: Sequence[bool], gradients: tuple[Tensor | None, ...]
+        self, ctx: Any, needed: Sequence[bool], gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         *parts, out, softmax_lse = ctx.saved_tensors
         dout, dlse = gradients
         dout = torch.zeros_like(out) if dout is None else dout
-        dtype = parts[0].dtype  # a part is of one dtype with what it is a part of
+        dtype = parts[0].dtype  # the backward wants parts, out and dout of one dtype
         operator = torch.ops.paged_attn.merge_states_backward.default
         function = paths.profiled("merge_states_backward", operator)
 
@@ -74,12 +76,12 @@ class MergeDerivative:
             return function(dout.to(dtype), dlse, *pair, out.to(dtype), softmax_lse)
 
         found = self.gradients(parts, of_two)
-        return tuple(x if is_asked else None for x, is_asked in zip(found, asked, strict=True))
+        return tuple(x if is_needed else None for x, is_needed in zip(found, needed, strict=True))
 
     def gradients(
         self, parts: list[Tensor], of_two: Callable[..., tuple[Tensor, ...]]
     ) -> Sequence[Tensor]:
-        """The gradients of all arguments, from a function that returns those of two parts."""
+        """The gradients of all arguments. `of_two` returns those of two parts."""
         return of_two(*parts)
 
 
@@ -96,7 +98,7 @@ _merge_states = define(
 def check_list(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
 ) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     if not outs:
         fail(OP, "outs", "is empty", "at least one part")
     if len(lses) != len(outs):
@@ -113,7 +115,7 @@ def check_list(
 def fake_list(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     out, lse = outs[0], lses[0]
     return out.new_empty(out.shape, dtype=out_dtype or out.dtype), lse.new_empty(lse.shape)
 
@@ -121,22 +123,24 @@ def fake_list(
 def composed_list(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The formula, one part after the other, in PyTorch's operators."""
-    # the same bits whatever the strides
+    """The op in PyTorch operators, for backends without a kernel. Parts are added in order."""
+    # torch's operators may round differently for other strides
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
     lse = torch.stack(lses).logsumexp(0)
     shift = lse.masked_fill(lse == float("-inf"), 0.0)
     merged = torch.zeros_like(outs[0], dtype=torch.float32)
     for out, part in zip(outs, lses, strict=True):
         weight = (part - shift).exp().mT[..., None]
-        # a part without weight may hold anything
+        # the rows of a part that has weight 0 may hold NaN
         merged = merged + torch.where(weight > 0.0, weight * out.float(), 0.0)
     return merged.to(out_dtype or outs[0].dtype), lse
 
 
 class ListDerivative(MergeDerivative):
-    """The derivative of the list form, whose arguments come one after the other. Each part's
-    gradient is that of `merge_states`: of the other parts it needs the merged results alone.
+    """The derivative of `merge_states.list`.
+
+    The gradient of a part depends on this part and on the merged results only, so the backward of
+    `merge_states` computes those of two parts at a time, whichever they are.
     """
 
     def gradients(
@@ -175,32 +179,33 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over disjoint key sets into attention over their union.
 
-    `softmax_lse = log(sum(exp(lse)))` over the parts, and `out` is the mean of the parts' weighted
-    by `exp(lse - softmax_lse)`, added up in their order in float32 and rounded once. Prefix plus
-    new tokens, shared-prefix cascades and context parallelism are compositions of `flash_varlen`
-    and this. A part that saw no key (lse -inf) has no weight, whatever its `out` holds; where no
-    part saw one the result is `(0, -inf)`. Give a sink to one part only.
+    `softmax_lse = log(sum(exp(lse)))` over the parts. `out` is the sum over the parts of their
+    `out` times `exp(lse - softmax_lse)`, added up in their order in float32 and rounded once.
+    Prefix plus new tokens, shared-prefix cascades and context parallelism are compositions of
+    `flash_varlen` and this. A row of a part that saw no key (lse -inf) has weight 0, whatever its
+    `out` holds; if no part saw a key, the row's result is `(0, -inf)`. Give a sink to one part
+    only.
 
     Args:
         out_a, out_b: `(total_q, num_heads, head_dim_v)` float32, bfloat16 or float16, any strides.
         lse_a, lse_b: `(num_heads, total_q)` float32, natural log, any strides.
         out_dtype: of the result: float32, bfloat16 or float16; that of the parts when omitted.
 
-    Any number of parts: `out_a` and `lse_a` as lists of such tensors, one entry a part, without
-    `out_b` and `lse_b`. The parts are of one shape and dtype; those in float32 lose nothing that
-    the result, by `out_dtype`, does not.
+    To merge any number of parts, pass lists of such tensors as `out_a` and `lse_a`, one entry per
+    part, and no `out_b` and `lse_b`. All parts have one shape and dtype. Parts in float32 with a
+    16-bit `out_dtype` are rounded only once, at the end.
 
     Returns:
         `out`, of `out_a`'s shape, computed in float32, and `softmax_lse`, like `lse_a`; both
         contiguous.
 
     Raises:
-        ValueError: a shape, dtype or device outside the above, or parts of which one is missing.
+        ValueError: a shape, dtype or device outside the above, or no part at all.
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.
     """
     if isinstance(out_a, tuple | list) and out_b is None and lse_b is None:
-        if not out_a:  # which no dispatcher knows the device of
+        if not out_a:  # torch's dispatcher needs a tensor to find the device
             check_list([], [])
         return _merge_states_list(out_a, lse_a, out_dtype=out_dtype)
     if out_dtype is not None and out_b is not None and lse_b is not None:

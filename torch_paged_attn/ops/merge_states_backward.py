@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops._gradients import Once
+from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
 from torch_paged_attn.ops.merge_states import check_parts
@@ -23,7 +23,7 @@ def check(
     out: Tensor,
     softmax_lse: Tensor,
 ) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     check_parts(OP, {"out_a": out_a, "out_b": out_b}, {"lse_a": lse_a, "lse_b": lse_b})
     for name, tensor in (("dout", dout), ("out", out)):
         check_dtype(OP, name, tensor, (out_a.dtype,))
@@ -41,7 +41,7 @@ def check_values(*_args: Any) -> None:
 
 
 def fake(dout: Tensor, dlse: Tensor | None, *parts: Tensor) -> tuple[Tensor, ...]:
-    """What the op returns, in shape and dtype."""
+    """Empty results of the op's shapes and dtypes."""
     return tuple(part.new_empty(part.shape) for part in parts[:4])
 
 
@@ -55,7 +55,7 @@ def composed(
     out: Tensor,
     softmax_lse: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The formula, one part after the other, in PyTorch's operators."""
+    """The op in PyTorch operators, for backends without a kernel."""
     gradients = []
     for part, lse in ((out_a, lse_a), (out_b, lse_b)):
         seen = lse > float("-inf")
@@ -63,7 +63,7 @@ def composed(
         dlse_part = (dout.float() * (part.float() - out.float())).sum(-1).mT
         if dlse is not None:
             dlse_part = dlse_part + dlse
-        # whatever a part without weight holds, and the gradient of a row that no part sees
+        # a row that saw no key has gradient 0, whatever the part and dout hold there
         dout_part = torch.where(seen.mT[..., None], weight.mT[..., None] * dout.float(), 0.0)
         gradients.append(dout_part.to(part.dtype).contiguous())
         gradients.append(torch.where(seen, weight * dlse_part, 0.0).contiguous())
@@ -77,7 +77,7 @@ _merge_states_backward = define(
     check=check,
     check_values=check_values,
     fake=fake,
-    derivative=Once(OP),
+    derivative=OnceDifferentiable(OP),
     composed=composed,
 )
 
@@ -92,7 +92,7 @@ def merge_states_backward(
     out: Tensor,
     softmax_lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of a loss by the inputs of `merge_states`, from those by its results.
+    """The gradients of `merge_states`' inputs, from the gradients of its results.
 
     For each part, with `w = exp(lse_part - softmax_lse)`, computed in float32:
 
@@ -104,15 +104,15 @@ def merge_states_backward(
     Args:
         dout: `(total_q, num_heads, head_dim_v)`, of out_a's dtype; gradient of `out`, any strides.
         dlse: `(num_heads, total_q)` float32; gradient of `softmax_lse`, None stands for zeros.
-        out_a, lse_a, out_b, lse_b: as `merge_states` took them.
-        out, softmax_lse: as `merge_states` returned them.
+        out_a, lse_a, out_b, lse_b: the inputs of `merge_states`.
+        out, softmax_lse: the results of `merge_states`.
 
     Returns:
         dout_a, dlse_a, dout_b, dlse_b: like the inputs, contiguous.
 
     Raises:
         ValueError: a shape, dtype or device outside the above.
-        NotImplementedError: by autograd, a gradient of these gradients.
+        NotImplementedError: autograd differentiates the result; there is no double backward.
     """
     parts = out_a, lse_a, out_b, lse_b
     return _merge_states_backward(dout, dlse, *parts, out, softmax_lse)

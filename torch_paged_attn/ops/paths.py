@@ -1,7 +1,7 @@
-"""Which kernel a call takes: as data, once in the log, and as a range in profiles.
+"""Which kernel runs a call: as a `Path` for `explain`, in the log, and as a range in profiles.
 
-A backend says it (`Backend.path`); nothing here is on the way of a call, but for the ranges that
-`PAGED_ATTN_PROFILE=1` asks for.
+The backend chooses the kernel (`Backend.path`). Calls themselves do not run this code, except for
+`announce`, and for the ranges under `PAGED_ATTN_PROFILE=1`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torch_paged_attn.backward_call import BackwardCall
 
 logger = logging.getLogger("torch_paged_attn")
 
-# by op: what makes a call of its arguments by name, for those that have a list of them
+# op -> the function that makes an AttentionCall or BackwardCall of the op's arguments
 CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {
     "flash_varlen": AttentionCall.flash_varlen,
     "blocksparse": AttentionCall.blocksparse,
@@ -38,24 +38,23 @@ class Path:
 
     backend: str
     kernel: str | None
-    """The kernel, or the two that share a call; None where the backend has none."""
+    """The kernel, or the two that run parts of the call; None if the backend has none."""
 
     reason: str
-    """Why this kernel and no other, or why none."""
+    """Why the backend chooses this kernel, or why it has none."""
 
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What else follows from the arguments, under the backend's names: instruction set, tiles,
-    splits."""
+    """Further choices, under names that the backend gives them: instruction set, tiles, splits."""
 
     workspace: int | None = None
-    """Bytes besides arguments and results, of all threads; None where nothing here knows."""
+    """Bytes of memory besides arguments and results, all threads together; None if unknown."""
 
 
 _announced: set[tuple[str, str, str]] = set()
 
 
 def announce(op: str, backend: str, kernel: str, reason: str = "") -> None:
-    """Log that calls of an op take a kernel: one INFO line, the first time."""
+    """Log which kernel runs calls of an op: one INFO line, when it does so for the first time."""
     key = op, backend, kernel
     if key in _announced:
         return
@@ -70,8 +69,8 @@ def is_real(x: Tensor) -> bool:
 
 
 def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an op's public function by name, those that have a default, too, and hints
-    as that function fills them in.
+    """All arguments of a call of an op's public function by name: defaults are included, and
+    missing hints are computed from shapes.
     """
     from torch_paged_attn.ops.flash_varlen import fill_hints
 
@@ -93,20 +92,18 @@ def public(op: str) -> Callable[..., Any]:
 
 
 def call_of(op: str, given: dict[str, Any]) -> AttentionCall | BackwardCall | dict[str, Any]:
-    """An `AttentionCall` or `BackwardCall` for the ops that have one, else the arguments as they
-    came.
-    """
+    """The arguments as an `AttentionCall` or `BackwardCall`; of other ops, as they are."""
     return CALLS[op](**given) if op in CALLS else given
 
 
 def tensors_of(given: dict[str, Any]) -> list[Tensor]:
-    """All tensors among the arguments, those of a pair of caches too."""
+    """All tensors among the arguments, those in lists and pairs included."""
     several = [y for x in given.values() for y in (x if isinstance(x, tuple | list) else (x,))]
     return [x for x in several if isinstance(x, Tensor)]
 
 
 def taken(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Path | None:
-    """The path of a call on the device of its tensors; None where no backend is."""
+    """The path of a call on the device of its tensors; None if no backend serves that device."""
     from torch_paged_attn.ops.backend import serving_device
 
     given = bound(op, args, options)
@@ -115,8 +112,9 @@ def taken(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> Path | Non
 
 
 def profiled(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose arguments are those of an op, under PAGED_ATTN_PROFILE=1 in a range of
-    `torch.profiler` that names op, backend, kernel and shapes."""
+    """`function`, which takes an op's arguments. Under PAGED_ATTN_PROFILE=1 each call is a range in
+    `torch.profiler` whose name says op, backend, kernel and shapes.
+    """
     if not environment.PROFILE:
         return function
 
@@ -135,7 +133,7 @@ def _range_name(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:
         with torch.no_grad():
             path = taken(op, args, options)
             tensors = tensors_of(bound(op, args, options))[:3]
-    except Exception:  # whatever is wrong with the call, the op itself says
+    except Exception:  # an invalid call: the op raises the error itself
         return f"paged_attn::{op}"
     kernel = "no kernel" if path is None else f"{path.backend} {path.kernel}"
     shapes = (f"{'x'.join(map(str, x.shape))} {str(x.dtype)[6:]}" for x in tensors)

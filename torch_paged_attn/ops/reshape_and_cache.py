@@ -30,7 +30,7 @@ def check_split(
     *,
     cache_names: tuple[str, str] = ("k_cache", "v_cache"),
 ) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids. Errors call the caches by `cache_names`."""
     check_dim(OP, "key", key, "(num_tokens, num_kv_heads, head_dim)")
     check_dim(OP, "value", value, "(num_tokens, num_kv_heads, head_dim_v)")
     check_dtype(OP, "key", key, FLOAT)
@@ -129,7 +129,7 @@ def check(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Raise for metadata the contract forbids."""
+    """Raise for metadata that the contract forbids."""
     check_dim(OP, "kv_cache", kv_cache, "(2, num_pages, num_kv_heads, page_size, head_dim)")
     if kv_cache.shape[0] != 2:
         fail(
@@ -181,9 +181,9 @@ def reshape_and_cache(
     """Write one key and one value row per token into its slot of a paged cache, in place.
 
     Slot `s` is offset `s % page_size` of page `s // page_size`. A negative slot writes nothing.
-    Rows of `key` past the end of `slot_mapping` are padding. Two tokens for one slot: one of them
-    wins, whole (on the CPU the later). A cache of 8 bits stores `value / scale`, rounded to nearest
-    even and saturated.
+    Rows of `key` and `value` past the end of `slot_mapping` are padding. If two tokens have the
+    same slot, the whole row of one of them is stored (on the CPU that of the later one). An 8-bit
+    cache stores the number divided by its scale, rounded to nearest even and saturated.
 
     Args:
         key, value: `(num_tokens, num_kv_heads, head_dim)` float32, bfloat16 or float16, any strides

@@ -1,4 +1,4 @@
-"""Schema, Python signature and documentation of an attention op, from the list of its arguments."""
+"""An attention op's schema, signature and docstring, generated from the list of its arguments."""
 
 import dataclasses
 import inspect
@@ -21,17 +21,17 @@ RESULTS = ("out", "softmax_lse")
 
 
 def arguments(op: str) -> tuple[Argument, ...]:
-    """What an attention op or the backward of one takes, in the order of its schema."""
+    """The arguments of an attention op or of its backward, in the order of the schema."""
     return (backward_call if op.endswith("_backward") else attention_call).arguments(op)
 
 
 def results(op: str) -> tuple[str, ...]:
-    """The names of what it returns, all tensors."""
+    """The names of an op's results, all of them tensors."""
     return tuple(backward_call.GRADIENTS) if op.endswith("_backward") else RESULTS
 
 
 def schema(op: str) -> str:
-    """The op's schema. Nothing up to the last hint has a default: a hint has none."""
+    """The op's schema. A hint has no default in it, so no argument before a hint has one either."""
     listed = arguments(op)
     last_hint = max(i for i, x in enumerate(listed) if x.is_hint)
     words = []
@@ -45,9 +45,10 @@ def schema(op: str) -> str:
 
 
 def described(function: Function) -> Function:
-    """Show the op's whole signature, and its arguments in place of `{arguments}` in the docstring.
+    """A decorator for an op's public function: it sets the signature that `help` shows to the op's
+    whole list, and replaces `{arguments}` in the docstring by a description of each argument.
 
-    The function itself takes what it needs by name and passes the rest on.
+    The function itself names only the arguments that it uses and passes the rest on.
     """
     listed = arguments(function.__name__)
     parameters = [_parameter(x) for x in listed]
@@ -78,7 +79,7 @@ def _parameter(x: Argument) -> inspect.Parameter:
 
 
 def _documentation(listed: tuple[Argument, ...]) -> str:
-    """One entry for each argument, or for neighbouring arguments that have the same meaning."""
+    """One entry per argument, or per run of arguments with the same shape and meaning."""
     entries = []
     for (shape, meaning), group in itertools.groupby(listed, lambda x: (x.shape, x.meaning)):
         names = ", ".join(x.name for x in group)

@@ -1,4 +1,4 @@
-"""What the operators mean, in formulas a person can check: slow, plain, float64-capable."""
+"""The reference: every operator as a plain PyTorch formula, slow, in float64 if asked for."""
 
 from torch_paged_attn.reference.attention import (
     BASELINE,

@@ -15,11 +15,15 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclasses.dataclass
 class Sums:
-    """The sums `weights @ values` of one sequence: the rounding errors of a kernel scale with them.
+    """The terms of one sequence's results, from which `testing/scales.py` derives how large a
+    kernel's rounding errors may be.
 
-    `softmax` and `weights`, which dropout has thinned out, are `(heads, Lq, Lk)`. `logits` are the
-    magnitudes that each logit adds up: |q k|, ALiBi and bias. A kernel may round the probabilities
-    to `dtype`. `values` are `(heads, Lk, dim_v)`, or `(heads, Lq, Lk, dim_v)`.
+    rows: the sequence's rows of q
+    softmax: `(heads, Lq, Lk)`, probabilities before dropout
+    weights: `(heads, Lq, Lk)`, probabilities after dropout; the result is `weights @ values`
+    values: `(heads, Lk, dim_v)`, or `(heads, Lq, Lk, dim_v)` if they differ by row
+    logits: `(heads, Lq, Lk)`, the sum of the magnitudes of what a logit adds up: |q k|, ALiBi, bias
+    dtype: to which a kernel may round the probabilities
     """
 
     rows: slice
@@ -32,9 +36,12 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Where numbers are rounded: `compute` everywhere, then probabilities and result if asked.
+    """In which precision the reference computes.
 
-    `observe` is shown the sums of each sequence: `Sums`, or those of a backward.
+    compute: dtype of all intermediate numbers
+    round_probabilities: whether probabilities are rounded to q's dtype, as kernels do
+    round_out: whether results are rounded to the dtypes that the operator returns
+    observe: called once per sequence with its `Sums` (of a backward: `BackwardSums`)
     """
 
     compute: torch.dtype = torch.float32
@@ -49,7 +56,7 @@ BASELINE = Precision(torch.float32, round_probabilities=True)
 
 
 def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to nearest even; the 8-bit formats saturate at their largest finite value."""
+    """Convert to `dtype`, rounded to nearest even. 8-bit dtypes saturate."""
     if dtype in FLOAT8:
         x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
     elif dtype == torch.int8:
@@ -58,7 +65,7 @@ def to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _descale(call: AttentionCall, scale: Tensor | None, b: int, dtype: torch.dtype) -> Tensor:
-    """One factor per KV head, whichever of the three shapes it came in."""
+    """The factors of sequence b, `(num_kv_heads,)`, from a descale of any of its three shapes."""
     if scale is None:
         return torch.ones(call.num_kv_heads, dtype=dtype, device=call.q.device)
     return (scale[b] if scale.dim() == 2 else scale).to(dtype).expand(call.num_kv_heads)
@@ -69,7 +76,11 @@ def attend(
     precision: Precision = FLOAT32,
     layout_mask: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`layout_mask(b, positions, keys)` is a further bool mask `(num_heads, Lq, Lk)`."""
+    """`out` and `softmax_lse` of a call.
+
+    layout_mask: called with a sequence b, its queries' positions (Lq,) and its keys' positions
+        (Lk,); returns a further bool mask `(num_heads, Lq, Lk)`
+    """
     compute = precision.compute
     num_heads, device = call.num_heads, call.q.device
     out = torch.zeros(call.total_q, num_heads, call.head_dim_v, dtype=compute, device=device)
@@ -111,15 +122,15 @@ def attend(
 
 @dataclasses.dataclass
 class Scored:
-    """One sequence: its real rows for each query head, and the logits of all its pairs.
+    """One sequence with its logits. Every tensor has one entry per query head.
 
-    `q` is `(heads, Lq, dim)`, `k` and `v` are `(heads, Lk, dim)`; `visible`, `scores`, which come
-    before ALiBi and bias, `logits` and `keep` `(heads, Lq, Lk)`.
+    `q` is `(heads, Lq, dim)`, `k` and `v` are `(heads, Lk, dim)`, all descaled. `visible` (the
+    mask), `scores` (logits before ALiBi and bias), `logits` and `keep` are `(heads, Lq, Lk)`.
     """
 
     call: AttentionCall
     rows: slice
-    first_key: int  # row of k and v; of packed keys
+    first_key: int  # of packed keys: the row of the call's k and v where the sequence starts
     q: Tensor
     k: Tensor
     v: Tensor
@@ -127,21 +138,22 @@ class Scored:
     scores: Tensor
     terms: list[Tensor]  # ALiBi and bias
     logits: Tensor
-    keep: Tensor | None  # by dropout
-    latent: Tensor | None  # (heads, Lq, dim_v), of the queries
+    keep: Tensor | None  # what dropout keeps
+    latent: Tensor | None  # q_latent, (heads, Lq, dim_v), descaled
 
     def dropped(self, p: Tensor) -> Tensor:
-        """Probabilities, or what is multiplied with them, after dropout."""
+        """`p` `(heads, Lq, Lk)` after dropout: 0, or divided by `1 - dropout_p`."""
         if self.keep is None:
             return p
         return p.masked_fill(~self.keep, 0.0) / (1.0 - self.call.dropout_p)
 
     def magnitudes(self) -> Tensor:
-        """What each logit adds up, in size.
+        """For each logit, the magnitude with which rounding errors of its computation scale.
 
-        Added up one by one, n products are rounded as n partial sums. Where all point one way, as
-        those of the key that wins a row do, these are larger together than the products: in any
-        order, their squares are a third of n times the sum's and a sixth of n times the products'.
+        A sum of n products is rounded at each of its n partial sums. If all products have one sign,
+        as for the key with a row's largest logit, the partial sums are larger than the products: on
+        average over all orders, the sum of their squares is n / 3 times the square of the whole sum
+        plus n / 6 times the sum of the squared products.
         """
         pairs = [(self.q, self.k)]
         if self.latent is not None:
@@ -162,7 +174,7 @@ def scored_sequences(
     compute: torch.dtype,
     layout_mask: Callable[[int, Tensor, Tensor], Tensor] | None,
 ) -> Iterator[Scored]:
-    """Every sequence of a call, in order."""
+    """The sequences of a call, in order, with their logits in dtype `compute`."""
     num_heads, device = call.num_heads, call.q.device
     q_bounds = call.cu_seqlens_q.tolist()
     key_lens = key_lengths(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k).tolist()
@@ -211,7 +223,9 @@ def scored_sequences(
 
 
 def _visible(call: AttentionCall, distance: Tensor) -> Tensor:
-    """`(Lq, Lk)`: the masks that follow from how far a key is from the query's position."""
+    """Bool `(Lq, Lk)`: the causal and window masks. `distance` `(Lq, Lk)` is the key's position
+    minus the query's.
+    """
     visible = torch.ones_like(distance, dtype=torch.bool)
     if call.window_right >= 0:
         visible &= distance <= call.window_right
@@ -221,7 +235,7 @@ def _visible(call: AttentionCall, distance: Tensor) -> Tensor:
 
 
 def _seen_of_tail(mask: Tensor, key_len: int) -> Tensor:
-    """`(Lq, Lk)`: what a mask `(Lq, Lq)` of the newest keys says of all keys."""
+    """Bool `(Lq, Lk)`: `tail_mask` `(Lq, Lq)` for the newest Lq keys, True for all older ones."""
     query_len = mask.shape[0]
     past = key_len - query_len
     older = torch.ones(query_len, max(past, 0), dtype=torch.bool, device=mask.device)
@@ -236,8 +250,10 @@ def _real_rows(
     visible: Tensor,
     compute: torch.dtype,
 ) -> Tensor:
-    """A sequence's keys or values for each query head, `(num_heads, Lk, dim)`. Only keys that some
-    query sees are read: the rest may hold NaN, or be no page at all.
+    """The descaled keys or values of sequence b for each query head, `(num_heads, Lk, dim)`.
+
+    Only rows that a query sees are read, others are 0: they may hold NaN, and their block_table
+    entries may be invalid.
     """
     heads = call.num_kv_heads
     seen = visible.unflatten(0, (heads, call.group_size)).any(2).any(1)  # (num_kv_heads, Lk)

@@ -12,11 +12,13 @@ from torch_paged_attn.reference.attention import FLOAT32, Precision, Scored, sco
 
 @dataclasses.dataclass
 class BackwardSums:
-    """What the gradients of one sequence are sums of: rounding errors scale with it.
+    """The terms of one sequence's gradients, from which `testing/gradient_scales.py` derives how
+    large a kernel's rounding errors may be.
 
-    `(heads, Lq, Lk)`: `p`, the probabilities, and `dropped`, what is left of them; `dp`, the
-    gradient of `p`; `ds`, that of the logits, and `dx`, that of the products. `d` is
-    `(heads, Lq, 1)`; `dout` and `out` are `(heads, Lq, dim_v)`, in rows that see a key.
+    Of shape `(heads, Lq, Lk)`: `p`, the probabilities; `dropped`, the same after dropout; and the
+    gradients `dp` of the probabilities, `ds` of the logits, `dx` of the products `q . k`. `d` (the
+    row sums D) and `lse` are `(heads, Lq, 1)`, `dout` and `out` `(heads, Lq, dim_v)`. Rows that see
+    no key have dout = 0 and d = 0.
     """
 
     scored: Scored
@@ -37,7 +39,7 @@ def attend_backward(
     precision: Precision = FLOAT32,
     layout_mask: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias, dsinks; `layout_mask` is that of `attend`."""
+    """dq, dk, dv, dbias and dsinks of a call. `layout_mask` is explained at `attend`."""
     forward, compute = call.forward, precision.compute
     results = [torch.zeros_like(x, dtype=compute) for x in call.new_results()]
     for x in scored_sequences(forward, compute, layout_mask):
@@ -51,7 +53,7 @@ def attend_backward(
 def _add_sequence(
     call: BackwardCall, x: Scored, precision: Precision, results: list[Tensor]
 ) -> None:
-    """Add what one sequence has a part in."""
+    """Add the gradients of one sequence to `results` (dq, dk, dv, dbias, dsinks)."""
     forward, compute, rows = call.forward, precision.compute, x.rows
     dq, dk, dv, dbias, dsinks = results
     lse = call.softmax_lse[:, rows, None].to(compute)  # (heads, Lq, 1)
@@ -77,7 +79,7 @@ def _add_sequence(
         dropped, dx = (y.to(forward.q.dtype).to(compute) for y in (dropped, dx))
 
     def of_kv_heads(per_head: Tensor) -> Tensor:
-        """`(heads, Lk, dim)`: summed over the query heads of a KV head, tokens first."""
+        """`(heads, Lk, dim)` summed over each KV head's query heads: `(Lk, num_kv_heads, dim)`."""
         heads = per_head.unflatten(0, (forward.num_kv_heads, forward.group_size))
         return heads.sum(1).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch `blocksparse`: the formula of `flash_varlen` under one more mask."""
+"""Plain PyTorch `blocksparse`: the formula of `flash_varlen` with one more mask."""
 
 import functools
 from typing import Any
@@ -17,8 +17,9 @@ def blocksparse(*args: Any, precision: Precision = FLOAT32, **kwargs: Any) -> tu
 
 
 def layout_mask(call: AttentionCall, b: int, positions: Tensor, keys: Tensor) -> Tensor:
-    """Bool `(num_heads, Lq, Lk)`: the pairs of sequence `b` whose blocks are listed; `keys` are
-    positions.
+    """Bool `(num_heads, Lq, Lk)`: whether the block of each query and key is in the layout.
+
+    b: the sequence; positions: (Lq,) of its queries; keys: (Lk,) positions of its keys
     """
     if keys.numel() == 0:
         return positions.new_ones(call.num_heads, positions.numel(), 0, dtype=torch.bool)

@@ -1,14 +1,14 @@
 """Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-The dropout mask of every backend. One draw of four 32-bit words covers four neighbouring keys:
+The random numbers of dropout, the same on every backend. One call of Philox makes four 32-bit
+words, for four neighbouring keys:
 
     key     = (seed mod 2**32, seed div 2**32)
     counter = (column // 4, row, sequence << 16 | head, offset)       each modulo 2**32
 
-`row` and `column` count from 0 within the sequence's queries and keys, `head` is the query head; of
-an `rng_state` with five entries the last three are added to `head`, `row` and `column`.
-Key `column` takes output word `column % 4` and is kept when that word is at least
-`floor(p * 2**32)`.
+`row` and `column` count the sequence's queries and keys from 0; `head` is the query head. If
+`rng_state` has five entries, the last three are added to `head`, `row` and `column`. Key `column`
+uses output word `column % 4`, and is kept if that word is at least `floor(p * 2**32)`.
 """
 
 import torch
@@ -21,7 +21,7 @@ MASK = 0xFFFFFFFF
 
 
 def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low halves of a 32 x 32 bit product, in int64 without overflow."""
+    """The high and the low 32 bits of the product of two 32-bit numbers, in int64."""
     low = a * (b & 0xFFFF)
     middle = a * (b >> 16) + (low >> 16)
     return middle >> 16, (middle & 0xFFFF) << 16 | low & 0xFFFF
@@ -30,7 +30,7 @@ def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 def philox_4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four int64 tensors that hold the four 32-bit output words of each counter."""
+    """The four 32-bit output words of each counter, as four int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -44,7 +44,7 @@ def philox_4x32(
 def dropout_keep(
     rng_state: Tensor, dropout_p: float, sequence: int, num_heads: int, query_len: int, key_len: int
 ) -> Tensor:
-    """Bool `(num_heads, query_len, key_len)`: True where a probability survives dropout."""
+    """Bool `(num_heads, query_len, key_len)`: True where dropout keeps a probability."""
     seed, offset, *base = rng_state.tolist()
     first_head, first_row, first_column = base or (0, 0, 0)
     device, first_quad, skipped = rng_state.device, first_column // 4, first_column % 4

@@ -1,4 +1,4 @@
-"""Plain PyTorch `reshape_and_cache`, in place like the op."""
+"""Plain PyTorch `reshape_and_cache`, which writes into the cache like the op."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What a backend is tested with: named problems, their inputs, one accuracy rule."""
+"""What tests of a backend use: named problems, their input tensors, and the accuracy rule."""
 
 from torch_paged_attn.testing.accuracy import (
     Truth,
@@ -10,14 +10,12 @@ from torch_paged_attn.testing.accuracy import (
 from torch_paged_attn.testing.gradients import Gradients, assert_accurate_gradients
 from torch_paged_attn.testing.inputs import Call, build
 from torch_paged_attn.testing.merging import MergeGradients, assert_accurate_merge_gradients
-from torch_paged_attn.testing.problems import (
+from torch_paged_attn.testing.problem import Layout, Problem
+from torch_paged_attn.testing.problems import EXTENDED, PROBLEMS
+from torch_paged_attn.testing.training_problems import (
     DIFFERENTIABLE,
-    EXTENDED,
     EXTENDED_DIFFERENTIABLE,
-    PROBLEMS,
     TRAINING,
-    Layout,
-    Problem,
 )
 
 __all__ = [

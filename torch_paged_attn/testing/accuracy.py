@@ -1,15 +1,20 @@
-"""The one rule that decides whether a result is right, on every device.
+"""The accuracy rule: whether a result is right, on every device.
 
-Golden is the formula in float64 from the same (quantised) inputs; baseline is the formula in
-float32 with the contract's own rounding points. A kernel may be as far from golden as the baseline
-is, plus what the last rounding costs. Three things are judged, and softmax_lse as a fourth:
+*Golden* is the formula in float64 from the same (quantised) inputs. *Baseline* is the formula in
+float32, rounded where the contract lets a kernel round. A kernel's error against golden may be
+about as large as the baseline's, plus that of rounding the result. Four things are judged:
 
-- all numbers: the maximum finds lost rows, the mean finds precision bugs;
-- the error of each row (one query of one head), its length: finds a key that one row lost;
-- how far that error points along the row itself: finds a row that is scaled, whose error, a small
-  part of each number, hides among the roundings of these. Roundings do not point anywhere.
+- the maximum and the mean of all numbers' errors: the maximum finds wrong rows, the mean finds
+  lost precision;
+- for each row (one query of one head) the Euclidean norm of its error: finds a row that misses one
+  key;
+- for each row the dot product of its error with the row itself: finds a row that is scaled by a
+  factor near 1. Each number's error is then smaller than its rounding error, but all errors have
+  the direction of the row, while rounding errors have random directions;
+- softmax_lse.
 
-`scales.py` says what a row's rounding errors are as large as, and what the baseline's luck is.
+The rounding errors of one baseline are a random sample: with a few numbers only they may be small
+by chance. What is granted for that is called `luck`. `scales.py` derives it and the bounds of rows.
 """
 
 import dataclasses
@@ -23,23 +28,27 @@ from torch import Tensor
 from torch_paged_attn.reference import BASELINE, GOLDEN
 from torch_paged_attn.testing.scales import EPS_FLOAT32, Observer
 
-# softmax_lse may be this far off, and four roundings of itself
+# the largest error of softmax_lse, besides 4 eps of its own size
 LSE_TOLERANCE = 2e-5
 
-# two float64 formulas may be this far apart, for numbers up to 1
+# the largest difference of two float64 formulas, for numbers up to 1
 FLOAT64_TOLERANCE = 1e-12
 
-# a sum of terms below 2**-126
+# up to this size a sum may consist of terms below 2**-126, which devices may flush to 0
 FLUSHED = 2.0**-116
 
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Golden results of one call, and how far from them a kernel may be, in float64.
+    """Golden results of one call, and the errors that a kernel may have, all in float64.
 
-    `allowed` is the baseline's error and `luck` what each number owes to chance, shaped as `out`;
-    `row_error` and `row_along` are allowed of a row, `(total_q, num_heads)`: the length of its
-    error, and its product with the row. `lse_allowed` is shaped as `softmax_lse`.
+    out: `(total_q, num_heads, head_dim_v)`, golden
+    softmax_lse: `(num_heads, total_q)`, golden
+    allowed: of out's shape, the baseline's errors
+    luck: of out's shape, how much smaller than usual the baseline's errors may be by chance
+    row_error: `(total_q, num_heads)`, the largest norm of a row's error
+    row_along: `(total_q, num_heads)`, the largest dot product of a row's error with the row
+    lse_allowed: of softmax_lse's shape, the baseline's errors
     """
 
     out: Tensor
@@ -58,8 +67,11 @@ class Truth:
         cuts_off: bool = False,
         **kwargs: Any,
     ) -> "Truth":
-        """Run `reference` on CPU copies of the arguments at both precisions. `cuts_off`: products
-        of float8 queries and keys may be added up as Hopper does."""
+        """Run `reference`, at both precisions, on copies of the arguments on the CPU.
+
+        cuts_off: whether products of float8 queries and keys may be added up with less than float32
+            precision, as Hopper's tensor cores do
+        """
         args = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args)
         observer = Observer(cuts_off)
         golden = dataclasses.replace(GOLDEN, observe=observer)
@@ -83,14 +95,14 @@ class Truth:
 
     @classmethod
     def joined(cls, truths: list["Truth"]) -> "Truth":
-        """Several truths as one, their rows laid end to end."""
+        """The truth of several calls whose results are concatenated along the rows."""
         names = [field.name for field in dataclasses.fields(cls)]
         along = {name: 1 if "lse" in name else 0 for name in names}
         return cls(*(torch.cat([getattr(t, n) for t in truths], along[n]) for n in names))
 
 
 def assert_accurate(out: Tensor, softmax_lse: Tensor, truth: Truth) -> None:
-    """Raise AssertionError unless `out` and `softmax_lse` are as right as the contract asks."""
+    """Raise AssertionError unless `out` and `softmax_lse` fulfil the accuracy rule."""
     assert_close_as_baseline(out, truth.out, truth.allowed, truth.luck)
     assert_rows(out, truth.out, truth.row_error, truth.row_along)
     _assert_lse(softmax_lse, truth)
@@ -99,7 +111,11 @@ def assert_accurate(out: Tensor, softmax_lse: Tensor, truth: Truth) -> None:
 def assert_close_as_baseline(
     actual: Tensor, golden: Tensor, allowed: Tensor, luck: Tensor, slack: float = 1 / 8
 ) -> None:
-    """The rule for all numbers of a tensor; `slack` is granted to the mean, in eps of a number."""
+    """Raise AssertionError unless the maximum and the mean of a tensor's errors fulfil the rule.
+
+    golden, allowed, luck: float64 of actual's shape, see `Truth`
+    slack: further mean error, in eps of actual's dtype times the mean of |golden|
+    """
     assert actual.shape == golden.shape, (
         f"shape {tuple(actual.shape)}, golden {tuple(golden.shape)}"
     )
@@ -109,7 +125,7 @@ def assert_close_as_baseline(
     result = actual.cpu().double()
     assert result.isfinite().all(), f"{(~result.isfinite()).sum()} values are not finite"
     error, size = (result - golden).abs(), golden.abs()
-    rows = max(1, int(luck.any(-1).sum()))  # but those that see no key
+    rows = max(1, int(luck.any(-1).sum()))  # rows that see no key have no luck
     max_allowed = 2.0 * (allowed.max() + eps * size.max() + luck.max())
     mean_allowed = 1.1 * allowed.mean() + luck.mean() / math.sqrt(rows)
     mean_allowed += (slack + 1 / rows) * eps * size.mean()
@@ -124,11 +140,11 @@ def assert_close_as_baseline(
 
 
 def assert_as_right_as(actual: Tensor, golden: Tensor, peer: Tensor) -> None:
-    """The rule for what no reference of ours computes, such as the gradients of a whole model.
+    """The rule for results that have no reference here, such as the gradients of a whole model.
 
-    `golden` is it in float64, and `peer` what another implementation of the same precision as
-    `actual` makes of it: `actual` may be as far from golden as that is. The peer's error is a draw
-    of luck as well, so the mean is granted an eps of a number.
+    golden: the result in float64
+    peer: the result of another implementation in actual's precision. `actual` may be as far from
+        golden as it is. Its errors may be small by chance, so the mean may be larger by one eps
     """
     golden = golden.detach().cpu().double()
     error = (peer.detach().cpu().double() - golden).abs()
@@ -136,7 +152,7 @@ def assert_as_right_as(actual: Tensor, golden: Tensor, peer: Tensor) -> None:
 
 
 def assert_same_in_float64(found: Tensor, wanted: Tensor) -> None:
-    """The rule for golden itself: two formulas in float64, which differ in the order of sums."""
+    """The rule for two float64 formulas of the same numbers, which add up in different orders."""
     assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
     assert found.dtype == wanted.dtype == torch.float64, f"{found.dtype}, {wanted.dtype}"
     if found.numel() == 0:
@@ -146,15 +162,17 @@ def assert_same_in_float64(found: Tensor, wanted: Tensor) -> None:
 
 
 def assert_rows(out: Tensor, golden: Tensor, row_error: Tensor, row_along: Tensor) -> None:
-    """Each row's error, how long it is and how far it points along the row."""
+    """Raise AssertionError unless the norm of each row's error, and its dot product with the row,
+    are within `row_error` and `row_along`, plus what rounding the result may add.
+    """
     if out.numel() == 0:
         return
     result = out.cpu().double()
     error = result - golden
-    # each number may be rounded by half a unit in its last place
+    # rounding the result changes a number by half a unit in its last place
     info = torch.finfo(out.dtype)
     rounding = 0.5 * info.eps * golden.abs().clamp(min=info.tiny)
-    # and be 0 where its terms are: chips, and XLA, flush what float32 has no full precision for
+    # devices, and XLA, may flush subnormal float32 numbers to 0
     rounding = rounding.maximum(torch.where(golden.abs() < FLUSHED, golden.abs(), 0.0))
     for name, found, allowed in (
         ("error", error.norm(dim=-1), row_error + rounding.norm(dim=-1)),
@@ -173,8 +191,8 @@ def assert_rows(out: Tensor, golden: Tensor, row_error: Tensor, row_along: Tenso
 
 
 def _assert_lse(softmax_lse: Tensor, truth: Truth) -> None:
-    """The rule in float32, and no more than LSE_TOLERANCE off anywhere, unless logits are so large
-    that float32 cannot add them up so closely; rows that see no key exact.
+    """The rule for softmax_lse. Its errors are at most LSE_TOLERANCE, or more if the logits are so
+    large that float32 does not allow that. Rows that see no key are exactly -inf.
     """
     lse, golden = softmax_lse.cpu().double(), truth.softmax_lse
     empty = golden == float("-inf")
@@ -183,7 +201,7 @@ def _assert_lse(softmax_lse: Tensor, truth: Truth) -> None:
         return
     lse, golden, allowed = lse[~empty], golden[~empty], truth.lse_allowed[~empty]
     error, size = (lse - golden).abs(), golden.abs()
-    # a row may be twice as far off as the baseline's, as in `out`
+    # twice the baseline's error, as for `out`
     cap = (2.0 * allowed).maximum(LSE_TOLERANCE + 4.0 * EPS_FLOAT32 * size)
     where = _largest(error - cap)
     assert error[where] <= cap[where], (

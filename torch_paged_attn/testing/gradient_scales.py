@@ -1,15 +1,17 @@
-"""What the rounding errors of an honest backward are as large as, taken from golden's own sums.
+"""How large the rounding errors of a correct backward may be, computed from golden's own sums.
 
-As for the forward (`scales.py`), with what a backward has besides. Each of dq, dk and dv is a sum
-of weights times values: dX and K, dX and Q, P and dout. The weights are rounded to q's dtype, and
-they are off before they are rounded, by what stands in them:
+As in `scales.py`, with what a backward adds. Each of dq, dk and dv is a sum of weights times
+values: dX and K, dX and Q, P and dout. The weights are rounded to q's dtype, and have errors before
+that:
 
-- P by its logit, and a whole row of it by softmax_lse;
-- dP by its float32 product;
-- a whole row by D, whose `out` was rounded twice: its probabilities, and itself.
+- P that of its logit, and all P of a row a common one, that of softmax_lse;
+- dP that of a float32 dot product;
+- all dS of a row a common one, that of D, because the forward has rounded `out` and the
+  probabilities that it was computed from.
 
-What is off by row adds up along the row in dq, and like chance in dk and dv: there all keys share
-it, so that of few queries it is one draw, however many keys there are.
+A common error of a row adds up in dq, which sums along the row. In dk and dv, which sum over
+queries, it is random, but the same for all keys: with few queries it is one random number, however
+many keys there are.
 """
 
 import dataclasses
@@ -34,10 +36,14 @@ from torch_paged_attn.testing.scales import (
 
 @dataclasses.dataclass
 class GradientScale:
-    """Of one gradient, shaped as it but for `row_error` and `row_along`, which are shaped as its
-    rows: how far its numbers may be `off` by float32 alone; what they owe to chance, each row by
-    itself (`luck`) or all that one query is in (`shared`); how long a row's error may be and how
-    far it may point along the row.
+    """Sizes of the errors of one gradient.
+
+    off: of the gradient's shape, its error that comes from float32
+    luck: of the gradient's shape, how much smaller than usual the baseline's errors may be by
+        chance, for errors that each row has of its own
+    shared: the same for errors that all rows share which one query contributes to
+    row_error: `shape[:-1]`, the largest norm of a row's error
+    row_along: `shape[:-1]`, the largest dot product of a row's error with the row
     """
 
     off: Tensor
@@ -52,23 +58,23 @@ class GradientScale:
         return cls(whole, whole.clone(), whole.clone(), rows, rows.clone())
 
     def luck_of(self, queries: int) -> Tensor:
-        """What numbers owe to chance, as `assert_close_as_baseline` takes it: it divides by the
-        root of the number of rows that have any.
+        """The `luck` that `assert_close_as_baseline` takes. That divides it by the root of the
+        number of rows, while `shared` has to be divided by the root of the number of `queries`.
         """
         rows = max(1, int((self.luck + self.shared).any(-1).sum()))
         return self.luck + self.shared * (rows / max(1, queries)) ** 0.5
 
 
 class GradientObserver:
-    """Collects the scales of the gradients of the sequences that a reference shows."""
+    """Collects the `GradientScale`s of all sequences, as `Precision.observe` of the reference."""
 
     def __init__(self, call: BackwardCall) -> None:
         dtype = call.forward.q.dtype
         eps = torch.finfo(dtype).eps
         self._call, self._dtype = call, dtype
         self._eps = eps if eps > EPS_FLOAT32 else 0.0
-        self.queries = 0  # that see a key, each head's
-        # a number per head counts as a row of one
+        self.queries = 0  # that see a key, over all heads
+        # dsinks has one number per head, each of which counts as a row
         shapes = (x.shape if x.dim() > 1 else (*x.shape, 1) for x in call.new_results())
         self.scales = {
             name: GradientScale.zeros(torch.Size(shape))
@@ -79,12 +85,12 @@ class GradientObserver:
         call, x = self._call.forward, sums.scored
         self.queries += int(x.visible.any(-1).sum())
         off = _Off.of(sums, self._eps)
-        factor = _ratio(sums.dx, sums.ds)  # of softcap
+        factor = _ratio(sums.dx, sums.ds)  # the derivative of softcap
         wanted = dict(zip(GRADIENTS, self._call.wanted, strict=True))
         group = (call.num_kv_heads, call.group_size)
 
         def transposed(t: Tensor) -> Tensor:
-            """`(heads, Lq, n)` as `(kv_heads, n, group * Lq)`: what a key's gradient sums over."""
+            """`(heads, Lq, n)` as `(kv_heads, n, group * Lq)`: dk sums over the last dimension."""
             return t.unflatten(0, group).flatten(1, 2).mT
 
         if wanted["dq"]:
@@ -109,7 +115,9 @@ class GradientObserver:
             self._add_sinks(sums, off)
 
     def _add_bias(self, rows: slice, off: Tensor, by_row: Tensor) -> None:
-        """Scales of dbias from squares of what is off; one head's are a sum over all heads."""
+        """Add the scales of dbias, from the squared errors of its numbers (`off`, `by_row`). A bias
+        with one head gets the sum over all heads.
+        """
         scale = self.scales["dbias"]
         if scale.off.shape[0] == 1:
             off, by_row = off.sum(0, keepdim=True), by_row.sum(0, keepdim=True)
@@ -118,7 +126,7 @@ class GradientObserver:
         scale.off[:, rows, keys] = u
         scale.shared[:, rows, keys] = u
         scale.row_error[:, rows] = 2.0 * SURE * u.norm(dim=-1)
-        scale.row_along[:, rows] = float("inf")  # elements share no values
+        scale.row_along[:, rows] = float("inf")  # not judged: a row of dbias is no sum of values
 
     def _add_sinks(self, sums: BackwardSums, off: "_Off") -> None:
         call, scale = self._call.forward, self.scales["dsinks"]
@@ -141,9 +149,13 @@ class GradientObserver:
         along_row: Tensor | None = None,
         by_row: Tensor | None = None,
     ) -> None:
-        """Scales of `weights @ values`, `(heads, rows, n)` and `(heads, n, dim)`: of dq, dk or dv.
-        Weights are `off` each by itself and `by_row` with others of a query; results of a query are
-        off by `along_row` together.
+        """Add the scales of dq, dk or dv, which is `weights @ values`.
+
+        weights, values: `(heads, rows, n)` and `(heads, n, dim)`
+        off: of weights' shape, independent errors of the weights
+        along_row: of the result's shape, the result's error that comes from the common error of a
+            query's weights (for dq)
+        by_row: of weights' shape, the common errors of a query's weights (for dk, dv)
         """
         shared = torch.zeros_like(weights @ values) if along_row is None else along_row
         if by_row is not None:
@@ -162,7 +174,7 @@ class GradientObserver:
         row_error = rounded + float32.norm(dim=-1)
         row_error += 2.0 * (deviation.norm(dim=-1) + together.norm(dim=-1))
 
-        parts = golden @ values.mT  # of the square of a row's length, by key
+        parts = golden @ values.mT  # times the weight: each key's part of the row's squared norm
         along = weights * parts
         rounded = (alike * square).maximum(chance * along.norm(dim=-1))
         rounded = rounded.minimum(alike * along.abs().sum(-1))
@@ -171,22 +183,22 @@ class GradientObserver:
 
         draws = DEVIATION * self._eps * spread
         if self._call.forward.dropout_p > 0.0:
-            # a kernel may scale what dropout leaves before or after it rounds: other draws, and of
-            # the last rounding, too, which the mean is granted nothing for
+            # a kernel may round before or after it divides by 1 - dropout_p, which gives other
+            # rounding errors than the baseline's, those of the result included
             draws = 2.0 * DEVIATION * self._eps * (spread.square() + golden.square()).sqrt()
         luck = 2.0 * EPS_FLOAT32 * magnitude + draws + deviation
         found = GradientScale(deviation + together, luck, shared, row_error, row_along)
         scale = self.scales[name]
-        is_shared = scale.row_error[rows] > 0.0  # keys of another sequence, too
+        is_shared = scale.row_error[rows] > 0.0  # rows that are keys of another sequence as well
         for field in dataclasses.fields(GradientScale):
             part = getattr(found, field.name).transpose(0, 1)
             getattr(scale, field.name)[rows] += part
-        # a sum's error along the sum is more than the parts' along themselves
+        # not judged: the bound of a sum's dot product is not the sum of the parts' bounds
         scale.row_along[rows] = scale.row_along[rows].masked_fill(is_shared, float("inf"))
 
     def _lost(self, weights: Tensor, values: Tensor) -> Tensor:
-        """What sums miss by weights that are too small for their dtype: see `scales.py`."""
-        # a kernel may round before it scales what dropout leaves
+        """The error that comes from weights too small for their dtype, see `scales.py`."""
+        # a kernel may round before it divides by 1 - dropout_p
         scale = 1.0 / (1.0 - self._call.forward.dropout_p)
         half, smallest = (scale * x for x in subnormal(self._dtype))
         size = weights.abs()
@@ -197,10 +209,10 @@ class GradientObserver:
 
 @dataclasses.dataclass
 class _Off:
-    """How far the parts of a sequence's sums may be off before they are rounded to q's dtype.
+    """Errors of the terms of one sequence's gradients, before they are rounded to q's dtype.
 
-    `(heads, Lq, Lk)`: `logit`, `ds` and `dx`, but for their rows. `(heads, Lq, 1)`: `lse` and `d`,
-    of all of a row at once.
+    `logit`, `ds` and `dx` are `(heads, Lq, Lk)`, independent of each other. `lse` and `d` are
+    `(heads, Lq, 1)`, each a common error of a whole row; `ds` and `dx` do not contain these.
     """
 
     logit: Tensor
@@ -214,14 +226,14 @@ class _Off:
         x = sums.scored
         softcap, kept = x.call.softcap, 1.0 - x.call.dropout_p
         magnitudes = x.magnitudes()
-        # softmax_lse is rounded when it is saved, and its difference from a logit
+        # softmax_lse is rounded to float32, and so is its difference from a logit
         size = sums.lse.abs().masked_fill(sums.lse == float("-inf"), 0.0)
         logit = LOGIT * (magnitudes + size)
         lse = LOGIT * ((sums.p * magnitudes).norm(dim=-1, keepdim=True) + size)
         lse += max(2.0 * EPS_FLOAT32, min(eps, EPS_BFLOAT16) / EXPONENTIAL)
         product = LOGIT * (sums.dout.abs() @ x.v.abs().mT) / kept
 
-        # out is off by its own roundings, in 16 bits by more than by float32
+        # out was rounded to q's dtype, and computed from rounded probabilities
         sixteen = 0.5 * SURE * DEVIATION * eps
         by_out = (sums.dout * sums.out).norm(dim=-1, keepdim=True)
         by_p = (sums.p * sums.dp).norm(dim=-1, keepdim=True)
@@ -240,5 +252,5 @@ class _Off:
 
 
 def _ratio(dx: Tensor, ds: Tensor) -> Tensor:
-    """The softcap's factor of each pair, 1 where it cannot be seen."""
+    """dx / ds, the derivative of softcap for each pair; 1 if ds is 0."""
     return torch.where(ds == 0.0, 1.0, dx / ds)

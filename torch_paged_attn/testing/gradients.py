@@ -1,9 +1,9 @@
-"""The rule of `accuracy.py` for gradients: float64, and a baseline with a kernel's roundings.
+"""The accuracy rule (`accuracy.py`) for gradients.
 
-A kernel rounds P and dX to q's dtype as operands of products, reads `out` as it was saved, and has
-everything else in float32: so has the baseline. The mean is granted nothing for the last rounding,
-which is the baseline's as well. Golden's `out` and softmax_lse are float64 as well:
-what a backward owes to those that it was given counts as its own error.
+The baseline rounds where a kernel does: P and dX to q's dtype as operands of products, and it reads
+the `out` that the forward has rounded; everything else is float32. Both round the result, so that
+the mean error may not be larger for that. Golden uses float64 `out` and softmax_lse, so the error
+that comes from rounding these counts as the backward's.
 """
 
 import dataclasses
@@ -20,13 +20,16 @@ from torch_paged_attn.testing.accuracy import assert_close_as_baseline, assert_r
 from torch_paged_attn.testing.gradient_scales import GradientObserver
 from torch_paged_attn.testing.scales import EPS_FLOAT32
 
-# A probability below float32's normal range may count as 0, and so may what it adds to a row.
+# a probability below float32's normal range may be flushed to 0: the error that this may cause
 UNDERFLOW = 2.0**-120
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """Golden of one gradient and how far from it a kernel may be, as in `accuracy.Truth`."""
+    """One golden gradient and the errors that a kernel may have; fields as in `accuracy.Truth`.
+
+    A gradient with one dimension has shape `(n, 1)` here: each number is a row.
+    """
 
     golden: Tensor
     dtype: torch.dtype
@@ -38,7 +41,7 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The truth of one backward: the gradients that there are, by name."""
+    """What a backward's results are judged by: name ("dq", ...) -> `Gradient`."""
 
     of: dict[str, Gradient]
 
@@ -51,10 +54,13 @@ class Gradients:
         dlse: Tensor | None,
         output_mask: Sequence[bool] = (True,) * 5,
     ) -> "Gradients":
-        """Run the references of `op` and of its backward, at both precisions."""
+        """Run the references of `op` and of its backward at both precisions.
+
+        args: the forward's arguments by name; dout, dlse: gradients of its results
+        """
         forward, backward = getattr(reference, op), getattr(reference, f"{op}_backward")
         given = dict(args, dout=dout, dlse=dlse, output_mask=tuple(output_mask))
-        for name in ("out_dtype", "batch_invariant"):  # the forward's alone
+        for name in ("out_dtype", "batch_invariant"):  # the backward does not take these
             given.pop(name, None)
         taken = [forward(**args, precision=precision) for precision in (GOLDEN, BASELINE)]
         calls = [given | {"out": out, "softmax_lse": lse} for out, lse in taken]
@@ -73,7 +79,8 @@ class Gradients:
             golden_rows = exact if exact.dim() > 1 else exact[:, None]
             error = rounded.double().reshape(golden_rows.shape) - golden_rows
             allowed = error.abs()
-            if is_float32 or name == "dsinks":  # a few sums of many errors: the baseline's are luck
+            # a few sums of many errors: the baseline's may be small by chance
+            if is_float32 or name == "dsinks":
                 allowed = allowed.maximum(scale.off)
             found[name] = Gradient(
                 golden_rows,
@@ -88,7 +95,7 @@ class Gradients:
 
 
 def assert_accurate_gradients(found: Sequence[Tensor], truth: Gradients) -> None:
-    """Raise AssertionError unless dq, dk, dv, dbias, dsinks are as right as the contract asks."""
+    """Raise AssertionError unless dq, dk, dv, dbias and dsinks fulfil the accuracy rule."""
     for name, actual in zip(GRADIENTS, found, strict=True):
         if name not in truth.of:
             assert actual.shape == (0,), f"{name}: shape {tuple(actual.shape)}, not asked for"

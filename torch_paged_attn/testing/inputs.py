@@ -1,7 +1,7 @@
-"""Tensors for a `Problem`: deterministic, and hostile wherever the contract says nobody looks.
+"""The input tensors of a `Problem`: the same every time, with NaN wherever no kernel may read.
 
-Slots that hold no key are NaN, table entries past a sequence's pages are wild, padding rows and
-bias columns past Lk are NaN. A kernel that reads what it should not says so in its result.
+Cache slots without a key, padding rows and bias columns past Lk are NaN; block_table entries past a
+sequence's pages are invalid page ids. A kernel that uses any of these returns NaN or crashes.
 """
 
 import dataclasses
@@ -18,34 +18,33 @@ from torch_paged_attn.backward_call import GRADIENTS
 from torch_paged_attn.reference.attention import FLOAT8, to_storage
 from torch_paged_attn.testing.accuracy import Truth
 from torch_paged_attn.testing.gradients import Gradients
-from torch_paged_attn.testing.problems import Problem
+from torch_paged_attn.testing.problem import Problem
 
 NAN = float("nan")
-WILD = (-1, 2**31 - 1, -(2**31))
+INVALID_PAGES = (-1, 2**31 - 1, -(2**31))
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """An operator's name and its arguments, by name."""
+    """One call: an operator's name, and its arguments by name."""
 
     op: str
     args: dict[str, Any]
 
     def run(self, **changes: Any) -> tuple[Tensor, ...]:
-        """Call the operator on whatever device the tensors are on."""
+        """The operator's results, on the device of the tensors. `changes` replace arguments."""
         return getattr(torch_paged_attn, self.op)(**{**self.args, **changes})
 
     def truth(self, cuts_off: bool = False) -> Truth:
-        """The reference's answer, on the CPU. `cuts_off`: where q and k are float8, their products
-        may be added up as Hopper does."""
+        """What the results are judged by, computed on the CPU. `cuts_off` is explained at
+        `Truth.of`; it has no effect unless q and k are float8.
+        """
         is_float8 = all(self.args[name].dtype in FLOAT8 for name in ("q", "k"))
         cuts_off = cuts_off and is_float8
         return Truth.of(getattr(reference, self.op), cuts_off=cuts_off, **self.args)
 
     def needs(self, *names: str) -> "Call":
-        """The same call, in which the inputs of these names require grad; without names, all that
-        can.
-        """
+        """The same call with inputs that require grad: those of these names, or all that can."""
         inputs = names or tuple(GRADIENTS.values())
         args = dict(self.args)
         for name in inputs:
@@ -56,18 +55,18 @@ class Call:
     def backward(
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, softmax_lse: Tensor, **changes: Any
     ) -> "Call":
-        """The call of the backward, for a forward that returned `out` and `softmax_lse`."""
+        """The call of the backward operator, if the forward returned `out` and `softmax_lse`."""
         op = f"{self.op}_backward"
         given = self.args | {"dout": dout, "dlse": dlse, "out": out, "softmax_lse": softmax_lse}
         taken = {x.name for x in backward_call.arguments(op)}
         return Call(op, {n: x for n, x in (given | changes).items() if n in taken})
 
     def gradients(self, dout: Tensor, dlse: Tensor | None) -> Gradients:
-        """The reference's answer to what a loss hands back, on the CPU."""
+        """What the backward's results are judged by, computed on the CPU."""
         return Gradients.by_reference(self.op, self.args, dout, dlse)
 
     def alone(self, b: int) -> "Call":
-        """Sequence `b` of this call as a batch of one, over the same caches."""
+        """Sequence `b` of this call as a batch of one, with the same caches."""
         args = dict(self.args)
         first, last = args["cu_seqlens_q"][b : b + 2].tolist()
         args["q"] = args["q"][first:last]
@@ -91,8 +90,9 @@ class Call:
         return dataclasses.replace(self, args=args)
 
     def to(self, device: torch.device | str) -> "Call":
-        """The same call with its tensors on `device`; views keep their strides, and views of one
-        storage share it there too."""
+        """The same call with its tensors on `device`. They keep their strides, and tensors that
+        share a storage share one there.
+        """
         moved: dict[Any, Tensor] = {}
         args = {name: _move(value, device, moved) for name, value in self.args.items()}
         return dataclasses.replace(self, args=args)
@@ -111,8 +111,8 @@ def _move(value: Any, device: torch.device | str, moved: dict[Any, Tensor]) -> A
 def hostile_gradients(
     call: Call, out: Tensor, softmax_lse: Tensor, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a call's results that a loss hands back, with NaN in rows of padding and in
-    rows that see no key.
+    """Random gradients of a call's results, `(dout, dlse)`, with NaN in padding rows and in rows
+    that see no key.
     """
     g = torch.Generator().manual_seed(seed)
     dout, dlse = _randn(g, *out.shape), _randn(g, *softmax_lse.shape)
@@ -133,14 +133,14 @@ def _randn(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` as a cache would hold it; int8 spans its range, and 127 stands for NaN."""
+    """`x` in a cache's dtype. For int8 it is first scaled to that range, and NaN becomes 127."""
     if dtype == torch.int8:
         x = torch.where(x.isnan(), 127.0, x * 30.0)
     return to_storage(x, dtype)
 
 
 def build(problem: Problem) -> Call:
-    """The tensors of one call, on the CPU, whatever torch's default device is."""
+    """The call of a problem, with tensors on the CPU, whatever torch's default device is."""
     with torch.device("cpu"):
         return _build(problem)
 
@@ -179,12 +179,12 @@ def _cast_strided(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _packed(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, Any]:
-    # with seqused_k each sequence owns rows that hold no key
+    # with seqused_k each sequence has rows after its keys that hold no key
     slack = 3 if problem.lengths == "seqused_k" or problem.k_ranges else 0
     spans = [n + slack for n in problem.key_lens]
     bounds = cumulative(spans)
     starts = bounds.tolist()[:-1]
-    if problem.k_ranges == "apart":  # the last sequence's keys come first
+    if problem.k_ranges == "apart":  # sequences in reverse order
         starts = [sum(spans) - start - n for start, n in zip(starts, spans, strict=True)]
     elif problem.k_ranges == "shared":
         starts = [start // 3 for start in starts]
@@ -227,7 +227,7 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
     elif problem.cache_layout == "packed_last":
         both = torch.full((num_pages, heads, page_size, dim + head_dim_v), NAN)
         k, v = both.split([dim, head_dim_v], -1)
-    elif problem.cache_layout == "interleaved":  # k and v pages take turns in one storage
+    elif problem.cache_layout == "interleaved":  # pages of k and v by turns in one storage
         both = torch.full((num_pages, 2, page_size, heads, max(dim, head_dim_v)), NAN)
         k, v = (both[:, i].transpose(1, 2)[..., :n] for i, n in ((0, dim), (1, head_dim_v)))
     elif problem.cache_layout == "nhd":
@@ -239,8 +239,8 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
         k, v = (torch.full((num_pages, heads, page_size, n), NAN) for n in (dim, head_dim_v))
 
     width = max(counts, default=0) + 2
-    wild = torch.arange(len(counts) * width) % len(WILD)
-    table = torch.tensor(WILD, dtype=torch.int32)[wild].view(len(counts), width)
+    which = torch.arange(len(counts) * width) % len(INVALID_PAGES)
+    table = torch.tensor(INVALID_PAGES, dtype=torch.int32)[which].view(len(counts), width)
     next_page = 0
     for b, (count, n) in enumerate(zip(counts, problem.key_lens, strict=True)):
         table[b, :count] = order[next_page : next_page + count]
@@ -264,7 +264,7 @@ def _paged(problem: Problem, g: torch.Generator, head_dim_v: int) -> dict[str, A
 
 
 def _store_view(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`_store` that keeps the strides of a view."""
+    """`_store`, with a result that has the strides of `x`."""
     stored = _store(x, dtype)
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return stored.new_empty(span).as_strided(x.shape, x.stride()).copy_(stored)
@@ -280,9 +280,9 @@ def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
     listed = torch.rand(*outer, rows, cols, generator=g) < layout.density
     counts = listed.sum(-1)
     crow = torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).to(torch.int32)
-    # every head's columns in one row of col_indices, in random order within a layout row
+    # the columns of each layout row are in random order
     nnz = int(crow[..., -1].max()) if crow.numel() else 0
-    col = torch.full((*outer, nnz), WILD[1], dtype=torch.int32)
+    col = torch.full((*outer, nnz), INVALID_PAGES[1], dtype=torch.int32)
     for where in itertools.product(*(range(n) for n in outer)):
         rows_of = (row.nonzero()[:, 0] for row in listed[where])
         flat = torch.cat([r[torch.randperm(r.numel(), generator=g)] for r in rows_of])
@@ -296,7 +296,7 @@ def _layout(problem: Problem, g: torch.Generator) -> dict[str, Any]:
 
 
 def _last_positions(problem: Problem) -> tuple[int, int]:
-    """Of all queries, and of all keys; at least 0."""
+    """The largest position of a query, and of a key; at least 0."""
     firsts = problem.q_positions or [context for _, context in problem.seqs]
     queries = [p + n - 1 for p, n in zip(firsts, problem.query_lens, strict=True)]
     last, run = max([*problem.key_lens, 1]) - 1, problem.key_interleave
@@ -305,7 +305,9 @@ def _last_positions(problem: Problem) -> tuple[int, int]:
 
 
 def _optional(problem: Problem, total_q: int, head_dim_v: int) -> dict[str, Any]:
-    """What a backend may lack. It has a generator of its own: other tensors stay as they are."""
+    """The tensors of `Problem.optional`. They have a generator of their own, so that they do not
+    change the other tensors.
+    """
     g = torch.Generator().manual_seed(problem.seed + 1)
     args: dict[str, Any] = {}
     real = sum(problem.query_lens)

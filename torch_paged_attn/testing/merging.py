@@ -1,4 +1,4 @@
-"""The rule of `accuracy.py` for the gradients of `merge_states`."""
+"""The accuracy rule (`accuracy.py`) for the gradients of `merge_states`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from torch_paged_attn.testing.scales import EPS_FLOAT32
 
 @dataclasses.dataclass(frozen=True)
 class MergeGradients:
-    """The truth of one backward, each for (out_a, lse_a, out_b, lse_b).
+    """What the results of one backward are judged by, each for (out_a, lse_a, out_b, lse_b).
 
     golden: in float64, from float64 `out` and `softmax_lse`
-    baseline: in float32, from `out` as it was saved, rounded to the results' dtypes
-    sizes: golden's sums with every term's magnitude
+    baseline: in float32, from the rounded `out` of the forward, rounded to the results' dtypes
+    sizes: golden's sums with each term replaced by its magnitude
     """
 
     golden: tuple[Tensor, ...]
@@ -29,14 +29,14 @@ class MergeGradients:
     def by_reference(
         cls, parts: Sequence[Tensor], dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor
     ) -> "MergeGradients":
-        """parts: (out_a, lse_a, out_b, lse_b); out, lse: what the forward made of them."""
+        """parts: (out_a, lse_a, out_b, lse_b); out, lse: the forward's results for them."""
         out_a, lse_a, out_b, lse_b = parts
         exact = reference.merge_states(out_a, lse_a, out_b, lse_b, precision=GOLDEN)
         backward = reference.merge_states_backward
         return cls(
             golden=backward(dout, dlse, out_a, lse_a, out_b, lse_b, *exact, precision=GOLDEN),
             baseline=backward(dout, dlse, out_a, lse_a, out_b, lse_b, out, lse),
-            # weights, which lse alone decides, are positive
+            # the weights depend on lse only and are positive, so lse keeps its sign
             sizes=backward(
                 *(dout.abs(), dlse.abs(), out_a.abs(), lse_a, out_b.abs(), lse_b, -out.abs(), lse),
                 precision=GOLDEN,
@@ -45,9 +45,9 @@ class MergeGradients:
 
 
 def assert_accurate_merge_gradients(found: Sequence[Tensor], truth: MergeGradients) -> None:
-    """Raise AssertionError unless the gradients are as right as the contract asks."""
+    """Raise AssertionError unless the gradients fulfil the accuracy rule."""
     of_16_bits = [x.dtype for x in truth.baseline if x.dtype.itemsize < 4]
-    # the gradient of softmax_lse takes differences with `out`, which was rounded when it was saved
+    # the gradient of lse contains the difference of a part's `out` and the forward's rounded `out`
     saved = 0.4 * torch.finfo(of_16_bits[0]).eps if of_16_bits else 0.0
     for x, golden, baseline, size in zip(
         found, truth.golden, truth.baseline, truth.sizes, strict=True

@@ -1,31 +1,33 @@
-"""What the rounding errors of an honest kernel are as large as, taken from golden's own sums.
+"""How large the rounding errors of a correct kernel may be, computed from golden's own sums.
 
-A rounding changes a number by half an eps of it or less, and by `DEVIATION` of an eps on average;
-such errors add up as the root of the sum of their squares, so `SURE` of these deviations are
-hardly ever exceeded. Where they are all alike, because all probabilities of a row are, they add up
-to half an eps of the sum instead. What errors come from:
+Rounding a number changes it by at most half an eps of its size; the standard deviation is about
+`DEVIATION` of an eps. Independent errors add up as the root of the sum of their squares, and hardly
+ever exceed `SURE` standard deviations. If all probabilities of a row are equal, they all have the
+same rounding error, and the sum is off by up to half an eps. The sources of errors:
 
-- Probabilities may be rounded to the dtype of q, and their exponentials be as much coarser.
-- The sums are float32. An exponential, its product, the sum and its division cost four roundings of
-  the sum of |p v|, which cancellation makes larger than the result.
-- Logits are float32: they are rounded as products, scaled and shifted. A library's routine for
-  small matrices adds eight products where others add a hundred, and ALiBi is exact before it is
-  multiplied by log2(e): in float32 no baseline counts as closer than four deviations of it. A row
-  may be twice as far off, by its own logits and by those that it is divided by.
-- Hopper adds up products of float8 by steps: 32 of them, and what there is, are each cut off 13
-  bits below the largest. Where a kernel is said to do that, a deviation of a logit is half such a
-  bit of its magnitude: cutting n numbers off loses a root of n / 3 of them if signs are mixed, 6.6
-  for 132, of a largest number that is a small part of what is added up (tests/reference/
-  test_float8_sums.py measures 0.1 to 0.4). What is cut off is nearer to 0, so that logits of a row,
-  the large ones more than the rest, err alike: by a fifth of a bit.
-- Below the smallest normal number of their dtype probabilities, over the largest of their row, are
-  no longer rounded in proportion: each may be off by half the distance of two such numbers, either
-  way, or all of it be lost if it is less than that, before dropout magnifies it.
+- Probabilities may be rounded to q's dtype, and exponentials be computed as coarsely. - Sums are
+float32. The exponential, its product with v, the sum and the division are four roundings,
+  of the size of the sum of |p v|, which is larger than the result if terms cancel.
+- Logits are float32: rounded as dot products, when scaled and when the maximum is subtracted. Sums
+  of eight products at a time are more accurate than sums of a hundred, and the baseline may have
+  either. So with float32 inputs the baseline's error counts as at least that of four standard
+  deviations of each logit. A row may be off by twice that: by its own logits, and by those in its
+  denominator.
+- Hopper adds up float8 products in steps of 32. In each step the 32 products and the sum so far are
+  truncated 13 bits below the largest of them. If the test allows that (`cuts_off`), the standard
+  deviation of a logit is half such a bit of its magnitude: truncating n numbers of mixed signs is
+  off by the root of n / 3 such bits, which is 6.6 for n = 132, and the largest number is a small
+  part of the magnitude (tests/reference/test_float8_sums.py measures 0.1 to 0.4 bits). Truncation
+  goes towards 0, so the errors of a row's logits also have a common part: a fifth of a bit.
+- A probability below the smallest normal number of its dtype, relative to the largest of its row,
+is
+  off by up to half the distance of two subnormal numbers, or is lost if it is smaller than that.
+  Dropout's factor magnifies the error.
 
-The baseline may have been lucky, the more so the fewer rows there are: a row's numbers share the
-roundings of its probabilities and of its sums. `luck` is two roundings of the sums and two
-deviations of what rounding the probabilities does: the largest error is granted all of it, the mean
-of n rows, those that are alike counted once, a part in sqrt(n).
+The baseline's errors may be small by chance, above all if there are few rows: the numbers of a row
+share the rounding errors of its probabilities and sums. `luck` is two roundings of the sums plus
+two standard deviations of the error of rounded probabilities. The maximum error may be larger by
+all of it, the mean of n rows by 1 / sqrt(n) of it, where equal rows count once.
 """
 
 import dataclasses
@@ -36,24 +38,29 @@ from torch import Tensor
 from torch_paged_attn.reference import Sums
 
 EPS_FLOAT32 = torch.finfo(torch.float32).eps
-# a number's rounding error is as likely anywhere in half a unit in its last place on either side
+# of an eps: the standard deviation of a rounding error, which is spread evenly over half a unit in
+# the last place on either side
 DEVIATION = 0.2
 SURE = 5.0
 LOGIT = 4.0 * DEVIATION * EPS_FLOAT32
 CUT_OFF = 2.0**-13
 CUT_LOGIT, CUT_LOGITS = 4.0 * 0.5 * CUT_OFF, DEVIATION * CUT_OFF
 ROW = 4.0 * EPS_FLOAT32
-# exponentials are off by no more than a part in EXPONENTIAL of what rounding them to 16 bits does
+# the error of an exponential is at most that of rounding it to 16 bits, divided by this
 EXPONENTIAL = 2.0**11
 EPS_BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
 
 @dataclasses.dataclass
 class Scales:
-    """Of some rows. `(heads, rows, dim_v)`: `magnitude`, the sum of |p v|, `spread`, the root of
-    the sum of (p v)^2, and `logits`, what the roundings of logits do to the result.
-    `(heads, rows)`: `row_error`, how long a row's error may be, `row_along`, how far it may point
-    along the row, and `lse`, what the roundings of logits do to softmax_lse.
+    """Sizes of the errors of some rows.
+
+    magnitude: `(heads, rows, dim_v)`, the sum of |p v|
+    spread: `(heads, rows, dim_v)`, the root of the sum of (p v)^2
+    logits: `(heads, rows, dim_v)`, the result's error that comes from rounded logits
+    row_error: `(heads, rows)`, the largest norm of a row's error
+    row_along: `(heads, rows)`, the largest dot product of a row's error with the row
+    lse: `(heads, rows)`, softmax_lse's error that comes from rounded logits
     """
 
     magnitude: Tensor
@@ -80,7 +87,7 @@ class Scales:
         rounded = (alike * square.sqrt()).maximum(chance * _length(spread))
         row_error = rounded + _length(float32) + 2.0 * (_length(logits) + lse * square.sqrt())
 
-        along = weights * _products(golden, values)  # a key's part of the square of the length
+        along = weights * _products(golden, values)  # each key's part of the row's squared norm
         rounded = (alike * square).maximum(chance * _length(along))
         rounded = rounded.minimum(alike * along.abs().sum(-1))
         row_along = rounded + (golden.abs() * float32).sum(-1)
@@ -89,8 +96,9 @@ class Scales:
 
 
 class Observer:
-    """Collects the scales of the sequences that a reference shows. `cuts_off`: products are those
-    of float8, which a kernel adds up as Hopper does."""
+    """Collects the `Scales` of all sequences, as `Precision.observe` of the reference. `cuts_off`
+    is explained at `Truth.of`.
+    """
 
     def __init__(self, cuts_off: bool = False) -> None:
         self._cuts_off = cuts_off
@@ -104,7 +112,7 @@ class Observer:
         self._probability_eps = _probability_eps(sums)
 
     def scales(self, out: Tensor) -> Scales:
-        """Of all rows of `out`, laid as they lie there; rows that no sequence has have no error."""
+        """The scales of all rows of `out`, rows first; 0 for rows of no sequence."""
         whole = {}
         for field in dataclasses.fields(Scales):
             parts = [getattr(scales, field.name).transpose(0, 1) for scales in self._scales]
@@ -116,14 +124,14 @@ class Observer:
         return Scales(**whole)
 
     def luck(self, golden: Tensor, scales: Scales) -> Tensor:
-        """What each number of a result owes to chance, each row by itself."""
+        """`luck` of each number of the result (see the module's docstring), of golden's shape."""
         luck = 2.0 * EPS_FLOAT32 * scales.magnitude
         luck += 2.0 * DEVIATION * self._probability_eps * scales.spread
         return luck * _alike(golden, luck) ** 0.5
 
     @property
     def exponential(self) -> float:
-        """What softmax_lse owes to exponentials."""
+        """softmax_lse's error that comes from coarse exponentials."""
         return max(2.0 * EPS_FLOAT32, min(self._probability_eps, EPS_BFLOAT16) / EXPONENTIAL)
 
 
@@ -131,7 +139,9 @@ ELEMENTS = ("magnitude", "spread", "logits")
 
 
 def _alike(golden: Tensor, luck: Tensor) -> float:
-    """How many rows are one draw of luck, being alike: all of a sequence's where the scale is 0."""
+    """The average number of equal rows, which have equal rounding errors. With softmax_scale 0, for
+    example, all rows of a sequence are equal.
+    """
     rows = golden[luck.any(-1)].sum(-1).float()
     return rows.numel() / max(1, rows.unique().numel())
 
@@ -142,8 +152,8 @@ def _probability_eps(sums: Sums) -> float:
 
 
 def _lost(sums: Sums) -> Tensor:
-    """What numbers of the result miss by probabilities that are too small for their dtype."""
-    # the largest probability, the sink's too, is 1 when they are rounded
+    """The result's error that comes from probabilities which are too small for their dtype."""
+    # kernels round probabilities relative to the largest of the row, the sink's included
     one = sums.softmax.sum(-1, keepdim=True).neg() + 1.0
     if sums.softmax.shape[-1]:
         one = one.maximum(sums.softmax.amax(-1, keepdim=True))
@@ -155,31 +165,33 @@ def _lost(sums: Sums) -> Tensor:
 
 
 def subnormal(dtype: torch.dtype) -> tuple[float, float]:
-    """What a number may be and still be rounded to zero, and what it has to be to be as exact as
-    any.
+    """Two bounds of a dtype: numbers up to the first may be rounded to zero; numbers from the
+    second on are rounded in proportion to their size.
     """
     info = torch.finfo(dtype)
-    # float32 may be flushed to zero
+    # devices may flush subnormal float32 numbers to zero
     return max(0.5 * info.eps * info.tiny, torch.finfo(torch.float32).tiny), 2.0 * info.tiny
 
 
 def of_coarse(off: Tensor, values: Tensor) -> Tensor:
-    """What a sum of values is off by that come with weights, each of them `off` by up to as much:
-    all alike, or each by chance.
+    """The error of `weights @ values` if each weight has an error of up to `off`: the larger of the
+    errors if all have the same sign and if signs are random.
     """
     chance = _times(off**2, values**2).sqrt()
     return _times(off, values).abs().maximum(SURE / 3**0.5 * chance)
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:
-    """`(heads, rows, keys)` times values of all rows, or of each row."""
+    """`weights` `(heads, rows, keys)` times `values` `(heads, keys, dim)`, or times values of each
+    row's own `(heads, rows, keys, dim)`: `(heads, rows, dim)`.
+    """
     if values.dim() == 3:
         return weights @ values
     return (weights[..., None, :] @ values)[..., 0, :]
 
 
 def _products(rows: Tensor, values: Tensor) -> Tensor:
-    """`(heads, rows, keys)`: each row times each of its values."""
+    """`(heads, rows, keys)`: the dot product of each row `(dim,)` with each of its values."""
     if values.dim() == 3:
         return rows @ values.mT
     return (values @ rows[..., None])[..., 0]

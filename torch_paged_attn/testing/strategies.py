@@ -1,4 +1,6 @@
-"""Plans of calls, drawn as small plain numbers; tensors are built from a plan, never drawn."""
+"""Hypothesis strategies that draw a `Problem`. Tensors are built from it and not drawn themselves,
+because Hypothesis shrinks a few small numbers better.
+"""
 
 import dataclasses
 
@@ -14,7 +16,8 @@ HEAD_DIMS = st.one_of(st.sampled_from((1, 8, 16, 32, 64, 80, 96, 128, 256)), st.
 PAGE_SIZES = st.one_of(st.sampled_from((1, 2, 16, 32, 64, 256)), st.integers(1, 256))
 WINDOWS = st.one_of(st.just(-1), st.integers(0, 70))
 
-# one sequence: (query_len, context_len). Uniform draws would hardly ever be a decode batch.
+# (query_len, context_len) of one sequence, for each kind of batch: if both numbers were drawn
+# uniformly, a batch would hardly ever be pure decode
 decode = st.tuples(st.just(1), st.one_of(st.integers(0, 70), st.integers(0, 2200)))
 prefill = st.tuples(st.integers(0, 140), st.just(0))
 chunk = st.tuples(st.integers(0, 40), st.integers(0, 200))
@@ -22,13 +25,15 @@ short = st.integers(0, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(-
 
 
 def batches(min_size=0):
-    """Decode, prefill, chunked, short-of-keys and mixed batches, in equal parts."""
+    """Batches that are decode, prefill, chunked prefill, have more queries than keys, or are mixed,
+    each with equal probability.
+    """
     kinds = (decode, prefill, chunk, short, st.one_of(decode, prefill, chunk, short))
     return st.one_of(*(st.lists(kind, min_size=min_size, max_size=4).map(tuple) for kind in kinds))
 
 
 def sometimes(value, default):
-    """`default` three times out of four."""
+    """`default` with probability 3/4, else `value`."""
     return st.integers(0, 3).flatmap(lambda n: value if n == 0 else st.just(default))
 
 
@@ -46,7 +51,7 @@ layouts = st.builds(
 
 @st.composite
 def extras(draw, problem, optional, trains):
-    """A problem with some of the `optional` arguments, by name, which few backends have all of."""
+    """`problem` with some of the arguments `optional` (names in `ops.lacking.OPTIONAL`)."""
     changes = {}
 
     def wants(name):
@@ -77,8 +82,11 @@ def extras(draw, problem, optional, trains):
 
 @st.composite
 def problems(draw, layout=NO_LAYOUT, trains=False, optional=()):
-    """Any call the contract allows, small enough for the float64 formula; with gradients if it
-    `trains`. Of `ops.lacking.OPTIONAL` it has some of those that are named.
+    """Any call that the contract allows, small enough for the float64 reference.
+
+    layout: a strategy for the block layout
+    trains: whether the call has to have gradients
+    optional: names in `ops.lacking.OPTIONAL` of arguments that it may give
     """
     dtype = draw(st.sampled_from(FLOATS if trains else FLOATS + FLOATS + FLOAT8))
     kv_heads = draw(st.integers(1, 3))

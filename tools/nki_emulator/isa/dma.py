@@ -35,6 +35,12 @@ def dma_copy(
     if dge_mode is DgeMode.hwdge:
         require(machine().generation >= 3, "dma_copy: hwdge came with the third generation")
         require(dst.dtype == src.dtype, "dma_copy: hwdge does not convert")
+    require(
+        engine is Engine.unknown
+        or (dge_mode is DgeMode.hwdge and engine in (Engine.sync, Engine.scalar)),
+        "dma_copy: only hwdge has an engine, sync or scalar",
+    )
+    _check_priority("dma_copy", priority)
     skips = oob_mode is OobMode.skip
     require(
         not skips or src.is_indirect or dst.is_indirect, "dma_copy: only an index can be skipped"
@@ -78,6 +84,8 @@ def dma_transpose(
     machine().count("dma", "dma_transpose")
     require(machine().generation >= 3, "dma_transpose came with the third generation")
     require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_transpose does not reach PSUM")
+    require(dst.buffer is MemoryRegion.sbuf, "dma_transpose writes SBUF")
+    _check_priority("dma_transpose", priority)
     require(not (src.is_indirect or dst.is_indirect), "dma_transpose: an index is not emulated")
     require(dge_mode is DgeMode.unknown, "dma_transpose: only dge_mode unknown is emulated")
     require(oob_mode is OobMode.error, "dma_transpose: only an index can be skipped")
@@ -91,6 +99,13 @@ def dma_transpose(
     require(dst.shape == turned.shape, f"dma_transpose: {src.shape} into {dst.shape}")
     dst.write(np.ascontiguousarray(turned))
     _count_bytes(dst, src, 1.0)
+
+
+def _check_priority(instruction: str, priority: Any) -> None:
+    require(
+        priority is None or (machine().generation >= 4 and priority in range(4)),
+        f"{instruction}: priority {priority}; allowed: 0 to 3, from the fourth generation on",
+    )
 
 
 def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:

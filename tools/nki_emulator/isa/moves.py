@@ -43,7 +43,6 @@ def memset(
     count(engine, Engine.vector, "memset")
     check_tiles("memset", dst)
     check_engine("memset", engine, (Engine.vector, Engine.gpsimd), dst)
-    require(dst.ndim <= 5, f"memset: rank {dst.ndim}; at most 5")
     kind = float if is_float(dst.dtype) else int
     require(isinstance(value, kind), f"memset of {dst.dtype} with a {type(value).__name__}")
     dst.write(np.full(dst.shape, value, np.float32 if kind is float else np.int64))
@@ -64,7 +63,6 @@ def tensor_copy_predicated(
         predicate.dtype in (uint8, uint16, uint32),
         f"tensor_copy_predicated: a predicate of {predicate.dtype}; allowed: uint8, uint16, uint32",
     )
-    require(len(dst.shape) <= 4, f"tensor_copy_predicated: rank {len(dst.shape)}; at most 4")
     require(
         not (reverse_pred and isinstance(src, NkiTensor)),
         "tensor_copy_predicated: reverse_pred with a tensor; allowed with a scalar",

@@ -10,8 +10,18 @@ from nki_emulator.machine import machine, require
 from nki_emulator.memory import MemoryRegion
 from nki_emulator.tensor import NkiTensor
 
-# elements an instruction may touch in each partition
+# elements that an instruction may touch in each partition. For PSUM the architecture guide says
+# 4096, the page on tiles 512, a bank: the smaller one counts, but for the fourth generation, whose
+# products have up to 4096 columns
 FREE_ELEMENTS = {MemoryRegion.sbuf: 65536, MemoryRegion.psum: 4096}
+FREE_ELEMENTS_OF_A_BANK = 512
+
+# dimensions of an operand. NKI's page on access patterns says that most instructions know three
+# besides the partition; of these three instructions a page says four
+DIMENSIONS = 4
+DIMENSIONS_OF = {"iota": 5, "memset": 5, "reciprocal": 5}
+# within a partition, in elements: an int16
+LARGEST_STRIDE = 2**15 - 1
 
 # where a tile may start, by how many partitions it has at most
 FIRST_PARTITIONS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
@@ -25,11 +35,17 @@ def check_tiles(instruction: str, *tiles: NkiTensor) -> None:
             f"{instruction}: an operand is not a tile in SBUF or PSUM",
         )
         require(not tile.is_indirect, f"{instruction}: indirect operands need a DMA")
-        free = tile.size // tile.shape[0]
-        require(
-            free <= FREE_ELEMENTS[tile.buffer],
-            f"{instruction}: {free} elements a partition; at most {FREE_ELEMENTS[tile.buffer]}",
-        )
+        free, most = tile.size // tile.shape[0], FREE_ELEMENTS[tile.buffer]
+        if tile.buffer is MemoryRegion.psum and machine().generation < 4:
+            most = FREE_ELEMENTS_OF_A_BANK
+        require(free <= most, f"{instruction}: {free} elements a partition; at most {most}")
+        rank = DIMENSIONS_OF.get(instruction, DIMENSIONS)
+        require(tile.ndim <= rank, f"{instruction}: rank {tile.ndim}; at most {rank}")
+        for n, stride in zip(tile.shape[1:], tile.strides[1:], strict=True):
+            require(
+                n == 1 or abs(stride) <= LARGEST_STRIDE,
+                f"{instruction}: a stride of {stride} elements; at most {LARGEST_STRIDE}",
+            )
         first = tile.offset // tile.storage.free_size
         allowed = next(starts for most, starts in FIRST_PARTITIONS if tile.shape[0] <= most)
         require(

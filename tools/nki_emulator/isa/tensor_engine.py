@@ -71,6 +71,10 @@ def nc_matmul(
             f"nc_matmul: operand of {operand.dtype} on generation {current.generation}",
         )
     require(
+        {stationary.dtype, moving.dtype} != {float8_e4m3, float8_e4m3fn},
+        "nc_matmul: float8_e4m3 with float8_e4m3fn",
+    )
+    require(
         (stationary.dtype == float32) == (moving.dtype == float32),
         f"nc_matmul: {stationary.dtype} with {moving.dtype}; float32 goes with float32 only",
     )
@@ -79,7 +83,7 @@ def nc_matmul(
         f"nc_matmul: a {dst.dtype} result on generation {current.generation}",
     )
     if current.generation < 4:
-        _check_one_bank(dst)
+        _check_one_bank("nc_matmul", dst)
     x = as_float32(stationary.read()).reshape(depth, rows)
     y = as_float32(moving.read()).reshape(depth, columns)
     with np.errstate(all="ignore"):
@@ -94,13 +98,13 @@ def nc_matmul(
     dst.write(product, product=True)
 
 
-def _check_one_bank(dst: NkiTensor) -> None:
+def _check_one_bank(instruction: str, dst: NkiTensor) -> None:
     first = dst.offset % dst.storage.free_size
     last = first + sum((n - 1) * s for n, s in zip(dst.shape[1:], dst.strides[1:], strict=True))
     item = dst.dtype.itemsize
     require(
         first * item // PSUM_BANK_BYTES == ((last + 1) * item - 1) // PSUM_BANK_BYTES,
-        "nc_matmul: the result crosses a PSUM bank",
+        f"{instruction}: the result crosses a PSUM bank",
     )
 
 
@@ -125,6 +129,8 @@ def nc_transpose(
             "nc_transpose on TensorE of the second generation writes float32",
         )
         require(data.dtype in OPERANDS[machine().generation], f"nc_transpose of {data.dtype}")
+        if machine().generation < 4:
+            _check_one_bank("nc_transpose", dst)
     else:
         require(engine is Engine.vector, f"nc_transpose: not on the {engine.name} engine")
         require(max(rows, columns) <= VECTOR_TRANSPOSE, "nc_transpose on VectorE: at most 32 x 32")

@@ -13,7 +13,7 @@ from nki_emulator.alu import (
     less_equal,
     maximum,
 )
-from nki_emulator.dtypes import as_float32, int32, is_float, uint32
+from nki_emulator.dtypes import as_float32, float8_e4m3fn, float32, int32, is_float, uint32
 from nki_emulator.enums import Engine, ReduceCommand
 from nki_emulator.isa.operands import (
     check_engine,
@@ -29,6 +29,8 @@ from nki_emulator.tensor import NkiTensor
 
 WHOLE_NUMBERS = (int32, uint32)
 ENGINES = (Engine.vector, Engine.gpsimd)
+# float32 counts exactly to here
+EXACT = 2**24
 FP32_MIN = float(np.finfo(np.float32).min)
 
 
@@ -95,10 +97,11 @@ def tensor_scalar(
     name: str | None = None,
 ) -> None:
     """`(data op0 operand0) op1 operand1`, operands constant or one float32 a partition."""
-    count(engine, Engine.vector, "tensor_scalar")
+    machine().count("vector", "tensor_scalar")
     check_tiles("tensor_scalar", dst, data)
     check_same_size("tensor_scalar", dst, data)
-    check_engine("tensor_scalar", engine, ENGINES, dst, data)
+    # GpSimd computes square roots alone here; ScalarE's few operations are not emulated
+    check_engine("tensor_scalar", engine, (Engine.vector,), dst, data)
     steps = [(op0, operand0, reverse0)]
     if op1 is not None:
         require(op0.is_bitwise == op1.is_bitwise, "tensor_scalar: bitwise with arithmetic")
@@ -109,7 +112,6 @@ def tensor_scalar(
             not is_float(data.dtype) and not is_float(dst.dtype),
             f"tensor_scalar: {op0.name} of floats",
         )
-        require(engine is not Engine.gpsimd, "tensor_scalar: bitwise operations are VectorE's")
         values = np.ascontiguousarray(values)
         for op, operand, reverse in steps:
             require(
@@ -178,9 +180,6 @@ def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None
     machine().count("vector", "reciprocal")
     check_tiles("reciprocal", dst, data)
     check_same_size("reciprocal", dst, data)
-    require(
-        max(dst.ndim, data.ndim) <= 5, f"reciprocal: rank {max(dst.ndim, data.ndim)}; at most 5"
-    )
     with np.errstate(all="ignore"):
         dst.write((np.float32(1.0) / as_float32(data.read())).reshape(dst.shape))
 
@@ -229,6 +228,14 @@ def range_select(
     )
     rows = on_true_tile.shape[0]
     values = as_float32(on_true_tile.read()).reshape(rows, -1)
+    require(
+        isinstance(range_start, int) and 0 <= range_start <= EXACT - values.shape[1],
+        f"range_select from {range_start!r} on; allowed: constants, and places below 2**24",
+    )
+    require(
+        reduce_res is None or dst.dtype == float32 or reduce_res.dtype == float32,
+        "range_select: the maximum of rounded values is -inf; allowed: reduce_res of float32",
+    )
     place = np.arange(range_start, range_start + values.shape[1], dtype=np.float32)[None]
     low, high = (
         number("range_select", bound, on_true_tile).reshape(rows, 1) for bound in (bound0, bound1)
@@ -253,7 +260,14 @@ def exponential(
     require(machine().generation >= 4, "exponential came with the fourth generation")
     check_tiles("exponential", dst, src)
     check_same_size("exponential", dst, src)
-    require(src.ndim <= 4, "exponential: at most 4 dimensions")
+    require(
+        dst.dtype not in (uint32, float8_e4m3fn) and src.dtype != float8_e4m3fn,
+        f"exponential: {src.dtype} into {dst.dtype}",
+    )
+    require(
+        reduce_init == 0.0 or reduce_cmd is ReduceCommand.load_reduce,
+        "exponential: reduce_init without load_reduce",
+    )
     with np.errstate(all="ignore"):
         values = np.exp(as_float32(src.read()) - number("exponential", max_value, src))
     dst.write(values.reshape(dst.shape))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.plan import (
     Metadata,
@@ -21,7 +21,7 @@ from torch_paged_attn.backends.neuron.rectangles import Sizes, cut, levels
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.tile_sizes import TileSizes
 from torch_paged_attn.backends.neuron.work_info import Heads, TokenMajor, WorkInfo, lay_out
-from torch_paged_attn.backends.neuron.work_list import KeyTile, list_items, spans_of
+from torch_paged_attn.backends.neuron.work_list import KeyTile, WorkList, list_items, spans_of
 
 # what rectangles are rounded up to
 DEPTHS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -33,7 +33,10 @@ MOST_PAIRS = 256
 
 # of a partition: for an item's keys and values and their transposes, and for what a stack keeps
 KEY_BYTES, STACK_BYTES = 48 * 1024, 112 * 1024
-PSUM_BANKS, BANK_FLOATS = 8, 512
+PSUM_BANKS = 8
+
+# keys for which dropout's bits are drawn together: those of positions 0 to 3, 4 to 7, ...
+QUAD = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +45,25 @@ class BackwardLaunch:
 
     info: WorkInfo
     width: int
-    levels: tuple[tuple[tuple[int, int], ...], ...]
+    levels: tuple[tuple[tuple[int, int, bool, bool], ...], ...]
     adds_dq: bool
     adds_dkv: bool
+
+    @property
+    def one_item(self) -> bool:
+        """Whether every stack has a single item."""
+        return bool(self.info.work.is_first.all())
+
+    @property
+    def one_product(self) -> bool:
+        """Whether that is one tile of scores wide, too, and each of its tiles of rows sees some."""
+        return self.one_item and [len(seen) for seen in self.levels] == [self.info.work.depth]
+
+    @property
+    def sees_all_keys(self) -> bool:
+        """Whether no item has a key that none of its rows sees."""
+        work = self.info.work
+        return bool((work.key_start == 0).all() and (work.key_stop == work.tile_k).all())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +102,7 @@ def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
     steps = -(-head_dim // P), -(-head_dim_v // P)
 
     def banks(width: int) -> int:
-        return sum(-(-n * width // BANK_FLOATS) for n in steps)
+        return sum(-(-n // (BANK // width)) for n in steps)
 
     widths = (n for n in (512, 384, 256, 128) if tile_k % n == 0)
     return next(n for n in widths if banks(n) <= PSUM_BANKS - 4)
@@ -123,7 +142,7 @@ def _make(
         depths=tuple(n for n in DEPTHS if n <= tiles.deepest),
         key_tiles=tuple(n for n in KEY_TILES if n <= tiles.key_tiles[0].keys),
     )
-    cuts = cut(batch, spans, group_size, sizes)
+    cuts = cut(batch, spans, group_size, sizes, QUAD if options.has_dropout else 1)
     in_sequence = tokens_in_sequence(batch, options)
     kinds, launches = cuts.kind.stacked(), []
     for kind in kinds.unique(dim=0):
@@ -133,17 +152,37 @@ def _make(
         slots = slots_of(work, host, options)
         info = lay_out(work, heads, rows, slots, in_sequence, tiles.item_programs, loads_all=True)
         width = score_width(*dims, tile_k)
+        seen = levels(bool(is_diagonal), batch, group_size, depth, tile_k, width)
         launches.append(
             BackwardLaunch(
                 info=_with_key_rows(info, heads, slots[1]),
                 width=width,
-                levels=levels(bool(is_diagonal), batch, group_size, depth, tile_k, width),
+                levels=_with_edges(seen, work, width),
                 adds_dq=bool(adds_dq),
                 adds_dkv=bool(adds_dkv),
             )
         )
     adds = (any(x.adds_dq for x in launches), any(x.adds_dkv for x in launches))
     return BackwardPlan(launches, *adds)
+
+
+def _with_edges(
+    seen: tuple[tuple[tuple[int, int], ...], ...], work: WorkList, width: int
+) -> tuple[tuple[tuple[int, int, bool, bool], ...], ...]:
+    """The tiles of `levels`, and whether some row of one is hidden its first, or its last columns.
+
+    Where all rows of all items see them all, nothing needs a mask.
+    """
+    found = []
+    for part, tiles in enumerate(seen):
+        first = part * width
+        edges = []
+        for level, columns in tiles:
+            hides_first = bool((work.row_start[:, level] > first).any())
+            hides_last = bool((work.row_stop[:, level] < first + columns).any())
+            edges.append((level, columns, hides_first, hides_last))
+        found.append(tuple(edges))
+    return tuple(found)
 
 
 def _with_key_rows(info: WorkInfo, heads: Heads, slots: Tensor) -> WorkInfo:

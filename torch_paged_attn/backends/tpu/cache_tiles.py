@@ -37,3 +37,37 @@ def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
 def num_slots(cache: Any, fold: int) -> int:
     """Slots of a cache whose rows hold `fold` keys each."""
     return int(cache.shape[1] * cache.shape[3] * fold)
+
+
+class CacheWriter:
+    """The refs of one kernel that writes a cache: what runs and groups of tiles have in common.
+
+    A row of the cache holds `fold` keys, and a new row its numbers as often. `new_hbm` and `rows`
+    are those of keys and of values: (num_tokens, parts of heads, LANES) where heads are of whole
+    lanes. `tiles` end in (planes, heads, rows of a tile, numbers of a row).
+    """
+
+    def __init__(
+        self,
+        slots: Any,
+        new_hbm: tuple[Any, ...],
+        caches: tuple[Any, ...],
+        refs: tuple[Any, ...],
+        *,
+        fold: int,
+        interpret: Any,
+    ) -> None:
+        """`refs`: buffers of tiles, one for each cache, two of rows, and the writer's own."""
+        self.slots, self.new_hbm, self.caches = slots, new_hbm, caches
+        self.tiles, refs = refs[: len(caches)], refs[len(caches) :]
+        self.rows, self.own = refs[:2], refs[2:]
+        self.fold, self.interpret = fold, interpret
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile."""
+        return int(self.tiles[0].shape[-2])
+
+    @property
+    def tile_slots(self) -> int:
+        return self.height * self.fold

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.cache_tiles import num_slots, places
+from torch_paged_attn.backends.tpu.cache_tiles import CacheWriter, num_slots, places
 from torch_paged_attn.backends.tpu.config import LANES
 
 NUM_BUFFERS = 16
@@ -41,41 +41,15 @@ class Place(NamedTuple):
     written: Array  # runs whose write-back has been waited for
 
 
-class RunWriter:
-    """The refs of one kernel, and what it does with a run.
+class RunWriter(CacheWriter):
+    """What is done with a run; `rows` are (NUM_BUFFERS, slots of a tile, ...)."""
 
-    A row of the cache holds `fold` keys, and a new row its numbers as often. New rows are
-    (num_tokens, parts of heads, LANES) where heads are of whole lanes.
-    """
-
-    def __init__(
-        self,
-        slots: Any,
-        new_hbm: tuple[Any, ...],
-        caches: tuple[Any, ...],
-        refs: tuple[Any, ...],
-        *,
-        is_elsewhere: Callable[[Array], Array],
-        fold: int,
-        interpret: Any,
-    ) -> None:
+    def __init__(self, *shared: Any, is_elsewhere: Callable[[Array], Array], **options: Any):
         """`is_elsewhere`: whether the tokens from one on are not written here; runs end before."""
-        self.slots, self.new_hbm, self.caches = slots, new_hbm, caches
-        self.tiles, refs = refs[: len(caches)], refs[len(caches) :]
-        self.rows, refs = refs[:2], refs[2:]
-        self.read_done, self.write_done, self.rows_done = refs[:3]
-        self.runs = Runs(*refs[3:])
-        self.is_elsewhere, self.fold, self.interpret = is_elsewhere, fold, interpret
-
-    @property
-    def height(self) -> int:
-        """Rows of a tile."""
-        return self.tiles[0].shape[3]
-
-    @property
-    def most(self) -> int:
-        """Slots of a tile."""
-        return self.height * self.fold
+        super().__init__(*shared, **options)
+        self.read_done, self.write_done, self.rows_done, *runs = self.own
+        self.runs = Runs(*runs)
+        self.is_elsewhere = is_elsewhere
 
     def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
         """The tiles in this buffer, and where they lie in the caches."""
@@ -110,7 +84,7 @@ class RunWriter:
             move(0, self.runs.size[slot])
 
     def _is_whole(self, slot: Array) -> Array:
-        return self.runs.size[slot] == self.most
+        return self.runs.size[slot] == self.tile_slots
 
     def _next_run(self, token: Array) -> tuple[Array, Array]:
         """The first token from `token` on that is kept, and how many there are in its run."""
@@ -125,7 +99,9 @@ class RunWriter:
 
         token = lax.while_loop(is_skipped, lambda token: token + 1, token)
         slot = slot_of(token)
-        room = jnp.minimum(self.most - lax.rem(slot, jnp.int32(self.most)), total - token)
+        room = jnp.minimum(
+            self.tile_slots - lax.rem(slot, jnp.int32(self.tile_slots)), total - token
+        )
 
         def is_neighbour(size: Array) -> Array:
             return (size < room) & (slot_of(token + size) == slot + size)
@@ -143,15 +119,15 @@ class RunWriter:
         @pl.when(size > 0)
         def _() -> None:
             first = self.slots[token]
-            tile = lax.div(first, jnp.int32(self.most))
+            tile = lax.div(first, jnp.int32(self.tile_slots))
             others = [self.runs.tile[i] == tile for i in range(NUM_BUFFERS)]
             is_late = functools.reduce(jnp.logical_or, others)
             self.runs.tile[slot] = tile
             self.runs.token[slot] = token
-            self.runs.place[slot] = lax.rem(first, jnp.int32(self.most))
+            self.runs.place[slot] = lax.rem(first, jnp.int32(self.tile_slots))
             self.runs.is_late[slot] = is_late.astype(jnp.int32)
             self._new_rows(slot, "start")
-            pl.when(~is_late & (size < self.most))(lambda: self._reads(slot, "start"))
+            pl.when(~is_late & (size < self.tile_slots))(lambda: self._reads(slot, "start"))
 
         return token + size
 

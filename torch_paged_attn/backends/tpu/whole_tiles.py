@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.cache_tiles import num_slots, places
+from torch_paged_attn.backends.tpu.cache_tiles import CacheWriter, num_slots, places
 from torch_paged_attn.backends.tpu.config import LANES
 
 MOST_TILES = 4  # of a group
@@ -43,43 +43,20 @@ class Place(NamedTuple):
     written: Array  # groups whose tiles have been waited for
 
 
-class GroupWriter:
-    """The refs of the groups, and what is done with one.
-
-    `new_hbm` and `rows` are those of keys and of values; `rows` are (NUM_BUFFERS, tokens, parts of
-    heads, LANES), `tiles` (NUM_BUFFERS, tiles, planes, heads, rows of a tile, numbers of a row).
+class GroupWriter(CacheWriter):
+    """What is done with a group; `rows` are (NUM_BUFFERS, tokens, ...), `tiles` (NUM_BUFFERS,
+    tiles, ...).
     """
 
-    def __init__(
-        self,
-        slots: Any,
-        new_hbm: tuple[Any, ...],
-        caches: tuple[Any, ...],
-        refs: tuple[Any, ...],
-        *,
-        fold: int,
-        interpret: Any,
-    ) -> None:
-        self.slots, self.new_hbm, self.caches = slots, new_hbm, caches
-        self.tiles, refs = refs[: len(caches)], refs[len(caches) :]
-        self.rows, refs = refs[:2], refs[2:]
+    def __init__(self, *shared: Any, **options: Any):
+        super().__init__(*shared, **options)
         # of each buffer: its tiles, and whether one of them may still be on its way
-        self.rows_done, self.write_done, self.ids, self.is_late = refs
-        self.fold, self.interpret = fold, interpret
-
-    @property
-    def height(self) -> int:
-        """Rows of a tile."""
-        return int(self.tiles[0].shape[4])
+        self.rows_done, self.write_done, self.ids, self.is_late = self.own
 
     @property
     def num_tiles(self) -> int:
         """Tiles of a group."""
         return int(self.tiles[0].shape[1])
-
-    @property
-    def tile_slots(self) -> int:
-        return self.height * self.fold
 
     @property
     def num_tokens(self) -> int:

@@ -1,13 +1,14 @@
-"""`reshape_and_cache` on GPUs: a program writes elements of keys and of values of a few tokens.
+"""`reshape_and_cache` on GPUs: a program copies some elements of the keys and values of a few
+tokens.
 
-Tokens of one slot must not write at once. Of few tokens, each looks whether a later one has its
-slot. Of many, each first leaves its number with the slot, in a launch of its own: whatever number
-is found there then is that of the one that writes, so that memory nobody initialised will do.
+If several tokens have the same slot, only one of them may write. With few tokens, each checks
+whether a later token has its slot. With many, a first kernel writes each token's number to an array
+at its slot, and then the token whose number is found there writes. The array need not be
+initialised, since only slots of the call are read.
 """
 
 import logging
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,25 +20,26 @@ from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, 
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)
 
-# up to so many tokens a program looks through all slots, in one of few widths
+# up to so many tokens, a program compares its slots with all others; for a few sizes, since a
+# kernel is compiled for each
 FEW_TOKENS = 1024
 WIDTHS = (1, 32, 256, FEW_TOKENS)
 
-# tokens of a program that leaves their numbers
+# tokens per program of the first kernel
 CLAIMED = 256
 
-# elements of keys, and as many of values, that a program copies
+# elements of keys, and the same number of values, that a program copies
 BLOCK = 2048
 
 
 class Pointers(NamedTuple):
-    """Tensors, or None."""
+    """The kernel's tensors, or None."""
 
     key: Any
     value: Any
@@ -49,11 +51,11 @@ class Pointers(NamedTuple):
     claims: Any  # by slot: the number of the token that writes it
 
 
-SLOTS = Pointers._fields.index("slots")
+CACHE, SLOTS = Pointers._fields.index("k_cache"), Pointers._fields.index("slots")
 
 
 class RowStrides(NamedTuple):
-    """Of keys or of values: strides of the new rows, of the cache and of the scales."""
+    """Strides in elements, of keys or values: of the new rows, of the cache and of the scales."""
 
     token: int
     head: int
@@ -72,7 +74,7 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
 
     DIM: int
     DIM_V: int
@@ -80,7 +82,7 @@ class Options(NamedTuple):
     CACHE_FORMAT: str
     BLOCK_T: int  # tokens of a program
     BLOCK_E: int  # elements of each
-    WIDTH: int  # tokens among which a later one for the same slot is looked for
+    WIDTH: int  # tokens that are compared with; 1 if the array of numbers is used
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def _claim_kernel(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Leave the number of each token with its slot; one of those that share a slot stays."""
+    """Write each token's number at its slot; of tokens with the same slot, one number stays."""
     gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
@@ -109,7 +111,9 @@ def _claim_kernel(
 
 @triton.jit
 def load_rows(ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr):
-    """This program's elements of the tokens' rows of all heads, one after another, in float32."""
+    """This program's elements of the tokens' rows, (tokens, BLOCK_E) float32, where a row has all
+    heads.
+    """
     FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
     inside = (token < num_tokens)[:, None] & (e < num_heads * DIM)[None, :]
@@ -123,7 +127,7 @@ def load_rows(ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPT
 def store_rows(
     x, ptr, scale_ptr, place, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Store the rows at their places: page, offset in it, and whether the token writes."""
+    """Write rows to a cache. `place`: page, offset in the page, and whether the token writes."""
     FORMAT: tl.constexpr = OPTIONS.CACHE_FORMAT
     page, offset_in_page, writes = place
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
@@ -139,7 +143,7 @@ def store_rows(
 
 @triton.jit
 def is_written_later(token, slot, other, other_slot):
-    """Whether another token, behind this one, has the same slot."""
+    """Whether a later token among `other` has the same slot."""
     is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
     return tl.sum(is_later.to(tl.int32), 1) > 0
 
@@ -155,13 +159,13 @@ def _reshape_and_cache_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
+    """A program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
     DIM: tl.constexpr = OPTIONS.DIM
     DIM_V: tl.constexpr = OPTIONS.DIM_V
     gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
     slot = _slots(pointers.slots, strides.slots, token, num_tokens, num_slots)
-    # both are on their way before anything waits for a slot
+    # both loads are issued before anything waits for the slots
     key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
     value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
     writes = slot >= 0
@@ -197,18 +201,10 @@ def _plan(
     v_scale: Tensor | None = None,
 ) -> Plan:
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    write = _plan_write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
+    k_cache, v_cache = kv_cache.unbind(0)
     v_offset = kv_cache.stride(0) * kv_cache.itemsize
-
-    def run(tensors: tuple[Any, ...], addresses: Any) -> None:
-        def halves() -> tuple[Any, ...]:
-            key, value, kv_cache, *rest = tensors
-            return key, value, kv_cache[0], kv_cache[1], *rest
-
-        key_address, value_address, k_address, *more = addresses
-        write(halves, (key_address, value_address, k_address, k_address + v_offset, *more))
-
-    return run
+    tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    return _plan_write(*tensors, v_offset=v_offset)
 
 
 def _plan_split(
@@ -222,8 +218,7 @@ def _plan_split(
 ) -> Plan:
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
     check_split(*tensors)
-    write = _plan_write(*tensors)
-    return lambda tensors, addresses: write(lambda: tensors, addresses)
+    return _plan_write(*tensors)
 
 
 def row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
@@ -236,7 +231,7 @@ def row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
 def choose_rows(
     key: Tensor, value: Tensor, k_cache: Tensor, num_tokens: int, target: Target
 ) -> tuple[tuple[int, int], Options]:
-    """The grid of what copies rows into a cache, and what it is compiled for."""
+    """The grid and the compile-time constants of a kernel that copies rows into a cache."""
     _, num_heads, dim = key.shape
     dim_v = value.shape[2]
     elements = num_heads * max(dim, dim_v)
@@ -251,7 +246,7 @@ def choose_rows(
         BLOCK_E=block_e,
         WIDTH=next((w for w in WIDTHS if num_tokens <= w), 1),
     )
-    return (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)), options
+    return (cdiv(num_tokens, block_t), cdiv(elements, block_e)), options
 
 
 def _plan_write(
@@ -262,10 +257,11 @@ def _plan_write(
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-) -> Callable[[Callable[[], tuple[Any, ...]], Any], None]:
-    """What writes into tensors like these, of which those that are given come. It asks for the
-    tensors only if addresses will not do: halves of a cache take longer to make than the rest of a
-    call.
+    *,
+    v_offset: int | None = None,
+) -> Plan:
+    """A plan for calls with tensors like these. If `v_offset` is given, their caches are halves of
+    one tensor, which calls get in their place, and the second half begins so many bytes after it.
     """
     num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
     num_slots = k_cache.shape[0] * k_cache.shape[2]
@@ -276,16 +272,18 @@ def _plan_write(
     is_few = num_tokens <= FEW_TOKENS
     launches = "one launch" if is_few else "two launches"
     logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
-    new_claims = Allocation((num_slots,), torch.int32, key.device)
-    claim = Launch(
-        _claim_kernel,
-        (triton.cdiv(num_tokens, CLAIMED),),
-        stride_slot=slot_mapping.stride(0),
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        BLOCK=CLAIMED,
-        **is_dependent,
-    )
+    new_claims = claim = None
+    if not is_few:
+        new_claims = Allocation((num_slots,), torch.int32, key.device)
+        claim = Launch(
+            _claim_kernel,
+            (cdiv(num_tokens, CLAIMED),),
+            stride_slot=slot_mapping.stride(0),
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            BLOCK=CLAIMED,
+            **is_dependent,
+        )
     grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
     copy = Launch(
         _reshape_and_cache_kernel,
@@ -304,23 +302,34 @@ def _plan_write(
     )
 
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
-    given = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
-    names = [*given, "claims", None]
-    pick = operator.itemgetter(*(names.index(x if x in names else None) for x in Pointers._fields))
+    names = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
+    if v_offset is not None:
+        # the half that calls do not get is put behind what they get
+        names.remove("v_cache")
+        names.append("v_cache")
+    slots, nothing = names.index("slots"), len(names) + 1
+    places = {name: i for i, name in enumerate([*names, "claims"])}
+    pick = operator.itemgetter(*(places.get(name, nothing) for name in Pointers._fields))
 
-    def write(tensors: Callable[[], tuple[Any, ...]], addresses: Any) -> None:
-        claims = None if is_few else new_claims()
+    def run(tensors: tuple[Any, ...], addresses: Any) -> None:
+        claims = None if new_claims is None else new_claims()
         if copy.is_ready:
-            if claims is None:
-                copy.start(pick((*addresses, None, None)))
-            else:
-                claim.start(addresses[SLOTS], claims.data_ptr())
-                copy.start(pick((*addresses, claims.data_ptr(), None)))
+            at_claims = None
+            if claims is not None and claim is not None:
+                at_claims = claims.data_ptr()
+                claim.start(addresses[slots], at_claims)
+            if v_offset is not None:
+                addresses = *addresses, addresses[CACHE] + v_offset
+            copy.start(pick((*addresses, at_claims, None)))
             return
-        found = Pointers(*pick((*tensors(), claims, None)))
-        if claims is not None:
+        if v_offset is not None:
+            # making views of the halves takes longer than the rest of a call
+            first, second = tensors[CACHE].unbind(0)
+            tensors = *tensors[:CACHE], first, *tensors[CACHE + 1 :], second
+        found = Pointers(*pick((*tensors, claims, None)))
+        if claims is not None and claim is not None:
             claim(found.slots, claims)
         rows = (as_stored(x, target)[0] for x in found[:SLOTS])
         copy(Pointers(*rows, *found[SLOTS:]))
 
-    return write
+    return run

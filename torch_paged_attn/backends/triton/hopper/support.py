@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_entries
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
+from torch_paged_attn.backends.triton.runtime.launch_cache import kind_of
 from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2, target_of
 from torch_paged_attn.ops.lacking import OPTIONAL, lacking
 
@@ -88,6 +89,19 @@ def unsupported_device(device: torch.device | None = None) -> str | None:
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can."""
+    if (reason := kind_of(call, _unsupported_kind)) is not None:
+        return reason
+    if 0 in call.k.shape:
+        return "there are no keys"
+    if (layout := call.layout) is not None and (
+        key_bound(call) > 2**27 or number_of_entries(layout, LEAST_KEYS) >= 2**30
+    ):
+        return "the blocks of the layout are too many to be numbered in 32 bits"
+    return None
+
+
+def _unsupported_kind(call: AttentionCall) -> str | None:
+    """The same for all calls that differ in sizes alone."""
     q, k, v = call.q, call.k, call.v
     if (reason := unsupported_device(q.device)) is not None:
         return reason
@@ -113,15 +127,13 @@ def unsupported(call: AttentionCall) -> str | None:
             return f"page_size is {page_size}, not a multiple of {LEAST_BOX}"
         if any(x.stride(2) <= 0 or x.stride(0) % x.stride(2) for x in (k, v)):
             return "pages do not lie a whole number of slots apart"
-    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)) or 0 in k.shape:
+    if any(is_misaligned(x, x.dim() - 1) for x in (q, k, v)):
         return "q, k or v is not aligned to 16 bytes"
     if call.layout is not None:
         if (lacked := lacking(call, OF_LISTS)) is not None:
             return f"it has no {lacked} beside a layout"
         if is_bound(call.window_size_left) or (call.window_right and is_bound(call.window_right)):
             return "it has no windows beside a layout"
-        if key_bound(call) > 2**27 or number_of_entries(call.layout, LEAST_KEYS) >= 2**30:
-            return "the blocks of the layout are too many to be numbered in 32 bits"
     return None
 
 

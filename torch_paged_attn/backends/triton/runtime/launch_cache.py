@@ -152,20 +152,32 @@ def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> Any:
     """What `make_kind` makes of a call that differs from this one in sizes alone: in numbers of
-    queries, keys, sequences and pages. It depends on none of these, and keeps no tensor.
+    queries, keys, sequences and pages, and in hints. It depends on none of these, and keeps no
+    tensor.
     """
     if is_traced():
         return make_kind(call)
+    environs = environment.BATCH_INVARIANT, assumed()
+    kinds = call.derived.get(environs)
+    if kinds is None:
+        kinds = call.derived[environs] = _kinds_like(call, environs)
+    if make_kind not in kinds:
+        kinds[make_kind] = make_kind(call)
+    return kinds[make_kind]
+
+
+def _kinds_like(call: AttentionCall, environs: tuple[Any, ...]) -> dict[Any, Any]:
+    """By what made them, the kinds of calls like this one."""
     tensors = [_kind_of_tensor(name, x) for name, x in call.given_tensors().items()]
     options = [getattr(call, name) for name in option_names("flash_varlen")]
     if (layout := call.layout) is not None:
         options += layout.q_block_size, layout.k_block_size
-    key = make_kind, environment.BATCH_INVARIANT, assumed(), call.q.device, *tensors, *options
-    kind = _kinds.get(key)
-    if kind is None:
-        kind = make_kind(call)
-        _kinds.put(key, kind)
-    return kind
+    key = *environs, call.q.device, *tensors, *options
+    kinds = _kinds.get(key)
+    if kinds is None:
+        kinds = {}
+        _kinds.put(key, kinds)
+    return kinds
 
 
 def _kind_of_tensor(name: str, x: Tensor) -> tuple[Any, ...]:
@@ -245,10 +257,12 @@ class Launch:
             *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
         )
 
-    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
-        """What `start` takes for the kernel's tensor map of that number: of such boxes, there."""
+    @property
+    def map_arguments(self) -> Callable[[int, Any, int], list[Any]]:
+        """Says what `start` takes for the kernel's tensor map of a number: of such boxes, at that
+        address."""
         ready: Any = self._ready
-        return ready.map_arguments(number, boxes, address)
+        return ready.map_arguments
 
     def __call__(self, *pointers: Any) -> None:
         if self._ready is not None:

@@ -1,4 +1,4 @@
-"""How a call is tiled on a chip: explicit choice, then the chip's table, then a rule of thumb."""
+"""Tile sizes: given by the caller, else from the GPU's table, else by a rule of thumb."""
 
 from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, choose_backward_config
 from torch_paged_attn.backends.triton.tuning.hopper import (

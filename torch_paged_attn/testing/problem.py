@@ -1,0 +1,106 @@
+"""`Problem`: one attention call described by plain numbers. `inputs.build` makes its tensors."""
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A random block-sparse layout in which a block is listed with probability `density`.
+
+    heads: "one", "kv" or "all": the layout has 1, num_kv_heads or num_heads heads
+    batched: whether each sequence has a layout of its own
+    """
+
+    q_block_size: int = 64
+    k_block_size: int = 64
+    heads: str = "one"
+    batched: bool = False
+    density: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One attention call. Fields that are named like an argument mean that argument.
+
+    seqs: for each sequence (query_len, context_len), which are Lq and Lk - Lq
+    """
+
+    name: str
+    seqs: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    out_scale: bool = False
+    page_size: int | None = None  # None: packed keys and values
+    # "hnd" (num_pages, num_kv_heads, page_size, head_dim), "nhd" the same transposed from
+    # (num_pages, page_size, num_kv_heads, head_dim), "interleaved" pages of k and v by turns,
+    # "packed_last" v behind k in the last dimension, "mla" v is the first columns of k
+    cache_layout: str = "hnd"
+    spare_pages: int = 2  # pages that no sequence uses
+    page_seed: int = 0  # of the order of the pages
+    # the argument that gives the key lengths, "seqused_k" or "cu_seqlens_k"; packed keys also
+    # "none": they are cut by cu_seqlens_q
+    lengths: str = "seqused_k"
+    padding_rows: int = 0  # rows of q after the last sequence
+    fused_qkv: bool = False  # whether q is a slice of a wider tensor
+    causal: bool = True
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi: str = ""  # "heads" or "batch"
+    bias: str = ""  # "float" or "bool"
+    bias_heads: str = "one"  # or "all"
+    sinks: bool = False
+    descale: str = ""  # "scalar", "heads" or "batch"
+    dropout_p: float = 0.0
+    dropout_base: tuple[int, int, int] | None = None  # head, row, column: rng_state[2:]
+    deterministic: bool = True
+    layout: Layout | None = None
+    latent: bool = False  # whether q_latent is given
+    v_dtype: torch.dtype | None = None  # with q_latent, v may have a dtype of its own
+    tail: bool = False  # whether tail_mask is given
+    k_ranges: str = ""  # packed keys with k_start: "apart", or "shared" rows
+    q_positions: tuple[int, ...] | None = None
+    batch_invariant: bool = False
+    key_ranks: int = 1
+    key_rank: int = 0
+    key_interleave: int = 1
+    seed: int = 0
+
+    @property
+    def op(self) -> str:
+        """The operator's name."""
+        return "flash_varlen" if self.layout is None else "blocksparse"
+
+    @property
+    def query_lens(self) -> list[int]:
+        """Lq of each sequence."""
+        return [query_len for query_len, _ in self.seqs]
+
+    @property
+    def key_lens(self) -> list[int]:
+        """Lk of each sequence."""
+        return [query_len + context_len for query_len, context_len in self.seqs]
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Which arguments of `ops.lacking.OPTIONAL`, which a backend need not support, it gives."""
+        uses = {
+            "q_latent": self.latent,
+            "tail_mask": self.tail,
+            "k_start": bool(self.k_ranges),
+            "q_position": self.q_positions is not None,
+            "batch_invariant": self.batch_invariant,
+            "key_ranks": self.key_ranks > 1,
+            "key_rank": self.key_rank > 0,
+            "key_interleave": self.key_interleave > 1,
+            "rng_state[2:]": self.dropout_base is not None,
+        }
+        return frozenset(name for name, is_used in uses.items() if is_used)
