@@ -177,16 +177,15 @@ def _with_edges(
 
     Where all rows of all items see them all, nothing needs a mask.
     """
-    found = []
-    for part, tiles in enumerate(seen):
-        first = part * width
-        edges = []
-        for level, columns in tiles:
-            hides_first = bool((work.row_start[:, level] > first).any())
-            hides_last = bool((work.row_stop[:, level] < first + columns).any())
-            edges.append((level, columns, hides_first, hides_last))
-        found.append(tuple(edges))
-    return tuple(found)
+    # of each tile of rows: from where on, and to where, all rows of all items see keys
+    start, stop = work.row_start.amax((0, 2)).tolist(), work.row_stop.amin((0, 2)).tolist()
+    return tuple(
+        tuple(
+            (level, columns, start[level] > part * width, stop[level] < part * width + columns)
+            for level, columns in tiles
+        )
+        for part, tiles in enumerate(seen)
+    )
 
 
 def _with_key_rows(info: WorkInfo, heads: Heads, slots: Tensor) -> WorkInfo:
