@@ -106,7 +106,7 @@ def make_mask(
     return keys
 
 
-# What a model does with a mask before attention sees it: nothing, or formulas of bools or of numbers
+# What a model does with a mask before attention sees it: nothing, formulas of bools or of numbers
 COMPACT, PAIRS, ADDED, OWN = "compact", "pairs", "added", "own"
 
 # models without flash-attn that hand every mask on as it is
