@@ -140,7 +140,7 @@ def _search_wanted_mask(config_class: type) -> str:
 
 def _subclasses(kind: type) -> set[Any]:
     """All classes that are derived from `kind` and loaded."""
-    found = set(kind.__subclasses__())
+    found: set[Any] = set(kind.__subclasses__())
     return found.union(*map(_subclasses, found))
 
 
