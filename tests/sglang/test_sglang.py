@@ -109,6 +109,8 @@ def test_soft_cap_and_sinks_reach_the_op():
     sunk = step.answer(paged.create(step.runner), layer_of(), sinks=torch.ones(HEADS))
     assert not torch.equal(plain, capped) and not torch.equal(plain, sunk)
     assert (sunk.norm() < plain.norm()).item()
+    in_16_bits = torch.ones(HEADS, dtype=torch.bfloat16)  # as SGLang's models hold them
+    assert torch.equal(step.answer(paged.create(step.runner), layer_of(), sinks=in_16_bits), sunk)
 
 
 def test_without_lengths_on_the_host_the_table_is_whole():

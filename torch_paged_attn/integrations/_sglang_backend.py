@@ -109,7 +109,7 @@ class PagedAttnBackend(AttentionBackend):
             shared.cu_seqlens_q,
             seqused_k=shared.seqused_k,
             block_table=shared.block_table,
-            sinks=sinks,
+            sinks=None if sinks is None else sinks.float(),  # SGLang's GPT-OSS has bfloat16
             softmax_scale=layer.scaling,
             softcap=layer.logit_cap or 0.0,
             causal=causal,
