@@ -7,20 +7,22 @@ sequence; no tensor is read. The limits are those of measurements: benchmarks/no
 from typing import NamedTuple
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.chunks import (
+    MOST_LOW_8_BIT,
+    are_few_chunks,
+    are_low_8_bit_chunks,
+    is_divided_chunk,
+)
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     LEAST_TALL,
-    MOST_LOW_8_BIT,
     NARROW,
     OF_LISTS,
     are_far,
-    are_few_chunks,
-    are_low_8_bit_chunks,
     converts,
     gathers,
     has_few_tiles,
     is_bound,
-    is_divided_chunk,
     is_float8,
     key_bound,
     may_divide,
@@ -52,10 +54,12 @@ MOST_EMPTY = 0.05
 MOST_ROWS = 256
 # keys of the longest sequence up to which tiles of one consumer are better, if there are few:
 # of head_dim 256, and of 128
-MOST_LOW_WIDE, MOST_LOW = 8192, 4096
+MOST_LOW_WIDE, MOST_LOW = 4096, 4096
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
-# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied
+# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; there, of
+# many rows
 MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
+MOST_COPIED_OF_MANY = 2
 # the same limits of narrow heads
 MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
 # keys if there is no more than one wave of tiles, and decodes under a narrow window
@@ -66,7 +70,7 @@ MOST_WIDE_DECODES = 3
 # most of the work
 MOSTLY_ROWS = 350
 # the same where few sequences have more keys
-MOSTLY_ROWS_OF_LONG, LEAST_LONG = 120, 8192
+MOSTLY_ROWS_OF_LONG, LEAST_LONG = 100, 8192
 # keys of the longest sequence up to which guessed tokens have one consumer
 MOST_OF_ONE = 512
 # where another kernel takes short sequences, the queries of the shortest that are left
@@ -174,6 +178,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     elif is_narrow:
         # the fewer tokens a tile has, the fewer keys a window hides from most of them
         packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
+    elif gathers(call) and not has_few_tiles(call):
+        packed = whole_group(call)
     else:
         packed = pack_heads(call)
     if converts(call) and form.is_guessed:
@@ -217,6 +223,8 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
     width, reach = width_of(call.head_dim), reach_of(call)
     if call.block_table is None or call.layout is not None or width == 64:
         return False
+    if call.window_size_left in NARROW and width == 128 and not _has_few_rows(call, BLOCK_M // 4):
+        return False
     if _has_few_rows(call, BLOCK_M // 4) and (width == 256 or not are_far(call)):
         return True  # so few that each tile of one consumer is cut in fewer pieces
     if width == 256:
@@ -257,10 +265,11 @@ def is_numbered(call: AttentionCall) -> bool:
     if converts(call):
         return True
     most_copied = MOST_COPIED_NARROW if is_narrow_head else MOST_COPIED
+    if not _has_few_rows(call, MOST_ROWS):
+        most_copied = MOST_COPIED_OF_MANY
     if gathers(call) and decodes_of_program(call) > most_copied:
         return False  # the portable kernel reads small pages faster
-    most = MOST_ROWS_NARROW if is_narrow_head else MOST_ROWS_NUMBERED
-    return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
+    return _has_few_rows(call, MOST_ROWS_NARROW if is_narrow_head else MOST_ROWS_NUMBERED)
 
 
 def _is_one_wave(call: AttentionCall) -> bool:
@@ -277,10 +286,10 @@ def is_one_launch(call: AttentionCall) -> bool:
     where two consumers divide the keys of a tile, or one has a tile of wide heads or of an 8-bit
     cache, short sequences take no longer than with a kernel of their own."""
     width = width_of(call.head_dim)
-    if is_bound(call.window_size_left):
+    if call.window_size_left in SMALL:
         return False
     if converts(call):
-        return width == 128 and _has_low_8_bit_tiles(call)
+        return width == 128 and not is_bound(call.window_size_left) and _has_low_8_bit_tiles(call)
     return width < 256 or decodes_of_program(call) <= MOST_WIDE_DECODES
 
 
@@ -312,9 +321,12 @@ def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, and their tiles are numbered."""
     width = width_of(call.head_dim)
     if call.window_size_left in NARROW and width <= 128:
+        if width == 64 and not _has_few_rows(call, MOST_ROWS_NUMBERED):
+            return choose_narrow_config(width)
         return choose_guessed_config(width, is_narrow=True)
-    # rows that are copied arrive too late for two
-    if gathers(call) or not may_divide(call):
+    # rows of keys that are copied arrive too late for two, unless rows of queries are many
+    is_late = gathers(call) and _has_few_rows(call, MOST_ROWS)
+    if is_late or not may_divide(call):
         return choose_guessed_config(width)
     return choose_split_config(width)
 

@@ -39,7 +39,10 @@ SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
 
 # the same of calls that say how many keys the longest sequence visits, and how many are few
 SAID_TILES = {"few": 7, "several": 16, "some": 132}
-NEAR = 1024
+NEARNESS = {"next": 512, "near": 1024, "mid": 4096}
+# keys of all tiles of queries, at most, that are more than 128 and no more than 256 for each of 132
+# programs
+ONCE = range(132 * 124, 132 * 256)
 
 # head sizes in between use the tiles of the next larger one
 WIDTHS = (64, 128, 256, 1024)
@@ -91,7 +94,8 @@ def entries(
     of 64 keys or more, `/narrow` for smaller ones. `/thin`, also for 8-bit keys, is for tiles of a
     power of two of at most 16 rows, if they are some or many; `/few/tall` and so on for 9 to 16
     rows, whose parts are slow to merge. `/said/few` and so on, before all others, are for tiles of
-    at most 16 rows where the caller says how many keys the longest sequence visits (`reach`, or 0).
+    at most 16 rows where the caller says how many keys the longest sequence visits (`reach`, or 0):
+    `/near` and so on as NEARNESS says, `/once` where large tiles of keys are one for each program.
     `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
     is not plain: with a bias, ALiBi, softcap, dropout or a layout.
     """
@@ -102,18 +106,24 @@ def entries(
     size = next((name for name, most in sizes.items() if tiles <= most), "many")
     # one warp is slow to merge what many programs share, and with rows of an odd number of heads
     is_thin = block_m <= 16 and size in ("some", "many") and rows & (rows - 1) == 0
+    said: list[str] = []
+    if reach and block_m <= 16 and (page_size or kv_itemsize < itemsize):
+        of_tiles = next((name for name, most in SAID_TILES.items() if tiles <= most), "many")
+        how_near = [name for name, most in NEARNESS.items() if reach <= most]
+        if NEARNESS["near"] < reach and tiles * reach in ONCE:
+            how_near.insert(0, "once")
+        kind = f"{key}/kv1/said" if kv_itemsize < itemsize else f"{key}/said"
+        said = [f"{kind}/{of_tiles}/{x}" for x in how_near] + [f"{kind}/{of_tiles}"]
     if kv_itemsize < itemsize:
         found = [f"{key}/kv1/{size}"] + [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
+        found = said + found
     elif page_size:
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
         found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
         if 8 < rows <= 16:
             found.insert(0, f"{key}/{size}/tall")
-        if reach and block_m <= 16:
-            said = next((name for name, most in SAID_TILES.items() if tiles <= most), "many")
-            near = ["near"] * (reach <= NEAR)
-            found = [f"{key}/said/{said}/{x}" for x in near] + [f"{key}/said/{said}", *found]
+        found = said + found
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
