@@ -70,7 +70,7 @@ MOST_WIDE_DECODES = 3
 # most of the work
 MOSTLY_ROWS = 350
 # the same where few sequences have more keys
-MOSTLY_ROWS_OF_LONG, LEAST_LONG = 100, 8192
+MOSTLY_ROWS_OF_LONG, LEAST_LONG = 110, 8192
 # keys of the longest sequence up to which guessed tokens have one consumer
 MOST_OF_ONE = 512
 # where another kernel takes short sequences, the queries of the shortest that are left

@@ -31,8 +31,9 @@ MOST_LOW_8_BIT, MOST_ROWS_8_BIT = 1024, 80
 MOST_LOW_8_BIT_OF_FEW, MOST_ROWS_8_BIT_OF_FEW = 2048, 32
 
 # chunks whose keys two consumers divide, by keys of the longest sequence: of so many, rows to a
-# multiprocessor; where rows of keys are copied, the first alone
-ROWS_DIVIDED = {2048: 160, 4096: 64, 8192: 24}
+# multiprocessor; where rows of keys are copied, the first alone. Of fewer rows, past the first, one
+# consumer's tiles are better
+ROWS_DIVIDED = {2048: range(161), 4096: range(13, 65), 8192: range(13, 25)}
 MOST_DIVIDED_OF_CHUNKS = 2048
 
 # of several chunks whose tiles fill the chip, keys up to which nobody had better cut them; and of
@@ -49,8 +50,9 @@ def is_divided_chunk(call: AttentionCall) -> bool:
     if gathers(call) and reach > MOST_DIVIDED_OF_CHUNKS:
         return False
     # of more keys, low tiles read them more often
-    most = next((rows for keys, rows in ROWS_DIVIDED.items() if reach <= keys), 0)
-    return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
+    measured = next((rows for keys, rows in ROWS_DIVIDED.items() if reach <= keys), range(0))
+    rows = -(-call.total_q * call.num_heads // target_of(call.q.device).multiprocessors)
+    return rows in measured
 
 
 def are_low_8_bit_chunks(call: AttentionCall) -> bool:

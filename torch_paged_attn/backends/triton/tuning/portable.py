@@ -38,7 +38,7 @@ SIZES = {"few": 32, "moderate": 72, "some": 1023}
 SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
 
 # the same of calls that say how many keys the longest sequence visits, and how many are few
-SAID_TILES = {"few": 7, "several": 16, "some": 132}
+SAID_TILES = {"few": 7, "several": 16, "some": 64, "wave": 132}
 NEARNESS = {"next": 512, "near": 1024, "mid": 4096}
 # keys of all tiles of queries, at most, that are more than 128 and no more than 256 for each of 132
 # programs
