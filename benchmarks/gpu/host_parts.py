@@ -129,7 +129,7 @@ def stations(op: str, call: Call) -> dict[str, Call]:
         return stopped
 
     # what the operator's kernel is handed, by an operator with the same schema
-    kernel = _library.GATES[op].wrapped(BACKEND.function(op))
+    kernel = _library.GATES[op].wrapped(lambda: BACKEND.function(op))
     results = call()
     library = torch.library.Library("host_parts", "FRAGMENT")
     library.define(_library.SCHEMAS[op])

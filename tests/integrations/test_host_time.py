@@ -12,7 +12,7 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_with_kvcache,
-    functions,
+    with_kvcache,
 )
 
 
@@ -72,7 +72,7 @@ APPENDING = ("append_slots", "reshape_and_cache.split", "flash_varlen")
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
 def test_new_tokens_take_two_operators_more(new, is_ragged, monkeypatch):
-    monkeypatch.setattr(functions, "readable", lambda x: False)  # as on an accelerator
+    monkeypatch.setattr(with_kvcache, "readable", lambda x: False)  # as on an accelerator
     called = operators(decode(new, is_ragged=is_ragged))
     assert called == {f"paged_attn::{op}": 1 for op in APPENDING}
 

@@ -44,12 +44,27 @@ def pairs(bounds):
     return list(itertools.pairwise(bounds.tolist()))
 
 
-def test_heads_without_room_together_go_one_by_one(run, machine):
-    problem = dataclasses.replace(
-        PROBLEMS["llama3_8b/mixed/bf16"], num_heads=136, num_kv_heads=136, seqs=((3, 20), (1, 0))
-    )
+MANY_HEADS = {
+    "keys": (3, {"num_kv_heads": 136}),
+    "stack": (2, {"num_kv_heads": 128}),
+    "results": (2, {"num_kv_heads": 64, "head_dim": 256}),
+    "tiles of keys": (2, {"num_kv_heads": 32, "head_dim": 512, "kv_dtype": torch.int8}),
+    "third generation": (3, {"num_kv_heads": 64, "head_dim": 512, "kv_dtype": torch.int8}),
+}
+
+
+@pytest.mark.parametrize("name", MANY_HEADS)
+def test_heads_without_room_together_go_one_by_one(name, run):
+    """Or in shorter tiles: their keys, what a stack keeps of them, and its results fill SBUF."""
+    import nki_emulator
+
+    generation, options = MANY_HEADS[name]
+    options = {"num_heads": options["num_kv_heads"], "seqs": ((3, 20), (1, 0)), **options}
+    problem = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], name=name, **options)
     call = build(problem)
-    assert_accurate(*run(call), call.truth())
+    with nki_emulator.emulated(generation):
+        found = run(call)
+    assert_accurate(*found, call.truth())
 
 
 @over(

@@ -53,6 +53,15 @@ def test_a_wrong_hint_costs_no_correctness(run):
     assert_accurate(*run(call, "on_wait", max_seqlen_q=1), call.truth())
 
 
+@pytest.mark.parametrize("keys", [512, 528])
+def test_a_table_may_end_where_its_last_sequence_does(keys, run):
+    """A block of pages ends there, too, or reads on: 512 is the keys of a block."""
+    problem = PROBLEMS["llama3_8b/decode_b5/bf16"]
+    call = build(dataclasses.replace(problem, seqs=((1, 40), (1, keys - 1)), page_size=16))
+    table = call.args["block_table"][:, : keys // 16].contiguous()
+    assert_accurate(*run(call, "on_wait", block_table=table.numpy()), call.truth())
+
+
 def test_a_cache_passed_whole_is_read_where_it_is(run):
     call = build(PROBLEMS["llama3_8b/mixed/bf16"])
     whole = dataclasses.replace(

@@ -10,7 +10,7 @@ import torch
 import torch_paged_attn
 from torch_paged_attn import reference
 from torch_paged_attn.backends.triton.runtime import launch_cache, workspace
-from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache, functions
+from torch_paged_attn.integrations.flash_attn import flash_attn_with_kvcache, with_kvcache
 from torch_paged_attn.testing import PROBLEMS, Truth, assert_accurate, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -327,7 +327,7 @@ def test_steps_in_one_call_by_plans_of_earlier_ones_are_steps_of_new_plans(mode,
 
     with MODES[mode]():
         gots = steps(lambda: None)
-        monkeypatch.setattr(functions, "in_one_call", lambda *args, **options: None)
+        monkeypatch.setattr(with_kvcache, "in_one_call", lambda *args, **options: None)
         wants = steps(launch_cache.clear)
     assert all(map(torch.equal, gots, wants))
 

@@ -1,2 +1,4 @@
-"""Thin layers between the ops and the call shapes of other projects. Nothing here is imported by
-`torch_paged_attn` itself."""
+"""Adapters: other projects' functions and attention backends, implemented with the operators.
+
+`import torch_paged_attn` imports none of them.
+"""

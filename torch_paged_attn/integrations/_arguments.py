@@ -1,4 +1,4 @@
-"""flash-attn's arguments as those of `flash_varlen`."""
+"""Translation of flash-attn's arguments into those of `flash_varlen`."""
 
 from typing import Any, TypeAlias
 
@@ -13,21 +13,21 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 
 def refuse(name: str, **arguments: Any) -> None:
-    """Raise for an argument that is given and not offered."""
+    """Raise NotImplementedError for an argument that is given, since none of these is supported."""
     for argument, value in arguments.items():
         if isinstance(value, Tensor) or value:
             raise NotImplementedError(f"{name}: {argument} is not offered")
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
-    """Raise for an argument that is no tensor."""
+    """Raise TypeError for an argument that is not a tensor."""
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
 
 
 def asks_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None) -> bool:
-    """Whether a call is one that trains; `extra` is its bias or its sinks."""
+    """Whether a call needs gradients; `extra` is its bias or its sinks."""
     if not torch.is_grad_enabled():
         return False
     asks = q.requires_grad or k.requires_grad or v.requires_grad
@@ -37,13 +37,14 @@ def asks_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None) 
 def of_equal_lengths(
     q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None
 ) -> dict[str, Any]:
-    """The tensors of `flash_varlen` for a batch of sequences of one length: packed, or with a page
-    for each sequence where its keys do not follow the last one's. Then heads-first keys, as model
-    caches keep them, are not copied.
+    """The tensor arguments of `flash_varlen` for a batch of sequences of one length.
 
     q: (batch, seqlen_q, num_heads, head_dim)
     k, v: (batch, seqlen_k, num_kv_heads, head_dim), (..., head_dim_v)
-    extra: a bias or sinks that may need a gradient, which paged keys have not
+    extra: a bias or sinks that may need a gradient
+
+    Keys are packed if that needs no copy, or if a gradient is needed. Otherwise each sequence is
+    one page, so that keys with any strides, such as (batch, heads, seqlen) caches, are not copied.
     """
     batch, seqlen_q = q.shape[:2]
     seqlen_k = k.shape[1]
@@ -78,7 +79,11 @@ def flash_varlen_arguments(
     return_attn_probs: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """The arguments of `flash_varlen`, but those that keep their default."""
+    """The arguments of `flash_varlen` whose values differ from the defaults.
+
+    name: the calling function, for errors
+    arguments: further arguments of `flash_varlen`, which are passed on
+    """
     arguments |= {"q": q, "k": k, "v": v}
     if dropout_p > 0:
         if return_attn_probs:
@@ -105,10 +110,10 @@ def flash_varlen_arguments(
         if readable(q):
             check_storages(name, s_aux=s_aux)
         arguments["sinks"] = s_aux.float()  # engines keep sinks in the dtype of the model
-    # a tensor would have to be read: the op derives its own bounds from shapes
+    # reading a tensor would wait for the device; without the hint the op takes bounds from shapes
     if not isinstance(max_seqlen_q, Tensor):
         arguments["max_seqlen_q"] = max_seqlen_q
     if not isinstance(max_seqlen_k, Tensor):
         arguments["max_seqlen_k"] = max_seqlen_k
-    # each argument by name costs a call 0.2 microseconds
+    # passing an argument by name takes 0.2 microseconds
     return {argument: value for argument, value in arguments.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Index tensors that every layer of a model needs alike, made once and kept for the next call.
+"""A cache of constant index tensors that every layer of a model needs.
 
-A kept tensor is read only on the stream that made it, so nothing has to wait for it. A call that is
-traced or captured in a CUDA graph gets a tensor of its own: a graph holds no reference to tensors
-from outside of it.
+A cached tensor is used only on the CUDA stream that made it, so that no synchronisation is needed.
+A call that is traced or captured in a CUDA graph gets a new tensor, because a graph keeps no
+reference to tensors that were made outside of it.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from torch_paged_attn.lru import LRU
 
 MOST = 256
 _kept = LRU(MOST)
-# torch's own, without a Stream made in Python
+# torch's function, which is faster than making a Python Stream object
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def clear() -> None:
-    """Give the memory of all kept tensors back."""
+    """Drop all cached tensors."""
     _kept.clear()
 
 
@@ -34,7 +34,7 @@ def multiples(seqlen: int, batch: int, like: Tensor) -> Tensor:
 
 
 def row_numbers(batch: int, like: Tensor) -> Tensor:
-    """int32 (batch, 1): the block table of a cache whose rows are pages."""
+    """int32 (batch, 1): the block table of a cache whose row b is the only page of sequence b."""
 
     def make() -> Tensor:
         return torch.arange(batch, dtype=torch.int32, device=like.device)[:, None]
@@ -52,7 +52,7 @@ def count(length: int, like: Tensor) -> Tensor:
 
 
 def repeated(value: int, batch: int, like: Tensor) -> Tensor:
-    """int32 (batch,) of one value."""
+    """int32 (batch,), all entries `value`."""
 
     def make() -> Tensor:
         return torch.full((batch,), value, dtype=torch.int32, device=like.device)
@@ -83,6 +83,6 @@ def _keep(what: tuple[Any, ...], like: Tensor, make: Callable[[], Tensor]) -> Te
     # a tensor made under inference_mode could not be saved for a backward pass
     with torch.inference_mode(False):
         made = make()
-    if type(made) is Tensor:  # not the fake one of a tracer
+    if type(made) is Tensor:  # not a tracer's FakeTensor
         _kept.put(key, made)
     return made

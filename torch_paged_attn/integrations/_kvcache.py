@@ -1,6 +1,6 @@
-"""Steps of `flash_attn_with_kvcache` before attention: block tables, new tokens, rotation.
+"""Steps of `flash_attn_with_kvcache` before attention: block tables, new tokens, rotary embedding.
 
-Torch operators on the device alone: nothing is read on the host of an accelerator.
+All of it runs on the device: the host of an accelerator reads no tensor values.
 """
 
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from torch_paged_attn.ops.append_and_attend import append_and_attend
 def in_one_call(
     tensors: tuple[Any, ...], s_aux: Tensor | None, descales: tuple[Any, ...], **options: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """out and softmax_lse of a call in pages on a GPU; None for a call that takes longer.
+    """`out` and `softmax_lse` by the operator `append_and_attend`, which has less host time. None
+    for calls that it does not support: only eager calls on a GPU, with pages and without gradients.
 
     tensors: q, k_cache, v_cache, k, v, cache_seqlens, block_table
-    options: those of attention
+    options: keyword arguments of `append_and_attend`
     """
     if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
         return None
@@ -33,11 +34,11 @@ def in_one_call(
     try:
         return append_and_attend(*tensors, sinks, *descales, **options)
     except (ValueError, NotImplementedError):
-        return None  # nothing has been written: the long way does it, or says what is wrong
+        return None  # nothing has been written: the general code runs the call, or raises
 
 
 def end_to_end(x: Tensor) -> bool:
-    """Whether the rows of (batch, seqlen, ...) follow one another in memory."""
+    """Whether x (batch, seqlen, ...) can be viewed as (batch * seqlen, ...)."""
     return x.shape[0] <= 1 or x.numel() == 0 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
@@ -48,7 +49,7 @@ def pages_of(
     batch: int,
     may_read: bool,
 ) -> Tensor:
-    """The block table of a call; in a cache without pages each row is one."""
+    """The block table of a call. In a cache without pages, each row of the cache is a page."""
     if block_table is not None:
         if cache_batch_idx is not None:
             raise NotImplementedError(
@@ -80,11 +81,11 @@ def lengths_of(cache_seqlens: Tensor | int, batch: int, like: Tensor) -> Tensor:
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of all sequences, laid end to end.
+    """The new tokens of all sequences, packed.
 
     k, v: (total, num_kv_heads, head_dim)
-    cu_seqlens: (batch + 1,) where each sequence's tokens start; None if all have as many
-    each: how many, 0 if cu_seqlens tells
+    cu_seqlens: (batch + 1,), where each sequence's tokens start; None if all have the same number
+    each: this number; 0 with cu_seqlens
     """
 
     k: Tensor
@@ -93,14 +94,14 @@ class NewTokens(NamedTuple):
     each: int
 
     def lengths(self) -> int | Tensor:
-        """How many tokens each sequence gets: (batch,), or a number for all."""
+        """The number of new tokens of each sequence: (batch,), or one number for all."""
         return self.each if self.cu_seqlens is None else self.cu_seqlens.diff()
 
 
 def new_tokens(
     k: Tensor, v: Tensor, cu_seqlens_k_new: Tensor | None, batch: int, may_read: bool
 ) -> NewTokens:
-    """k and v as rows, checked."""
+    """k and v as packed rows, after checks. `may_read`: whether their values may be read."""
     if cu_seqlens_k_new is None:
         if k.dim() != 4 or k.shape[0] != batch or v.shape[:2] != k.shape[:2]:
             raise ValueError(
@@ -121,7 +122,7 @@ def new_tokens(
 def behind_leftpad(
     k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cache_leftpad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same caches as pages of one slot, and the table that starts behind the padding."""
+    """The caches with page_size 1, and a block table that starts after each sequence's padding."""
     num_slots, page_size = k_cache.shape[0] * k_cache.shape[1], k_cache.shape[1]
     if not (end_to_end(k_cache) and end_to_end(v_cache)) or num_slots >= 2**31:
         raise NotImplementedError(
@@ -130,7 +131,7 @@ def behind_leftpad(
             f"strides {k_cache.stride()}"
         )
     slot = _constants.count(block_table.shape[1] * page_size, k_cache)
-    # what lies past the end is past every length as well: it is never looked up
+    # entries past the end are also past every sequence's length, so they are never used
     slot = (slot + cache_leftpad[:, None]).clamp(max=max(len(slot) - 1, 0))
     table = block_table.gather(1, slot // page_size) * page_size + (slot % page_size).int()
     return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], table
@@ -139,14 +140,13 @@ def behind_leftpad(
 def rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding (arXiv 2104.09864) of the first 2 * cos.shape[1] elements of each head.
 
-    x: (total, heads, head_dim); position: of each row, in any shape
+    x: (total, heads, head_dim); position: total integers, in any shape
     cos, sin: (positions, rotary_dim / 2)
     interleaved: pairs are neighbours (GPT-J); otherwise the two halves (GPT-NeoX)
     """
     rotary_dim = 2 * cos.shape[1]
-    row = position.flatten().clamp(
-        0, cos.shape[0] - 1
-    )  # padding has no position, and is not used either
+    # padding has invalid positions; its results are not used
+    row = position.flatten().clamp(0, cos.shape[0] - 1)
     cos, sin = cos[row][:, None].float(), sin[row][:, None].float()
     turned = x[..., :rotary_dim].float()
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)

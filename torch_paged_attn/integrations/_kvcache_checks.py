@@ -1,4 +1,4 @@
-"""Refusals of `flash_attn_with_kvcache`, all of them before the cache is written to.
+"""Checks of `flash_attn_with_kvcache`, all of which run before the cache is written to.
 
 Shapes and dtypes are checked on every device. Values are read on a CPU, and on an accelerator only
 under `PAGED_ATTN_CHECK=1`; a compiled graph reads none.
@@ -16,7 +16,7 @@ from torch_paged_attn.ops.flash_varlen import check, check_values
 
 OP = "flash_attn_with_kvcache"
 INT32 = (torch.int32,)
-# how shapes are spelled
+# shape as errors spell it -> number of dimensions
 DIMS = {
     "(batch,)": 1,
     "(batch + 1,)": 1,
@@ -32,7 +32,9 @@ def fail(argument: str, came: str, allowed: str, error: type[Exception] = ValueE
 
 
 def check_tensor(name: str, x: Any, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
-    """Raise unless x is a tensor of a shape in DIMS and of one of `dtypes`, if there are any."""
+    """Raise unless x is a tensor with the number of dimensions of `shape` (a key of DIMS) and, if
+    `dtypes` is not empty, with one of these dtypes.
+    """
     if not isinstance(x, Tensor):
         fail(name, f"is a {type(x).__name__}", f"a tensor {shape}", TypeError)
     if x.dim() != DIMS[shape]:
@@ -96,7 +98,7 @@ def check_leftpad(cache_leftpad: Tensor, cache_seqlens: Tensor) -> None:
 
 
 def check_bounds(name: str, bounds: Tensor, total: int, total_name: str) -> None:
-    """Raise unless bounds rise from 0 to at most `total`."""
+    """Raise unless `bounds` start at 0, never decrease, and end at `total` or less."""
     values = bounds.tolist()
     if values[0] != 0:
         fail(f"{name}[0]", f"is {values[0]}", "0")
@@ -108,7 +110,7 @@ def check_bounds(name: str, bounds: Tensor, total: int, total_name: str) -> None
 
 
 def check_room(cache_seqlens: Tensor, new: int | Tensor, capacity: int) -> None:
-    """Raise where new tokens pass the end of the table."""
+    """Raise RuntimeError if new tokens do not fit into the cache."""
     lengths = cache_seqlens.tolist()
     counts = [new] * len(lengths) if isinstance(new, int) else new.tolist()
     longest = max((n + new for n, new in zip(lengths, counts, strict=True) if n >= 0), default=0)
@@ -120,7 +122,9 @@ def check_room(cache_seqlens: Tensor, new: int | Tensor, capacity: int) -> None:
 
 
 def check_gradients(arguments: dict[str, Any]) -> None:
-    """Raise for a gradient, which `flash_varlen` refuses after the cache was written to."""
+    """Raise NotImplementedError if an argument requires grad: `flash_varlen` would do so only after
+    the cache has been written to.
+    """
     if not torch.is_grad_enabled():
         return
     for name, x in arguments.items():
@@ -135,7 +139,9 @@ def check_gradients(arguments: dict[str, Any]) -> None:
 
 
 def check_attention(arguments: dict[str, Any]) -> None:
-    """Raise what `flash_varlen` would raise after the cache was written to."""
+    """Run the checks of `flash_varlen`, which would otherwise run after the cache has been written
+    to.
+    """
     call = {name: x for name, x in arguments.items() if not name.startswith("max_seqlen")}
     check(**call)
     k, table = call["k"], call["block_table"]
@@ -144,6 +150,6 @@ def check_attention(arguments: dict[str, Any]) -> None:
     outside = table.clamp(0, k.shape[0] - 1) != table
     bounds = call["cu_seqlens_q"].tolist()
     rising = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= call["q"].shape[0]
-    # rules for each value are slow in Python: they are for what looks wrong, to find the words
+    # check_values is slow; it runs only if something is wrong, to raise the right message
     if not rising or bool((used & outside).any()):
         check_values(**call)

@@ -1,8 +1,8 @@
-"""An attention backend of SGLang: its pool of keys and values is read where it lies.
+"""An attention backend of SGLang that reads SGLang's KV pool without copying it.
 
 A pool is (slots, num_kv_heads, head_dim), and a request's row of `req_to_token` lists its slots.
-With SGLang's page size of one these are pages, so the rows are the block table; larger pages lie
-whole in consecutive slots. Nothing is read on the host but what SGLang keeps there.
+With SGLang's page_size 1 these are the pages, so that `req_to_token` is the block table; larger
+pages are consecutive slots. The host reads only tensors that SGLang has on the CPU.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Metadata(NamedTuple):
-    """What all layers of a step share."""
+    """Arguments of `flash_varlen` that all layers of a step share."""
 
     cu_seqlens_q: Tensor
     seqused_k: Tensor
@@ -28,8 +28,9 @@ class Metadata(NamedTuple):
 
 
 class PagedAttnBackend(AttentionBackend):
-    """Decoder and encoder-only layers: decode, prefill, chunks behind a cached prefix, windows,
-    soft cap, sinks, float8 pools. CUDA graphs are not captured: `--disable-cuda-graph`.
+    """Attention of decoder and encoder-only layers: decode, prefill, chunks after a cached prefix,
+    windows, softcap, sinks, float8 pools. CUDA graphs are not supported: run SGLang with
+    `--disable-cuda-graph`.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -42,7 +43,7 @@ class PagedAttnBackend(AttentionBackend):
             _refuse("a pool of its own for sliding windows", "--disable-hybrid-swa-memory")
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Lengths and the block table, once for all layers."""
+        """Make lengths and the block table, once per step for all layers."""
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
             _refuse("the verification of a tree of drafts", "no speculation")
@@ -121,7 +122,7 @@ class PagedAttnBackend(AttentionBackend):
         return pool.unflatten(0, (-1, self.page_size)).transpose(1, 2)
 
     def support_triton(self) -> bool:
-        """SGLang's own kernels may prepare a batch wherever they run."""
+        """Whether SGLang has to use Triton kernels of its own to prepare a batch: never."""
         return False
 
 

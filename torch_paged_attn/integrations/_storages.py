@@ -1,5 +1,5 @@
-"""Storages of tensors that torch's own operators read or write on the way to ours: those operators
-do not look whether a storage was freed, as FSDP frees those of gathered parameters.
+"""Checks of storages, before torch's operators use a tensor. FSDP frees the storages of gathered
+parameters, and torch's operators do not check that.
 """
 
 from typing import Any
@@ -12,14 +12,16 @@ from torch_paged_attn.ops.checks import storage_fault
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host may look at values of this call."""
+    """Whether the host may read tensor values in a call with x: on a CPU, or with
+    PAGED_ATTN_CHECK=1, but not while a graph is traced.
+    """
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta":
         return False
     return x.device.type == "cpu" or environment.CHECK
 
 
 def check_storages(function: str, **arguments: Any) -> None:
-    """Raise for a tensor whose storage was freed or cut. For calls that are `readable`."""
+    """Raise ValueError if a storage is too small. Only for calls that are `readable`."""
     for name, x in arguments.items():
         if isinstance(x, Tensor) and (fault := storage_fault(x)):
             came, allowed = fault
@@ -27,9 +29,7 @@ def check_storages(function: str, **arguments: Any) -> None:
 
 
 def with_whole_rows(function: str, name: str, x: Tensor) -> Tensor:
-    """x (..., head_dim) as kernels read it: the last dimension contiguous, other strides as they
-    come. As in flash-attn, a tensor that is not so is copied.
-    """
+    """x (..., head_dim) with a contiguous last dimension, copied if necessary, as in flash-attn."""
     if x.dim() == 0 or x.stride(-1) == 1:
         return x
     if readable(x):

@@ -1,6 +1,4 @@
-"""Masks of Transformers: what a mask function shows, told without a mask of (queries, keys) where
-that is possible.
-"""
+"""Attention masks of Transformers in a short form, without a (queries, keys) tensor if possible."""
 
 from collections.abc import Callable
 from inspect import getclosurevars
@@ -28,18 +26,18 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """Who sees what in a forward pass, as little of it as `attention_forward` needs.
+    """The mask of a forward pass in the shortest form that `attention_forward` needs.
 
     Arguments are those of Transformers' own mask interfaces. Query i has position `q_offset + i`,
     key j `kv_offset + j`; attention_mask (batch, seen tokens) is False where a token is padding.
 
     Returns one of:
-        None: every key that the layer's causality and window leave.
-        (batch, keys) bool, of which the last `q_length` are the queries: False for padding. Keys
-            past the last column are not written yet.
-        cu_seqlens (num_sequences + 1,) int32: sequences that stand end to end in the batch's rows.
-        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen, whatever
-            the layer says of causality and window.
+        None: queries see every key that the layer's causal mask and window leave.
+        (batch, keys) bool: False for padding; the last `q_length` keys are the queries. Keys past
+            the last column are not written yet.
+        cu_seqlens (num_sequences + 1,) int32: the batch's rows are packed sequences.
+        (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen. The layer's
+            causal mask and window do not apply.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -67,7 +65,7 @@ def make_mask(
         if packed is not None and pattern in CAUSAL:
             return _cu_seqlens_of_rows(packed)
         values_matter = isinstance(q_offset, Tensor) and q_length == 1  # a static cache's decode
-    if values_matter:  # reading them here would wait for the device
+    if values_matter:  # the short forms would read the values, and wait for the device
         return all_pairs()
     may_be_packed = pattern in CAUSAL and mask_function.__name__ == "and_mask"
     if torch.compiler.is_compiling() and may_be_packed and q_length == kv_length:
@@ -93,8 +91,9 @@ def make_mask(
 
 
 def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None]:
-    """Names of the functions that a mask function joins by `and`, and (batch, tokens) numbers of
-    the sequence of each token where rows hold several sequences."""
+    """The names of the functions that a mask function combines with `and`; and if rows are packed,
+    the number of each token's sequence, (batch, tokens), else None.
+    """
     name = mask_function.__qualname__.partition(".")[0]
     if mask_function.__module__ != "transformers.masking_utils":
         return {f"{mask_function.__module__}.{name}"}, None
@@ -104,13 +103,15 @@ def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None
         return set().union(*names), next((p for p in packed if p is not None), None)
     if name == "packed_sequence_mask_function":
         return set(), getclosurevars(mask_function).nonlocals["packed_sequence_mask"]
-    if name == "remap_positions_for_packed_sequence":  # what is in a sequence stays as it is
+    if name == "remap_positions_for_packed_sequence":  # does not change masks within a sequence
         return _pattern(getclosurevars(mask_function).nonlocals["mask_function"])
     return {name}, None
 
 
 def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, Any]) -> set[str]:
-    """The same names by the other arguments alone: torch.compile does not look into closures."""
+    """The names that `_pattern` finds, from the other arguments: torch.compile cannot read
+    closures.
+    """
     if options.get("use_vmap") or mask_function.__name__ == "or_mask":
         return {"unknown"}
     local, config = options.get("local_size"), options.get("config")
@@ -123,7 +124,7 @@ def _pattern_of_arguments(mask_function: Callable[..., Any], options: dict[str, 
 
 
 def _keys(attention_mask: Tensor | None, kv_offset: int, length: int) -> Tensor | None:
-    """(batch, length) bool: the keys from kv_offset on that are no padding. None if all are."""
+    """(batch, length) bool: False for keys from kv_offset on that are padding. None if none is."""
     if attention_mask is None:
         return None
     keys = attention_mask[:, kv_offset : kv_offset + length].bool()
@@ -132,12 +133,12 @@ def _keys(attention_mask: Tensor | None, kv_offset: int, length: int) -> Tensor 
 
 
 def _has_holes(keys: Tensor) -> bool:
-    """Whether a hidden key has keys on both sides."""
+    """Whether a masked key lies between two visible ones, in any row."""
     return bool((keys.int().diff() == 1).sum(1).add(keys[:, 0]).gt(1).any())
 
 
 def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:
-    """Bounds of the sequences in (batch, tokens) numbers of each token's sequence."""
+    """cu_seqlens of packed rows. `sequence` (batch, tokens): each token's sequence number."""
     starts = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True).flatten()
     bounds = starts.nonzero().flatten().int()
     return torch.nn.functional.pad(bounds, (0, 1), value=sequence.numel())
@@ -146,8 +147,10 @@ def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:
 def _cu_seqlens_of_neighbours(
     mask_function: Callable[..., Any], batch_size: int, length: int, options: dict[str, Any]
 ) -> Tensor:
-    """The same where closures are shut: a sequence starts where a token does not see the one before
-    it, which a causal mask shows it, and a window unless it is of the token alone."""
+    """cu_seqlens of packed rows under torch.compile, where closures cannot be read: a sequence
+    starts at a token that does not see the one before it. (A causal mask shows that one, and so
+    does a window of two tokens or more.)
+    """
     device = options.get("device")
     batch = torch.arange(batch_size, device=device)[:, None]
     tokens = torch.arange(1, length, device=device)[None]

@@ -1,4 +1,4 @@
-"""The versions of other projects that this package serves, and what is said of others."""
+"""The versions of other projects that this package works with, and messages about others."""
 
 import importlib.metadata
 import re
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Tested(NamedTuple):
-    """Minor releases: the oldest that is served, and the newest that was run."""
+    """Minor releases: the oldest that works, and the newest that was tested."""
 
     oldest: str
     newest: str
@@ -38,7 +38,7 @@ def installed(project: str) -> str | None:
 
 
 def compared(project: str, version: str) -> str:
-    """How a version lies to those that were tested: "tested", or a sentence."""
+    """The text "tested", or a sentence that says that a version is too old or newer."""
     oldest, newest = TESTED[project]
     if is_too_old(project, version):
         return f"{project} {version} is older than the {oldest} that torch_paged_attn serves"
@@ -48,7 +48,7 @@ def compared(project: str, version: str) -> str:
 
 
 def is_too_old(project: str, version: str) -> bool:
-    """Whether a version is older than all that are served."""
+    """Whether a version is older than the oldest that works."""
     return _numbers(version) < _numbers(TESTED[project].oldest)
 
 

@@ -1,7 +1,7 @@
-"""The class that vLLM calls for attention, its metadata, and who builds it.
+"""vLLM's attention backend CUSTOM: its classes, which vLLM calls, and the metadata of a step.
 
-A cache of vLLM's is (num_blocks, num_kv_heads, block_size, 2 * head_dim), keys beside values, in
-any physical order: both halves are pages as the ops take them. Nothing is copied on the way in.
+vLLM's cache is (num_blocks, num_kv_heads, block_size, 2 * head_dim), keys and then values in the
+last dimension, with any strides. Both halves are paged caches for the ops, without a copy.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from torch_paged_attn.ops import flash_varlen, reshape_and_cache
 
-# how vLLM calls the formats of 8-bit caches, which it allocates as bytes
+# vLLM's name of an 8-bit cache format -> dtype; vLLM allocates these caches as uint8
 FLOAT8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -32,7 +32,7 @@ ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class PagedAttentionBackend(AttentionBackend):
-    """What vLLM asks before it chooses a backend."""
+    """The backend's properties, which vLLM reads before it chooses a backend."""
 
     # `do_kv_cache_update` writes the cache
     forward_includes_kv_cache_update = False
@@ -53,7 +53,7 @@ class PagedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]  # the ops take any, and are fast from here on
+        return [MultipleOf(16)]  # the ops support any page_size, but smaller ones are slow
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -73,12 +73,12 @@ class PagedAttentionBackend(AttentionBackend):
 
     @staticmethod
     def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        return False  # vLLM before 0.32 asks
+        return False  # only vLLM before 0.32 calls this
 
 
 @dataclasses.dataclass
 class Metadata:
-    """The lengths and pages of a step's sequences, as `flash_varlen` takes them."""
+    """The arguments of `flash_varlen` that all layers of a step share."""
 
     num_actual_tokens: int
     cu_seqlens_q: Tensor
@@ -91,7 +91,7 @@ class Metadata:
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Takes from vLLM's metadata what the ops want; nothing is computed, or read on the host."""
+    """Makes `Metadata` of vLLM's metadata. Nothing is computed, and the host reads no tensor."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -167,7 +167,7 @@ class PagedAttention(AttentionImpl[Metadata]):
         }
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        # only now they hold numbers; the op wants float32
+        # the tensors are filled only when the weights are loaded; the op needs float32
         if self.sinks is not None:
             self.options["sinks"] = self.sinks.float()
         if self.alibi_slopes is not None:
@@ -185,9 +185,10 @@ class PagedAttention(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write to output the attention of query (tokens, num_heads, head_dim). Key and value,
-        (tokens, num_kv_heads, head_dim), are in the cache already, but for encoders, which have
-        none.
+        """Write the attention of query (tokens, num_heads, head_dim) to output.
+
+        key, value: (tokens, num_kv_heads, head_dim), which are in the cache already, except in
+            encoders, which have no cache
         """
         for name, scale in (
             ("output_scale", output_scale),
@@ -232,7 +233,7 @@ class PagedAttention(AttentionImpl[Metadata]):
         reshape_and_cache(key, value, pages, slot_mapping, *scales)
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (num_blocks, num_kv_heads, block_size, head_dim), where they lie."""
+        """Views of the keys and values, (num_blocks, num_kv_heads, block_size, head_dim)."""
         if (dtype := FLOAT8.get(self.kv_cache_dtype)) is not None:
             kv_cache = kv_cache.view(dtype)
         k, v = kv_cache.split(self.head_size, -1)

@@ -1,4 +1,4 @@
-"""diffusers on `flash_varlen`: a name among its attention backends, on CPUs and GPUs.
+"""An attention backend of diffusers, on CPUs and GPUs.
 
     from torch_paged_attn.integrations import diffusers as paged
 
@@ -7,12 +7,12 @@
 
 or `with attention_backend(paged.NAME): ...` of `diffusers.models.attention_dispatch`. Masks (bool
 or added to the scores, of any shape that SDPA takes), causal calls, grouped heads, dropout and
-gradients are served. Context parallelism stays with diffusers' own backends: it refuses this name.
+gradients are supported; diffusers' context parallelism is not.
 
-diffusers has a registry of functions, and a closed list of their names, to which this one is added.
-Both are private: `register` looks whether they are as it knows them. DIFFUSERS_ATTN_BACKEND is read
-when diffusers is imported, before there is this name; `reset_attention_backend` leaves the active
-backend as it was, as with diffusers' own names. Works with diffusers 0.42.
+diffusers has a registry of functions, and an enumeration of their names, to which this one is
+added. Both are private: `register` raises if they are not as expected. The environment variable
+DIFFUSERS_ATTN_BACKEND cannot be used, because diffusers reads it before this name is registered.
+Works with diffusers 0.42.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def register() -> None:
 
     Raises:
         ImportError: diffusers is not installed, or too old.
-        RuntimeError: another package has taken the name, or diffusers keeps its names otherwise.
+        RuntimeError: another package has registered the name, or diffusers' registry is different.
     """
     version = require("diffusers", "integrations.diffusers", "diffusers")
     from diffusers.models import attention_dispatch as dispatch
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def _new_member(names: Any) -> Any:
-    """NAME as a member of the enumeration of backends."""
+    """Add NAME to the enumeration of backends, and return the new member."""
     member = str.__new__(names, NAME)
     member._name_, member._value_ = MEMBER, NAME
     names._member_map_[MEMBER] = member
@@ -98,7 +98,7 @@ def attention(
     batch, queries, heads = query.shape[:3]
     options: dict[str, Any] = {}
     if is_causal and queries != key.shape[1]:
-        # aligned at the first key, where the op's own mask is aligned at the last one
+        # SDPA's causal mask is aligned to the top left, the op's to the bottom right
         attn_mask = torch.ones(queries, key.shape[1], dtype=torch.bool, device=query.device).tril()
     elif is_causal:
         options["causal"] = True

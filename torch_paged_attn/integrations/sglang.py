@@ -1,8 +1,8 @@
-"""SGLang's attention on these operators: `--attention-backend paged_attn`.
+"""An attention backend of SGLang: `--attention-backend paged_attn`.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in each of its
-processes. The backend itself is in `_sglang_backend.py`. Run with the pools, layers and registries
-of SGLang 0.5.23, on a CPU; not run in the engine, which has no CPU package on PyPI.
+processes. The backend itself is in `_sglang_backend.py`. Tested with the pools, layers and
+registries of SGLang 0.5.23 on a CPU, but not in the engine, which has no CPU package on PyPI.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def register() -> None:
 
     Raises:
         ImportError: SGLang is not installed, or too old.
-        RuntimeError: another package has taken the name.
+        RuntimeError: another package has registered the name.
     """
     require("sglang", "integrations.sglang", "sglang")
     from sglang.srt.arg_groups import choices

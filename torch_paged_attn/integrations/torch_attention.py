@@ -1,17 +1,18 @@
-"""PyTorch's own functions on these operators: `torch.nn.attention.varlen` on CPUs.
+"""CPU kernels for `torch.nn.attention.varlen`.
 
     import torch_paged_attn
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     activate_flash_attention_impl("PAGED_ATTN")
 
-Then `varlen_attn` and `varlen_attn_out`, for which PyTorch has no CPU kernel, run on ours: packed
-or paged keys, GQA, windows, under torch.compile, with gradients. `restore_flash_attention_impl()`
-takes the kernels back. Importing `torch_paged_attn` registers the name and nothing else.
+`varlen_attn` and `varlen_attn_out`, for which PyTorch has no CPU kernel, then run with packed or
+paged keys, GQA and windows, under torch.compile and with gradients.
+`restore_flash_attention_impl()` removes the kernels. Importing `torch_paged_attn` only registers
+the name.
 
-The kernels stand behind PyTorch's operators `aten::_flash_attention_forward`,
-`_flash_attention_forward_no_dropout_inplace` and `_flash_attention_backward`, whose arguments and
-results these functions have. Works with torch 2.11 to 2.15 (2.11: neither pages nor `out=`).
+The functions below are kernels of PyTorch's operators `aten::_flash_attention_forward`,
+`_flash_attention_forward_no_dropout_inplace` and `_flash_attention_backward`, with their arguments
+and results. Works with torch 2.11 to 2.15 (2.11 has neither pages nor `out=`).
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ class Handle:
         self.library: torch.library.Library | None = library
 
     def remove(self) -> None:
-        # a library takes back what it registered when it goes
+        # a library removes its kernels when it is deleted
         self.library = None
 
 
@@ -69,7 +70,7 @@ def forward(
         num_kv_heads, head_dim)
 
     Returns output like query, logsumexp (num_heads, total_q) or (batch, num_heads, seqlen_q)
-    float32, the state of the random numbers (2,) uint64, and two that are empty.
+    float32, the state of the random numbers (2,) uint64, and two empty tensors.
     """
     if return_debug_mask:
         raise NotImplementedError(
@@ -145,8 +146,8 @@ def backward(
 def _as_packed(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None
 ) -> tuple[bool, tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-    """Whether the tensors come as batches of equally long sequences, and q, k, v, cu_seqlens_q and
-    cu_seqlens_k as `flash_varlen` takes them.
+    """Whether the tensors are (batch, seqlen, ...) instead of packed; and q, k, v, cu_seqlens_q and
+    cu_seqlens_k for `flash_varlen`.
     """
     if cum_seq_q is not None:
         return False, (query, key, value, cum_seq_q, cum_seq_k)
@@ -165,7 +166,9 @@ def _options(
     num_splits: int | None = None,
     **tensors: Tensor | None,
 ) -> dict[str, Any]:
-    """PyTorch's options under our names; num_splits changes no result on a CPU."""
+    """PyTorch's options as keyword arguments of `flash_varlen`. num_splits is ignored: it does not
+    change results.
+    """
     return {
         "softmax_scale": scale,
         "causal": is_causal,

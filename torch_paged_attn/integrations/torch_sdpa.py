@@ -1,17 +1,18 @@
-"""`torch.nn.functional.scaled_dot_product_attention` on CPUs, where a table says ours is faster.
+"""A CPU kernel for `torch.nn.functional.scaled_dot_product_attention`, for calls where it is
+faster.
 
     import torch_paged_attn
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     activate_flash_attention_impl("PAGED_ATTN_SDPA")
 
-Only calls like those go to `flash_varlen` in which a benchmark (benchmarks/sdpa.py) saw it ahead of
-PyTorch's kernel on processors of the same family: `sdpa_table.json`. All others run
-PyTorch's kernel, the very one that ran before, with the same bits: other dtypes and sizes, masks,
-dropout, causal calls whose queries are not as many as the keys (PyTorch aligns these at the first
-key). Gradients are PyTorch's own in either case: its backward takes our results.
+A call runs on `flash_varlen` if a benchmark (benchmarks/sdpa.py) has found it faster than PyTorch's
+kernel for such calls on processors of the same family; `sdpa_table.json` has the results. All other
+calls run PyTorch's kernel as before, with the same bits: other dtypes and sizes, masks, dropout,
+and causal calls with different numbers of queries and keys (where PyTorch's causal mask is aligned
+to the top left). Gradients are always computed by PyTorch's backward.
 
-`restore_flash_attention_impl()` takes the kernel back. Works with torch 2.11 to 2.15.
+`restore_flash_attention_impl()` removes the kernel. Works with torch 2.11 to 2.15.
 """
 
 import functools
@@ -31,15 +32,15 @@ from torch_paged_attn.ops import flash_varlen
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 TABLE = Path(__file__).with_name("sdpa_table.json")
 
-# how much faster than PyTorch's kernel a call of the table has to be
+# a call runs on flash_varlen if the table says that it is at least so many times as fast
 AHEAD = 1.05
 
-# heads of all sequences, in the smallest calls of the table
+# batch * num_heads of the smallest calls in the table
 LEAST_HEADS = 8
 
 
 class Sdpa:
-    """The kernel that stands in PyTorch's place, and PyTorch's own."""
+    """The kernel that replaces PyTorch's, and calls PyTorch's for other calls."""
 
     def __init__(self, processor: str) -> None:
         self.native = torch.library.get_kernel(f"aten::{OP}", "CPU")
@@ -76,17 +77,20 @@ class Sdpa:
 
 
 class Table:
-    """How many times as fast as PyTorch's kernel ours was, by the kind of a call and its number of
-    keys."""
+    """How many times as fast as PyTorch's kernel `flash_varlen` is: kind of call -> number of keys
+    -> ratio. A kind is (dtype, "decode" or "prefill" or "encoder", head_dim, group_size).
+    """
 
     def __init__(self, ratios: dict[tuple[Any, ...], dict[int, float]]) -> None:
         self.ratios = ratios
-        # a table of a few hundred kinds of calls; models make few of them
+        # a model makes few different calls, and looking one up in the table takes long
         self.is_ahead = functools.lru_cache(maxsize=1024)(self._is_ahead)
 
     @classmethod
     def of(cls, processor: str) -> "Table":
-        """What was measured on a family of processors; nothing for one on which nothing was."""
+        """The measurements on a family of processors (`_processor.family()`); empty if there are
+        none.
+        """
         ratios: dict[tuple[Any, ...], dict[int, float]] = {}
         for cell in json.loads(TABLE.read_text())["processors"].get(processor, {}).get("cells", ()):
             kind = cell["dtype"], cell["kind"], cell["head_dim"], cell["group_size"]
@@ -96,7 +100,9 @@ class Table:
     def _is_ahead(
         self, dtype: torch.dtype, is_causal: bool, heads: int, group_size: int, *sizes: int
     ) -> bool:
-        """Whether ours was faster in all calls of the table between which this one lies."""
+        """Whether `flash_varlen` was faster in all measured calls next to this one: those with the
+        next smaller and the next larger head_dim, group_size and number of keys.
+        """
         queries, keys, head_dim = sizes
         if (kind := kind_of(is_causal, queries, keys)) is None or heads < LEAST_HEADS:
             return False
@@ -106,20 +112,20 @@ class Table:
         groups = around(group_size, {x[3] for x in kinds})
         beside = [self.ratios[name, kind, d, g] for d in dims for g in groups]
         found = [cells[n] for cells in beside for n in around(keys, set(cells))]
-        # as many as there must be: a call outside of the table lies between none
+        # a call outside the table's range has no neighbours
         is_inside = beside and all(around(keys, set(cells)) for cells in beside)
         return bool(is_inside) and min(found) >= AHEAD
 
 
 def kind_of(is_causal: bool, queries: int, keys: int) -> str | None:
-    """`"decode"`, `"prefill"` or `"encoder"`; None for what is none of these."""
+    """`"decode"`, `"prefill"` or `"encoder"`; None for other calls."""
     if queries == keys and queries > 1:
         return "prefill" if is_causal else "encoder"
     return "decode" if queries == 1 and not is_causal else None
 
 
 def around(x: int, known: set[int]) -> set[int]:
-    """The neighbours among the known numbers between which x lies, or itself; none outside."""
+    """The largest known number up to x and the smallest from x on; empty if x is out of range."""
     if not known or not min(known) <= x <= max(known):
         return set()
     return {max(n for n in known if n <= x), min(n for n in known if n >= x)}
@@ -128,13 +134,13 @@ def around(x: int, known: set[int]) -> set[int]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The call by `flash_varlen`. PyTorch has passed autograd, and differentiates by itself."""
+    """The call on `flash_varlen`, without gradients: PyTorch's autograd has recorded the call."""
     batch, heads, queries, _ = query.shape
     with torch.no_grad():
         tensors = of_equal_lengths(*(x.transpose(1, 2) for x in (query, key, value)))
         packed, lse = flash_varlen(**tensors, softmax_scale=scale, causal=is_causal)
     found = packed.view(batch, queries, heads, -1).transpose(1, 2)
-    # graphs count on PyTorch's strides: those of query, and of queries before heads
+    # compiled graphs expect the strides of PyTorch's kernel
     out = torch.empty_like(query)
     if out.stride() == found.stride():
         out = found
@@ -148,7 +154,7 @@ def activate() -> Handle:
     """Register the kernel, for `torch.nn.attention.activate_flash_attention_impl`.
 
     Raises:
-        RuntimeError: the CPU kernels of this package are not here.
+        RuntimeError: this package's CPU kernels cannot run here.
     """
     from torch_paged_attn.backends.cpu import BACKEND
 
@@ -157,7 +163,7 @@ def activate() -> Handle:
     kernel = Sdpa(_processor.family())
     library = torch.library.Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
-        # that a kernel takes another's place is what was asked for
+        # torch warns that a kernel is overridden, which is intended
         warnings.filterwarnings("ignore", "(?s).*verrid")
         library.impl(OP, kernel.__call__, "CPU", allow_override=True)
     return Handle(library)

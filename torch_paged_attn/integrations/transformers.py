@@ -1,4 +1,5 @@
-"""Hugging Face Transformers on `flash_varlen`: encoders, `generate`, packed rows, `generate_batch`.
+"""An attention implementation for Hugging Face Transformers: encoders, `generate`, packed rows and
+`generate_batch`.
 
     from torch_paged_attn.integrations import transformers as paged
 
@@ -7,16 +8,16 @@
     paged.use(model)  # for model.generate_batch
 
 `register` adds names to Transformers' two public registries, AttentionInterface and
-AttentionMaskInterface. Causal and windowed attention, padding, packed rows and cross attention over
-padded encoders build no mask of (queries, keys). Any other pattern does, as for SDPA: chunks
-(Llama 4), images that see themselves (Gemma 3), a caller's own mask function. Softcap and sinks
-reach the op in every mode.
+AttentionMaskInterface. Causal and windowed attention, padding, packed rows and cross attention to
+padded encoders need no (queries, keys) mask. Other patterns have one, as with SDPA: chunks
+(Llama 4), images that see themselves (Gemma 3), a caller's own mask function. Softcap and sinks are
+always supported.
 
-Under continuous batching the op reads full-attention layers through a block table from
-Transformers' own pages, where new keys and values are written by slot. Sliding layers keep their
-ring buffer, which Transformers gathers. Tensors are read on the host only where Transformers' own
-flash path reads them: padding masks, and positions of a row that may be packed. Works with
-Transformers 5.17 to 5.23.
+Under continuous batching, full-attention layers use Transformers' own pages: new keys and values
+are written by slot, and attention reads them through a block table. Sliding-window layers keep
+Transformers' ring buffer, which Transformers gathers. The host reads tensors only where
+Transformers' flash-attention path does so, too: padding masks, and the positions of a row that may
+be packed. Works with Transformers 5.17 to 5.23.
 """
 
 from typing import Any
@@ -52,7 +53,7 @@ def register() -> None:
 
 
 def use(model: Any) -> Any:
-    """Let `model` use our attention, continuous batching included. Returns the model."""
+    """Make `model` use this attention, under continuous batching too. Returns the model."""
     from transformers import AttentionInterface
 
     register()
@@ -63,7 +64,7 @@ def use(model: Any) -> Any:
     return model
 
 
-# A mask of four dimensions shows exactly the keys that are seen
+# options beside a four-dimensional mask, which says exactly which keys are seen
 MASK_SAYS_ALL = {"causal": False, "window_size_left": -1, "window_size_right": -1}
 
 
@@ -101,8 +102,8 @@ def attention_forward(
             f"shape {tuple(attention_mask.shape)}"
         )
     if sliding_window is not None and sliding_window < 1 and mask_dim != 4:
-        # Transformers' masks show such a layer no key, and its SDPA answers 0; the op's -1 would
-        # show it all keys
+        # in Transformers such a layer sees no key, and its result is 0; the op's window of -1 would
+        # be unbounded
         batch, heads, length, _ = query.shape
         return query.new_zeros(batch, length, heads, value.shape[3]), None
     window = -1 if sliding_window is None else sliding_window - 1
@@ -115,7 +116,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
     }
     if dropout > 0:
-        # seed and offset from torch's generator, whose state a checkpoint puts back
+        # from torch's generator, whose state activation checkpointing restores
         rng_state = torch.randint(2**62, (2,), device=query.device)
         options |= {"dropout_p": dropout, "rng_state": rng_state}
     if position_bias is not None:
@@ -153,7 +154,7 @@ def attention_forward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(batch, heads, length, head_dim) as (tokens, heads, head_dim), which the op takes."""
+    """(batch, heads, length, head_dim) as (tokens, heads, head_dim)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
@@ -162,9 +163,9 @@ def _cu_seqlens(lengths: Tensor) -> Tensor:
 
 
 def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tensor | None:
-    """cu_seqlens of a packed row, which is one whose positions start over; None for other rows.
+    """cu_seqlens of a packed row, that is one whose positions restart; None for other rows.
 
-    Models that do not tell `make_mask` their positions tell the layer, as for FlashAttention.
+    For models that do not pass their positions to `make_mask`, but to the layer.
     """
     batch, _, length, _ = query.shape
     if position_ids is None or position_ids.dim() != 2:
@@ -172,7 +173,7 @@ def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tens
     if batch > 1 or length == 1 or length != key.shape[2]:
         return None
     starts = 1 + (position_ids[0].diff() != 1).nonzero().flatten()
-    # how many there are is not known to a compiler, which takes one sequence for a packed row, too
+    # a compiler does not know the length of `starts`; there, one sequence is a packed row as well
     if not torch.compiler.is_compiling() and not len(starts):
         return None
     return torch.nn.functional.pad(torch.cat([starts, starts.new_tensor([length])]), (1, 0)).int()
@@ -209,8 +210,10 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -
 def _paged(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """The first lengths (batch,) keys of each row. A cache of (batch, heads, length, head_dim) has
-    one page per sequence: nothing is copied. Keys that train are packed: pages have no gradient."""
+    """Attention to the first `lengths` (batch,) keys of each row, where key and value are
+    (batch, heads, length, head_dim). Each row is one page, so that nothing is copied; if a gradient
+    is needed, keys are packed instead, because paged keys have none.
+    """
     extra = (options.get("attn_bias"), options.get("sinks"))
     if any(asks_gradient(query, key, value, x) for x in extra):
         q, k, v = _rows(query), _rows(key), _rows(value)
@@ -236,7 +239,7 @@ def _masked(
     options = options | MASK_SAYS_ALL
     batch, _, query_len, _ = query.shape
     by_key = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
-    if by_key and attention_mask.shape[3] == 1 < key.shape[2]:  # `make_mask`: all of them
+    if by_key and attention_mask.shape[3] == 1 < key.shape[2]:  # `make_mask`: all keys are seen
         return _dense(query, key, value, options)
     if by_key and query_len > 1 and not torch.compiler.is_compiling():
         keys = attention_mask[:, 0, 0].expand(batch, -1)
@@ -254,8 +257,9 @@ def _biased(
     position_bias: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention with a bias (batch or 1, num_heads or 1, Lq, Lk), which may be learned, added to
-    the logits of the keys that a mask of `make_mask` shows."""
+    """Attention with `position_bias` (batch or 1, num_heads or 1, Lq, Lk), which may be learned,
+    and a mask of `make_mask`.
+    """
     hidden = float("-inf")
     if attention_mask is None:
         bias = position_bias
@@ -276,13 +280,13 @@ def _biased(
 def _over_pairs(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Attention with a number, or a bool, for each pair of query and key."""
+    """Attention with a mask or bias for each pair of query and key."""
     batch, _, query_len, _ = query.shape
     bias = attention_mask.expand(batch, -1, query_len, -1).transpose(0, 1).flatten(1, 2)
     options = options | {"attn_bias": bias}
     if query_len == key.shape[2]:
         return _packed(query, key, value, _equal_rows(query), None, options)
-    if attention_mask.dtype == torch.bool:  # a static cache ends where its written part does
+    if attention_mask.dtype == torch.bool:  # the rest of a static cache is not written yet
         positions = torch.arange(1, 1 + bias.shape[2], dtype=torch.int32, device=key.device)
         lengths = (attention_mask.expand(batch, -1, -1, -1) * positions).amax((1, 2, 3)).int()
     else:
@@ -293,7 +297,9 @@ def _over_pairs(
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
-    """Attention without the padding. The mask is (batch, keys); its last columns are queries."""
+    """Attention of the tokens that are no padding. The mask is (batch, keys), and its last columns
+    are the queries.
+    """
     query_len = query.shape[2]
     keys = attention_mask.bool()
     queries = keys[:, -query_len:]
@@ -324,7 +330,9 @@ def _continuous(
     step: dict[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
-    """One step of `generate_batch`: a row of new tokens. Older keys are in Transformers' cache."""
+    """Attention in a step of `generate_batch`. The row has the new tokens of all sequences; older
+    keys are in Transformers' cache.
+    """
     group, pages = _pages(cache, layer_idx)
     max_seqlen_k = step["max_length_k" if "max_length_k" in step else "max_seqlen_k"]  # 5.17
     if isinstance(cu_seqlens_k, dict):
@@ -351,14 +359,14 @@ def _continuous(
 
 
 def _block_table(slots: Tensor, cu_seqlens_k: Tensor, page_size: int, max_seqlen_k: int) -> Tensor:
-    """Pages of each sequence from the slots of its keys, computed on the device without a sync."""
+    """The block table, computed on the device from the slots of all sequences' keys."""
     first_keys = torch.arange(0, max_seqlen_k, page_size, device=slots.device)
     keys = cu_seqlens_k[:-1, None] + first_keys
     return (slots[keys.clamp_(max=len(slots) - 1)] // page_size).int()
 
 
 def _pages(cache: Any, layer_idx: int) -> tuple[int, tuple[Tensor, Tensor] | None]:
-    """A layer's place in the step's index lists, and its (k, v) pages; None for a sliding layer."""
+    """A layer's index in the step's index lists, and its pages (k, v); None for a sliding layer."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer_idx]
         if allocator.layer_type == "sliding_attention":
@@ -377,7 +385,7 @@ def _pages(cache: Any, layer_idx: int) -> tuple[int, tuple[Tensor, Tensor] | Non
 def _gathered(
     cache: Any, layer_idx: int, key: Tensor, value: Tensor, step: dict[str, Any], group: int
 ) -> tuple[Tensor, Tensor]:
-    """Write a sliding layer's new keys and values; return all rows that its sequences still see."""
+    """Write a sliding layer's new keys and values, and return all rows that its sequences see."""
     if hasattr(cache, "layer_to_allocator"):
         indices = step["read_index"][group], step["write_index"][group]
         allocator = cache.layer_to_allocator[layer_idx]

@@ -1,8 +1,8 @@
-"""vLLM's attention on these operators: `vllm serve MODEL --attention-backend CUSTOM`.
+"""An attention backend of vLLM: `vllm serve MODEL --attention-backend CUSTOM`.
 
 vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its
-processes. Nothing else has to be done, and nothing changes for who does not ask for CUSTOM. The
-backend itself is in `_vllm_backend.py`. Works with vLLM 0.29 and later; run with 0.32.
+processes. Without `--attention-backend CUSTOM` nothing changes. The backend itself is in
+`_vllm_backend.py`. Works with vLLM 0.29 and later; tested with 0.32.
 """
 
 import functools
@@ -18,8 +18,8 @@ logger = logging.getLogger("torch_paged_attn")
 
 
 def register() -> None:
-    """Make CUSTOM of vLLM's attention backends ours, on GPUs and on CPUs. A second call changes
-    nothing; where another package has taken CUSTOM, or vLLM is too old, the log says so.
+    """Register the backend as vLLM's CUSTOM, on GPUs and on CPUs. A second call changes nothing. If
+    another package has registered CUSTOM, or vLLM is too old, a warning is logged instead.
     """
     import vllm
 
@@ -45,9 +45,7 @@ def register() -> None:
 
 
 def _let_cpus_choose(custom: Any) -> None:
-    """Make vLLM's CPU platform return CUSTOM where CUSTOM is asked for; by itself it returns
-    CPU_ATTN whatever is asked for.
-    """
+    """Make vLLM's CPU platform use CUSTOM if it is selected; otherwise it always uses CPU_ATTN."""
     from vllm.platforms.cpu import CpuPlatform
 
     stock = CpuPlatform.get_attn_backend_cls

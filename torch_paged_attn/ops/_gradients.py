@@ -280,11 +280,17 @@ class Gate:
         if counted:
             torch.autograd.graph.increment_version(counted)
 
-    def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A backend's Python function, which first checks whether an input requires grad."""
+    def wrapped(self, load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """A kernel that first checks whether an input requires grad, and then calls a backend's
+        Python function, which the first call has `load` find.
+        """
         tensors, twin, takes_lists = self.tensors, self.gated_op, self.takes_lists
+        function: Callable[..., Any] | None = None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            nonlocal function
+            if function is None:
+                function = load()
             if takes_lists and self.requiring_grad(args):
                 return twin(*args, **kwargs)
             if not takes_lists and torch.is_grad_enabled():

@@ -129,20 +129,13 @@ def _sees_gradients() -> bool:
 
 
 def _lazy(key: str, name: str) -> Callable[..., Any]:
-    kernel: Callable[..., Any] | None = None
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal kernel
-        if kernel is None:
-            kernel = _kernel(key, name)
-        return kernel(*args, **kwargs)
-
-    return call
+    """The kernel of an op for a dispatch key, whose backend is asked for at the first call."""
+    return GATES[name].wrapped(functools.partial(_load, key, name))
 
 
-def _kernel(key: str, name: str) -> Callable[..., Any]:
-    """The kernel of an op for a dispatch key: the function of the first backend that can run here,
-    with the checks that this backend does not do itself.
+def _load(key: str, name: str) -> Callable[..., Any]:
+    """The function of the first backend that can run here, with the checks that this backend does
+    not do itself.
     """
     backend, reason = serving(key)
     if backend is None:
@@ -155,7 +148,7 @@ def _kernel(key: str, name: str) -> Callable[..., Any]:
     checks = [] if backend.checks_metadata and backend.has(name) else [check]
     if environment.CHECK:
         checks = [functools.partial(_check_storages, GATES[name]), check, check_values]
-    return GATES[name].wrapped(_checked(function, checks) if checks else function)
+    return _checked(function, checks) if checks else function
 
 
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:

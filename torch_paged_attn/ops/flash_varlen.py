@@ -125,7 +125,19 @@ def flash_varlen(
     """
     if tensors and options:
         refuse_twice("flash_varlen", tensors, options)
-    hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+    if max_seqlen_q is None or max_seqlen_k is None:
+        hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
+        max_seqlen_q, max_seqlen_k = hints
     return _flash_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *hints, seqused_k, block_table, *tensors, **options
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+        block_table,
+        *tensors,
+        **options,
     )

@@ -191,4 +191,18 @@ FAULTS = (
         "% (len(items) // programs) < 0",
         LAUNCHES,
     ),
+    Fault(
+        "dropout's bits are drawn from the first visible key on",
+        "backward_plan.py",
+        "QUAD if options.has_dropout else 1",
+        "1",
+        LAUNCHES,
+    ),
+    Fault(
+        "turned sums of wide heads lie across banks",
+        BACKWARD,
+        "        room = BANK\n",
+        "        pass\n",
+        LAUNCHES,
+    ),
 )

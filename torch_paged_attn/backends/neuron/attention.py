@@ -62,7 +62,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
     heads = heads_of(call)
     k, v = (rows_of(x, call, by_head=heads.planes > 1) for x in (call.k, call.v))
-    tiles = choose_tile_sizes(call, heads, q.itemsize, (k, v))
+    tiles = choose_tile_sizes(call, heads, (k, v))
     # a row is (token, member of the group), of every KV head or of one
     num_rows, width = call.total_q * heads.num_heads // heads.together, heads.together
     q_rows = q.unflatten(1, (call.num_kv_heads, -1)).transpose(1, 2).reshape(num_rows, -1)

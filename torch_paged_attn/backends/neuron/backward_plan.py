@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.neuron.kernels.query_tile import P
+from torch_paged_attn.backends.neuron.kernels.query_tile import BANK, P
 from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.plan import (
     Metadata,
@@ -33,7 +33,10 @@ MOST_PAIRS = 256
 
 # of a partition: for an item's keys and values and their transposes, and for what a stack keeps
 KEY_BYTES, STACK_BYTES = 48 * 1024, 112 * 1024
-PSUM_BANKS, BANK_FLOATS = 8, 512
+PSUM_BANKS = 8
+
+# keys for which dropout's bits are drawn together: those of positions 0 to 3, 4 to 7, ...
+QUAD = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,7 @@ def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
     steps = -(-head_dim // P), -(-head_dim_v // P)
 
     def banks(width: int) -> int:
-        return sum(-(-n * width // BANK_FLOATS) for n in steps)
+        return sum(-(-n // (BANK // width)) for n in steps)
 
     widths = (n for n in (512, 384, 256, 128) if tile_k % n == 0)
     return next(n for n in widths if banks(n) <= PSUM_BANKS - 4)
@@ -123,7 +126,7 @@ def _make(
         depths=tuple(n for n in DEPTHS if n <= tiles.deepest),
         key_tiles=tuple(n for n in KEY_TILES if n <= tiles.key_tiles[0].keys),
     )
-    cuts = cut(batch, spans, group_size, sizes)
+    cuts = cut(batch, spans, group_size, sizes, QUAD if options.has_dropout else 1)
     in_sequence = tokens_in_sequence(batch, options)
     kinds, launches = cuts.kind.stacked(), []
     for kind in kinds.unique(dim=0):

@@ -39,6 +39,7 @@ class Rectangles:
     key_start: Tensor
     key_stop: Tensor
     kind: "Kinds"
+    grid: int  # keys begin at multiples of it
 
     def stacks(self, which: Tensor, depth: int) -> Stacks:
         """Some of them, as stacks of `depth` tiles."""
@@ -49,7 +50,7 @@ class Rectangles:
             self.key_start[which],
             self.key_stop[which],
             depth,
-            is_aligned=False,
+            grid=self.grid,
         )
 
 
@@ -70,8 +71,8 @@ class Kinds:
         return torch.stack([part.long() for part in parts], 1)
 
 
-def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes) -> Rectangles:
-    """The rectangles of all spans but the padding tokens'."""
+def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes, grid: int) -> Rectangles:
+    """The rectangles of all spans but the padding tokens'; keys begin at multiples of `grid`."""
     _, lengths, key_lens = batch.sequences()
     left, right = batch.window_size_left, batch.window_size_right
     length, key_len = spans.length, key_lens[spans.sequence]
@@ -104,7 +105,8 @@ def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes) -> Rectangles
     last_position = past[span] + (stop_row - 1) // group_size
     low, _ = batch.visible(position, key_len[span])
     _, high = batch.visible(last_position, key_len[span])
-    key_start, key_stop = torch.maximum(start, low), torch.minimum(stop, high)
+    key_start = torch.maximum(start, low) // grid * grid
+    key_stop = torch.minimum(stop, high)
 
     num_tiles, num_keys = -(-(stop_row - first_row) // P), key_stop - key_start
     turns = torch.maximum(num_stacks, num_stretches)[span]
@@ -120,7 +122,7 @@ def cut(batch: Batch, spans: Spans, group_size: int, sizes: Sizes) -> Rectangles
         adds_dq=launch > _least(launch, span * (rank.max() + 1) + i if len(span) else span),
         adds_dkv=launch > _least(launch, span * (rank.max() + 1) + j if len(span) else span),
     )
-    return Rectangles(span, first_row, stop_row, key_start, key_stop, kind)
+    return Rectangles(span, first_row, stop_row, key_start, key_stop, kind, grid)
 
 
 def levels(

@@ -9,6 +9,7 @@ from torch_paged_attn.backends.neuron.paged_kv import PagedKV
 from torch_paged_attn.backends.neuron.runtime import num_programs
 from torch_paged_attn.backends.neuron.work_info import Heads
 from torch_paged_attn.backends.neuron.work_list import KeyTile
+from torch_paged_attn.ops.checks import FLOAT
 
 KEY_TILES = (512, 256, 128)
 DEPTHS = (16, 8, 4, 2, 1)
@@ -21,9 +22,11 @@ LONG_PIECE = 2048
 # partitions that a head has at least, where several share a gather of keys
 LEAST_SHARE = 32
 
-# bytes of a partition of SBUF for an item's keys and values, and for what a stack keeps
+# bytes of a partition of SBUF for an item's keys and values, for what a stack keeps, and for both
+# and a tile's results: the rest is for what is computed on the way
 KEY_BYTES = 64 * 1024
 STACK_BYTES = 96 * 1024
+ALL_BYTES = 160 * 1024
 # of what two items' keys and values and a stack may take where tiles are long
 LONG_BYTES = 160 * 1024
 
@@ -43,15 +46,16 @@ class TileSizes:
 def heads_of(call: AttentionCall) -> Heads:
     """All KV heads together, unless a layout tells them apart or a tile of all has no room."""
     planes = 1 if call.layout is None else call.layout.crow_indices.shape[-2]
-    if planes == 1 and call.num_kv_heads * _key_bytes(call) > KEY_BYTES:
+    keys, stack, results = (call.num_kv_heads * n for n in _bytes_of_head(call))
+    if planes == 1 and (keys > KEY_BYTES or keys + stack + results > ALL_BYTES):
         planes = call.num_kv_heads
     return Heads(call.num_kv_heads, call.group_size, planes)
 
 
 def choose_tile_sizes(
-    call: AttentionCall, heads: Heads, query_bytes: int, rows: tuple[PagedKV, PagedKV]
+    call: AttentionCall, heads: Heads, rows: tuple[PagedKV, PagedKV]
 ) -> TileSizes:
-    """The tiles of keys, and the deepest stack of queries of `query_bytes` an element.
+    """The tiles of keys, and the deepest stack of queries.
 
     Where a page's tokens adjoin, tiles may be longer, so that runs are: `LONG_RUNS` tokens for each
     partition.
@@ -59,10 +63,15 @@ def choose_tile_sizes(
     programs = num_programs()
     splits_heads = heads.together % programs == 0
     loaded = heads.together // programs if splits_heads else heads.together
-    token_bytes = loaded * _key_bytes(call)
-    tile_k = next(n for n in KEY_TILES if n // P * token_bytes <= KEY_BYTES or n == P)
-    kept = loaded * (call.head_dim * query_bytes + call.head_dim_v * 4)
-    deepest = next(n for n in DEPTHS if n * kept <= STACK_BYTES or n == 1)
+    token_bytes, kept, results = (loaded * n for n in _bytes_of_head(call))
+
+    def fits_keys(n: int) -> bool:
+        keys = n // P * token_bytes
+        return keys <= KEY_BYTES and keys + kept + results <= ALL_BYTES
+
+    tile_k = next(n for n in KEY_TILES if fits_keys(n) or n == P)
+    room = min(STACK_BYTES, ALL_BYTES - results - tile_k // P * token_bytes)
+    deepest = next(n for n in DEPTHS if n * kept <= room or n == 1)
     run, share, key_tiles = 1, 1, []
     if call.page_size and all(r.slot_stride == r.dim for r in rows):
         block = call.page_size if call.layout is None else call.layout.k_block_size
@@ -70,9 +79,9 @@ def choose_tile_sizes(
         run = next(n for n in RUNS if fits % n == 0 and n * P <= tile_k)
         share = _share(call, heads, loaded, fits, run, rows[0])
         for n in LONG_RUNS:
-            room = (LONG_BYTES - 2 * n * token_bytes) // kept
-            if fits % n == 0 and n * P > tile_k and room >= 1:
-                key_tiles.append(KeyTile(n * P, n, room))
+            tiles = (LONG_BYTES - 2 * n * token_bytes) // kept
+            if fits % n == 0 and n * P > tile_k and tiles >= 1:
+                key_tiles.append(KeyTile(n * P, n, tiles))
     return TileSizes(
         heads=heads,
         key_tiles=(*key_tiles, KeyTile(tile_k, run, deepest, share)),
@@ -103,5 +112,9 @@ def _share(
     return share
 
 
-def _key_bytes(call: AttentionCall) -> int:
-    return (call.head_dim + call.head_dim_v) * call.k.itemsize
+def _bytes_of_head(call: AttentionCall) -> tuple[int, int, int]:
+    """What a partition holds of one KV head: a key and value, a stack's row, and a row's result."""
+    dim, dim_v = call.head_dim, call.head_dim_v
+    query_bytes = call.q.itemsize if call.q.dtype in FLOAT else 2  # 8 bits become bfloat16
+    result_bytes = call.result_dtype.itemsize if call.result_dtype in FLOAT else 4
+    return (dim + dim_v) * call.k.itemsize, dim * query_bytes + dim_v * 4, dim_v * result_bytes

@@ -111,7 +111,7 @@ class Spans:
 @dataclasses.dataclass(frozen=True)
 class Stacks:
     """Up to `depth` tiles of rows of one span each, and the stretch of keys that they meet:
-    `(num_stacks,)` tensors. Tiles of keys begin at multiples of their size, or at `key_start`.
+    `(num_stacks,)` tensors. Tiles of keys begin at multiples of `grid` keys; 0: of their own size.
     """
 
     span: Tensor
@@ -120,7 +120,7 @@ class Stacks:
     key_start: Tensor
     key_stop: Tensor
     depth: int
-    is_aligned: bool = True
+    grid: int = 0
 
     def of(self, chosen: Tensor) -> "Stacks":
         """Those of a mask, (num_stacks,) bool."""
@@ -279,7 +279,7 @@ def _columns_of(
     """The columns of each stack, where tiles are of this size."""
     start, stop = rows.start[:, 0], rows.stop[:, -1]
     if layout is None:
-        return Stretch.over(start, stop, tile.keys if stacks.is_aligned else 1)
+        return Stretch.over(start, stop, stacks.grid or tile.keys)
     sequence, plane = spans.sequence[stacks.span], spans.plane[stacks.span]
     csr = layout.crow_indices, layout.col_indices
     head = plane if layout.crow_indices.shape[-2] > 1 else torch.zeros_like(plane)

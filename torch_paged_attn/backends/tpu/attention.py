@@ -144,18 +144,20 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         (compute_dtype.itemsize, pages.k.dtype.itemsize),
     )
     q = call.q.astype(compute_dtype)
-    if (filled := pages.widths[0] - call.head_dim * pages.fold) > 0:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, filled)))
     factors = _factors(call)
     tile_sizes = _tile_sizes(call.max_seqlen_q or total_q, call.group_size, config)
     launches = [
-        choose_options(call, config, pages.page_size, tile_q, interpret, pages.fold)
+        dataclasses.replace(
+            choose_options(call, config, pages.page_size, tile_q, interpret, pages.fold),
+            table_stride=pages.table_stride,
+        )
         for tile_q in tile_sizes
     ]
     of_tokens = [_paired(options) for options in launches]
     if all(reads_tokens(call, pages, options) for options in of_tokens):
         out, lse = _attend_tokens(call, q, pages, lengths, factors, of_tokens)
         return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
+    q = _filled(q, pages)
     is_short = lengths.query <= tile_sizes[0]
 
     results = []
@@ -181,6 +183,12 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     out = out[..., : call.head_dim_v]
     out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
+
+
+def _filled(q: Array, pages: Pages) -> Array:
+    """Queries as wide as rows of keys that end in numbers of no key."""
+    filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
+    return jnp.pad(q, ((0, 0), (0, 0), (0, filled))) if filled > 0 else q
 
 
 class Factors(NamedTuple):
@@ -291,6 +299,8 @@ def _attend_tokens(
 ) -> tuple[Array, Array]:
     """`out`, and base-2 lse (total_q, num_heads): launches write into the same memory."""
     results, fold = None, pages.fold
+    if launches[-1].tile_q > 1:  # loads with strides are of whole registers
+        q = _filled(q, pages)
     if fold > 1:
         per_kv_head = Heads(call.num_kv_heads, call.group_size, 1)
         q = q.reshape(call.total_q, call.num_kv_heads, call.group_size, -1)

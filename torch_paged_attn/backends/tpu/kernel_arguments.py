@@ -30,6 +30,7 @@ class Options:
     interpret: Any
     first_head: int = 0  # the launch's first query head among the call's
     fold: int = 1  # keys of a row of `k_buffers`
+    table_stride: int = 0  # entries of each sequence in the table; `table_start` has others
     # where the kernel reads tokens as they lie (`token_rows.py`)
     paired: int = 1  # query heads whose rows stand alternately
     least_queries: int = 1  # of the sequences that the launch is for
@@ -43,7 +44,7 @@ class Refs(NamedTuple):
     # read before anything else, in SMEM
     tiles: Tiles
     table_start: Any = None  # (batch,)
-    table: Any = None  # with so many entries behind the last one as a block has pages
+    table: Any = None  # with what a block reads behind the last entry
     visits: Any = None  # (num_tiles * n,) the blocks of each tile; None for all of them
     num_visits: Any = None  # (num_tiles,)
     # inputs of a tile

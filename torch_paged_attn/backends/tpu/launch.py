@@ -67,6 +67,11 @@ def compiler_params(config: Config) -> pltpu.CompilerParams:
     )
 
 
+def _tables(pages: Pages, block_pages: int) -> dict[str, Array]:
+    starts = {} if pages.table_start is None else {"table_start": pages.table_start}
+    return {**starts, "table": pages.table_of_blocks(block_pages)}
+
+
 def attend_tiles(
     q: Array,
     pages: Pages,
@@ -93,8 +98,7 @@ def attend_tiles(
         return x, pl.BlockSpec(memory_space=memory)
 
     scalars: dict[str, Array] = tiles._asdict()
-    scalars["table_start"] = pages.table_start
-    scalars["table"] = jnp.pad(pages.table, (0, block_pages))
+    scalars |= _tables(pages, block_pages)
     inputs = {"q": (q, of_tile(q.shape, num_cores)), "k_hbm": whole(pages.k, pl.ANY)}
     if pages.v is not None:
         inputs["v_hbm"] = whole(pages.v, pl.ANY)
@@ -161,7 +165,8 @@ def attend_tokens(
     options: Options,
 ) -> tuple[Array, Array]:
     """`q` (total_q, num_heads, head_dim) to out of that shape, and to base-2 lse
-    (total_q, 1, LANES), a lane for a head: of the sequences that the launch is for.
+    (total_q, 1, LANES), a lane for a head: of the sequences that the launch is for. Tiles of one
+    token read queries that are narrower than rows of keys.
 
     Where a row of keys holds several, a KV head's queries stand there as often (`Heads.folded`),
     and a row of out begins with the values' width.
@@ -186,12 +191,11 @@ def attend_tokens(
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     scalars = {
-        "table_start": pages.table_start,
-        "table": jnp.pad(pages.table, (0, block_pages)),
+        **_tables(pages, block_pages),
         "cu_seqlens": cu_seqlens,
         "key_lens": key_lens,
     }
-    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, width_k), anywhere)}
+    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), anywhere)}
     inputs["k_hbm"] = pages.k, anywhere
     if pages.v is not None:
         inputs["v_hbm"] = pages.v, anywhere
@@ -217,7 +221,7 @@ def attend_tokens(
     scratch: dict[str, Any] = {
         **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
-        "q_tokens": pltpu.VMEM((tile_q, *of_queries, width_k), q.dtype),
+        "q_tokens": pltpu.VMEM((tile_q, *of_queries, q.shape[-1]), q.dtype),
         "q": pltpu.VMEM((1, heads, rows * options.fold, width_k), q.dtype),
         "out_tokens": pltpu.VMEM((tile_q, *of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),

@@ -117,11 +117,17 @@ class KvLoader(Ring):
             for hbm, buffers, done in stored
         ]
 
+    def _first_entry(self, sequence: Array) -> Array:
+        """Where the sequence's pages start in the table."""
+        if self.refs.table_start is None:
+            return sequence * self.options.table_stride
+        return self.refs.table_start[sequence]
+
     def _start(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).start()
-        entry = self.refs.table_start[self.refs.tiles.sequence[tile]] + block * self.pages
+        entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
         for i in range(self.pages):
             # a load that hangs on a condition costs more than one that nobody needs
             page = self.refs.table[entry + i]

@@ -10,7 +10,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
@@ -24,13 +23,16 @@ LEAST_NUMBERS = 16  # of a row that is packed with others
 
 
 class Pages(NamedTuple):
-    """Page `n` of sequence `b` is `table[table_start[b] + n]`."""
+    """Page `n` of sequence `b` is `table[start + n]`; `start` is `b * table_stride`, or
+    `table_start[b]` where sequences have entries of different numbers.
+    """
 
     # (num_pages, num_kv_heads, page_size // fold, fold * head_dim), or k and v as one, 2 in front
     k: Array
     v: Array | None
     table: Array
-    table_start: Array  # (batch,)
+    table_start: Array | None = None  # (batch,)
+    table_stride: int = 0
     fold: int = 1  # keys of one row
     shared: int = 0  # if values are the first numbers of keys, how many; `v` is None then
 
@@ -45,6 +47,11 @@ class Pages(NamedTuple):
     @property
     def page_size(self) -> int:
         return self.k.shape[-2] * self.fold
+
+    def table_of_blocks(self, pages: int) -> Array:
+        """The table, and behind it what a block of so many pages reads past its last entry."""
+        beyond = -self.table_stride % pages if self.table_stride else pages
+        return jnp.pad(self.table, (0, beyond))
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -137,10 +144,9 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     table = jnp.clip(block_table, 0, num_pages - 1)
     whole = SUBLANES if fold > 1 else 32 // k.dtype.itemsize
     if k.shape[-2] % whole == 0 and keys_per_step(page_size, fold) <= widest_step:
-        # a constant: XLA has nothing to compute for it
-        start = jnp.asarray(np.arange(batch, dtype=np.int32) * max_pages)
         v = None if v is None else to_bits(v)
-        return Pages(to_bits(k), v, table.reshape(-1), start, fold, shared)
+        table = table.reshape(-1)
+        return Pages(to_bits(k), v, table, table_stride=max_pages, fold=fold, shared=shared)
     k = with_rows(k, call.head_dim, packed=False)
     v = k[..., :shared] if shared else v
     v = None if v is None else with_rows(v, call.head_dim_v, packed=False)

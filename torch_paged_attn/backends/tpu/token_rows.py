@@ -118,7 +118,10 @@ class TokenRows:
         self._move("queries", "wait")
         refs, options = self.refs, self.options
         if options.tile_q == 1:
-            refs.q[0] = refs.q_tokens[0]
+            width = refs.q_tokens.shape[-1]
+            if width < refs.q.shape[-1]:
+                refs.q[0] = jnp.zeros_like(refs.q[0])
+            refs.q[0, :, :, :width] = refs.q_tokens[0]
             return
 
         for head, i in self._runs(refs.q_tokens):

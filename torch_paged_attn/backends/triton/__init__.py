@@ -1,4 +1,4 @@
-"""The Triton backend: NVIDIA and AMD GPUs, no line of C++."""
+"""The Triton backend: kernels for NVIDIA and AMD GPUs, without C++."""
 
 import importlib.util
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torch_paged_attn.ops.paths import Path
 
 
 class Triton(Backend):
-    """GPUs, by what a torch for CUDA or ROCm brings."""
+    """The backend of GPUs. It needs only Triton, which is part of torch for CUDA and ROCm."""
 
     name = "triton"
     dispatch_keys = ("CUDA",)
     lacks = lacks_in_backward = ()
-    # a call that was made before is known by its description
+    # the functions check a call when they plan it; a call like an earlier one needs no new plan
     checks_metadata = True
     announces = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
 
@@ -26,7 +26,7 @@ class Triton(Backend):
         return None
 
     def path(self, op: str, call: Any, target: str | None = None) -> Path:
-        """Portable kernels, Hopper's, or both; tiles and splits."""
+        """Whether portable kernels run the call, Hopper's, or both, with which tiles and splits."""
         if (reason := self.unsupported()) is not None:
             return Path(self.name, None, reason)
         from torch_paged_attn.backends.triton import path
@@ -34,7 +34,7 @@ class Triton(Backend):
         return path.path(op, call, target)
 
     def notes(self) -> list[str]:
-        """Which kernels there are on this machine."""
+        """Which kernels are used on this machine."""
         from torch_paged_attn.backends.triton.hopper import support
 
         if (reason := support.unsupported_device()) is not None:
@@ -49,9 +49,9 @@ class Triton(Backend):
         return [attention, "reshape_and_cache and merge_states have one kernel for all GPUs"]
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
-        """Why a call has no gradient here, or None. The portable kernels differentiate all that the
-        contract does, except a bias whose tiles lie in several of a layout's blocks, and wide
-        float32 heads where shared memory is small.
+        """Why a call has no gradient here, or None. The portable kernels support all gradients of
+        the contract except that of a bias with key_ranks and a layout, where a tile of keys may be
+        in several blocks; and float32 heads that do not fit into shared memory.
         """
         if max(call.head_dim, call.head_dim_v) > 256:
             from torch_paged_attn.backends.triton.portable.backward import lacks_room
@@ -66,9 +66,9 @@ class Triton(Backend):
         return "the triton backend has no gradient of attn_bias beside key_ranks and a layout"
 
     def traceable(self, op: str) -> Callable[..., Any] | None:
-        """Cache writes stay one opaque node: a graph copies what a kernel writes through two views
-        of one tensor. Attention answers NotImplemented where it does (`flash_varlen.why_opaque`).
-        A backward stays one too: checkpointing and the partitioner look for it.
+        """Cache writes stay opaque, because a graph would copy a tensor that a kernel writes
+        through two views. Backwards stay opaque, because checkpointing and the partitioner look for
+        them. Attention returns NotImplemented for the calls of `flash_varlen.why_opaque`.
         """
         from torch_paged_attn.backends.triton.runtime.launch import traced
 

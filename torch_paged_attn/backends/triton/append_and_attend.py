@@ -1,9 +1,9 @@
-"""`append_and_attend` on GPUs, in two launches: one writes the new tokens and the lengths that they
-lead to, the other attends.
+"""`append_and_attend` on GPUs, in two launches: the first writes new tokens and the new lengths,
+the second is attention.
 
-A program of the first writes elements of keys and of values of a few tokens, as in
-`reshape_and_cache.py`, and finds their slots itself. It finds those of all tokens, because a later
-one may have the same slot.
+A program of the first kernel copies some elements of the keys and values of a few tokens, as in
+`reshape_and_cache.py`, but computes their slots itself. It computes the slots of all tokens,
+because a later token with the same slot has to win.
 """
 
 import operator
@@ -38,7 +38,7 @@ TENSORS = (
 
 
 class Pointers(NamedTuple):
-    """Tensors; the scales may be None."""
+    """The kernel's tensors; the scales may be None."""
 
     key: Any
     value: Any
@@ -58,7 +58,7 @@ class Strides(NamedTuple):
     k: Any  # RowStrides
     v: Any
     cache_seqlens: int
-    page: int  # from one entry of a row of the table to the next
+    page: int  # block_table.stride(1)
 
 
 @triton.jit(
@@ -78,7 +78,7 @@ def _append_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
+    """A program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
     DIM: tl.constexpr = OPTIONS.DIM
     DIM_V: tl.constexpr = OPTIONS.DIM_V
     gdc_wait(IS_DEPENDENT)
@@ -105,7 +105,7 @@ def _append_kernel(
     store_rows(
         value, pointers.v_cache, pointers.v_descale, place, strides.v, num_heads, DIM_V, OPTIONS
     )
-    # the first token of a sequence stores its length, and where its queries end
+    # the program of a sequence's first token writes the sequence's length and end of queries
     is_first = (token == b * new) & (token < num_tokens) & (tl.program_id(1) == 0)
     tl.store(pointers.seqused_k + b, tl.where(before < 0, 0, before + new), mask=is_first)
     tl.store(pointers.cu_seqlens_q + b + 1, (b + 1) * seqlen_q, mask=is_first)
@@ -134,7 +134,7 @@ def _plan(
     check(parts, cache_seqlens, block_table, sinks, k_descale, v_descale, **options)
     tensors = q, k_cache, v_cache, k, v, cache_seqlens, block_table, sinks, k_descale, v_descale
     given = [name for name, x in zip(TENSORS, tensors, strict=True) if x is not None]
-    # what is not given is the None behind all
+    # the last name, None, stands for tensors that are not given
     names = [*given, "seqused_k", "cu_seqlens_q", None]
     stored = parts.k_cache.dtype.itemsize == 1
     unused = () if stored else ("k_descale", "v_descale")

@@ -1,5 +1,5 @@
-"""`append_slots` on GPUs: a program finds the slots of BLOCK new tokens, and adds up the lengths of
-as many sequences.
+"""`append_slots` on GPUs: a program computes the slots of BLOCK new tokens, and the new lengths of
+BLOCK sequences.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 class Pointers(NamedTuple):
-    """Tensors; cu_seqlens_k_new may be None."""
+    """The kernel's tensors; cu_seqlens_k_new may be None."""
 
     cache_seqlens: Any
     block_table: Any
@@ -33,14 +33,14 @@ class Strides(NamedTuple):
     """Strides in elements."""
 
     cache_seqlens: int
-    page: int  # from one entry of a row of the table to the next
+    page: int  # block_table.stride(1)
     cu_seqlens_k_new: int
 
 
 @triton.jit
 def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
-    """The sequence that each token belongs to: how many sequences end at or before it; `batch` if
-    it belongs to none.
+    """The sequence of each token, that is how many sequences end at or before it; `batch` for
+    tokens of no sequence.
     """
     WIDTH: tl.constexpr = 32
     ended = tl.zeros([BLOCK], tl.int32)
@@ -54,9 +54,8 @@ def _sequences_of(token, cu_seqlens_ptr, stride, batch, BLOCK: tl.constexpr):
 
 @triton.jit
 def slots_behind(pointers, strides, stride_row, page_size, max_pages, b, offset, exists):
-    """For the tokens that follow `offset` behind the first new token of their sequences b: how many
-    tokens the sequence had before, and the token's slot, which is -1 where the table has none or
-    the token does not exist.
+    """For new tokens number `offset` of sequences b: how many tokens the sequence had before, and
+    the slot of the token; -1 if the table has no entry for it or `exists` is False.
     """
     before = tl.load(pointers.cache_seqlens + b * strides.cache_seqlens, mask=exists, other=-1)
     position = offset.to(tl.int64) + before
@@ -83,7 +82,7 @@ def _append_slots_kernel(
     gdc_wait(IS_DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
-    # of sequence i, the tokens before and after
+    # the number of tokens of sequence i, before and after
     exists = i < batch
     before = tl.load(pointers.cache_seqlens + i * strides.cache_seqlens, mask=exists, other=0)
     if pointers.cu_seqlens_k_new is not None:
@@ -95,7 +94,7 @@ def _append_slots_kernel(
     after = tl.where(before < 0, 0, before + new)
     tl.store(pointers.seqused_k + i, after, mask=exists)
 
-    # of token i, its sequence b, and its position there
+    # the sequence b of token i, and that sequence's first new token
     if pointers.cu_seqlens_k_new is not None:
         stride = strides.cu_seqlens_k_new
         b = _sequences_of(i, pointers.cu_seqlens_k_new, stride, batch, BLOCK)

@@ -1,15 +1,15 @@
-"""What a backward needs of each row before it meets a key: `softmax_lse`, and D.
+"""The backward's statistics of each row: `softmax_lse`, and
 
     D = rowsum(dout * out) - dlse
 
-The statistics are float32 `(num_heads, tiles, 2, STATISTICS_ROWS)`. Token t of sequence b is in
-tile `cu_seqlens_q[b] // STATISTICS_ROWS + b + t // STATISTICS_ROWS` (the numbers of
-`seqlen_info.py`), where [0] is its lse, in base two unless the plan says otherwise, and [1] its D.
-Rows that are not there or have seen no key have lse +inf and D 0: their probabilities are 0 without
-a branch. Everything is written.
+They are float32 `(num_heads, tiles, 2, STATISTICS_ROWS)`. Token t of sequence b is in tile
+`cu_seqlens_q[b] // STATISTICS_ROWS + b + t // STATISTICS_ROWS` (numbered as in `seqlen_info.py`),
+where [0] is its lse, in base two unless the plan is `natural`, and [1] its D. Rows that do not
+exist or see no key have lse +inf and D 0, so that their probabilities are 0 without a branch. Every
+element is written.
 
-A sink is one more key whose value is 0, so its gradient is that of a logit: -sum of P D over the
-rows of its head. Programs leave their part of that sum, and the parts are added in their order.
+A sink acts as a key whose value is 0, so its gradient is that of a logit: -sum of P D over the rows
+of its head. Each program writes its part of that sum, and the parts are added in order.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ from torch_paged_attn.backward_call import BackwardCall
 # rows of a tile of statistics
 STATISTICS_ROWS = 64
 
-# elements of a row that a program holds at a time
+# elements of a row that a program loads at a time
 MOST_COLUMNS = 64
 
 
 class StatisticsPointers(NamedTuple):
-    """What the kernel reads, and the two results."""
+    """The kernel's inputs, and its two results."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -50,7 +50,7 @@ class StatisticsPointers(NamedTuple):
 
 
 class StatisticsStrides(NamedTuple):
-    """Strides in elements, but of sizes that differ from call to call."""
+    """Strides in elements, except those that change from call to call."""
 
     dout_token: int
     dout_head: int
@@ -62,7 +62,7 @@ class StatisticsStrides(NamedTuple):
 
 @triton.jit
 def statistics_of(statistics_ptr, head, first_tile, sizes):
-    """Where a sequence's statistics of a head begin; `first_tile` is the sequence's."""
+    """A pointer to a sequence's statistics of a head, whose first tile is `first_tile`."""
     tiles = sizes.total_q // 64 + sizes.batch + 1
     return statistics_ptr + (head.to(tl.int64) * tiles + first_tile) * 128
 
@@ -79,7 +79,7 @@ def load_statistics(sequence_ptr, token, exists):
 def load_statistics_of_tile(
     sequence_ptr, first_token, TOKENS: tl.constexpr, IS_DELTA: tl.constexpr
 ):
-    """lse, or D, of TOKENS neighbours: at most 64, the first of them a multiple of TOKENS."""
+    """lse, or D, of TOKENS consecutive tokens: at most 64, starting at a multiple of TOKENS."""
     at = first_token // 64 * 128 + first_token % 64 + (64 if IS_DELTA else 0)
     return tl.load(sequence_ptr + at + tl.arange(0, TOKENS))
 
@@ -99,14 +99,14 @@ def _statistics_kernel(
     ROWS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One program for a tile of a head."""
+    """A program computes a tile of a head."""
     gdc_wait(IS_DEPENDENT)
     number, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, place = find_tile(number, pointers.cu_seqlens_q, batch, ROWS, 1)
     start, stop = query_span(b, pointers.cu_seqlens_q, batch, total_q)
     r = tl.arange(0, ROWS)
     row = (start + place * ROWS + r).to(tl.int64)
-    # rows of padding, which are the last sequence, are not read
+    # padding rows, which count as the last sequence, are not read
     exists = (row >= 0) & (row < tl.minimum(stop, total_q)) & (b < batch)
     lse = tl.load(
         pointers.lse + head * lse_head + row * strides.lse_token, mask=exists, other=float("-inf")
@@ -121,7 +121,7 @@ def _statistics_kernel(
         dout = tl.load(dout_rows[:, None] + dims[None, :], mask=inside, other=0)
         out = tl.load(out_rows[:, None] + dims[None, :], mask=inside, other=0)
         out = decode(out, FORMAT, tl.float32)
-        # a row that sees nothing but a sink has out 0, and a dout that may be NaN
+        # a row that sees only a sink has out 0, and its dout may be NaN
         total += tl.where(out == 0.0, 0.0, decode(dout, FORMAT, tl.float32) * out)
     delta = tl.sum(total, 1)
     if pointers.dlse is not None:
@@ -129,7 +129,7 @@ def _statistics_kernel(
         delta -= tl.load(dlse_rows, mask=exists, other=0.0)
     delta = tl.where(has_seen, delta, 0.0)
     if pointers.sinks is not None:
-        # NaN where both are -inf, as are those of rows that are not there
+        # NaN if both are -inf, which has_seen excludes
         share = tl.exp2((tl.load(pointers.sinks + head) - lse) * LOG2E)
         part = tl.sum(tl.where(has_seen, share * delta, 0.0), 0)
         tl.store(pointers.sink_parts + head * tl.num_programs(0) + number, part)
@@ -142,9 +142,11 @@ def _statistics_kernel(
 def plan_statistics(
     call: BackwardCall, *, natural: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What makes the statistics of calls like this one, called with dout, dlse, out, softmax_lse,
-    cu_seqlens_q and sinks: the statistics, and `(num_heads, tiles)` parts of each sink's -gradient,
-    where there are sinks and their gradient is asked for. With `natural` lse is in base e.
+    """A function that computes the statistics of calls like this one, from dout, dlse, out,
+    softmax_lse, cu_seqlens_q and sinks. It returns the statistics, and the parts of each sink's
+    negative gradient, `(num_heads, tiles)`; None if that is not wanted.
+
+    natural: whether lse is in base e
     """
     forward, device = call.forward, call.dout.device
     target = target_of(device)

@@ -1,9 +1,9 @@
-"""`blocksparse` on GPUs: the attention kernels walk a list of blocks instead of a range.
+"""`blocksparse` on GPUs: the attention kernels loop over a list of blocks instead of a range of
+keys.
 
 Tiles of queries start at positions that are multiples of their size. In the portable kernel a tile
-never needs two rows of a layout; Hopper's reads the union of its rows' lists
-(`hopper/block_lists.py`).
-Nothing is planned on the host.
+is in one row of the layout; in Hopper's it may be in several, and uses the union of their lists
+(`hopper/block_lists.py`). The host reads nothing of the layout.
 """
 
 from torch_paged_attn.backends.triton.flash_varlen import AttentionOp

@@ -1,10 +1,12 @@
-"""How numbers are stored, where a chip (or the interpreter) does not convert them itself.
+"""Conversion of stored numbers, also on GPUs (or in the interpreter) that cannot convert a type.
 
-A format is a `tl.constexpr` name. `E4M3` and `E5M2` travel as uint8 and `BF16` as int16, taken
-apart and put together bit by bit; `NATIVE` is whatever type the tensor has, `RAW` is left alone.
+A format is a `tl.constexpr` name. Tensors of `E4M3` and `E5M2` are passed to kernels as uint8,
+those of `BF16` as int16, and are converted by integer operations. `NATIVE` is the tensor's own
+type; `RAW` is not converted.
 
-Pairs of 8-bit numbers travel as int16: a matrix instruction wants its operands in threads by twos
-of 16 bits, and so they come there without a detour, as two rows of even and of odd elements.
+8-bit numbers may be loaded by pairs, as int16. A matrix instruction needs operands in registers
+that hold two 16-bit numbers each; a pair is decoded directly into these, as a tensor of the even
+and one of the odd elements.
 """
 
 import torch
@@ -19,14 +21,14 @@ PAIRED = FLOAT8 | {torch.int8: "INT8"}
 
 
 def stored_format(dtype: torch.dtype, target: Target) -> str:
-    """The format in which a kernel is given tensors of this type."""
+    """The format of a kernel's tensors of this dtype."""
     if dtype in FLOAT8 and not target.converts_float8:
         return FLOAT8[dtype]
     return "BF16" if dtype == torch.bfloat16 and not target.converts_bfloat16 else "NATIVE"
 
 
 def as_stored(x: Tensor, target: Target) -> tuple[Tensor, str]:
-    """The tensor a kernel is given, and its format."""
+    """The tensor as it is passed to a kernel, and its format."""
     found = stored_format(x.dtype, target)
     if found == "NATIVE":
         return x, found
@@ -34,7 +36,9 @@ def as_stored(x: Tensor, target: Target) -> tuple[Tensor, str]:
 
 
 def holds_pairs(x: Tensor) -> bool:
-    """Whether rows of 8-bit numbers can be read by twos, and make powers of two of them."""
+    """Whether x has 8-bit numbers that can be loaded by pairs: rows of a power of two elements, at
+    even offsets.
+    """
     width = x.shape[-1]
     whole = x.dtype in PAIRED and width >= 32 and width & (width - 1) == 0
     return whole and not any(n % 2 for n in (x.storage_offset(), *x.stride()[:-1]))
@@ -42,7 +46,7 @@ def holds_pairs(x: Tensor) -> bool:
 
 @triton.jit
 def decode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Stored values as DTYPE; every float8 is exactly a float16."""
+    """Stored values as DTYPE. float16 represents every float8 number exactly."""
     if FORMAT == "RAW":
         return x
     elif FORMAT == "BF16":
@@ -52,15 +56,15 @@ def decode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     elif FORMAT == "E4M3":
         bits = x.to(tl.uint16)
         sign, magnitude = (bits & 0x80) << 8, bits & 0x7F
-        # float16's exponent bias is 15, that of e4m3 is 7: the factor makes up for it
+        # the factor corrects the exponent's bias, which is 15 in float16 and 7 in e4m3
         value = (sign | (magnitude << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where(magnitude == 0x7F, float("nan"), value).to(DTYPE)
     else:
         return x.to(DTYPE)
 
 
-# four numbers in one register to two registers of float16 pairs: bytes 0 and 2, bytes 1 and 3. On
-# one line: Inductor prints what a kernel refers to in quotes of three, where a line's end is lost
+# four numbers in one register to two registers of float16 pairs: bytes 0 and 2, bytes 1 and 3. No
+# line breaks: Inductor prints these strings in triple quotes, where an escaped one would be wrong
 _E4M3_PTX = tl.constexpr(
     "{.reg .b32 bytes; .reg .b16 even, odd; prmt.b32 bytes, $2, 0, 0x3120;"
     " mov.b32 {even, odd}, bytes;"
@@ -83,8 +87,8 @@ _RAISED_INT8_PTX = tl.constexpr(
 
 @triton.jit
 def decode_raised_pairs(x, IN_PTX: tl.constexpr):
-    """The first and the second of each pair of 8-bit integers n as float16 (n + 128) * 2**-24:
-    fewer instructions than n itself.
+    """The first and the second of each pair of 8-bit integers n, as float16 (n + 128) * 2**-24,
+    which takes fewer instructions than n.
     """
     if IN_PTX:
         return tl.inline_asm_elementwise(
@@ -98,7 +102,7 @@ def decode_raised_pairs(x, IN_PTX: tl.constexpr):
 
 @triton.jit
 def decode_pairs(x, FORMAT: tl.constexpr, IN_PTX: tl.constexpr):
-    """The first and the second of each pair of 8-bit numbers as float16, which holds them all."""
+    """The first and the second of each pair of 8-bit numbers as float16, which is exact."""
     if IN_PTX:
         asm: tl.constexpr = (
             _E4M3_PTX if FORMAT == "E4M3" else _E5M2_PTX if FORMAT == "E5M2" else _INT8_PTX
@@ -117,9 +121,9 @@ def decode_pairs(x, FORMAT: tl.constexpr, IN_PTX: tl.constexpr):
 
 @triton.jit
 def float16_range(largest):
-    """Powers of two that bring numbers up to `largest` into float16's range, and back."""
+    """Powers of two that scale numbers up to `largest` to float16's range, and back."""
     exponent = (largest.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
-    # the largest becomes 2**14 to 2**15: as little as can be is lost at the other end
+    # the largest becomes 2**14 to 2**15, so that as few small numbers as possible are lost
     enlarge = tl.minimum(127 + 14 + 127 - exponent, 253)
     reduce = 254 - enlarge
     return (
@@ -137,8 +141,9 @@ def _encode(
     SMALLEST_NORMAL: tl.constexpr,
     MAGIC: tl.constexpr,
 ):
-    """float32 in eight bits, rounded to nearest even; added to MAGIC, a subnormal is rounded in the
-    last bits of the sum."""
+    """float32 in an 8-bit format, rounded to nearest even. Adding MAGIC rounds a subnormal number:
+    the last bits of the sum are its code.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(tl.abs(x), LARGEST)
@@ -153,9 +158,7 @@ def _encode(
 
 @triton.jit
 def encode(x, pointer_type: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 as it is stored behind a pointer: rounded to nearest even, the 8-bit formats
-    saturated.
-    """
+    """float32 in the format of a stored tensor, rounded to nearest even; 8-bit formats saturate."""
     if FORMAT == "BF16":
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -169,7 +172,7 @@ def encode(x, pointer_type: tl.constexpr, FORMAT: tl.constexpr):
     elif pointer_type == tl.float8e5:
         return tl.clamp(x, -57344.0, 57344.0).to(pointer_type)
     elif pointer_type == tl.int8:
-        # added to 1.5 * 2**23, a small number is rounded to nearest even
+        # adding and subtracting 1.5 * 2**23 rounds to the nearest even integer
         whole = (tl.clamp(x, -128.0, 127.0) + 12582912.0) - 12582912.0
         return whole.to(tl.int8)
     else:

@@ -1,4 +1,4 @@
-"""`flash_varlen` on GPUs: which kernel a call takes, or which two."""
+"""`flash_varlen` on GPUs: which kernel, or which two, run a call."""
 
 import functools
 import logging
@@ -39,7 +39,7 @@ def _plan_portable(call: AttentionCall, longest: int) -> Plan:
     return plan_attention(call, longest=in_turns(call, longest))
 
 
-# by the kernels of a call: what the log says, and what plans it
+# kernels of a call -> their name in the log, and the function that plans the call
 SAID = {
     "hopper latent": "the Hopper kernel for latent attention",
     "hopper": "the Hopper kernel",
@@ -53,16 +53,21 @@ PLANS: dict[str, Callable[[AttentionCall, int], Plan]] = {
     "portable": _plan_portable,
 }
 
-# more queries than these fill a tile of Hopper's, whatever the heads are; of packed sequences
-# that are short, more are told in steps of so many
+# Plans are kept for each value of the hint max_seqlen_q up to MOST_SAID; more queries fill a tile
+# of Hopper's kernel, whatever the number of heads. For packed short sequences the hint is rounded
+# up to a multiple of STEP_SAID
 MOST_SAID = STEP_SAID = support.BLOCK_M
 
-# keys of the longest of sequences in pages, of few queries each, are told as powers of two
+# pairs of hints of which it is kept what a plan is told
+MOST_HINTS = 1024
+
+# for paged keys and few queries, the hint max_seqlen_k is rounded up to a power of two with these
+# exponents
 LEAST_REACH, MOST_REACH = 9, 17
 
 
 def why_not_hopper(call: AttentionCall) -> str | None:
-    """Why no sequence of a call may take Hopper's kernel; None if some may."""
+    """Why Hopper's kernel can run no sequence of a call; None if it can run some."""
     reason = support.unsupported(call)
     if reason is None and call.is_batch_invariant:
         return support.unordered(call)
@@ -70,8 +75,9 @@ def why_not_hopper(call: AttentionCall) -> str | None:
 
 
 def why_not_latent(call: AttentionCall) -> str | None:
-    """Why a call takes no kernel for latent attention; None if it does where its values are columns
-    of its keys."""
+    """Why the kernel for latent attention cannot run a call; None if it can, provided that the
+    values are columns of the keys.
+    """
     reason = mla.unsupported(call) or mla.unprofitable(call)
     if reason is None and call.is_batch_invariant:
         return "results must not depend on the batch"
@@ -79,11 +85,11 @@ def why_not_latent(call: AttentionCall) -> str | None:
 
 
 def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
-    """Why a call takes the portable kernel alone; None if it takes Hopper's, or both. `longest`, if
-    it is not 0, is what the caller says of the longest sequence's queries.
+    """Why only the portable kernel runs a call; None if Hopper's does, or both. `longest`: the hint
+    max_seqlen_q, or 0.
     """
     reason = why_not_hopper(call)
-    # one of them does all sequences, or bits would depend on how many there are
+    # batch-invariant: if two kernels shared a batch, bits would depend on the other sequences
     if reason is not None or call.is_batch_invariant:
         return reason
     if mixed.is_mixed(call, longest):
@@ -98,7 +104,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 
 
 def in_turns(call: AttentionCall, longest: int) -> int:
-    """`longest`, if the tiles of sequences are taken in turns (`seqlen_info.py`), else 0."""
+    """`longest` if tiles of a sequence are taken in turns (`seqlen_info.py`), else 0."""
     if call.is_batch_invariant or why_not_hopper(call) is not None:
         return 0
     if support.are_few_short(call, longest):
@@ -107,7 +113,7 @@ def in_turns(call: AttentionCall, longest: int) -> int:
 
 
 def form_of(call: AttentionCall, longest: int) -> Form:
-    """What Hopper's kernel is told of a batch that it has for itself."""
+    """The form of Hopper's kernel for a batch that it runs alone."""
     if call.is_batch_invariant:
         return Form(is_guessed=support.is_few_rows(call))
     if mixed.is_mixed(call, longest):
@@ -126,8 +132,9 @@ def form_of(call: AttentionCall, longest: int) -> Form:
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
-    """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; of the last two, why
-    not `"hopper"`."""
+    """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; and for the last two,
+    why not `"hopper"`.
+    """
     if why_not_latent(call) is None:
         return "hopper latent", None
     reason = why_portable(call, longest)
@@ -141,7 +148,7 @@ def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
 
 
 def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
-    """Why a graph holds a call as one node; None if it holds the kernel that the call takes."""
+    """Why a call is an opaque node in graphs of torch.compile; None if its kernel is traced."""
     from torch._inductor import config
 
     if kernels_of(call, longest)[0].startswith("hopper"):
@@ -159,10 +166,10 @@ def why_opaque(call: AttentionCall, longest: int = 0) -> str | None:
 
 
 def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> int:
-    """What a plan is told of the longest sequence by the two hints: how many queries it has, if
-    they are few; of packed sequences, how many tokens at most, if they are short; else 0.
+    """The hint on the longest sequence on which a plan depends: its number of queries, if it is
+    small; for packed sequences, an upper bound of its tokens, if they are short; else 0.
     """
-    # no number that is traced
+    # a traced size is no int
     if type(max_seqlen_q) is not int:
         return 0
     if not is_packed:
@@ -176,8 +183,8 @@ def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> in
 
 
 def said_of_reach(max_seqlen_k: Any, is_packed: bool) -> int:
-    """What a plan is told of the keys of the longest sequence, where keys are in pages: a power of
-    two that is not less, or the largest of these; 0 where nothing is said.
+    """The hint on the longest sequence's keys on which a plan depends, for paged keys: max_seqlen_k
+    rounded up to a power of two between 2**LEAST_REACH and 2**MOST_REACH; 0 if it is not given.
     """
     if is_packed or type(max_seqlen_k) is not int or not max_seqlen_k:
         return 0
@@ -185,9 +192,8 @@ def said_of_reach(max_seqlen_k: Any, is_packed: bool) -> int:
 
 
 class AttentionOp:
-    """An attention operator, called with the arguments of its schema. Of the two hints, on which no
-    result depends, a plan is told how many queries the longest sequence has, if it has few, and
-    about how many keys.
+    """An attention operator, called with the arguments of its schema. A plan depends on the two
+    hints only as far as `said_of_longest` and `said_of_reach` say; results do not depend on them.
     """
 
     def __init__(self, name: str, check: Callable[[AttentionCall], None]) -> None:
@@ -197,28 +203,30 @@ class AttentionOp:
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
         self._table = next(i for i, x in enumerate(listed) if x.name == "block_table")
         self._most = len(listed) - 2
-        # by what is said of the longest sequence: calls of the cache, and what plans them
-        said = *range(MOST_SAID), *range(MOST_SAID, support.MOST_SHORT + 1, STEP_SAID)
-        reaches = 0, *(1 << i for i in range(LEAST_REACH, MOST_REACH + 1))
-        kinds = ((n, reach) for n in said for reach in reaches[: None if n <= MOST_SAID else 1])
-        self._kinds = {
-            (n, reach): (f"{name}, {n}, {reach}", functools.partial(self.plan, n, reach))
-            for n, reach in kinds
-        }
+        self._known_kind_of = functools.lru_cache(MOST_HINTS)(self._kind_of)
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         at = self._hints
-        if args[at] < 0 or args[at + 1] < 0:
+        max_seqlen_q, max_seqlen_k = args[at], args[at + 1]
+        if max_seqlen_q < 0 or max_seqlen_k < 0:
             self._check(self._call_of(*args, **options))
-        tensors = *args[:at], *args[at + 2 :]
         is_packed = len(args) <= self._table or args[self._table] is None
-        longest = said_of_longest(args[at], args[at + 1], is_packed)
-        key, plan = self._kinds[longest, said_of_reach(args[at + 1], is_packed)]
-        return launch_cache.call(key, plan, tensors, options)
+        # a number that is traced has no hash
+        find = self._kind_of if is_traced() else self._known_kind_of
+        key, plan = find(max_seqlen_q, max_seqlen_k, is_packed)
+        return launch_cache.call(key, plan, (*args[:at], *args[at + 2 :]), options)
+
+    def _kind_of(
+        self, max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool
+    ) -> tuple[str, Callable[..., Plan]]:
+        """For calls with these hints: their name in the launch cache, and what plans them."""
+        longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
+        reach = said_of_reach(max_seqlen_k, is_packed)
+        return f"{self._name}, {longest}, {reach}", functools.partial(self.plan, longest, reach)
 
     def plan(self, longest: int, reach: int, *tensors: Tensor | None, **options: Any) -> Plan:
-        """The plan for the operator's tensors. `longest` is what is said of the longest sequence's
-        queries, and `reach` of its keys, 0 where nothing is.
+        """The plan for the operator's tensors. `longest` and `reach` are what `said_of_longest` and
+        `said_of_reach` return.
         """
         tensors = *tensors, *(None,) * (self._most - len(tensors))
         args = *tensors[: self._hints], 0, reach, *tensors[self._hints :]

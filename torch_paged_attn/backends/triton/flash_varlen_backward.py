@@ -1,4 +1,4 @@
-"""`flash_varlen_backward` on GPUs: which kernels a call takes."""
+"""`flash_varlen_backward` on GPUs: which kernels run a call."""
 
 import logging
 from collections.abc import Callable
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class BackwardOp:
-    """The backward of an attention operator, called with the arguments of its schema. The two
-    hints, on which no result depends, are no part of what a plan is for.
+    """The backward of an attention operator, called with the arguments of its schema. Plans do not
+    depend on the two hints.
     """
 
     def __init__(self, forward: str, check: Callable[..., None]) -> None:
@@ -36,7 +36,8 @@ class BackwardOp:
         if args[at] < 0 or args[at + 1] < 0:
             self._check(*args, **options)
         tensors = *args[:at], *args[at + 2 :]
-        # a plan is looked up by its options: a list is no key, and PyTorch's switch is one of them
+        # options are part of a plan's key, so a list has to be a tuple; and torch's own switch for
+        # deterministic algorithms counts as an option
         options["output_mask"] = tuple(options.get("output_mask", (True,) * 5))
         is_strict = torch.are_deterministic_algorithms_enabled()
         options["deterministic"] = options.get("deterministic", True) or is_strict

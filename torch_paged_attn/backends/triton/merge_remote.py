@@ -1,16 +1,16 @@
-"""Parts of attention on several GPUs, put where they are merged and merged, by one kernel.
+"""Partial results of several GPUs are exchanged and merged by one kernel, through symmetric memory.
 
-Each rank has, in memory that all GPUs of a group see, a slot for each of the other ranks' rows, and
-a flag for each slot. A program puts its rows of every rank's heads into their slots, raises their
-flags, waits for its own, and merges what came with what lies here. Program p of one GPU waits for
-program p of the others alone, so that nothing else has to run at the same time.
+In memory that all GPUs of a group can write, each rank has a slot for the rows of every other rank,
+and a flag for each slot. A program writes its rows of each rank's heads to that rank's slots, sets
+the flags there, waits for its own flags, and merges the received rows with its own. Program p of a
+GPU waits only for programs p of the others, so that not all programs have to run at the same time.
 
-Flags count calls, and two slots take turns: what a program puts in its next call but one is put
-after the others have raised flags of the next, so after they have read this one. So nothing is
-reset, and calls may be replayed from a CUDA graph.
+A flag holds the number of the call, and calls use two sets of slots alternately. A program reuses a
+set only after all ranks have set the flags of the call in between, which they do after they have
+read the set. So nothing has to be reset, and calls can be replayed from a CUDA graph.
 
-Nobody waits for ever: a program whose time is up says in memory of the host who did not come, and
-stops the device (NVIDIA's; on others its rows are NaN).
+A program that waits too long writes the missing rank to host memory and stops the device with a
+trap (on NVIDIA GPUs; on others its rows are NaN).
 """
 
 from typing import Any, NamedTuple
@@ -27,14 +27,14 @@ from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, tar
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 
-# elements that a program merges
+# elements of the result that a program merges
 BLOCK = 512
 WARPS = 4
 THREADS = tl.constexpr(32 * WARPS)
 
 
 class Slots(NamedTuple):
-    """How memory is shared out among programs."""
+    """The sizes of the symmetric memory: ranks, programs, rows per program, elements per row."""
 
     ranks: int
     programs: int
@@ -43,18 +43,18 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, ranks: int, max_rows: int, dim: int) -> "Slots":
-        """For up to `max_rows` rows, of a token and one head each, that a rank merges."""
+        """Slots for a rank that merges up to `max_rows` rows (a token of one head each)."""
         rows = max(1, BLOCK // next_power_of_2(dim))
         return cls(ranks, triton.cdiv(max_rows, rows), rows, dim)
 
     @property
     def elements(self) -> int:
-        """float32 that a rank has room for: rows of values, then their softmax_lse."""
+        """Number of float32 elements of a rank's slots: rows of values, then their softmax_lse."""
         return 2 * self.ranks * self.programs * self.rows * (self.dim + 1)
 
     @property
     def flags(self) -> int:
-        """int32 of a rank."""
+        """Number of int32 flags of a rank."""
         return self.ranks * self.programs
 
 
@@ -63,16 +63,16 @@ def _lse_of(lse_ptr, slots_ptr, row_of_lse, at_lse, exists, IS_OWN: tl.constexpr
     if IS_OWN:
         return tl.load(lse_ptr + row_of_lse, mask=exists, other=float("-inf"))
     else:
-        # written by another GPU: not from a cache of this multiprocessor
+        # another GPU has written this: bypass this multiprocessor's L1 cache
         return tl.load(slots_ptr + at_lse, mask=exists, other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
 def _time(waited, IS_TIMED: tl.constexpr):
-    """Nanoseconds of the chip's clock; looks that were taken, where Triton reads no clock.
+    """The GPU's clock in nanoseconds; if Triton cannot read one, the number of polls so far.
 
-    Each thread reads another time, and all of them have to leave a loop together: those that left
-    it alone stopped the device before the one that writes had said why.
+    The maximum over threads, so that all threads leave a loop at the same time: otherwise some
+    would stop the device before another one has written which rank is missing.
     """
     if IS_TIMED:
         clocks = tl.inline_asm_elementwise(
@@ -95,7 +95,7 @@ def _do(INSTRUCTION: tl.constexpr, x):
 
 @triton.jit
 def _stop(x, IS_TIMED: tl.constexpr):
-    """End the device's work, once the host can read what this program's threads have stored."""
+    """Stop the device with a trap, after this program's stores have become visible to the host."""
     if IS_TIMED:
         _do("{ fence.sc.sys; mov.u32 $0, $1; }", x)
         tl.debug_barrier()
@@ -103,7 +103,7 @@ def _stop(x, IS_TIMED: tl.constexpr):
 
 
 class RemoteStrides(NamedTuple):
-    """Of this rank's part, whose columns lie side by side, and of its softmax_lse."""
+    """Strides of this rank's part, whose last dimension is contiguous, and of its softmax_lse."""
 
     token: int
     head: int
@@ -111,7 +111,7 @@ class RemoteStrides(NamedTuple):
 
 
 class RemoteOptions(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
 
     RANK: int
     PROGRAMS: int
@@ -136,7 +136,7 @@ def _merge_remote_kernel(
     strides,
     OPTIONS: tl.constexpr,
 ):
-    """Tokens and patience are no group: Triton would compile for what divides them."""
+    """tokens and patience are not in a tuple, because Triton would compile for their divisors."""
     out_ptr, lse_ptr = part
     result_ptr, result_lse_ptr = result
     RANK: tl.constexpr = OPTIONS.RANK
@@ -147,7 +147,7 @@ def _merge_remote_kernel(
     FORMAT: tl.constexpr = OPTIONS.FORMAT
     IS_TIMED: tl.constexpr = OPTIONS.IS_TIMED
     RANKS: tl.constexpr = len(slots)
-    # where softmax_lse begins, behind all values
+    # softmax_lse follows all values
     BEHIND: tl.constexpr = 2 * RANKS * PROGRAMS * ROWS * HEAD_DIM
     program = tl.program_id(0)
     call = tl.load(calls_ptr + program) + 1
@@ -173,7 +173,7 @@ def _merge_remote_kernel(
                 lse_ptr + row_of_lse + other * heads * strides.lse, mask=exists, other=0.0
             )
             tl.store(slots[other] + BEHIND + slot + i, lse, mask=exists)
-    # all threads have written before one of them says so
+    # all threads have written their rows before a flag is set
     tl.debug_barrier()
     for other in tl.static_range(RANKS):
         if other != RANK:
@@ -186,7 +186,7 @@ def _merge_remote_kernel(
         if other != RANK:
             flag = flags[RANK] + other * PROGRAMS + program
             raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            # calls are counted round 2**32
+            # the difference is right also when the number of calls wraps around
             while (raised - call < 0) & (now - start < patience):
                 raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 now = _time(now, IS_TIMED)
@@ -211,7 +211,7 @@ def _merge_remote_kernel(
         lse = _lse_of(lse_ptr, slots[RANK], own_lse, at_lse, exists, other == RANK)
         weight = tl.exp2((lse - shift) * LOG2E)
         total += weight
-        # a part that saw no key may hold anything
+        # rows of a part that saw no key may contain NaN
         counts = inside & (weight > 0.0)[:, None]
         if other == RANK:
             at = out_ptr + row[:, None] + RANK * heads * strides.head + dims[None, :]
@@ -242,19 +242,19 @@ def merge_remote(
     out_dtype: torch.dtype,
     seconds: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the parts of all ranks are together, for the heads of this one.
+    """The merged results of all ranks' parts, for this rank's heads.
 
     Args:
         out: `(tokens, num_heads, head_dim_v)` float32, this rank's part, contiguous.
         lse: `(num_heads, tokens)` float32, contiguous.
-        calls: `(programs,)` int32, this rank's own, zeros at first.
-        missing: `(1,)` int32, pinned memory of the host, 0 at first: who did not come, and 1.
-        slots: of each rank, `Slots.elements` float32.
-        flags: of each rank, `Slots.flags` int32, zeros at first.
-        rank: this one.
+        calls: `(programs,)` int32, the number of calls of each program, initially 0.
+        missing: `(1,)` int32 in pinned host memory, initially 0: the missing rank, plus 1.
+        slots: for each rank, `Slots.elements` float32 in symmetric memory.
+        flags: for each rank, `Slots.flags` int32 in symmetric memory, initially 0.
+        rank: this rank.
         out_dtype: of the result.
-        seconds: how long each program waits for the others; where the chip has no clock that Triton
-            reads, a million looks stand for one.
+        seconds: how long each program waits for the others. If Triton cannot read the GPU's clock,
+            a million polls count as a second.
     """
     options = {"rank": rank, "out_dtype": out_dtype, "seconds": seconds}
     tensors = out, lse, calls, missing, *slots, *flags

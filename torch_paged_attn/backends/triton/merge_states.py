@@ -1,6 +1,4 @@
-"""`merge_states` on GPUs: one program merges BLOCK_R rows (a query token of one head each), of two
-parts or of a list.
-"""
+"""`merge_states` on GPUs: a program merges BLOCK_R rows (a token of one head each) of all parts."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 from torch_paged_attn.ops.merge_states import check, check_list
 
-# parts that one launch merges: its arguments have 4 KB
+# the most parts of one launch, whose arguments are limited to 4 KB
 MOST_PARTS = 64
 
 
@@ -30,14 +28,14 @@ def _weight(lse, shift):
 
 @triton.jit
 def _weighted(out_ptr, offset, inside, weight, FORMAT: tl.constexpr):
-    """A part's share; one without weight may hold anything."""
+    """A part's rows times their weights. Rows of weight 0 are not read, since they may be NaN."""
     counts = inside & (weight > 0.0)[:, None]
     out = decode(tl.load(out_ptr + offset, mask=counts, other=0), FORMAT, tl.float32)
     return out * weight[:, None]
 
 
 class MergeOptions(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time constants of the kernels."""
 
     HEAD_DIM_V: int
     WIDTH: int  # its next power of two
@@ -50,8 +48,8 @@ class MergeOptions(NamedTuple):
 def _merge_rows(
     outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS: tl.constexpr
 ):  # fmt: skip
-    """Merge a program's rows of all parts. Strides are those of token, head and dim, part after
-    part, then those of head and token.
+    """Merge a program's rows of all parts. `strides` has those of token, head and dim of each
+    `out`, and then those of head and token of each lse.
     """
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     WIDTH: tl.constexpr = OPTIONS.WIDTH
@@ -113,8 +111,8 @@ def _merge_kernel(
     FORMAT: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Of two parts, one by one: a node of a graph takes no tuples, and Triton would compile for the
-    divisors of strides in them, which differ from call to call.
+    """Merge two parts. Arguments are not in tuples, because kernels in graphs take none, and
+    because Triton would compile for the divisors of strides that change from call to call.
     """
     OPTIONS: tl.constexpr = named("HEAD_DIM_V WIDTH FORMAT OUT_FORMAT BLOCK_R")(
         HEAD_DIM_V=HEAD_DIM_V, WIDTH=WIDTH, FORMAT=FORMAT, OUT_FORMAT=FORMAT, BLOCK_R=BLOCK_R
@@ -196,14 +194,14 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
 def _merge_list_kernel(
     outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS: tl.constexpr
 ):  # fmt: skip
-    """Of any number of parts: see `_merge_rows`."""
+    """Merge any number of parts, see `_merge_rows`."""
     _merge_rows(outs, lses, out_ptr, lse_ptr, total_q, num_heads, strides, OPTIONS)
 
 
 def merge_states_list(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Arguments as in `ops.merge_states`, whose check comes with the plan."""
+    """Arguments as in the op `merge_states.list`. More than MOST_PARTS are merged in groups."""
     if len(outs) <= MOST_PARTS and len(outs) == len(lses):
         options = {"out_dtype": out_dtype}
         return launch_cache.call("merge_states.list", _plan_list, (*outs, *lses), options)

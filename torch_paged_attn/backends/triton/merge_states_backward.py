@@ -1,9 +1,9 @@
-"""`merge_states_backward` on GPUs: one program has BLOCK_R rows (a query token of one head each).
+"""`merge_states_backward` on GPUs: a program has BLOCK_R rows (a token of one head each).
 
     w = exp(lse_part - lse)
     dout_part = w dout      dlse_part = w (dout . (out_part - out) + dlse)
 
-A part without weight has gradients 0, whatever it holds.
+Rows of a part that saw no key have gradients 0, whatever they contain.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch_paged_attn.ops.merge_states_backward import check
 
 
 class PartPointers(NamedTuple):
-    """A part, and where its gradients go."""
+    """A part, and its gradients."""
 
     out: Any
     lse: Any
@@ -31,7 +31,7 @@ class PartPointers(NamedTuple):
 
 
 class MergePointers(NamedTuple):
-    """What the kernel reads of the merged state, and the parts."""
+    """The merged results, their gradients, and the parts."""
 
     dout: Any
     dlse: Any
@@ -63,7 +63,7 @@ class MergeStrides(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a program, each a head of a token; rows past the last do not exist."""
+    """The rows of a program, a token of one head each; `exists` is False past the last one."""
 
     index: Any
     token: Any
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """The merged state and its gradients, in those rows."""
+    """The merged results and their gradients in a program's rows."""
 
     dout: Any
     dlse: Any
@@ -104,7 +104,7 @@ def _load_rows(ptr, rows, strides, counts, FORMAT: tl.constexpr, OPTIONS: tl.con
 
 @triton.jit
 def _write_part(part, strides, rows, merged, FORMAT: tl.constexpr, OPTIONS: tl.constexpr):
-    """The gradients of one part."""
+    """Write the gradients of one part."""
     lowest = float("-inf")
     part_lse = _load_lse(part.lse, rows, strides, rows.exists)
     counts = rows.exists & (part_lse != lowest) & (merged.lse != lowest)

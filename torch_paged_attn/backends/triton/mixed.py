@@ -1,14 +1,14 @@
-"""Batches of long and short sequences on Hopper: each sequence by the kernel that suits it.
+"""Batches with long and short sequences on Hopper, whose sequences are divided between two kernels.
 
-Hopper's kernel takes those that fill its tiles, the portable one, which reads keys as fast as
-memory gives them, the others; unless these are so little work that one kernel had better do all.
-That is decided on the device, by all lengths (`hopper/piece_plan.py`): the host knows none. The
-second kernel starts where the first one leaves room, and ends after it.
+Hopper's kernel runs the sequences whose queries fill its tiles; the portable kernel, whose speed is
+the memory's, runs the others. If these are very little work, Hopper's kernel runs all. The device
+decides it from the lengths (`hopper/piece_plan.py`), which the host does not know. The second
+kernel starts while the first one still runs, and ends after it.
 
-Only batches with windows come here, many decodes of wide heads, and 8-bit caches of wide or narrow
-ones: the others take Hopper's kernel alone (`is_one_launch` of `hopper/choices.py`), and so do
-those of few keys (`is_numbered`), for deciding takes 6 to 8 us, and the second kernel some more to
-begin and to end.
+This is for batches with windows, for many decodes with wide heads, and for 8-bit caches with wide
+or narrow heads. Other mixed batches run on Hopper's kernel alone (`is_one_launch` in
+`hopper/choices.py`), as do those with few keys (`is_numbered`): the decision takes 6 to 8 us, and a
+second kernel some more.
 """
 
 from typing import Any
@@ -24,24 +24,24 @@ from torch_paged_attn.backends.triton.portable import attention as portable
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
-# mean queries of batches whose short sequences, if any, cost less than another launch
+# with more queries per sequence on average, short sequences cost less than a second launch
 MOST_MEAN = 512
 
-# sequences that Hopper's kernel had better take alone: short ones among them cost less than telling
+# up to so many sequences run on Hopper's kernel alone: short ones cost less than the decision
 MOST_ALONE = 4
 
-# tables with room for fewer keys: nothing to share out
+# with block tables for fewer keys than this, two kernels are not worth it
 LEAST_KEYS = 256
 
 
 def most_queries(call: AttentionCall) -> int:
-    """Queries of the longest sequence that the portable kernel takes."""
+    """The most queries of a sequence that runs on the portable kernel."""
     return max(BLOCK_M // call.group_size, 1)
 
 
 def is_mixed(call: AttentionCall, longest: int) -> bool:
-    """Whether a call that Hopper's kernel could take may hold long and short sequences. `longest`
-    is what the caller says of the longest one's queries, 0 where it says nothing.
+    """Whether a call that Hopper's kernel supports may have long and short sequences. `longest`:
+    the hint max_seqlen_q, or 0.
     """
     if call.block_table is None or call.layout is not None or call.total_q <= call.batch:
         return False
@@ -55,20 +55,19 @@ def is_mixed(call: AttentionCall, longest: int) -> bool:
 
 
 def form_of(call: AttentionCall) -> Form:
-    """What Hopper's kernel is told of the batch."""
+    """The form of Hopper's kernel beside the portable one."""
     return Form(short=most_queries(call))
 
 
 def plan_attention(call: AttentionCall) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list."""
-    results = call.new_results()
-    new_out, new_lse = map(Allocation.like, results)
-    start_long = hopper.plan_launches(call, results[0], form=form_of(call))
+    """A plan for calls like this one. It takes the given tensors in the order of the op's list."""
+    new_out, new_lse = map(Allocation.like, call.new_results())
+    start_long = hopper.plan_launches(call, None, form=form_of(call))
     start_short = portable.plan_beside(call)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
-        # memory that the first kernel may still use when the second one gets its own
+        # `parts` must not be freed before the second kernel has its memory: the first one uses it
         tile_list, parts = start_long(tensors, addresses, out, lse)
         start_short(tensors, addresses, out, lse, tile_list)
         del parts

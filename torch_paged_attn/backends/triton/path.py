@@ -1,6 +1,6 @@
-"""What the GPU's kernels would do with a call: which of them, with which tiles and splits.
+"""`Backend.path` for GPUs: which kernels would run a call, with which tiles and splits.
 
-Nothing here is a rule of its own: the answers are those of the functions that plan launches.
+All answers come from the functions that plan launches.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def path(op: str, call: Any, target: str | None = None) -> Path:
     if target is None and assumed() is None and not _runs_here(call):
         reason = f"torch {torch.__version__} finds no GPU here; target='sm90:132' would name one"
         return Path("triton", None, reason)
-    # fake tensors have no addresses, as what is traced
+    # fake tensors have no addresses, so they are treated as in a trace
     with (
         contextlib.nullcontext() if target is None else assume(parse(target)),
         contextlib.nullcontext() if _has_addresses(call) else traced(),
@@ -59,7 +59,7 @@ def path(op: str, call: Any, target: str | None = None) -> Path:
 
 
 def _runs_here(call: Any) -> bool:
-    """Whether there is a GPU, or an interpreter of what lies in the host's memory."""
+    """Whether there is a GPU, or Triton's interpreter for tensors on the CPU."""
     is_interpreted = INTERPRETED and all(x.device.type != "cuda" for x in _tensors(call))
     return is_interpreted or torch.cuda.is_available()
 
@@ -74,7 +74,7 @@ def _tensors(call: Any) -> list[Tensor]:
 
 
 def parse(target: str) -> Target:
-    """The chip of `"sm90:132"`: architecture and number of multiprocessors."""
+    """The GPU that a text such as `"sm90:132"` names (architecture, multiprocessors)."""
     arch, _, count = target.partition(":")
     known = arch.startswith("gfx") or (arch.startswith("sm") and arch[2:].isdigit())
     if not known or not count.isdigit() or int(count) == 0:
@@ -101,7 +101,7 @@ def _attention(call: AttentionCall) -> Path:
     if kernels != "portable":
         form = mixed.form_of(call) if is_beside else form_of(call, longest)
         found, more = _hopper(call, form)
-        # lists of blocks are not counted
+        # the size of the lists of blocks is not known here
         details["hopper"], workspace = found, more if call.layout is None else None
     if kernels != "hopper":
         details["portable"], more = _portable(call, is_beside, turns)
@@ -129,7 +129,7 @@ def _portable(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[
 
 
 def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
-    """Tiles of Hopper's kernel, and the bytes of its list of tiles and of what pieces leave."""
+    """Tiles of Hopper's kernel, and the bytes of its tile list and partial results."""
     config, packed_heads = choose_tiles(call, form)
     options = hopper.options_of(call, config, packed_heads, form)
     listed: tuple[int, ...] = (0,)
@@ -142,7 +142,7 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
         "keys_per_tile": options.BLOCK_N,
         "grid": (programs,),
         "most_pieces_of_tiles": options.MOST_PARTS,
-        # stages are those that fit
+        # the numbers of stages are those that fit into shared memory
         "config": dataclasses.asdict(config)
         | {"KV_STAGES": options.KV_STAGES, "Q_STAGES": options.Q_STAGES},
     }
@@ -150,7 +150,7 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
 
 
 def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:
-    """Tiles of the kernel for latent attention, and the bytes of what its programs leave."""
+    """Tiles of the kernel for latent attention, and the bytes of its partial results."""
     options = mla.options_of(call)
     programs = mla.programs_of(call, options)
     found = {

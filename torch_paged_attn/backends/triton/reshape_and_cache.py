@@ -1,8 +1,10 @@
-"""`reshape_and_cache` on GPUs: a program writes elements of keys and of values of a few tokens.
+"""`reshape_and_cache` on GPUs: a program copies some elements of the keys and values of a few
+tokens.
 
-Tokens of one slot must not write at once. Of few tokens, each looks whether a later one has its
-slot. Of many, each first leaves its number with the slot, in a launch of its own: whatever number
-is found there then is that of the one that writes, so that memory nobody initialised will do.
+If several tokens have the same slot, only one of them may write. With few tokens, each checks
+whether a later token has its slot. With many, a first kernel writes each token's number to an array
+at its slot, and then the token whose number is found there writes. The array need not be
+initialised, since only slots of the call are read.
 """
 
 import logging
@@ -25,19 +27,20 @@ from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
 logger = logging.getLogger(__name__)
 
-# up to so many tokens a program looks through all slots, in one of few widths
+# up to so many tokens, a program compares its slots with all others; for a few sizes, since a
+# kernel is compiled for each
 FEW_TOKENS = 1024
 WIDTHS = (1, 32, 256, FEW_TOKENS)
 
-# tokens of a program that leaves their numbers
+# tokens per program of the first kernel
 CLAIMED = 256
 
-# elements of keys, and as many of values, that a program copies
+# elements of keys, and the same number of values, that a program copies
 BLOCK = 2048
 
 
 class Pointers(NamedTuple):
-    """Tensors, or None."""
+    """The kernel's tensors, or None."""
 
     key: Any
     value: Any
@@ -53,7 +56,7 @@ SLOTS = Pointers._fields.index("slots")
 
 
 class RowStrides(NamedTuple):
-    """Of keys or of values: strides of the new rows, of the cache and of the scales."""
+    """Strides in elements, of keys or values: of the new rows, of the cache and of the scales."""
 
     token: int
     head: int
@@ -72,7 +75,7 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
 
     DIM: int
     DIM_V: int
@@ -80,7 +83,7 @@ class Options(NamedTuple):
     CACHE_FORMAT: str
     BLOCK_T: int  # tokens of a program
     BLOCK_E: int  # elements of each
-    WIDTH: int  # tokens among which a later one for the same slot is looked for
+    WIDTH: int  # tokens that are compared with; 1 if the array of numbers is used
 
 
 @triton.jit
@@ -100,7 +103,7 @@ def _claim_kernel(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Leave the number of each token with its slot; one of those that share a slot stays."""
+    """Write each token's number at its slot; of tokens with the same slot, one number stays."""
     gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = _slots(slot_ptr, stride_slot, token, num_tokens, num_slots)
@@ -109,7 +112,9 @@ def _claim_kernel(
 
 @triton.jit
 def load_rows(ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr):
-    """This program's elements of the tokens' rows of all heads, one after another, in float32."""
+    """This program's elements of the tokens' rows, (tokens, BLOCK_E) float32, where a row has all
+    heads.
+    """
     FORMAT: tl.constexpr = OPTIONS.SOURCE_FORMAT
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
     inside = (token < num_tokens)[:, None] & (e < num_heads * DIM)[None, :]
@@ -123,7 +128,7 @@ def load_rows(ptr, token, num_tokens, strides, num_heads, DIM: tl.constexpr, OPT
 def store_rows(
     x, ptr, scale_ptr, place, strides, num_heads, DIM: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """Store the rows at their places: page, offset in it, and whether the token writes."""
+    """Write rows to a cache. `place`: page, offset in the page, and whether the token writes."""
     FORMAT: tl.constexpr = OPTIONS.CACHE_FORMAT
     page, offset_in_page, writes = place
     e = tl.program_id(1) * OPTIONS.BLOCK_E + tl.arange(0, OPTIONS.BLOCK_E)
@@ -139,7 +144,7 @@ def store_rows(
 
 @triton.jit
 def is_written_later(token, slot, other, other_slot):
-    """Whether another token, behind this one, has the same slot."""
+    """Whether a later token among `other` has the same slot."""
     is_later = (other[None, :] > token[:, None]) & (other_slot[None, :] == slot[:, None])
     return tl.sum(is_later.to(tl.int32), 1) > 0
 
@@ -155,13 +160,13 @@ def _reshape_and_cache_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
+    """A program copies BLOCK_E elements of the keys and of the values of BLOCK_T tokens."""
     DIM: tl.constexpr = OPTIONS.DIM
     DIM_V: tl.constexpr = OPTIONS.DIM_V
     gdc_wait(IS_DEPENDENT)
     token = tl.program_id(0) * OPTIONS.BLOCK_T + tl.arange(0, OPTIONS.BLOCK_T)
     slot = _slots(pointers.slots, strides.slots, token, num_tokens, num_slots)
-    # both are on their way before anything waits for a slot
+    # both loads are issued before anything waits for the slots
     key = load_rows(pointers.key, token, num_tokens, strides.k, num_heads, DIM, OPTIONS)
     value = load_rows(pointers.value, token, num_tokens, strides.v, num_heads, DIM_V, OPTIONS)
     writes = slot >= 0
@@ -236,7 +241,7 @@ def row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
 def choose_rows(
     key: Tensor, value: Tensor, k_cache: Tensor, num_tokens: int, target: Target
 ) -> tuple[tuple[int, int], Options]:
-    """The grid of what copies rows into a cache, and what it is compiled for."""
+    """The grid and the compile-time constants of a kernel that copies rows into a cache."""
     _, num_heads, dim = key.shape
     dim_v = value.shape[2]
     elements = num_heads * max(dim, dim_v)
@@ -263,9 +268,9 @@ def _plan_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Callable[[Callable[[], tuple[Any, ...]], Any], None]:
-    """What writes into tensors like these, of which those that are given come. It asks for the
-    tensors only if addresses will not do: halves of a cache take longer to make than the rest of a
-    call.
+    """A function that runs calls with tensors like these. It takes a function that returns the
+    given tensors, and their addresses. The former is called only if a kernel is not ready, because
+    making the two halves of a cache takes longer than the rest of a call.
     """
     num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
     num_slots = k_cache.shape[0] * k_cache.shape[2]

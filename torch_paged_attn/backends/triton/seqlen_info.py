@@ -1,8 +1,9 @@
-"""Which queries a program works on, found from cumulative lengths on the device.
+"""Which queries a program has; the device computes it from cumulative lengths.
 
-Tiles of all sequences are numbered with gaps: sequence b's first tile is `cu_seqlens_q[b] // TOKENS
-+ GAP * b`, so that the number of programs follows from shapes alone, and a program finds its
-sequence by counting. The rows past the last sequence are one more sequence, without keys.
+The tiles of all sequences are numbered with gaps: the first tile of sequence b is number
+`cu_seqlens_q[b] // TOKENS + GAP * b`. So the number of programs depends on shapes only, and a
+program finds its sequence by counting how many start before its number. Rows after the last
+sequence count as one more sequence, without keys.
 """
 
 import triton
@@ -10,25 +11,27 @@ import triton.language as tl
 
 
 def num_tiles(total_q: int, batch: int, tokens: int, gap: int) -> int:
-    """How many programs cover every row, whatever the lengths are."""
+    """The number of programs that cover all rows, whatever the lengths are."""
     return total_q // tokens + gap * (batch + 1)
 
 
 def programs_in_turns(total_q: int, batch: int, longest: int, tokens: int) -> int:
-    """How many programs take the tiles of a sequence in turns; `longest` is how many queries the
-    longest sequence is said to have. More than twice a sequence's share of programs would find
-    nothing to do.
+    """The number of programs that share the tiles of a sequence: program p of n has tiles p, p + n,
+    ... `longest` is the hint max_seqlen_q. There are at most twice as many as a sequence of mean
+    length has tiles, because further ones would mostly have nothing to do.
     """
     mean = -(-total_q // max(batch, 1))
     if mean * batch == total_q:
-        # probably all sequences have so many queries
+        # probably all sequences have this number of queries
         longest = min(longest, mean)
     return max(min(-(-longest // tokens), 2 * -(-mean // tokens)), 1)
 
 
 @triton.jit
 def find_tile(number, cu_seqlens_q_ptr, batch, TOKENS: tl.constexpr, GAP: tl.constexpr):
-    """Sequence of the tile, and which of its tiles it is (past its last one: nothing to do)."""
+    """The sequence of tile `number`, and which of its tiles it is; past its last one there is
+    nothing to do.
+    """
     WIDTH: tl.constexpr = 128
     started = tl.full([], 0, tl.int32)
     for b0 in tl.range(0, batch + 1, WIDTH):
@@ -59,7 +62,7 @@ def key_span(
     IS_PAGED: tl.constexpr,
     k_start_ptr=None,
 ):
-    """First packed key row of sequence b, and its number of keys: none for padding rows."""
+    """The first row of sequence b's packed keys, and its number of keys (0 for padding rows)."""
     exists = b < batch
     if cu_seqlens_k_ptr is not None:
         start = tl.load(cu_seqlens_k_ptr + b, mask=exists, other=0)
@@ -75,22 +78,23 @@ def key_span(
     if k_start_ptr is not None:
         start = tl.load(k_start_ptr + b, mask=exists, other=0)
         start = tl.minimum(tl.maximum(start, 0), max_keys)
-    # lengths nobody checked must not lead outside the keys, or the table
+    # unchecked lengths must not lead outside the keys or the table
     room = max_keys if IS_PAGED else max_keys - start
     return start, tl.maximum(tl.minimum(length, room), 0)
 
 
 @triton.jit
 def keys_of(b, lengths, batch, max_keys, IS_PAGED: tl.constexpr):
-    """`key_span` by all that says where keys lie: cu_seqlens_q, cu_seqlens_k, seqused_k, k_start,
-    and q_position, which does not."""
+    """`key_span` with the pointers in one tuple: cu_seqlens_q, cu_seqlens_k, seqused_k, k_start,
+    and q_position, which is not used.
+    """
     return key_span(b, lengths[0], lengths[1], lengths[2], batch, max_keys, IS_PAGED, lengths[3])
 
 
 @triton.jit
 def position_of_first(b, query_len, key_len, q_position_ptr, batch):
-    """The position of sequence b's first query: its keys end where its queries do, unless
-    `q_position` says otherwise.
+    """The position of sequence b's first query: q_position[b] if it is given, else key_len -
+    query_len, so that the last query is at the last key.
     """
     if q_position_ptr is None:
         return key_len - query_len

@@ -1,4 +1,4 @@
-"""The running softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1), in base two."""
+"""The online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1), with powers of two."""
 
 import triton
 import triton.language as tl
@@ -8,17 +8,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def finite_or_zero(m):
-    """A row that has seen no key has m = -inf; shifting by 0 instead avoids inf - inf."""
+    """`m`, or 0 where it is -inf, as in rows that have seen no key; this avoids inf - inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def exp(x):
-    """exp of x <= 0 to about one unit in the last place (Cephes' expf); chips are coarser.
-
-    Below -87 it is 0. NaN stays NaN, as it would not through a maximum.
+    """exp(x) for x <= 0, accurate to about one unit in the last place (Cephes' expf), which the
+    GPU's own instruction is not. Below -87 it is 0. NaN stays NaN.
     """
-    # rounded to a whole number of octaves by adding 1.5 * 2**23
+    # adding and subtracting 1.5 * 2**23 rounds to an integer
     octaves = (x * LOG2E + 12582912.0) - 12582912.0
     r = tl.fma(octaves, -0.693359375, x)
     r = tl.fma(octaves, 2.12194440e-4, r)
@@ -34,10 +33,12 @@ def exp(x):
 
 @triton.jit
 def small_tanh(t):
-    """tanh(x), x = t ln(2) / 2, to two units in the last place where |x| < 0.18, and whether it is:
-    a quotient of exponentials loses, of a small tanh, what float32 has no room for beside 1."""
+    """tanh(x) with x = t ln(2) / 2, accurate to two units in the last place if |x| < 0.18; and
+    whether it is. For small x the usual quotient of exponentials is less accurate, because 1 + x is
+    rounded.
+    """
     square = t * t
-    # least squares
+    # coefficients from a least squares fit
     series = tl.fma(square, 6.54616042e-04, -1.38750154e-02)
     return t * tl.fma(series, square, 0.34657359), square < 0.27
 
@@ -46,12 +47,14 @@ def small_tanh(t):
 def fold_scores(
     m_i, l_i, s, factor, IS_PRECISE: tl.constexpr, IS_HUGE: tl.constexpr, IS_FUSED: tl.constexpr
 ):  # fmt: skip
-    """Fold a tile of scores into the row maxima and sums; `exp2(factor * s)` is what they stand
-    for. With IS_HUGE scores may be any float32: times `factor`, some would be infinite. IS_FUSED:
-    the compiler fuses products and sums.
+    """Update the row maxima m_i and sums l_i with a tile of scores s, where `exp2(factor * s)` are
+    the unnormalised probabilities.
 
-    Returns the probabilities under the new maxima, those, the sums, and what the old tiles shrink
-    by.
+    IS_HUGE: `factor * s` may overflow, as with a large bias. IS_FUSED: the compiler may fuse
+    products and sums.
+
+    Returns the tile's probabilities relative to the new maxima, the new maxima and sums, and the
+    factor by which earlier results have to be multiplied.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1))
     shift = finite_or_zero(m_new)
@@ -69,7 +72,7 @@ def fold_scores(
 
 @triton.jit
 def quotient(acc, total, IS_PRECISE: tl.constexpr):
-    """Rows divided by their totals: rounded correctly, as Triton's `/` is not, where it counts."""
+    """Rows divided by their totals, with IS_PRECISE correctly rounded, unlike Triton's `/`."""
     if not IS_PRECISE:
         return acc * (1.0 / total)[:, None]
     return tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
@@ -77,7 +80,9 @@ def quotient(acc, total, IS_PRECISE: tl.constexpr):
 
 @triton.jit
 def with_sink(m, l_i, sink):
-    """Add one logit to the denominator: new maximum, new sum, and what the numerator shrinks by."""
+    """Add a sink's logit to the denominator. Returns the new maxima and sums, and the factor by
+    which the numerators have to be multiplied.
+    """
     m_new = tl.maximum(m, sink)
     shift = finite_or_zero(m_new)
     shrink = tl.exp2((m - shift) * LOG2E)

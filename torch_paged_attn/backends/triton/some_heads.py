@@ -1,8 +1,7 @@
-"""Attention of some heads of a call, its results written where those of all heads lie.
+"""Attention of some heads of a call, which writes into slices of the results of all heads.
 
-Keys of some heads that are there before those of the others are attended to while these still
-travel (`distributed/shared_keys.py`). What the launches write are slices of one `out` and one
-`softmax_lse`, so that nothing is put together afterwards. Hopper's kernel alone can.
+`distributed/arriving.py` uses it for heads whose keys have been copied, while the keys of other
+heads are still being copied. Only Hopper's kernel supports it.
 """
 
 import functools
@@ -21,9 +20,9 @@ TENSORS = tensor_names(OP)
 
 
 def attend(given: dict[str, Any], out: Tensor, lse: Tensor) -> bool:
-    """Write the results of `flash_varlen(**given)`, a checked call over packed keys, to `out`
-    `(total_q, heads, head_dim_v)`, of any strides, and to `lse` `(heads, total_q)` float32,
-    contiguous. False, and nothing written, where the call takes another kernel than Hopper's.
+    """Write the results of `flash_varlen(**given)`, a checked call with packed keys, to `out`
+    `(total_q, heads, head_dim_v)`, with any strides, and to `lse` `(heads, total_q)` float32,
+    contiguous. Returns False, and writes nothing, if Hopper's kernel does not run the call.
     """
     given = dict(given)
     longest = said_of_longest(given.pop("max_seqlen_q"), given.pop("max_seqlen_k"), True)

@@ -1,4 +1,4 @@
-"""Let code that imports flash-attn run on this package."""
+"""`install`: `import flash_attn` gives this package's functions."""
 
 import importlib
 import importlib.machinery
@@ -8,7 +8,7 @@ import types
 
 VERSION = "2.8.3"
 
-# a module's name, and the module of ours whose public names it has
+# flash-attn's module -> the module here that has the same public names
 MODULES = {
     "flash_attn": ".flash_attn_interface",
     "flash_attn.bert_padding": ".bert_padding",
@@ -18,15 +18,15 @@ MODULES = {
 
 
 def install() -> None:
-    """Put modules `flash_attn` and, as FlashAttention-3 has it, `flash_attn_interface` into
-    `sys.modules`, so that `import flash_attn` finds the functions of this package.
+    """Add the modules `flash_attn` and `flash_attn_interface` (FlashAttention-3) to `sys.modules`,
+    so that `import flash_attn` finds the functions of this package.
 
-    For programs whose source says `import flash_attn`. Libraries that ask for an installed
-    distribution of that name, as Transformers and diffusers do, see none. A second call changes
-    nothing; `uninstall` takes the modules out again.
+    This is for programs that import flash-attn themselves. Transformers and diffusers, which check
+    whether the distribution flash-attn is installed, still find none. A second call changes
+    nothing. `uninstall` removes the modules.
 
     Raises:
-        RuntimeError: flash-attn or FlashAttention-3 is installed here.
+        RuntimeError: flash-attn or FlashAttention-3 is installed.
     """
     for name in ("flash_attn", "flash_attn_interface"):
         if not _is_ours(name) and (name in sys.modules or importlib.util.find_spec(name)):
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the modules of `install` out of `sys.modules`."""
+    """Remove the modules that `install` has added to `sys.modules`."""
     for name in MODULES:
         if _is_ours(name):
             del sys.modules[name]
@@ -52,7 +52,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _add(name: str, ours: types.ModuleType) -> None:
-    """A module with a spec and a version: find_spec and checks of versions ask for them."""
+    """Add a module with a spec and a version, which importlib and version checks need."""
     module = types.ModuleType(name, ours.__doc__)
     is_package = name == "flash_attn"
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)

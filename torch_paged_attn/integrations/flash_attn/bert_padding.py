@@ -1,6 +1,5 @@
-"""flash-attn's submodule `flash_attn.bert_padding`: padded batches to packed rows and back.
-
-Where a row goes depends on a mask, which is read on the host, as in flash-attn.
+"""flash-attn's submodule `flash_attn.bert_padding`: conversion of padded batches to packed rows and
+back. As in flash-attn, the host reads the mask.
 """
 
 import torch
@@ -21,7 +20,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """A tensor of `first_axis_dim` rows: `indices` are those of values (n, ...), the others 0."""
+    """A tensor (first_axis_dim, ...) whose rows `indices` are `values` (n, ...), the others 0."""
     empty = values.new_zeros(first_axis_dim, *values.shape[1:])
     return empty.index_put((indices,), values)
 
@@ -29,11 +28,11 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch that are no padding, end to end.
+    """The tokens of a padded batch without the padding, as packed rows.
 
     hidden_states: (batch, seqlen, ...)
     attention_mask: (batch, seqlen) bool or int, 1 for a token
-    unused_mask: (batch, seqlen) bool or int, 1 for a place that is kept though it holds no token
+    unused_mask: (batch, seqlen) bool or int, 1 for a padding position that is kept
 
     Returns the rows (total, ...), their indices in the flattened batch (total,), cu_seqlens
     (batch + 1,) int32, the longest sequence, and the number of tokens of each sequence (batch,)
@@ -50,7 +49,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same for rows that hold several sequences, one behind the other.
+    """`unpad_input` for a batch whose rows contain several sequences one after the other.
 
     hidden_states: (batch, seqlen, ...)
     attention_mask_in_length: (batch, seqlen) int, the lengths of a row's sequences, then zeros

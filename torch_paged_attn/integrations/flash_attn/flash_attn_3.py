@@ -1,7 +1,7 @@
 """FlashAttention-3's module `flash_attn_interface`, with its arguments in its order.
 
-As there, `return_attn_probs` and `return_softmax_lse` give (out, softmax_lse). These arguments
-change no result: `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`.
+As there, `return_attn_probs` and `return_softmax_lse` give (out, softmax_lse). These arguments do
+not change results: `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`.
 """
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from torch_paged_attn.integrations._arguments import Window, check_tensors
 from torch_paged_attn.integrations._storages import check_storages, readable
-from torch_paged_attn.integrations.flash_attn import functions
+from torch_paged_attn.integrations.flash_attn import functions, with_kvcache
+from torch_paged_attn.integrations.flash_attn._results import Result
 from torch_paged_attn.ops import merge_states
 
 __all__ = [
@@ -39,7 +40,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> functions.Result:
+) -> Result:
     """`flash_attn.flash_attn_func` of q (batch, seqlen_q, num_heads, head_dim), and k and v."""
     return functions.flash_attn_func(
         *(q, k, v),
@@ -71,7 +72,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> functions.Result:
+) -> Result:
     """`flash_attn_func` of qkv (batch, seqlen, 3, num_heads, head_dim), or with num_heads_q of
     (batch, seqlen, num_heads_q + 2 * num_kv_heads, head_dim).
     """
@@ -125,7 +126,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> functions.Result:
+) -> Result:
     """`flash_attn.flash_attn_varlen_func` of q (total_q, num_heads, head_dim), and k and v."""
     return functions.flash_attn_varlen_func(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -176,9 +177,9 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> functions.Result:
+) -> Result:
     """`flash_attn.flash_attn_with_kvcache`; pages are page_table (batch, max_pages) int32."""
-    return functions.flash_attn_with_kvcache(
+    return with_kvcache.flash_attn_with_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin),
         *(cache_seqlens, cache_batch_idx, cache_leftpad),
         qv=qv,
@@ -206,11 +207,12 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets.
+    """Merge attention over disjoint key sets into attention over their union.
 
     out_partial: (parts, batch, seqlen, num_heads, head_dim) float32
     lse_partial: (parts, batch, seqlen, num_heads) float32
-    out: where the result goes, (batch, seqlen, num_heads, head_dim); of out_dtype, or float32
+    out: (batch, seqlen, num_heads, head_dim), to which the result is written
+    out_dtype: of the result; None: that of `out`, or of out_partial
 
     Returns out and softmax_lse (batch, seqlen, num_heads) float32.
     """

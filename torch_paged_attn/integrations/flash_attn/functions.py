@@ -1,11 +1,7 @@
-"""flash-attn's functions that attend: dense, ragged, and over a cache."""
-
-from typing import Any, TypeAlias
+"""`flash_attn_func` and `flash_attn_varlen_func`, by `flash_varlen`."""
 
 from torch import Tensor
 
-from torch_paged_attn.integrations import _constants
-from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._arguments import (
     Window,
     check_tensors,
@@ -13,19 +9,14 @@ from torch_paged_attn.integrations._arguments import (
     of_equal_lengths,
     refuse,
 )
-from torch_paged_attn.integrations._kvcache import (
-    behind_leftpad,
-    in_one_call,
-    lengths_of,
-    new_tokens,
-    pages_of,
-    rotate,
+from torch_paged_attn.integrations._storages import with_whole_rows
+from torch_paged_attn.integrations.flash_attn._results import (
+    Result,
+    check_out,
+    lse_per_sequence,
+    returned,
 )
-from torch_paged_attn.integrations._storages import check_storages, readable, with_whole_rows
-from torch_paged_attn.ops import flash_varlen, reshape_and_cache
-from torch_paged_attn.ops.append_slots import append_slots, positions
-
-Result: TypeAlias = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
+from torch_paged_attn.ops import flash_varlen
 
 
 def flash_attn_func(
@@ -55,7 +46,7 @@ def flash_attn_func(
 
     q: (batch, seqlen_q, num_heads, head_dim)
     k, v: (batch, seqlen_k, num_kv_heads, head_dim), (..., head_dim_v)
-    Strides are free; a tensor whose last dimension is not contiguous is copied.
+    Any strides; a tensor whose last dimension is not contiguous is copied.
 
     Returns out (batch, seqlen_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (batch, num_heads, seqlen_q); with return_attn_probs (out, softmax_lse, None).
@@ -72,7 +63,7 @@ def flash_attn_func(
     k = with_whole_rows("flash_attn_func", "k", k)
     v = with_whole_rows("flash_attn_func", "v", v)
     batch, seqlen_q = q.shape[:2]
-    _check_out("flash_attn_func", out, q, v)
+    check_out("flash_attn_func", out, q, v)
     arguments = flash_varlen_arguments(
         "flash_attn_func",
         **of_equal_lengths(q, k, v, s_aux),
@@ -93,8 +84,8 @@ def flash_attn_func(
     result, lse = flash_varlen(**arguments)
     result = result.reshape(batch, seqlen_q, *result.shape[1:])
     if return_attn_probs or return_softmax_lse:
-        lse = _per_sequence(lse, batch, seqlen_q)
-    return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
+        lse = lse_per_sequence(lse, batch, seqlen_q)
+    return returned(result, lse, out, return_attn_probs, return_softmax_lse)
 
 
 def flash_attn_varlen_func(
@@ -127,14 +118,15 @@ def flash_attn_varlen_func(
     qv: Tensor | None = None,
     attention_chunk: int = 0,
 ) -> Result:
-    """Attention over sequences laid end to end, their keys packed or in pages.
+    """Attention over a packed batch of sequences, with packed or paged keys.
 
     q: (total_q, num_heads, head_dim); rows past cu_seqlens_q[-1] are padding
     k, v: (total_k, num_kv_heads, head_dim), or with block_table (batch, max_pages) int32 pages
         (num_pages, page_size, num_kv_heads, head_dim); v may have a head_dim of its own
-    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32. With a block table cu_seqlens_k gives the key
-        lengths unless seqused_k (batch,) int32 does; without one seqused_k cuts them short
-    Strides are free; q, k or v whose last dimension is not contiguous is copied, pages too.
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32
+    seqused_k: (batch,) int32, the number of keys of each sequence, if it is not the difference of
+        cu_seqlens_k
+    Any strides; q, k or v whose last dimension is not contiguous is copied, pages too.
 
     Returns out (total_q, num_heads, head_dim_v); with return_softmax_lse also softmax_lse
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
@@ -148,7 +140,7 @@ def flash_attn_varlen_func(
     )
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    _check_out("flash_attn_varlen_func", out, q, v)
+    check_out("flash_attn_varlen_func", out, q, v)
     arguments = flash_varlen_arguments(
         "flash_attn_varlen_func",
         q,
@@ -175,248 +167,4 @@ def flash_attn_varlen_func(
         softcap=softcap,
     )
     result, lse = flash_varlen(**arguments)
-    return _returned(result, lse, out, return_attn_probs, return_softmax_lse)
-
-
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: Tensor | int | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    s_aux: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_seqlens: Tensor | None = None,
-    attention_chunk: int = 0,
-    deterministic: bool = False,
-    scheduler_metadata: Tensor | None = None,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    ver: int = 3,
-) -> Result:
-    """Attention over a cache, after new keys and values, if given, are appended to it in place.
-
-    q: (batch, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (batch + 1,) int32 ragged,
-        (total_q, num_heads, head_dim)
-    k_cache, v_cache: (cache_batch, seqlen_cache, num_kv_heads, head_dim), or with block_table (or
-        page_table) pages (num_pages, page_size, num_kv_heads, head_dim); neither is ever copied,
-        so its last dimension has to be contiguous
-    k, v: new (batch, seqlen_new, num_kv_heads, head_dim), or with cu_seqlens_k_new ragged. They are
-        stored behind the cache_seqlens tokens of each sequence; 8-bit caches divide by the descales
-    cache_seqlens: (batch,) int32 or an int, tokens in the cache BEFORE k; without k None means a
-        full cache. With k a negative length marks a row of padding: none of its tokens is stored,
-        and its result is 0
-    cache_batch_idx: (batch,) int32, the cache row of each sequence; not with a block table
-    cache_leftpad: (batch,) int32, slots in front of each sequence's first key, which cache_seqlens
-        counts; only for caches whose rows lie end to end
-    rotary_cos, rotary_sin: (>= cache length, rotary_dim / 2), only with k. k is rotated to the
-        positions at which it is stored, and q to the same positions. Without causal and window all
-        of q is rotated to the position of the first new key
-
-    On a CPU, and elsewhere under PAGED_ATTN_CHECK=1, nothing is written to the cache before all
-    arguments and their values are checked. In a compiled graph each op checks its own.
-
-    Returns out of q's shape, but v's head_dim; with return_softmax_lse also softmax_lse
-    (batch, num_heads, seqlen_q), ragged (num_heads, total_q).
-    """
-    name = checks.OP
-    if qv is not None or rotary_seqlens is not None or attention_chunk:
-        refuse(name, qv=qv, rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk)
-    if page_table is not None and block_table is not None:
-        raise ValueError(f"{name}: block_table and page_table are one argument, got both")
-    table = page_table if block_table is None else block_table
-    if (
-        rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is q_descale is None
-        and cu_seqlens_q is cu_seqlens_k_new is out is None
-    ):
-        left, right = window_size
-        found = in_one_call(
-            (q, k_cache, v_cache, k, v, cache_seqlens, table),
-            s_aux,
-            (k_descale, v_descale),
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
-            softcap=softcap,
-        )
-        if found is not None:
-            result, lse = found
-            result = result.view(*q.shape[:3], -1)
-            if not return_softmax_lse:
-                return result
-            return result, _per_sequence(lse, q.shape[0], q.shape[1])
-    if (k is None) != (v is None):
-        raise ValueError(f"{name}: k and v must come together, got one of them")
-    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise ValueError(f"{name}: rotary_cos and rotary_sin must come together, and with k and v")
-    check_tensors(name, q=q)
-    if q.dim() != (4 if cu_seqlens_q is None else 3):
-        raise ValueError(
-            f"{name}: q must be (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, "
-            f"head_dim) with cu_seqlens_q, got shape {tuple(q.shape)}"
-        )
-    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.check_tensor(cache_name, cache, "(pages, page_size, num_kv_heads, head_dim)")
-    q, shape = with_whole_rows(name, "q", q), q.shape
-    _check_out(name, out, q, v_cache)
-
-    seqlen_q = None
-    if cu_seqlens_q is None:
-        seqlen_q = max_seqlen_q = shape[1]
-        cu_seqlens_q = _constants.multiples(seqlen_q, shape[0], q)
-        q = q.flatten(0, 1)
-    else:
-        checks.check_cu_seqlens_q(cu_seqlens_q)
-    batch, may_read = cu_seqlens_q.shape[0] - 1, readable(q)
-    # without any of these, torch's operators read nothing: the attention op checks what it reads
-    if may_read and not (k is cache_batch_idx is cache_leftpad is None):
-        check_storages(
-            name,
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            k=k,
-            v=v,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            block_table=table,
-            alibi_slopes=alibi_slopes,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            s_aux=s_aux,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-        )
-    table = pages_of(k_cache, table, cache_batch_idx, batch, may_read)
-    capacity = table.shape[1] * k_cache.shape[1]
-    if cache_seqlens is None:
-        if k is not None:
-            raise ValueError(f"{name}: cache_seqlens must be given with k and v")
-        cache_seqlens = capacity
-    seqused_k = cache_seqlens = lengths_of(cache_seqlens, batch, q)
-    if cache_leftpad is not None:
-        checks.check_per_sequence("cache_leftpad", cache_leftpad, batch, "(batch,)")
-        if may_read:
-            checks.check_leftpad(cache_leftpad, cache_seqlens)
-
-    pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    to_store: tuple[Any, ...] | None = None
-    if k is not None and v is not None:
-        new = new_tokens(k, v, cu_seqlens_k_new, batch, may_read)
-        if may_read:
-            checks.check_room(cache_seqlens, new.lengths(), capacity)
-        num_tokens, page_size = new.k.shape[0], k_cache.shape[1]
-        slot_mapping, seqused_k = append_slots(
-            cache_seqlens, table, new.cu_seqlens, page_size, num_tokens
-        )
-        if rotary_cos is not None and rotary_sin is not None:
-            rotary = rotary_cos, rotary_sin, rotary_interleaved
-            head_dim = min(shape[-1], new.k.shape[-1])
-            checks.check_rotary(rotary_cos, rotary_sin, capacity, head_dim)
-            starts = seqused_k - new.lengths()
-            position, _ = positions(starts, new.cu_seqlens, num_tokens)
-            new = new._replace(k=rotate(new.k, position, *rotary))
-            ragged = None if seqlen_q is not None else cu_seqlens_q
-            q_position, owner = positions(starts, ragged, q.shape[0])
-            if not causal and tuple(window_size) in ((-1, -1), (None, None)):
-                first = starts[:, None] if owner is None else starts[owner]
-                q_position = first.expand_as(q_position)
-            q = rotate(q, q_position, *rotary)
-        scales: tuple[Tensor | None, ...] = ()
-        if k_cache.dtype.itemsize == 1:
-            scales = k_descale, v_descale
-            checks.check_descale("k_descale", k_descale)
-            checks.check_descale("v_descale", v_descale)
-        if batch and capacity and num_tokens:
-            to_store = new.k, new.v, pages, slot_mapping, *scales
-
-    if cache_leftpad is not None:
-        k_cache, v_cache, table = behind_leftpad(k_cache, v_cache, table, cache_leftpad)
-        pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        seqused_k = seqused_k - cache_leftpad
-        if k is not None:
-            seqused_k = seqused_k.clamp(min=0)  # of a row of padding, which has no keys
-    arguments = flash_varlen_arguments(
-        name,
-        q,
-        *pages,
-        block_table=table,
-        out=out,
-        window_size=window_size,
-        s_aux=s_aux,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=capacity,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        softcap=softcap,
-    )
-    if to_store is not None:
-        checks.check_gradients(arguments)
-        if may_read:
-            checks.check_attention(arguments)
-        reshape_and_cache(*to_store)
-    result, lse = flash_varlen(**arguments)
-    if seqlen_q is not None:
-        result = result.reshape(*shape[:3], v_cache.shape[3])
-        lse = _per_sequence(lse, shape[0], seqlen_q) if return_softmax_lse else lse
-    return _returned(result, lse, out, False, return_softmax_lse)
-
-
-def _check_out(name: str, out: Tensor | None, q: Tensor, v: Tensor) -> None:
-    if out is not None and out.shape != (shape := (*q.shape[:-1], v.shape[-1])):
-        raise ValueError(f"{name}: out must have shape {shape}, got {tuple(out.shape)}")
-    if out is not None and readable(q):
-        check_storages(name, out=out)
-
-
-def _returned(
-    result: Tensor,
-    lse: Tensor,
-    out: Tensor | None,
-    return_attn_probs: bool,
-    return_softmax_lse: bool,
-) -> Result:
-    if out is not None:
-        result = out.copy_(result)
-    if return_attn_probs:
-        return result, lse, None
-    return (result, lse) if return_softmax_lse else result
-
-
-def _per_sequence(lse: Tensor, batch: int, seqlen: int) -> Tensor:
-    """lse as (batch, num_heads, seqlen)."""
-    return lse.reshape(lse.shape[0], batch, seqlen).transpose(0, 1).contiguous()
+    return returned(result, lse, out, return_attn_probs, return_softmax_lse)

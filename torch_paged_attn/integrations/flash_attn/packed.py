@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.integrations._arguments import check_tensors
+from torch_paged_attn.integrations.flash_attn._results import Result
 from torch_paged_attn.integrations.flash_attn.functions import (
-    Result,
     flash_attn_func,
     flash_attn_varlen_func,
 )
@@ -68,8 +68,8 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` of qkv (total, 3, num_heads, head_dim), whose sequences have as many
-    queries as keys: cu_seqlens (batch + 1,) int32.
+    """`flash_attn_varlen_func` of qkv (total, 3, num_heads, head_dim); cu_seqlens (batch + 1,)
+    int32 is that of queries and of keys.
     """
     _check("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(total, 3, num_heads, head_dim)")
     q, k, v = qkv.unbind(1)
@@ -107,7 +107,9 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _check(op: str, name: str, packed: Any, shape: str) -> None:
-    """Raise for a tensor whose third dimension from the end does not count what is packed."""
+    """Raise unless `packed` has the number of dimensions of `shape`, and its third dimension from
+    the end is 3 (name "qkv") or 2 ("kv").
+    """
     check_tensors(op, **{name: packed})
     parts = len(name)
     if packed.dim() != shape.count(",") + 1 or packed.shape[-3] != parts:

@@ -35,6 +35,7 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
 )
 from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
+    BANK,
     clear_unseen,
     turn_tiles,
     turns_by_dma,
@@ -136,6 +137,15 @@ def turn(stack, item, program):
     )
 
 
+def new_sums(dim, width):
+    """Room in PSUM for turned sums, (dim, dim / P, width): each step of dim within one bank."""
+    steps, room = (dim + P - 1) // P, width
+    if BANK % width != 0 and steps > 1:
+        room = BANK
+    sums = nl.ndarray((min(dim, P), steps, room), dtype=nl.float32, buffer=nl.psum)
+    return sums[:, :, 0:width]
+
+
 def sum_over_queries(sums, rows, weights, is_further):
     """Columns of sums (dim, dim / P, width), turned, += rows (P, dim) over weights (P, columns)."""
     dim, columns = rows.shape[1], weights.shape[1]
@@ -187,10 +197,8 @@ def attend_part(part, turned, stack, item, tensors, program):
     by_dma = turns_by_dma(stack.q.dtype, options)
     dk, dv = None, None
     if options.wants_dkv:
-        shape = min(dim, P), turned.k.shape[1], width
-        dk = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
-        shape_v = min(dim_v, P), turned.v.shape[1], width
-        dv = nl.ndarray(shape_v, dtype=nl.float32, buffer=nl.psum)
+        dk = new_sums(dim, width)
+        dv = new_sums(dim_v, width)
     for start in range(0, len(seen), TOGETHER):
         together = seen[start : start + TOGETHER]
         lowest, tiles = together[-1][0], len(together)

@@ -4,11 +4,12 @@
 lie in shared memory beside zeros that the accelerator fills in: the tensors stay as they are.
 
 `plan_attention` has `choices.py` and `tiles.py` decide by a call's description and sizes; what it
-returns launches the kernels for tensors of such calls, of which it needs addresses alone.
+returns launches the kernels for tensors of such calls, of which it needs addresses alone. Calls
+that differ in sizes alone, and take the same tiles, share a `LaunchKind`.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.hopper import choices, tiles
-from torch_paged_attn.backends.triton.hopper.arguments import Pointers
+from torch_paged_attn.backends.triton.hopper.arguments import Pointers, Sizes
 from torch_paged_attn.backends.triton.hopper.block_lists import number_of_lists, plan_block_lists
 from torch_paged_attn.backends.triton.hopper.choices import FORM, Form
-from torch_paged_attn.backends.triton.hopper.support import DESCALES, key_bound
+from torch_paged_attn.backends.triton.hopper.support import is_sorted, key_bound
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import Lengths, plan_tile_list
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan, kind_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import HopperConfig
 
-# tensors that the kernels read by address, and those of a layout
-READ_BY_ADDRESS = (*DESCALES, *Lengths._fields, "block_table", "alibi_slopes", "sinks")
+# what a launch makes beside its results, and tensors of a layout
+MADE = ("lse", "tile_list", "entries", "spans", "parts", "counters", "out")
 LAYOUT = ("crow_indices", "col_indices")
 
 
@@ -42,11 +43,12 @@ def plan_attention(
     call: AttentionCall, config: HopperConfig | None = None, form: Form = FORM
 ) -> Plan:
     """A plan for the given tensors of calls like this one, in the order of the op's list."""
-    results = call.new_results()
-    new_out, new_lse = map(Allocation.like, results)
+    shape = call.total_q, call.num_heads, call.head_dim_v
+    new_out = Allocation(shape, call.result_dtype, call.q.device)
+    new_lse = Allocation((call.num_heads, call.total_q), torch.float32, call.q.device)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
-    start = plan_launches(call, results[0], config, form)
+    start = plan_launches(call, None, config, form)
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
@@ -56,24 +58,95 @@ def plan_attention(
     return run
 
 
+class Kind(dict[Any, "LaunchKind"]):
+    """What calls share that differ in sizes alone: by the tiles that they take, their launches."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        super().__init__()
+
+
+class LaunchKind:
+    """What launches share that differ in sizes and grid alone. Results are like `out`."""
+
+    def __init__(
+        self, call: AttentionCall, out: Tensor, config: HopperConfig, packed_heads: int, form: Form
+    ) -> None:
+        self.options = options = tiles.options_of(call, config, packed_heads, form)
+        self.boxes = tiles.boxes_of(call, out, options)
+        names = [*call.given_tensors(), *MADE, None]
+        self.pick_lengths = _picker(names, Lengths._fields)
+        self.pick_layout = _picker(names, LAYOUT)
+        # not the lengths of tiles that are listed, nor what goes by tensor maps
+        is_stored = options.FLOAT32_COLUMNS > 0 or options.MERGED_COLUMNS > 0
+        left_out = {
+            *(Lengths._fields if options.IS_LISTED else ()),
+            *(() if options.GATHERS else ("k", "v")),
+            *(() if is_stored else ("out",)),
+        }
+        self.pick = _picker(names, [x if x not in left_out else None for x in Pointers._fields])
+        self._scalars = tiles.scalars_of(call, packed_heads)
+        # which products the compiler fuses with sums differs from row to row
+        self._is_fused = not call.is_batch_invariant
+        self._first: Launch | None = None
+
+    def launch(self, programs: int, sizes: Sizes) -> Launch:
+        """A launch of so many programs; it is ready if the first one is."""
+        from torch_paged_attn.backends.triton.hopper.attention_kernel import (
+            _hopper_attention_fwd_kernel,
+        )
+
+        if self._first is not None:
+            return self._first.resized((programs,), **sizes._asdict())
+        self._first = Launch(
+            _hopper_attention_fwd_kernel,
+            (programs,),
+            scalars=self._scalars,
+            **sizes._asdict(),
+            OPTIONS=self.options,
+            num_warps=4,
+            launch_pdl=True,
+            enable_fp_fusion=self._is_fused,
+        )
+        return self._first
+
+
+def _picker(names: list[str | None], fields: Iterable[str | None]) -> Callable[..., tuple]:
+    """Picks what is called like the fields from a tuple with these names; for what is not there,
+    the None behind the others."""
+    places = {name: i for i, name in enumerate(names)}
+    return operator.itemgetter(*(places.get(x, places[None]) for x in fields))
+
+
+def _kind_of_launches(
+    call: AttentionCall, out: Tensor | None, config: HopperConfig, packed_heads: int, form: Form
+) -> LaunchKind:
+    if out is not None:
+        # where it lies may differ with the sizes
+        return LaunchKind(call, out, config, packed_heads, form)
+    # what of the sizes `tiles.options_of` and `scalars_of` go by
+    parts = tiles.parts_of(call, config, form)
+    kinds, key = kind_of(call, Kind), (config, packed_heads, form, parts, is_sorted(call))
+    if key not in kinds:
+        kinds[key] = LaunchKind(call, call.new_results()[0], config, packed_heads, form)
+    return kinds[key]
+
+
 def plan_launches(
     call: AttentionCall,
-    out: Tensor,
+    out: Tensor | None,
     config: HopperConfig | None = None,
     form: Form = FORM,
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """A plan that is given where the results go, tensors like `out` and its lse.
+    """A plan that is given where the results go: tensors like `out` and its lse, or if that is None
+    contiguous tensors of their own.
 
     Another kernel, which does what `form.short` leaves to it, may start before this one ends. What
     the plan returns, the list of tiles and other memory of this kernel's, is to be kept until that
     is launched.
     """
-    from torch_paged_attn.backends.triton.hopper.attention_kernel import (
-        _hopper_attention_fwd_kernel,
-    )
-
     chosen, packed_heads = choices.choose_tiles(call, form)
-    options = tiles.options_of(call, config or chosen, packed_heads, form)
+    kind = _kind_of_launches(call, out, config or chosen, packed_heads, form)
+    options = kind.options
     of_unlisted = tiles.units_in_turns(call, options, form)
     if options.IS_DEALT or options.IS_NUMBERED:
         of_unlisted = tiles.sizes_of_list(call)[2]
@@ -97,80 +170,51 @@ def plan_launches(
         shape = options.QUERIES_PER_LIST, options.KEYS_PER_ENTRY
         build_lists = plan_block_lists(layout, *shape, key_bound(call), options.IS_CAUSAL)
         lists_per_head = number_of_lists(layout, shape[0], key_bound(call))
-    q_boxes, k_boxes, v_boxes, out_boxes = tiles.boxes_of(call, out, options)
-    # what is not given is the None behind the tensors
-    names = list(call.given_tensors())
-    places = {name: i for i, name in enumerate(names)}
-    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
-    pick_layout = operator.itemgetter(*(places[name] for name in LAYOUT)) if layout else None
-    launch = Launch(
-        _hopper_attention_fwd_kernel,
-        (programs,),
-        scalars=tiles.scalars_of(call, packed_heads),
-        **tiles.sizes_of(call, of_unlisted or lists_per_head)._asdict(),
-        OPTIONS=options,
-        num_warps=4,
-        launch_pdl=True,
-        # which products the compiler fuses with sums differs from row to row
-        enable_fp_fusion=not call.is_batch_invariant,
-    )
-
+    sizes = tiles.sizes_of(call, of_unlisted or lists_per_head)
+    launch = kind.launch(programs, sizes)
+    pick, pick_lengths, pick_layout = kind.pick, kind.pick_lengths, kind.pick_layout
+    q_boxes, k_boxes, v_boxes, out_boxes = kind.boxes
     is_float32 = options.FLOAT32_COLUMNS > 0
-    is_stored = is_float32 or options.MERGED_COLUMNS > 0
-    # the lengths that the kernel reads itself where tiles are not listed
-    none = (None,) * 3
+    nothing = (None,) * len(MADE)
 
     def start(
         tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        of_q, of_k, of_v, *lengths, block_table, alibi_slopes, sinks = pick((*tensors, None))
-        entries = spans = None
-        if build_lists is not None and pick_layout is not None:
-            entries, spans = build_lists(*pick_layout(tensors))
-        parts = None if new_parts is None else new_parts()
-        held = None if scratch is None else scratch()
-        if not launch.is_ready or addresses is None:
-            q, k, v = tensors[:3]
-            tile_list, unlisted = None, lengths[: len(none)]
-            counters, left = None, parts
-            if held is not None:
-                left, counters = held.parts, held.counters
-            if list_tiles is not None:
-                tile_list, unlisted = list_tiles(Lengths(*lengths)), none
-            launch(
-                q_boxes.at(q.data_ptr()),
-                k_boxes.at(k.data_ptr()),
-                v_boxes.at(v.data_ptr()),
-                out_boxes.at((q if is_float32 else out).data_ptr()),
-                Pointers(
-                    lse, tile_list, block_table, entries, spans, alibi_slopes, sinks, left,
-                    of_q, of_k, of_v, *unlisted,
-                    *((k, v) if options.GATHERS else (None, None)),
-                )._replace(out=out if is_stored else None, counters=counters),
-            )  # fmt: skip
-            return tile_list, parts
-        of_q, of_k, of_v, *starts, table, slopes, sink = pick((*addresses, None))
-        tile_list, at_list, unlisted = None, None, starts[: len(none)]
-        at_out = out.data_ptr()
+        entries = spans = tile_list = parts = held = None
+        if build_lists is not None:
+            entries, spans = build_lists(*pick_layout((*tensors, *nothing, None)))
         if list_tiles is not None:
-            tile_list, unlisted = list_tiles(Lengths(*lengths), tuple(starts)), none
-            at_list = tile_list.data_ptr()
-        boxes_at = launch.map_arguments
-        lists = tuple(None if x is None else x.data_ptr() for x in (entries, spans))
-        slots = addresses[1:3] if options.GATHERS else (None, None)
-        at_parts, at_counters = None if parts is None else parts.data_ptr(), None
-        if held is not None:
-            at_parts, at_counters = held.addresses
-        pointers = (
-            lse.data_ptr(), at_list, table, *lists, slopes, sink, at_parts, of_q, of_k, of_v,
-            *unlisted,
-        )  # fmt: skip
-        launch.start(
-            *boxes_at(0, q_boxes, addresses[0]),
-            *boxes_at(1, k_boxes, addresses[1]),
-            *boxes_at(2, v_boxes, addresses[2]),
-            *boxes_at(3, out_boxes, addresses[0] if is_float32 else at_out),
-            (*pointers, *slots, at_out if is_stored else None, at_counters),
+            lengths, at_lengths = pick_lengths((*tensors, *nothing, None)), None
+            if addresses is not None:
+                at_lengths = pick_lengths((*addresses, *nothing, None))
+            tile_list = list_tiles(Lengths(*lengths), at_lengths)
+        if new_parts is not None:
+            parts = new_parts()
+        if scratch is not None:
+            held = scratch()
+        if launch.is_ready and addresses is not None:
+            at_q, at_out = addresses[0], out.data_ptr()
+            lists = [None if x is None else x.data_ptr() for x in (tile_list, entries, spans)]
+            at_parts, at_counters = None if parts is None else parts.data_ptr(), None
+            if held is not None:
+                at_parts, at_counters = held.addresses
+            boxes_at = launch.map_arguments
+            launch.start(
+                *boxes_at(0, q_boxes, at_q),
+                *boxes_at(1, k_boxes, addresses[1]),
+                *boxes_at(2, v_boxes, addresses[2]),
+                *boxes_at(3, out_boxes, at_q if is_float32 else at_out),
+                pick((*addresses, lse.data_ptr(), *lists, at_parts, at_counters, at_out, None)),
+            )
+            return tile_list, parts
+        memory = (parts, None) if held is None else (held.parts, held.counters)
+        q, k, v = tensors[:3]
+        launch(
+            q_boxes.at(q.data_ptr()),
+            k_boxes.at(k.data_ptr()),
+            v_boxes.at(v.data_ptr()),
+            out_boxes.at((q if is_float32 else out).data_ptr()),
+            Pointers(*pick((*tensors, lse, tile_list, entries, spans, *memory, out, None))),
         )
         return tile_list, parts
 

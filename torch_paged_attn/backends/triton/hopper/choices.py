@@ -18,6 +18,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     LEAST_TALL,
     NARROW,
     OF_LISTS,
+    SMALL,
     are_far,
     converts,
     gathers,
@@ -36,6 +37,7 @@ from torch_paged_attn.backends.triton.runtime.target import is_even, target_of
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
     choose_8_bit_config,
+    choose_copied_config,
     choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
@@ -45,13 +47,13 @@ from torch_paged_attn.backends.triton.tuning import (
 )
 from torch_paged_attn.ops.lacking import lacking
 
-# windows of some tiles of keys
-SMALL = range(1025)
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
 # of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
 # ends take longer than products
 MOST_ROWS = 256
+# rows to a multiprocessor up to which two consumers divide the keys that a narrow window shows
+MOST_ROWS_NARROW_DIVIDED = 60
 # keys of the longest sequence up to which tiles of one consumer are better, if there are few:
 # of head_dim 256, and of 128
 MOST_LOW_WIDE, MOST_LOW = 4096, 4096
@@ -202,8 +204,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
     if form.short:
-        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
-    if is_divided_chunk(call):
+        return _choose_tall_config(call, LEAST_LENGTH), packed
+    if is_divided_chunk(call) or _is_narrow_divided(call):
         return choose_split_config(width), whole_group(call)
     if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
@@ -213,8 +215,22 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if call.block_table is not None and not has_few_tiles(call):
         # of long contexts, the diagonal is little; of what is said, they have more than half
         length = max(length, call.max_seqlen_k // 2)
-    config = choose_hopper_config(width, length, is_causal, layout is not None, gathers(call))
-    return config, packed
+    return _choose_tall_config(call, length), packed
+
+
+def _choose_tall_config(call: AttentionCall, length: int) -> HopperConfig:
+    """Tiles of two or three consumers, each of which has rows of its own."""
+    width, is_causal = width_of(call.head_dim), call.window_right == 0
+    if gathers(call) and width == 128 and not converts(call):
+        return choose_copied_config()
+    return choose_hopper_config(width, length, is_causal, call.layout is not None, gathers(call))
+
+
+def _is_narrow_divided(call: AttentionCall) -> bool:
+    """Whether chunks of few rows see so few keys, by a window, that two consumers divide them."""
+    is_narrow = call.window_size_left in NARROW and width_of(call.head_dim) == 128
+    is_narrow = is_narrow and call.window_right == 0 and may_divide(call)
+    return is_narrow and _has_few_rows(call, MOST_ROWS_NARROW_DIVIDED)
 
 
 def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
@@ -310,10 +326,10 @@ def _are_mostly_chunks(call: AttentionCall) -> bool:
 
 def _choose_mixed_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, in a list, and keys are of 16 bits."""
-    width, is_causal = width_of(call.head_dim), call.window_right == 0
+    width = width_of(call.head_dim)
     is_tall = are_far(call) if width == 256 else _are_mostly_chunks(call)
     if is_tall:
-        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+        return _choose_tall_config(call, LEAST_LENGTH)
     return choose_guessed_config(width) if width == 256 else choose_split_config(width)
 
 

@@ -9,10 +9,10 @@ from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     NARROW,
     OF_LISTS,
+    SMALL,
     converts,
     gathers,
     has_few_tiles,
-    is_bound,
     is_float8,
     may_divide,
     reach_of,
@@ -33,8 +33,11 @@ MOST_LOW_8_BIT_OF_FEW, MOST_ROWS_8_BIT_OF_FEW = 2048, 32
 # chunks whose keys two consumers divide, by keys of the longest sequence: of so many, rows to a
 # multiprocessor; where rows of keys are copied, the first alone. Of fewer rows, past the first, one
 # consumer's tiles are better
-ROWS_DIVIDED = {2048: range(161), 4096: range(13, 65), 8192: range(13, 25)}
+ROWS_DIVIDED = {2048: range(161), 4160: range(13, 65), 8192: range(13, 25)}
 MOST_DIVIDED_OF_CHUNKS = 2048
+
+# of 8-bit caches of narrow heads, the same limit of one chunk, however many tiles it has
+MOST_NUMBERED_8_BIT = 4096
 
 # of several chunks whose tiles fill the chip, keys up to which nobody had better cut them; and of
 # chunks of many tiles where rows of keys are copied
@@ -44,7 +47,7 @@ MOST_NUMBERED_OF_SEVERAL, MANY_COPIED = 1024, range(1025, 4097)
 def is_divided_chunk(call: AttentionCall) -> bool:
     """Whether chunks of prompts have so few rows, for the keys that they see as far as anybody
     says, that two consumers had better divide the keys of a tile."""
-    if not may_divide(call) or is_bound(call.window_size_left):
+    if not may_divide(call) or call.window_size_left in SMALL:
         return False
     reach = reach_of(call)
     if gathers(call) and reach > MOST_DIVIDED_OF_CHUNKS:
@@ -80,6 +83,8 @@ def are_few_chunks(call: AttentionCall) -> bool:
         return False
     if lacking(call, OF_LISTS) is not None:
         return False
+    if call.batch == 1 and converts(call) and width_of(call.head_dim) == 64:
+        return reach_of(call) <= MOST_NUMBERED_8_BIT
     if not has_few_tiles(call):
         return gathers(call) and not converts(call) and reach_of(call) in MANY_COPIED
     if is_divided_chunk(call):

@@ -34,6 +34,8 @@ MOST_WAVES = 4
 
 # windows of few tiles of keys
 NARROW = range(512)
+# windows of some tiles of keys
+SMALL = range(1025)
 # keys up to which tiles of few rows may be better
 MOST_NEAR = 8192
 

@@ -82,20 +82,26 @@ def _pages_in_atoms(call: AttentionCall) -> bool:
     )
 
 
+def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
+    """How many pieces of tiles there may be, unless keys are dealt out."""
+    # pieces are merged on the way to a result of 16 bits
+    if form.longest or form.is_numbered or call.result_dtype == torch.float32:
+        return 0
+    parts = most_parts(call, form.short > 0 or form.is_guessed)
+    return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
+
+
 def options_of(
     call: AttentionCall,
     config: HopperConfig,
     packed_heads: int,
     form: Form = FORM,
 ) -> Options:
-    """What the kernel is compiled for; no size and no address is part of it."""
+    """What the kernel is compiled for; no address is part of it, and of the sizes what follows from
+    them for `parts_of`."""
     layout = call.layout
-    # pieces are merged on the way to a result of 16 bits
     is_float32 = call.result_dtype == torch.float32
-    is_cut = not (form.longest or form.is_numbered or is_float32)
-    parts = most_parts(call, form.short > 0 or form.is_guessed) if is_cut else 0
-    if call.is_batch_invariant and config.CONSUMERS == 1:
-        parts *= MORE_PARTS
+    parts = parts_of(call, config, form)
     is_dealt = form.is_dealt and parts > 0 and lacking(call, OF_LISTS) is None
     if is_dealt:
         # of each program

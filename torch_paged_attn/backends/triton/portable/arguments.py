@@ -1,10 +1,10 @@
-"""The arguments of the attention kernel, in groups, from a checked call.
+"""The arguments of the attention kernel, in groups, made of a checked call.
 
-What a kernel is compiled for are `Options`, the types of the pointers and of the numbers, and which
-`Pointers`, `Strides` and `Scalars` are 1, a multiple of 16, or not there (None costs a launch
-nothing). `Sizes` differ from call to call, and no kernel is compiled for theirs. A later call of
-the same description needs new `pointers` and `sizes`; with a bias, whose strides are those of its
-size, `strides` too.
+A kernel is compiled for its `Options`; for the types of pointers and numbers; and for which of
+`Pointers`, `Strides` and `Scalars` are None, 1 or multiples of 16 (passing None costs nothing).
+`Sizes` change from call to call, and kernels are not compiled for their values. A later call that
+differs in sizes only needs new `pointers` and `sizes`; with a bias, whose strides depend on its
+size, also new `strides`.
 """
 
 from typing import Any, NamedTuple
@@ -21,22 +21,22 @@ from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound, key
 from torch_paged_attn.backends.triton.runtime.target import Target
 from torch_paged_attn.backends.triton.softmax import LOG2E
 
-# elements of partial results that a warp holds while it merges: 32 registers, on AMD chips, whose
-# compiler keeps more beside them, 8 of 32 lanes
+# elements of partial results that a warp holds while it merges them: 32 registers per thread; on
+# AMD GPUs, whose compiler needs more registers for other values, 8
 MERGED_BY_WARP = 1024
 MERGED_BY_AMD_WARP = 256
 
-# terms of a score that are summed in float32 before they meet others: one chain over a head of 256
-# would lose more bits than the formula does
+# a float32 score is the sum of sums of so many products each: one sum over a head_dim of 256 would
+# be less accurate than the reference
 FLOAT32_CHAIN = 32
 
-
-# keys of all ranks, from one run of a rank's to its next: positions of more are of 64 bits
+# up to so many positions from one run of a rank's keys to its next (key_interleave * key_ranks),
+# key positions are computed in 32 bits
 MOST_IN_ROUND = 1 << 16
 
 
 class Pointers(NamedTuple):
-    """Tensors, or None."""
+    """The kernel's tensors; None for those that a call does not have."""
 
     q: Any
     k: Any
@@ -44,7 +44,7 @@ class Pointers(NamedTuple):
     out: Any
     lse: Any
     parts: Any  # partial results, see `combine.py`
-    counters: Any  # of programs that have left their part of a tile
+    counters: Any  # for each shared tile, how many programs have written their part
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     seqused_k: Any
@@ -63,11 +63,11 @@ class Pointers(NamedTuple):
     tail_mask: Any
     k_start: Any
     q_position: Any
-    tile_list: Any  # of the kernel before, beside which this one runs
+    tile_list: Any  # which tiles the kernel before, that runs at the same time, computes
 
 
 class Strides(NamedTuple):
-    """Strides in elements. That of a dimension a tensor is broadcast along is 0."""
+    """Strides in elements; 0 for a dimension along which a tensor is broadcast."""
 
     q_token: Any
     q_head: Any
@@ -82,7 +82,7 @@ class Strides(NamedTuple):
     bias_head: Any
     bias_token: Any
     bias_key: Any
-    bias_width: Any  # no stride: the keys that a bias has, whose divisors are worth as much
+    bias_width: Any  # not a stride: attn_bias.shape[2], for whose divisors kernels are compiled too
     alibi_batch: Any
     alibi_head: Any
     q_descale_batch: Any
@@ -95,26 +95,26 @@ class Strides(NamedTuple):
     latent_head: Any
     tail_token: Any
     tail_key: Any
-    tail_width: Any  # no stride: the columns of a tail mask
+    tail_width: Any  # not a stride: tail_mask.shape[1]
 
 
 class Scalars(NamedTuple):
-    """Numbers that follow from the options of a call."""
+    """Numbers that depend on the options of a call."""
 
     num_heads: Any
     left: Any
     right: Any
-    scale: Any  # of a product
-    factor: Any  # a score times this is the exponent of two
+    scale: Any  # softmax_scale
+    factor: Any  # exp2(score * factor) is the unnormalised probability
     softcap: Any
     dropout_threshold: Any
     dropout_scale: Any
     key_rank: Any
-    min_units: Any  # the fewest units of work in a program
+    min_units: Any  # the fewest units of work of a program, see `work_info.py`
 
 
 class Sizes(NamedTuple):
-    """What differs from call to call."""
+    """Numbers that change from call to call, for which kernels are not compiled."""
 
     stride_table: Any
     stride_crow_batch: Any
@@ -130,10 +130,10 @@ class Sizes(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants of a kernel."""
+    """Compile-time constants of a kernel."""
 
     HEAD_DIM: int
-    K_LOW: int  # chunks of a row, see `gather_scatter.py`; of pairs, both halves
+    K_LOW: int  # chunks of a row, see `gather_scatter.py`; if IS_PAIRED, even and odd elements
     K_HIGH: int
     HEAD_DIM_V: int
     V_LOW: int
@@ -143,7 +143,7 @@ class Options(NamedTuple):
     GROUP_SIZE: int
     PACK: int  # heads in a tile
     TOKENS: int  # queries in a tile
-    GAP: int
+    GAP: int  # see `seqlen_info.py`  # see `seqlen_info.py`
     IS_PAGED: bool
     PAGE_SIZE: int
     HAS_LAYOUT: bool
@@ -156,45 +156,45 @@ class Options(NamedTuple):
     KEY_RANKS: int  # see `key_positions.py`
     KEY_INTERLEAVE: int
     KEY_POSITION: tl.dtype
-    IS_ALIGNED: bool  # tiles begin at keys that are multiples of their size
+    IS_ALIGNED: bool  # the first key of a tile is a multiple of BLOCK_N
     HAS_DROPOUT_BASE: bool
     BIAS: str  # "", "bool" or "float"
-    RAW_SCORES: bool  # the scale joins the exponent
+    RAW_SCORES: bool  # scores are not scaled: `factor` contains the scale
     CHAIN: int
     FIRST_PHASE: int
     IS_SPLIT: bool
     PART_ROWS: int
     BLOCK_MERGED: int
     FIXED_UNITS: int
-    IS_BESIDE: bool  # the kernel before does a part, and says which
+    IS_BESIDE: bool  # another kernel computes the tiles in `tile_list` at the same time
     SEARCH_WIDTH: int
     IS_ONE_LOOK: bool
     Q_FORMAT: str
     K_FORMAT: str
     V_FORMAT: str
     OUT_FORMAT: str
-    IS_V_LIKE_K: bool  # one row offset is good for both
+    IS_V_LIKE_K: bool  # k and v have the same strides, so that they share row offsets
     IS_PAIRED: bool
     HAS_PTX: bool
     IS_Q_NORMED: bool
-    DTYPE: tl.dtype  # of the products
-    IS_PRECISE: bool  # float32: sums are short, and no function is approximate
+    DTYPE: tl.dtype  # of the factors of matrix products
+    IS_PRECISE: bool  # float32: sums are short (see CHAIN), and functions are not approximate
     BLOCK_M: int
     BLOCK_N: int
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of page, head and slot."""
+    """Strides of page, head and slot of keys or values; packed ones are one long page."""
     return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 
 def _broadcast_strides(x: Tensor | None, *shape: int) -> tuple[int | None, ...]:
-    """Strides of a tensor broadcast to `shape`."""
+    """Strides of a tensor broadcast to `shape`; None for each dimension if there is no tensor."""
     return (None,) * len(shape) if x is None else x.expand(shape).stride()
 
 
 def _has_raw_scores(call: AttentionCall, formats: Formats) -> bool:
-    """Whether nothing happens to the scores but one scale and masks."""
+    """Whether scores are only multiplied by one scale, which is not negative, and masked."""
     is_changed = call.softcap or call.alibi_slopes is not None
     is_changed = is_changed or (call.attn_bias is not None and call.attn_bias.dtype != torch.bool)
     is_raised = formats.is_paired and call.k.dtype == torch.int8
@@ -211,8 +211,11 @@ def pointers(
     results: tuple[Tensor, Tensor],
     workspace: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Pointers:
-    """`workspace` are partial results and counters, for tiles that are shared, and the list of
-    tiles of the kernel beside which this one runs.
+    """The pointers of a call.
+
+    results: out and softmax_lse
+    workspace: partial results and counters, if tiles are shared by programs; and the tile list, if
+        another kernel runs at the same time
     """
     k, v, bias, layout = call.k, call.v, call.attn_bias, call.layout
     if formats.is_paired:
@@ -253,7 +256,7 @@ def pointers(
 
 
 def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> Strides:
-    """The strides of what the pointers point to: the kernel's, or the call's own keys."""
+    """The strides of a call's tensors. `kernel_pointers` has k and v as the kernel reads them."""
     batch, num_heads, num_kv_heads = call.batch, call.num_heads, call.num_kv_heads
     k_page, k_head, k_slot = _row_strides(kernel_pointers.k)
     v_page, v_head, v_slot = _row_strides(kernel_pointers.v)
@@ -298,7 +301,7 @@ def strides(call: AttentionCall, kernel_pointers: Pointers | AttentionCall) -> S
 
 
 def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
-    """The numbers that a call's options stand for."""
+    """The scalars of a call."""
     left, right, dropout_p = call.window_size_left, call.window_right, call.dropout_p
     return Scalars(
         scale=call.scale,
@@ -315,7 +318,7 @@ def scalars(call: AttentionCall, formats: Formats, tiles: Tiles) -> Scalars:
 
 
 def sizes(call: AttentionCall) -> Sizes:
-    """What differs from call to call."""
+    """The sizes of a call."""
     crow_batch = crow_head = col_batch = col_head = layout_rows = nnz = None
     if call.layout is not None:
         crow, col = call.layout.crow_indices, call.layout.col_indices
@@ -338,7 +341,7 @@ def sizes(call: AttentionCall) -> Sizes:
 
 
 def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target) -> Options:
-    """The constants that a kernel is compiled with."""
+    """The compile-time constants of a call's kernel."""
     layout, config, bias = call.layout, tiles.config, call.attn_bias
     head_dim, head_dim_v, block_m = call.head_dim, call.head_dim_v, config.BLOCK_M
     smallest = target.smallest_chunk(block_m)
@@ -348,7 +351,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
     has_left = is_bound(call.window_size_left)
     ranks, rng = call.key_ranks, call.rng_state
     run = call.key_interleave if ranks > 1 else 1
-    # a tail mask hides none of the keys before it
+    # whether there is a loop without masks over the keys that every row sees
     has_middle = block_m > 64 or bias is not None or call.tail_mask is not None
     has_middle = has_middle and layout is None
     merged = MERGED_BY_AMD_WARP if target.is_hip else MERGED_BY_WARP
@@ -406,11 +409,11 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
 
 
 def compiler_options(tiles: Tiles, target: Target) -> dict[str, int]:
-    """What the compiler is told."""
+    """Triton's compiler options."""
     config = tiles.config
     told = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if tiles.fixed_units > 0:
-        # which products it fuses with sums depends on where in a tile a row is
+        # batch-invariant bits: whether a product and a sum are fused may depend on a row's place
         told["enable_fp_fusion"] = False
     if target.is_hip and config.waves_per_eu:
         told["waves_per_eu"] = config.waves_per_eu

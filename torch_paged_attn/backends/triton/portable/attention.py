@@ -1,6 +1,6 @@
-"""From a checked call to a launch of the portable kernel.
+"""The host's side of the portable kernel: it plans a checked call and launches it.
 
-Nothing here reads a tensor: grids, splits and scratch memory follow from shapes.
+Grids, splits and scratch memory are chosen from shapes; no tensor value is read.
 """
 
 import operator
@@ -36,7 +36,7 @@ from torch_paged_attn.backends.triton.runtime.target import Target, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation, ScratchOf
 from torch_paged_attn.backends.triton.tuning import Config
 
-# what the kernel's pointers are called in the list of arguments, where the names differ
+# the kernel's name of a pointer -> the name in the list of arguments, if it is different
 ARGUMENTS = {
     "crow": "crow_indices",
     "col": "col_indices",
@@ -53,7 +53,7 @@ def attend(
     splits: SplitPlan | None = None,
     longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Plan the call and launch the kernel. `config` and `splits` override tables and rules."""
+    """Plan the call and launch the kernel. The options are those of `plan_attention`."""
     plan = plan_attention(call, config=config, splits=splits, longest=longest)
     return plan(tuple(call.given_tensors().values()), None)
 
@@ -65,8 +65,11 @@ def plan_attention(
     splits: SplitPlan | None = None,
     longest: int = 0,
 ) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list. If
-    `longest`, what is said of the longest sequence's queries, is not 0, tiles are taken in turns.
+    """A plan for calls like this one. It takes the given tensors in the order of the op's list.
+
+    config, splits: instead of those that `choose_tiles` would choose
+    longest: if not 0, max_seqlen_q: programs of a sequence take its tiles in turns
+        (`_attend_in_turns`)
     """
     if call.total_q == 0:
         new_out, new_lse = map(Allocation.like, call.new_results())
@@ -79,8 +82,8 @@ def plan_attention(
 
 
 def plan_beside(call: AttentionCall) -> Callable[..., None]:
-    """A plan for a launch beside the kernel before it, which does what that leaves: of tensors,
-    addresses, the two results, and the list of tiles that says what is left.
+    """A plan for a launch that runs at the same time as the kernel before it, and computes the
+    tiles which that leaves. It takes tensors, addresses, the two results, and the tile list.
     """
     kind = kind_of(call, Kind)
     sizes = call.total_q, call.batch, key_bound(call)
@@ -88,12 +91,12 @@ def plan_beside(call: AttentionCall) -> Callable[..., None]:
 
 
 class Kind:
-    """What calls share that differ in sizes alone."""
+    """What calls share that differ in sizes only: traits, and launches for each kind of tiles."""
 
     def __init__(self, call: AttentionCall) -> None:
         self.target, self.device = target_of(call.q.device), call.q.device
         self.traits = traits_of(call, self.target)
-        # by what of the tiles a kernel is compiled for
+        # by the properties of the tiles for which a kernel is compiled
         self._launches: dict[tuple[Any, ...], LaunchKind] = {}
 
     def plan(self, call: AttentionCall, tiles: Tiles) -> Plan:
@@ -120,7 +123,7 @@ class Kind:
         return run
 
     def plan_beside(self, call: AttentionCall, tiles: Tiles) -> Callable[..., None]:
-        """The plan for a launch beside another kernel."""
+        """The plan of `plan_beside`."""
         kind, launch, scratch = self._launch(call, tiles)
         pick = kind.pick
         assert scratch is not None
@@ -141,7 +144,7 @@ class Kind:
     def _launch(
         self, call: AttentionCall, tiles: Tiles
     ) -> "tuple[LaunchKind, Launch, ScratchOf | None]":
-        """What launches of such tiles share, the one for this call, and its scratch memory."""
+        """What launches with these tiles share, the launch of this call, and its scratch memory."""
         kind = self._launches.get(key := tiles.of_kernel())
         if kind is None:
             kind = self._launches[key] = LaunchKind(call, tiles, self.target)
@@ -156,8 +159,8 @@ class Kind:
 
 
 class LaunchKind:
-    """What launches share that differ in sizes and grid alone. `launch` is that of the call that it
-    is made for.
+    """What all launches share that differ in sizes and grid only. `launch` is that of the call for
+    which the object was made.
     """
 
     def __init__(self, call: AttentionCall, tiles: Tiles, target: Target) -> None:
@@ -189,14 +192,14 @@ class LaunchKind:
         )
 
     def results(self, total_q: int) -> tuple[Allocation, Allocation]:
-        """`out` and `softmax_lse` of so many queries."""
+        """Allocations of `out` and `softmax_lse` for total_q queries."""
         return (
             Allocation((total_q, *self._out_shape), self._out_dtype, self._device),
             Allocation((self._num_heads, total_q), torch.float32, self._device),
         )
 
     def pointers(self, tensors: tuple[Any, ...]) -> arguments.Pointers:
-        """The kernel's, as it reads what is stored, out of the plan's tensors."""
+        """The kernel's pointers, picked from the plan's tensors and viewed in its dtypes."""
         picked = zip(self.pick(tensors), self._stored, strict=True)
         views = [x if t is None or t == x.dtype else x.view(t) for x, t in picked]
         return arguments.Pointers(*views)
@@ -204,7 +207,7 @@ class LaunchKind:
     def launch_in_graph(
         self, pointers: arguments.Pointers, grid: tuple[int, ...], sizes: arguments.Sizes
     ) -> None:
-        """Launch as a node of the graph that is being traced."""
+        """Add the launch to the graph that is being traced."""
         lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "k_start", "q_position")
         copies = only_read(*(getattr(pointers, name) for name in lengths))
         pointers = pointers._replace(**dict(zip(lengths, copies, strict=True)))
@@ -215,8 +218,9 @@ class LaunchKind:
 def _picker(
     given: list[str], made: list[str], pointers: arguments.Pointers
 ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Picks the kernel's pointers out of the given tensors, results, memory `made` for the launch,
-    and None."""
+    """A function that makes the kernel's pointers of a tuple: the tensors `given`, out, lse, the
+    workspace `made` for the launch, and None.
+    """
     names = [*given, "out", "lse", *made, None]
     sources = [
         ARGUMENTS.get(name, name) if name in made or x is not None else None

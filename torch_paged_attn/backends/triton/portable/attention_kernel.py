@@ -1,14 +1,13 @@
-"""Attention forward for every GPU that Triton knows: packed or paged keys, prefill, decode and
-mixes.
+"""The attention kernel for every GPU that Triton supports: packed or paged keys, any batch.
 
-FlashAttention-2's loop (arXiv 2307.08691) over one tile of queries at a time, see `query_tile.py`.
-The keys come in tiles of BLOCK_N; those that every row sees need no mask and go first through the
-middle phase. With IS_SPLIT the keys of all tiles are dealt out evenly, see `work_info.py`, and
-programs that share a tile merge what each has found, see `combine.py`. With a layout, a tile's keys
-are the listed blocks of its row.
+It is FlashAttention-2's loop (arXiv 2307.08691): for one tile of queries at a time
+(`query_tile.py`), over tiles of BLOCK_N keys (`key_loop.py`). Tiles of keys that every row sees
+need no mask. With a layout, a tile's keys are the listed blocks of its row. With IS_SPLIT, the keys
+of all tiles are divided evenly between programs (`work_info.py`), and programs that share a tile
+merge their partial results (`combine.py`).
 
-Scores and sums are float32; probabilities are rounded to DTYPE, the type of the products. The
-arguments come in groups, see `arguments.py`.
+Scores and sums are float32; probabilities are rounded to DTYPE, the type of the matrix products.
+`arguments.py` explains the groups of arguments.
 """
 
 import triton
@@ -29,14 +28,14 @@ from torch_paged_attn.backends.triton.seqlen_info import find_tile
 
 @triton.jit
 def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """One program, one tile of queries and all its keys."""
+    """The program computes one tile of queries with all its keys."""
     # the last tiles of a causal sequence see the most keys: they start first
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     b, place = find_tile(number, pointers.cu_seqlens_q, sizes.batch, OPTIONS.TOKENS, OPTIONS.GAP)
     sequence = sequence_at(b, lengths, sizes, OPTIONS)
     tile = tile_at(place, tl.program_id(1), sequence, OPTIONS)
     if tile.first_token < tile.query_len:
-        # not by way of a name: numbers in a tuple that has one are no constants any more
+        # the tuple must not be assigned to a name: Triton would not treat its numbers as constants
         attend_tile(
             tile,
             named("unit taken units is_part part")(unit=0, taken=1, units=1, is_part=False, part=0),
@@ -50,8 +49,10 @@ def _attend_whole_tile(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.c
 
 @triton.jit
 def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """The programs of a sequence and a head take its tiles in turns. Nothing is searched for, and
-    programs that run together read neighbouring heads of the same tokens."""
+    """Program p of n computes tiles p, p + n, p + 2 n, ... of a sequence and a head. So a program
+    need not search for its sequence, and programs that run at the same time read neighbouring heads
+    of the same tokens.
+    """
     sequence = sequence_at(tl.program_id(2), lengths, sizes, OPTIONS)
     place = tl.program_id(1)
     while place * OPTIONS.TOKENS < sequence.query_len:
@@ -69,18 +70,18 @@ def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.con
 
 @triton.jit
 def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """One program, the next piece of all tiles' keys; it merges a tile if it is the last there.
-    Where another kernel does a part of the batch, it is those sequences with more than the `limit`
-    of queries.
+    """The program computes a piece of the keys of all tiles (`work_info.py`), and merges a shared
+    tile if it is the last program to finish its part. With IS_BESIDE, another kernel computes the
+    sequences with more than `lengths.limit` queries.
     """
-    # heads are neighbours: together they read whole tokens of a cache
+    # heads are the fastest grid dimension: neighbouring programs read whole tokens of a cache
     head_program = tl.program_id(0)
     heads = tl.num_programs(0)
     program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     programs = tl.num_programs(1) * tl.num_programs(2)
     piece, at, stop, b, first = find_work(program, programs, lengths, sizes, scalars, OPTIONS)
-    # a loop that surely begins needs no branch before it: addresses are computed while the
-    # lengths are on their way
+    # the first iteration always runs, so that the compiler need not wait for the lengths before it
+    # computes addresses
     goes_on = tl.full([], 1, tl.int1)
     while goes_on:
         sequence = sequence_info(b, lengths, sizes, scalars, OPTIONS)
@@ -106,7 +107,7 @@ def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.conste
             )
             attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS)
             if is_shared:
-                # the programs that share the tile, one after another
+                # consecutive programs share the tile
                 first_program = tile_start // piece
                 parts = (tile_start + units - 1) // piece - first_program + 1
                 counter = pointers.counters + first_program * heads + head_program
@@ -120,12 +121,12 @@ def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.conste
 
 @triton.jit
 def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """What one program does, whichever kernel it is in."""
+    """The kernel's body, also of the kernel in torch.compile's graphs (`graph_kernel.py`)."""
     limit = 0
     if OPTIONS.IS_BESIDE:
         limit = tl.load(pointers.tile_list + 2)
-    # torch.compile takes every pointer for written to that a function has, if what it returns is
-    # part of an address that is written to
+    # if a function's result is part of an address that is written to, torch.compile assumes that
+    # all pointers among its arguments are written to; so these functions get only the lengths
     lengths = named("cu_seqlens_q cu_seqlens_k seqused_k k_start q_position limit")(
         cu_seqlens_q=pointers.cu_seqlens_q,
         cu_seqlens_k=pointers.cu_seqlens_k,
@@ -150,7 +151,7 @@ def attend_batch(pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 def _attention_fwd_kernel(
     pointers,
     strides,
-    # one by one: Triton compiles for the divisors of what is in a tuple
+    # not in a tuple: Triton would compile kernels for their divisors
     stride_table,
     stride_crow_batch,
     stride_crow_head,
@@ -166,7 +167,7 @@ def _attention_fwd_kernel(
     OPTIONS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    # beside a kernel that does the rest of the call, nothing is waited for but its end
+    # with IS_BESIDE, wait for the other kernel only at the end
     gdc_wait(IS_DEPENDENT and not OPTIONS.IS_BESIDE)
     sizes = Sizes(
         stride_table=stride_table,
@@ -183,7 +184,7 @@ def _attention_fwd_kernel(
     )
     attend_batch(pointers, strides, sizes, scalars, OPTIONS)
     if OPTIONS.IS_BESIDE:
-        # what comes after this kernel comes after both
+        # the next kernel of the stream then waits for both
         is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
         if is_first:
             gdc_wait(IS_DEPENDENT)

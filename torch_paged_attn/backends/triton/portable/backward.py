@@ -1,13 +1,14 @@
-"""From a checked call to the launches of the portable backward.
+"""The host's side of the portable backward: it plans a checked call and launches its kernels.
 
-    statistics      lse and D of each row                         `backward_statistics.py`
-    dK, dV          keys stay, queries pass by                    `dkdv_kernel.py`
-    dQ              queries stay, keys pass by; a head's bias     `dq_kernel.py`
-    shared bias     a tile stays, heads pass by                   `dbias_kernel.py`
+    statistics      lse and D of each row                               `backward_statistics.py`
+    dK, dV          a tile of keys, in a loop over queries              `dkdv_kernel.py`
+    dQ              a tile of queries, in a loop over keys; and the
+                    gradient of a bias with all heads                   `dq_kernel.py`
+    dbias           of a bias with one head, in a loop over heads       `dbias_kernel.py`
 
-Seven products where one pass would have five, but every sum has one program and one order: the same
-call gives the same bits, and needs no memory but the statistics. What is not asked for is not
-launched.
+These are seven matrix products, where a single kernel would need five. But each sum is computed by
+one program in one order, so that the same call gives the same bits, and the only workspace are the
+statistics. Kernels of gradients that are not wanted are not launched.
 """
 
 import dataclasses
@@ -39,13 +40,13 @@ from torch_paged_attn.backends.triton.tuning import (
 )
 from torch_paged_attn.backward_call import BackwardCall, tensor_names
 
-# rows of the smallest tiles
+# rows of the smallest tile
 FEWEST_ROWS = 16
 
 
 def lacks_room(call: AttentionCall) -> str | None:
-    """Why shared memory does not hold the smallest tiles, or None if it does. In float32 it holds
-    rows of keys, values, queries and of their gradients.
+    """Why the smallest tiles do not fit into shared memory; None if they do. In float32, rows of
+    keys, values, queries and their gradients have to fit.
     """
     if call.q.dtype != torch.float32:
         return None
@@ -57,18 +58,18 @@ def lacks_room(call: AttentionCall) -> str | None:
 
 
 def _gap(has_layout: bool) -> int:
-    """How many numbers are left for the partial tiles of each sequence (`seqlen_info.py`)."""
+    """How many tile numbers are reserved for partial tiles per sequence (`seqlen_info.py`)."""
     return 2 if has_layout else 1
 
 
 def _position_bound(call: AttentionCall) -> int:
-    """The highest position of a key, plus one."""
+    """The largest position that a key can have, plus one."""
     last, run = key_bound(call) - 1, call.key_interleave
     return max((last // run * call.key_ranks + call.key_rank) * run + last % run + 1, 0)
 
 
 def _tiles(config: Config, grid: tuple[int, ...], has_layout: bool) -> Tiles:
-    """Tiles of one head each, whose rows no other program shares."""
+    """Tiles of one head, each of which belongs to one program."""
     return Tiles(
         config=config,
         pack=1,
@@ -86,7 +87,7 @@ def _tiles(config: Config, grid: tuple[int, ...], has_layout: bool) -> Tiles:
 
 
 def _within(config: Config, traits: Traits) -> Config:
-    """Tiles that lie in one block of a layout."""
+    """`config` with tiles that are no larger than a block of the layout, if there is one."""
     if not traits.k_block:
         return config
     m, n = min(config.BLOCK_M, traits.q_block), min(config.BLOCK_N, traits.k_block)
@@ -94,14 +95,14 @@ def _within(config: Config, traits: Traits) -> Config:
 
 
 class _Kernels:
-    """What the launches of a call have in common."""
+    """The launches of one backward call."""
 
     def __init__(self, call: BackwardCall, config: BackwardConfig | None) -> None:
         forward = call.forward
         self.call, self.target = call, target_of(forward.q.device)
         self.formats = formats_of(forward, self.target, False)
         self.traits = traits = traits_of(forward, self.target)
-        # positions that the host does not know, and a mask of pairs, take registers as well
+        # q_position and tail_mask need registers, as the options do that are not plain
         is_plain = traits.is_plain and forward.tail_mask is None and forward.q_position is None
         self.config = config or choose_backward_config(
             self.target.arch, traits.head_dim, traits.itemsize, is_plain, traits.is_full
@@ -133,7 +134,7 @@ class _Kernels:
         return num_tiles(forward.total_q, forward.batch, config.BLOCK_M, gap)
 
     def dkdv(self) -> Launch:
-        """The kernel of dK and dV."""
+        """The launch of the kernel of dK and dV."""
         forward = self.call.forward
         total_k = forward.k.shape[0]
 
@@ -145,8 +146,8 @@ class _Kernels:
         return self._launch(_attention_dkdv_kernel, self.config.dkdv, grid, total_k=total_k)
 
     def dq(self, *, is_beside: bool) -> Launch:
-        """The kernel of dQ, and of a bias that each head has of its own. `is_beside`: it comes
-        right after that of dK and dV.
+        """The launch of the kernel of dQ, and of dbias for a bias with all heads. `is_beside`: it
+        may run at the same time as the kernel of dK and dV, which was launched just before.
         """
         heads = self.call.forward.num_heads
 
@@ -156,7 +157,7 @@ class _Kernels:
         return self._launch(_attention_dq_kernel, self.config.dq, grid, IS_BESIDE=is_beside)
 
     def dbias(self, width: int) -> Launch:
-        """The kernel of a bias that heads share, of so many keys."""
+        """The launch of the kernel of dbias for a bias with one head and `width` keys."""
 
         def grid(config: Config) -> tuple[int, ...]:
             return self._query_tiles(config), -(-width // config.BLOCK_N)
@@ -167,18 +168,16 @@ class _Kernels:
 def differentiate(
     call: BackwardCall, *, config: BackwardConfig | None = None
 ) -> tuple[Tensor, ...]:
-    """Plan the call and launch the kernels: dq, dk, dv, dbias, dsinks. `config` overrides tables
-    and rules.
-    """
+    """Plan the call and launch its kernels; return dq, dk, dv, dbias and dsinks."""
     given = tuple(x for x in call.tensors().values() if x is not None)
     return plan_backward(call, config=config)(given, None)
 
 
 def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list. `config`
-    overrides tables and rules.
+    """A plan for calls like this one. It takes the given tensors in the order of the op's list.
+    `config` replaces the tiles that would be chosen.
     """
-    # a row of dout lies in one piece, and an expanded one is written out
+    # kernels need contiguous rows of dout
     is_copied = call.dout.stride(2) != 1 or 0 in call.dout.stride()
     if is_copied:
         call = dataclasses.replace(call, dout=call.dout.contiguous())
@@ -192,7 +191,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     statistics_of = plan_statistics(call, natural=is_natural)
     dkdv = kernels.dkdv() if wants_dk or wants_dv else None
     has_dbias = wants_dbias and not is_shared
-    # only the blocks that are listed are visited
+    # the kernel only visits listed blocks, so dbias of the others has to be zeroed first
     is_zeroed = has_dbias and layout is not None
     dq = None
     if wants_dq or has_dbias:
@@ -202,7 +201,7 @@ def plan_backward(call: BackwardCall, *, config: BackwardConfig | None = None) -
     if layout is not None and dkdv is not None:
         lists_of = plan_transposed_lists(layout, _position_bound(forward))
     new_results = [Allocation.like(x) for x in results]
-    # what kernels write besides what is wanted
+    # a kernel also writes results that are not wanted, to spare memory
     spare = [Allocation.like(x) for x in (forward.q, forward.k, forward.v)]
     names = [name for name, x in call.tensors().items() if x is not None]
     nothing = dict.fromkeys(tensor_names(call.op))

@@ -1,6 +1,4 @@
-"""The arguments of the backward's kernels: the forward's groups (`arguments.py`), and what a
-gradient needs besides.
-"""
+"""The arguments of the backward's kernels: the groups of the forward (`arguments.py`), extended."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +20,8 @@ def _extended(name: str, group: Any, *more: str) -> Any:
     return NamedTuple(name, [(field, Any) for field in (*group._fields, *more)])
 
 
-# `out` and `lse` are None: the statistics stand for them. The lists of `transposed_lists.py`
+# `out` and `lse` are None, since the kernels read the statistics instead. The listing_* are those
+# of `transposed_lists.py`
 BackwardPointers: Any = _extended(
     "BackwardPointers",
     arguments.Pointers,
@@ -32,8 +31,8 @@ BackwardPointers: Any = _extended(
 
 BackwardStrides: Any = _extended("BackwardStrides", arguments.Strides, "dout_token", "dout_head")
 
-# LAST_PHASE: of the loop over queries. IS_SHARED: several may have a part of a tile of keys.
-# LAYOUT_HEADS: of a sequence's layout
+# LAST_PHASE: the last phase of the loop over queries. IS_SHARED: a tile of keys may contain keys of
+# several sequences. LAYOUT_HEADS: number of heads of a layout
 BackwardOptions: Any = _extended(
     "BackwardOptions",
     arguments.Options,
@@ -41,7 +40,7 @@ BackwardOptions: Any = _extended(
 )
 
 
-# what the kernels' pointers are called in the list of arguments, where the names differ
+# the kernels' name of a pointer -> the name in the list of arguments, if it is different
 ARGUMENTS = {
     "crow": "crow_indices",
     "col": "col_indices",
@@ -49,7 +48,7 @@ ARGUMENTS = {
     "alibi": "alibi_slopes",
 }
 
-# tensors of results' and keys' numbers, which are handed over as they are stored
+# tensors whose dtype the kernels may not support: they are passed in a storage dtype (`dequant.py`)
 STORED = ("q", "k", "v", "dout", "dq", "dk", "dv", "dbias")
 READ = (
     *("q", "k", "v", "dout", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "crow", "col", "alibi"),
@@ -58,8 +57,8 @@ READ = (
 
 
 def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
-    """A function that makes `BackwardPointers` of a call's tensors, by name, and of what else its
-    kernels read and write.
+    """A function that makes `BackwardPointers` of a call's tensors (by name), of the transposed
+    lists, and of results and statistics as keyword arguments.
     """
     bias, has_dropout = call.forward.attn_bias, call.forward.dropout_p > 0.0
     is_mask = bias is not None and bias.dtype == torch.bool
@@ -87,14 +86,14 @@ def pointers_of(call: BackwardCall, target: Target) -> Callable[..., Any]:
 
 
 def shares_keys(call: AttentionCall) -> bool:
-    """Whether the tiles of keys are tiles of rows: several sequences, or several blocks of a
-    layout, may share a row.
+    """Whether the tiles of keys are tiles of rows of k, since a row may belong to several sequences
+    (k_start), or a tile to several blocks of the layout (key_ranks).
     """
     return call.k_start is not None or (call.layout is not None and call.key_ranks > 1)
 
 
 def strides(call: BackwardCall) -> Any:
-    """The forward's, and dout's."""
+    """The forward's strides, and those of dout."""
     forward, dout = call.forward, call.dout
     found = arguments.strides(forward, forward)
     return BackwardStrides(*found, dout_token=dout.stride(0), dout_head=dout.stride(1))
@@ -103,23 +102,24 @@ def strides(call: BackwardCall) -> Any:
 def options(
     call: AttentionCall, formats: Formats, tiles: Tiles, target: Target, *, keys_stay: bool
 ) -> Any:
-    """The constants that a kernel is compiled with. `keys_stay`: the kernel is that of dK and dV,
-    in which a tile of keys stays.
+    """The compile-time constants of a kernel. `keys_stay`: of the kernel of dK and dV, where a
+    program has a tile of keys and loops over queries.
     """
     layout, bias = call.layout, call.attn_bias
     found = arguments.options(call, formats, tiles, target)
-    # keys are rows of a product too
+    # keys are the rows of some products
     smallest = target.smallest_chunk(max(tiles.config.BLOCK_M, tiles.block_n))
     k_low, k_high = chunks(call.head_dim, smallest)
     v_low, v_high = chunks(call.head_dim_v, smallest)
-    # tiles without a mask, but the edges of a window or of causality; those keep their order
+    # phases of the loop: tiles at one edge of the mask, tiles without a mask, tiles at the other
+    # edge
     before, after = is_bound(call.window_size_left), is_bound(call.window_right)
     if keys_stay:
         before, after = after, before
     first, last = (0 if before else 1), (2 if after or not keys_stay else 1)
     is_shared = keys_stay and shares_keys(call)
     if is_shared:
-        # of a sequence's keys a tile may hold a few
+        # a tile may contain only some keys of a sequence
         first = 0
     if layout is not None or bias is not None or call.tail_mask is not None:
         first = last = 2

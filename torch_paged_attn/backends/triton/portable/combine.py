@@ -1,11 +1,12 @@
-"""Partial results of shared tiles, and their merging by whichever program comes last.
+"""Partial results of tiles that several programs share, and how the last program merges them.
 
-A program leaves at most two parts: of a tile that an earlier program began, and of one that it
-leaves unfinished itself. A part is rows of values and their lse; where a bias may be so large that
-the lse would swallow the row's sum, maximum and sum instead. Programs that share a tile count their
-arrivals; the last one merges the parts in the order of the keys, so that the bits do not depend on
-who that is, and sets the counter back to zero for the next launch. With FIXED_UNITS the bits depend
-neither on how many parts there are nor on which of them have keys.
+A program writes at most two parts: one of a tile that an earlier program has begun, and one of a
+tile that it does not finish. A part consists of rows of values and their lse. With a bias, whose
+size may make the lse lose the digits of the row's sum, it has maximum and sum instead of the lse.
+Programs that share a tile increment its counter; the last one merges the parts in the order of the
+keys, so that the bits do not depend on which program it is, and resets the counter for the next
+launch. With FIXED_UNITS the bits depend neither on the number of parts nor on which of them are
+empty.
 """
 
 import triton
@@ -22,14 +23,14 @@ from torch_paged_attn.backends.triton.softmax import (
 
 @triton.jit
 def part_of(program, is_first, heads, head_program):
-    """The number of a program's part of a tile: `is_first` where the tile begins in the program."""
+    """The number of a program's part. `is_first`: whether the tile begins in this program."""
     return (2 * program + is_first.to(tl.int32)).to(tl.int64) * heads + head_program
 
 
 @triton.jit
 def part_weights(parts_ptr, OPTIONS: tl.constexpr):
-    """Where the lse or the maxima of all parts are, behind their values: PART_ROWS numbers for
-    each. The sums are behind those.
+    """Pointers to the maxima (or lse) and to the sums of all parts, PART_ROWS numbers per part. In
+    memory they follow the values.
     """
     programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
     maxima_ptr = parts_ptr + programs * (2 * OPTIONS.PART_ROWS * OPTIONS.HEAD_DIM_V)
@@ -38,8 +39,8 @@ def part_weights(parts_ptr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def is_last_arrival(counter, parts):
-    """Announce this program's part; True in the last of `parts` programs, which sees all parts."""
-    # every thread has written before one of them counts
+    """Count this program's part; True in the last of `parts` programs, which can read all parts."""
+    # all threads have written their values before the counter is incremented
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
     tl.store(counter, 0, mask=is_last)
@@ -48,7 +49,7 @@ def is_last_arrival(counter, parts):
 
 @triton.jit
 def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """Write the rows of one tile from its parts, BLOCK_MERGED elements of them at a time."""
+    """Merge the parts of a tile, BLOCK_MERGED elements at a time, and write the results."""
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE
     PACK: tl.constexpr = OPTIONS.PACK
@@ -58,7 +59,7 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
     WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
     BLOCK_D: tl.constexpr = min(WIDTH, max(BLOCK_MERGED // ROWS, 16))
-    # where bits must not depend on how many parts there are, each is a term by itself
+    # if the bits must not depend on the number of parts, parts are added one by one
     IS_FIXED: tl.constexpr = OPTIONS.FIXED_UNITS > 0
     BLOCK_S: tl.constexpr = 1 if IS_FIXED else max(BLOCK_MERGED // (ROWS * BLOCK_D), 1)
     head_program = tile.head_program
@@ -81,7 +82,7 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
             s = s0 + tl.arange(0, BLOCK_S)
             part = part_of(first_program + s, s == 0, heads, head_program)
             part_row = part[None, :] * ROWS + r[:, None]
-            # written by other multiprocessors: not to be found in this one's cache
+            # other multiprocessors have written these: bypass this one's L1 cache
             is_part = exists[:, None] & (s < parts)[None, :]
             part_m = tl.load(
                 maxima_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
@@ -92,7 +93,7 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
                 other=0.0,
                 cache_modifier=".cg",
             )
-            # a part without keys left no values: whatever is there does not count
+            # a part without keys has not written its values
             values = tl.where((part_m > float("-inf"))[:, :, None], values, 0.0)
             m_new = tl.maximum(m, tl.max(part_m, 1))
             shift = finite_or_zero(m_new)
@@ -102,13 +103,13 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
                     sums_ptr + part_row, mask=is_part, other=0.0, cache_modifier=".cg"
                 )
             shrink = tl.exp2((m - shift) * LOG2E)
-            # left to the compiler, some elements would have the one product fused, some the other
+            # the compiler might fuse another product with the sum in some elements
             acc = tl.fma(acc, shrink[:, None], tl.sum(values * weight[:, :, None], 1))
             total = total * shrink + tl.sum(weight, 1)
             m = m_new
 
         if pointers.sinks is not None:
-            # padding rows belong to no sequence and have no sink
+            # padding rows belong to no sequence and get no sink
             sink = tl.load(
                 pointers.sinks + head, mask=exists & (tile.b < sizes.batch), other=float("-inf")
             )

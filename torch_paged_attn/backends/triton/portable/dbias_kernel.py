@@ -1,7 +1,7 @@
-"""The gradient of a bias that all heads share.
+"""dbias of a bias with one head for all.
 
-One program has a tile of queries and a tile of keys, and adds up dS of all heads in their order: no
-atomic, and no tensor of (heads, queries, keys). Scores are computed once more for it.
+A program has a tile of queries and a tile of keys, and adds up dS of all heads in order. So it
+needs no atomics and no (heads, queries, keys) tensor, but has to compute the scores once more.
 """
 
 import triton
@@ -22,7 +22,7 @@ from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 
 @triton.jit
 def _is_listed(keys, n0, memory, strides, OPTIONS: tl.constexpr):
-    """Whether the blocks of a tile of queries, of one head, hold the key n0."""
+    """Whether the layout lists the block with key n0 for a tile of queries of one head."""
     WIDTH: tl.constexpr = 64
     PER_BLOCK: tl.constexpr = tiles_of_block(
         OPTIONS.K_BLOCK, OPTIONS.KEY_RANKS, OPTIONS.KEY_INTERLEAVE, OPTIONS.BLOCK_N

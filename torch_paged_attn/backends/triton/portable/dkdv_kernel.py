@@ -1,11 +1,10 @@
-"""dK and dV: keys stay, queries pass by.
+"""dK and dV: a program has a tile of keys of one KV head and loops over queries.
 
-One program has a tile of keys of one KV head, and adds up what all query heads of its group and
-all queries that see the tile have to say: head after head, so that the sums have one order and need
-no atomic.
+It adds up the contributions of all query heads of the group, head after head, and of all queries
+that see the tile. So the sums have a fixed order and need no atomics.
 
-With `k_start`, sequences may share keys: tiles are of rows of k, whoever they belong to, and a
-program visits all sequences that hold some of its rows, in their order.
+With `k_start` sequences may share keys. A tile then consists of rows of k, whichever sequences they
+belong to, and the program visits, in order, all sequences that have some of these rows.
 """
 
 import triton
@@ -30,7 +29,7 @@ from torch_paged_attn.backends.triton.seqlen_info import (
 
 @triton.jit
 def _load_keys(row, exists, kv_head, pointers, strides, OPTIONS: tl.constexpr):
-    """The tile of keys and values that stays; zeros where there are none."""
+    """Load the program's tile of keys and values; rows that do not exist are 0."""
     row = row.to(tl.int64)
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     k = load_chunks(
@@ -46,7 +45,7 @@ def _load_keys(row, exists, kv_head, pointers, strides, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _store_sums(dk, dv, row, exists, kv_head, pointers, scalars, OPTIONS: tl.constexpr):
-    """Write the gradients of these rows of keys and values."""
+    """Write dK and dV of these rows."""
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     at = row.to(tl.int64) * (scalars.num_heads // OPTIONS.GROUP_SIZE) + kv_head
     store_chunks(
@@ -61,7 +60,7 @@ def _store_sums(dk, dv, row, exists, kv_head, pointers, scalars, OPTIONS: tl.con
 
 @triton.jit
 def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr):
-    """One program, a tile of keys of one sequence."""
+    """The program has a tile of keys of one sequence."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     batch = sizes.batch
     # the first keys of a causal sequence are seen by the most queries: they start first
@@ -69,7 +68,7 @@ def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr)
     bounds = pointers.cu_seqlens_k
     if bounds is None:
         bounds = pointers.cu_seqlens_q
-    # the rows past the last sequence are one more, without queries
+    # rows after the last sequence count as one more sequence, without queries
     b, place = find_tile(number, bounds, batch, BLOCK_N, 1)
     row_start, row_stop = query_span(b, bounds, batch, total_k)
     first_key = place * BLOCK_N
@@ -98,7 +97,7 @@ def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr)
             dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS
         )  # fmt: skip
 
-        # what stands past the last key has no gradient, whatever it holds
+        # rows past the sequence's last key have gradient 0, whatever they contain
         exists = (j < row_stop - row_start) & (row >= 0) & (row < total_k)
         is_key = (j < key_len)[:, None]
         scale = scalars.scale
@@ -109,7 +108,7 @@ def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr)
 
 @triton.jit
 def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr):
-    """One program, a tile of rows of k, and every sequence that has some of them."""
+    """The program has a tile of rows of k, and visits every sequence that has some of them."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     kv_head = tl.program_id(1)
     head = kv_head.to(tl.int64)
@@ -157,7 +156,7 @@ def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constex
 
 @triton.jit
 def _tail_start(b, key_len, pointers, sizes):
-    """The first of the keys that a tail mask is about."""
+    """The first key that tail_mask has a column for."""
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     return key_len - tl.maximum(q_stop - q_start, 0)
 

@@ -1,8 +1,8 @@
-"""dQ, and the gradient of a bias that each head has of its own: queries stay, keys pass by.
+"""dQ, and dbias of a bias with all heads: a program has a tile of queries and loops over keys.
 
-One program has a tile of queries of one head, as the forward has. It visits the keys that the tile
-sees, in the forward's order, and adds dX K. The tile of dS is written as it is there, because every
-pair of query and key comes by exactly once.
+The tile belongs to one head. The program visits the keys that the tile sees, in the order of the
+forward, and adds up dX K. It writes dS of each tile directly as dbias, because each pair of a query
+and a key is visited exactly once.
 """
 
 import triton
@@ -43,14 +43,12 @@ from torch_paged_attn.backends.triton.seqlen_info import find_tile
 
 @triton.jit
 def load_query_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """What stays of a tile of queries: its rows, the queries, the gradients of their results, and
-    their statistics.
-    """
+    """Load a tile of queries: its rows, the queries, and dout, lse and D of each row."""
     FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     rows = rows_of(tile, sizes, OPTIONS)
     is_query = rows.exists & (tile.b < sizes.batch)
     queries = load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
-    # the tile is one head's
+    # all rows of the tile have one head
     head = tl.cast(rows.first_head, tl.int64)
     offsets = rows.row * strides.dout_token + head * strides.dout_head
     dout = load_chunks(
@@ -67,8 +65,10 @@ def key_tile_gradients(
     span, tile, keys, memory, pointers, strides, scalars, OPTIONS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dS and dX, (queries, keys), of a tile of queries and the keys from one to before another; and
-    those keys. A tile is its rows, queries and statistics.
+    """dS and dX, (queries, keys), of a tile of queries and a tile of keys; and the keys.
+
+    span: (the tile's first key, the end of the keys that count)
+    tile: what `load_query_tile` returns
     """
     n0, stop = span
     rows, queries, statistics = tile
@@ -77,7 +77,7 @@ def key_tile_gradients(
     FORMAT: tl.constexpr = OPTIONS.K_FORMAT
     j = n0 + tl.arange(0, BLOCK_N)
     position, keys_of_tile = rows.position[:, None], j[None, :]
-    # keys outside the range stand for the nearest inside
+    # instead of keys outside the range, the nearest one inside is loaded
     _, slot = find_pages(None, n0, keys.start, stop, 0, BLOCK_N, 0, not IS_MASKED)
     k = load_chunks(
         memory.k, slot * strides.k_slot, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM,
@@ -116,16 +116,16 @@ def key_tile_gradients(
         p, dp, statistics.delta[:, None], seen, capped, scalars.softcap, OPTIONS, IS_MASKED
     )
     if OPTIONS.BIAS != "" or pointers.tail_mask is not None:
-        # a mask may hide a key among others from all queries
+        # a mask may hide a key in the middle from all queries, which may then contain NaN
         k = zero_chunks_unless(tl.max(seen.to(tl.int32), 0) > 0, k, OPTIONS.K_HIGH)
     return ds, dx, k
 
 
 @triton.jit
 def key_memory(tile, rows, keys, pointers, strides, OPTIONS: tl.constexpr):
-    """Where a tile's keys, values, list of blocks, and rows of a bias are."""
+    """Pointers to a tile's keys, values, list of blocks, and rows of bias and tail mask."""
     kv_head, k_start = tl.cast(rows.kv_head, tl.int64), tl.cast(tile.k_start, tl.int64)
-    # what is not there is 0: a function returns no None
+    # Triton functions cannot return None, so 0 stands for a missing pointer
     col_ptr = 0
     bias_rows = 0
     tail_rows = 0
@@ -147,7 +147,7 @@ def key_memory(tile, rows, keys, pointers, strides, OPTIONS: tl.constexpr):
 
 @triton.jit
 def store_dbias(ds, j, rows, head, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """Write a tile of dS where the bias has these keys, to a head of the bias's gradient."""
+    """Write a tile of dS to a head of dbias, as far as the bias has columns for the keys j."""
     row_ptr = pointers.dbias + (head * sizes.total_q + rows.row) * strides.bias_width
     there = rows.exists[:, None] & (j < strides.bias_width)[None, :]
     FORMAT: tl.constexpr = OPTIONS.DBIAS_FORMAT
@@ -175,7 +175,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
                 j = i * BLOCK_N + tl.arange(0, BLOCK_N)
                 store_dbias(zeros, j, rows, head, pointers, strides, sizes, OPTIONS)
 
-    # phases as in the forward: 0 from the left edge of a window, 1 what every row sees, 2 the rest
+    # phases as in the forward: 0 at a window's left edge, 1 tiles that every row sees, 2 the rest
     i_full = i_start
     if FIRST_PHASE == 0:
         i_full = tl.minimum(tl.maximum(tl.cdiv(keys.full_start, BLOCK_N), i_start), i_stop)
@@ -195,7 +195,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
                 store_dbias(ds, j, rows, head, pointers, strides, sizes, OPTIONS)
             dq = add_chunk_products(dq, dx.to(OPTIONS.DTYPE), k, OPTIONS.K_HIGH, OPTIONS.IS_PRECISE)
 
-    # a row without keys has 0, whatever it holds
+    # a row that sees no key has gradient 0, whatever it contains
     has_seen = (statistics.lse < float("inf"))[:, None]
     low = tl.where(has_seen, dq[0] * scalars.scale, 0.0)
     high = tl.where(has_seen, dq[1] * scalars.scale, 0.0)
@@ -207,7 +207,7 @@ def _dq_of_tile(tile, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def query_tile_of_program(number, head, pointers, sizes, OPTIONS: tl.constexpr):
-    """Tile `number` of all queries, of one head."""
+    """Tile `number` of the batch, of one head."""
     b, place = find_tile(number, pointers.cu_seqlens_q, sizes.batch, OPTIONS.TOKENS, OPTIONS.GAP)
     return tile_at(place, head, sequence_at(b, pointers, sizes, OPTIONS), OPTIONS)
 
@@ -232,8 +232,8 @@ def _attention_dq_kernel(
     IS_BESIDE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    # beside the kernel of dK and dV, whose programs found the statistics complete, this one's take
-    # the room that its last ones leave; what follows must find both at their end
+    # with IS_BESIDE, programs start while the last ones of the kernel of dK and dV run, which has
+    # waited for the statistics; the wait at the end makes the next kernel wait for both
     if not IS_BESIDE:
         gdc_wait(IS_DEPENDENT)
     sizes = Sizes(

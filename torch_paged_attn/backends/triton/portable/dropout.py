@@ -1,4 +1,4 @@
-"""The dropout mask of `reference/philox.py`, bit for bit: one draw for four neighbouring keys."""
+"""The dropout mask of `reference/philox.py`, bit for bit."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ def dropout_keep(
     rng_ptr, threshold, b, head, token, n0, BLOCK_N: tl.constexpr, IS_ALIGNED: tl.constexpr,
     HAS_BASE: tl.constexpr,
 ):  # fmt: skip
-    """(rows, BLOCK_N): True where a probability survives. n0 is a multiple of four if it
-    IS_ALIGNED; HAS_BASE where head, token and key are counted from elsewhere.
+    """(rows, BLOCK_N): True where dropout keeps a probability. IS_ALIGNED: n0 is a multiple of 4.
+    HAS_BASE: rng_state has five entries.
     """
     seed = tl.load(rng_ptr)
     offset = tl.load(rng_ptr + 1).to(tl.uint32)
@@ -22,7 +22,7 @@ def dropout_keep(
     stream = ((b.to(tl.uint32) << 16) | head.to(tl.uint32))[:, None]
     row = token.to(tl.uint32)[:, None]
     if BLOCK_N < 32 or HAS_BASE or not IS_ALIGNED:
-        # four words do not lie beside each other: every key draws its own
+        # the four words of one Philox call are not for four keys of the tile: one call per key
         j = n0 + tl.arange(0, BLOCK_N)
         quad = (j // 4).to(tl.uint32)[None, :]
         zero = (quad ^ quad) & row

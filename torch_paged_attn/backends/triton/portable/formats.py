@@ -1,4 +1,4 @@
-"""The types of a call's numbers: as they are stored, and in the matrix products."""
+"""The number formats of a call: of the stored tensors, and of the matrix products."""
 
 import dataclasses
 
@@ -11,7 +11,9 @@ from torch_paged_attn.backends.triton.runtime.target import Target
 
 
 def product_type(q_dtype: torch.dtype, is_paired: bool, target: Target) -> tl.dtype:
-    """The type of the matrix products: q's, but float16 holds every 8-bit number exactly."""
+    """The type of the matrix products: q's, or float16 if k and v are decoded by pairs, because
+    float16 represents every 8-bit number exactly.
+    """
     if is_paired:
         return tl.float16
     if q_dtype == torch.float32 or (q_dtype == torch.bfloat16 and not target.converts_bfloat16):
@@ -29,7 +31,7 @@ class Formats:
     v: str
     out: str
     is_paired: bool
-    is_q_normed: bool  # q is brought into float16's range
+    is_q_normed: bool  # rows of q are scaled to float16's range
 
     @property
     def is_precise(self) -> bool:
@@ -38,7 +40,7 @@ class Formats:
 
 
 def formats_of(call: AttentionCall, target: Target, is_paired: bool) -> Formats:
-    """The formats of a call, whose keys and values are taken apart by pairs or not."""
+    """The formats of a call. `is_paired`: 8-bit keys and values are decoded by pairs."""
     dtype = product_type(call.q.dtype, is_paired, target)
     return Formats(
         product=dtype,

@@ -1,7 +1,7 @@
-"""Reading and writing rows of queries, keys, values and results, and finding the pages of keys.
+"""Loads and stores of rows of queries, keys, values and results; and the pages of keys.
 
-A row is read as one or two chunks of a power of two: a head_dim of 80 as 64 + 16, one of 576 as
-512 + 64. So no tensor is padded, and no product is wider than it must be.
+A row is read in one or two chunks, each a power of two elements: a head_dim of 80 as 64 + 16, one
+of 576 as 512 + 64. So no tensor has to be padded, and products are not much wider than head_dim.
 """
 
 import triton
@@ -33,8 +33,8 @@ def load_rows(
     DTYPE: tl.constexpr,
     STEP: tl.constexpr = 1,
 ):
-    """WIDTH elements of the rows at these offsets, START and every STEP-th from there; 0 from STOP
-    on and if not kept.
+    """WIDTH elements START, START + STEP, ... of the rows at these offsets. Elements from STOP on
+    are 0, and with MASKED so are rows for which `keep` is False.
     """
     dims = START + STEP * tl.arange(0, WIDTH)
     pointers = ptr + offsets[:, None] + dims[None, :]
@@ -62,8 +62,8 @@ def load_chunks(
     FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Whole rows of STOP elements in two chunks; with MASKED 0 if not kept. Where one chunk holds a
-    row, the second is no tile.
+    """Rows of STOP elements in two chunks; with MASKED, rows for which `keep` is False are 0. If
+    HIGH is 0, the second chunk is the number 0.
     """
     low = load_rows(ptr, offsets, keep, 0, LOW, STOP, MASKED, FORMAT, DTYPE)
     high = 0.0
@@ -82,7 +82,7 @@ def store_chunks(
     STOP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Write whole rows of STOP elements that are in two chunks."""
+    """Write rows of STOP elements that are in two chunks."""
     store_rows(pointers, x[0], keep, 0, LOW, STOP, None, FORMAT)
     if HIGH > 0:
         store_rows(pointers, x[1], keep, LOW, HIGH, STOP, None, FORMAT)
@@ -90,9 +90,7 @@ def store_chunks(
 
 @triton.jit
 def zero_chunks(ROWS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """float32 zeros for rows in two chunks. The second is carried along, but unused, where one
-    holds a row.
-    """
+    """float32 zeros for rows in two chunks. The second is unused if HIGH is 0."""
     low = tl.zeros([ROWS, LOW], tl.float32)
     return low, tl.zeros([ROWS, HIGH if HIGH > 0 else 1], tl.float32)
 
@@ -109,8 +107,8 @@ def zero_chunks_unless(keep, x, HIGH: tl.constexpr):
 
 @triton.jit
 def zero_unless(keep, x):
-    """Rows that no query sees count as 0, whatever they hold. They are loaded all the same, because
-    a load that waits for its mask cannot run ahead of it.
+    """x with 0 in rows for which `keep` is False. The rows are loaded nevertheless, because a
+    masked load would have to wait for the mask.
     """
     return tl.where(keep[:, None], x, tl.zeros_like(x))
 
@@ -126,7 +124,9 @@ def store_rows(
     scale_ptr,
     FORMAT: tl.constexpr,
 ):
-    """Write elements START to START + WIDTH of the rows at these pointers, over a scale if any."""
+    """Write elements START to START + WIDTH of the rows at these pointers, divided by a scale if
+    `scale_ptr` is not None.
+    """
     dims = START + tl.arange(0, WIDTH)
     if scale_ptr is not None:
         x = x / tl.load(scale_ptr)
@@ -146,12 +146,13 @@ def find_pages(
     IS_INSIDE: tl.constexpr,
     IS_ALIGNED: tl.constexpr = True,
 ):
-    """Page and slot within it, int64, of BLOCK_N keys from n0 on, a multiple of BLOCK_N if it
-    IS_ALIGNED. Packed keys are one long page.
+    """The page, and the slot within the page, of BLOCK_N keys from n0 on; int64. Packed keys are
+    one long page. IS_ALIGNED: n0 is a multiple of BLOCK_N. IS_INSIDE: all keys are in [start,
+    stop).
 
-    Unless all keys are inside [start, stop), those outside stand for the nearest inside: no entry
-    of the table and no key is read that no query may see, and no load needs a mask. A bad id that
-    nobody checked reads the last page: wrong, but inside the cache.
+    A key outside [start, stop) is replaced by the nearest one inside. So block_table entries and
+    keys that no query may see are not read, and loads need no mask. An invalid page id is replaced
+    by the last page, so that no memory outside the cache is read.
     """
     j = n0 + tl.arange(0, BLOCK_N)
     if not IS_INSIDE:
@@ -160,7 +161,7 @@ def find_pages(
         page = tl.zeros([], tl.int64)
         slot = j
     else:
-        if PAGE_SIZE % BLOCK_N == 0 and IS_ALIGNED:  # the whole tile lies in one page
+        if PAGE_SIZE % BLOCK_N == 0 and IS_ALIGNED:  # the whole tile is in one page
             if not IS_INSIDE:
                 n0 = tl.maximum(tl.minimum(n0, stop - 1), start)
             entry = n0 // PAGE_SIZE

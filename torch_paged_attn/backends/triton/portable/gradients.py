@@ -1,9 +1,9 @@
-"""From a tile of products to probabilities and to the gradient of scores, in either orientation.
+"""Probabilities and gradients of scores, for one tile of pairs of queries and keys.
 
-    P = exp(s - lse)      dS = P (dP - D)      dX = dS, times softcap's derivative
+    P = exp(s - lse)      dS = P (dP - D)      dX = dS times the derivative of softcap
 
-Rows and keys come in shapes that broadcast with the tile, as in `logits.py`. With IS_MASKED pairs
-that are not `seen` count as 0, whatever their rows and keys hold.
+Tiles are (queries, keys) or (keys, queries); rows and keys have shapes that broadcast with them, as
+in `logits.py`. With IS_MASKED, results are 0 where `seen` is False, even if inputs are NaN.
 """
 
 import triton
@@ -15,11 +15,11 @@ from torch_paged_attn.backends.triton.softmax import exp
 
 @triton.jit
 def probabilities(s, lse, seen, factor, OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr):
-    """What the forward's softmax made of final logits."""
+    """The forward's probabilities, from final logits `s` and lse."""
     if OPTIONS.IS_PRECISE:
         p = exp(s - lse)
     elif OPTIONS.BIAS == "float":
-        # scores may be any float32: times `factor`, some would be infinite
+        # s may be so large that s * factor overflows, although s - lse is small
         p = tl.exp2((s - lse) * factor)
     else:
         p = tl.exp2(s * factor - lse)  # one fused multiply-add
@@ -30,7 +30,7 @@ def probabilities(s, lse, seen, factor, OPTIONS: tl.constexpr, IS_MASKED: tl.con
 
 @triton.jit
 def dropped(x, survives, pointers, scalars):
-    """What dropout makes of probabilities, and of their gradient."""
+    """Probabilities, or their gradients, after dropout."""
     if pointers.rng is not None:
         x = tl.where(survives, x * scalars.dropout_scale, 0.0)
     return x
@@ -40,8 +40,8 @@ def dropped(x, survives, pointers, scalars):
 def survivors(
     b, head, token, n0, pointers, scalars, OPTIONS: tl.constexpr, KEYS_ARE_ROWS: tl.constexpr
 ):
-    """True where the forward's dropout let a probability of these tokens survive."""
-    # the first key of a tile that stays may be any one
+    """True where the forward's dropout has kept a probability."""
+    # with IS_SHARED, the first key of a tile of keys need not be a multiple of anything
     IS_ALIGNED: tl.constexpr = OPTIONS.IS_ALIGNED and not (KEYS_ARE_ROWS and OPTIONS.IS_SHARED)
     survives = True
     if pointers.rng is not None:
@@ -66,7 +66,7 @@ def survivors(
 def gradient_of_scores(
     p, dp, delta, seen, capped, softcap, OPTIONS: tl.constexpr, IS_MASKED: tl.constexpr
 ):
-    """dS, which is the gradient of a bias too, and dX, that of the scores before softcap."""
+    """dS, the gradient of final logits (and of a bias), and dX, that before softcap."""
     ds = p * (dp - delta)
     if IS_MASKED:
         # p is 0 there, but dp may be NaN

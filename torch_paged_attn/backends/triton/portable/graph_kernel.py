@@ -1,9 +1,9 @@
-"""The attention kernel as torch.compile's graphs hold it.
+"""The attention kernel in graphs of torch.compile.
 
-A node of a graph takes tensors and numbers one by one, no tuples, and Inductor prints it with
-constants that Python can read: groups of constants are pairs of a name and a value. Graphs have
-static sizes (with dynamic ones an op stays one node), so that numbers may be constants too; floats
-are not, or the compiler would round some of them otherwise.
+A kernel in a graph takes tensors and numbers one by one instead of tuples. Inductor prints it with
+constants that Python can parse, so a group of constants is passed as pairs of a name and a value.
+Graphs have static sizes (with dynamic sizes an op is one opaque node), so integers can be constants
+as well. Floats are not, because the compiler would round some of them differently.
 """
 
 from typing import Any
@@ -93,7 +93,7 @@ def _graph_attention_fwd_kernel(
         q_position=q_position_ptr,
         tile_list=tile_list_ptr,
     )
-    # Inductor hands over numbers in float64
+    # Inductor passes Python floats as float64
     if softcap is not None:
         softcap = tl.cast(softcap, tl.float32)
     if dropout_scale is not None:

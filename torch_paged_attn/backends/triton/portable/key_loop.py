@@ -24,14 +24,14 @@ from torch_paged_attn.backends.triton.softmax import fold_scores
 
 @triton.jit
 def has_nan(x):
-    """Whether any element is NaN. In one step: Triton 3.6 cannot compile two for sm_100."""
+    """Whether any element is NaN. Triton 3.6 cannot compile two reductions for sm_100."""
     return tl.max((x != x).to(tl.int32)) > 0
 
 
 @triton.jit
 def tile_of_keys(i, keys, memory, strides, scalars, OPTIONS: tl.constexpr):
-    """The first key of tile i, and where the keys end that count; with a layout, of the part of a
-    block that is tile i.
+    """The first key of tile i, and the end of the keys that count. With a layout, tile i is a part
+    of a listed block.
     """
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     if not OPTIONS.HAS_LAYOUT:
@@ -49,12 +49,11 @@ def tile_of_keys(i, keys, memory, strides, scalars, OPTIONS: tl.constexpr):
 def attend_keys(
     rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 ):
-    """Attend a tile of queries to keys of number `i_start` to `i_stop`, in tiles of BLOCK_N (with a
-    layout: to the blocks listed there).
+    """Attention of a tile of queries to the tiles of keys `keys.i_start` to `keys.i_stop` - 1.
 
-    Queries, keys and values come in two chunks, the second of which may be missing: the low and the
-    high elements of a head, or of pairs the even and the odd ones. Returns row maxima, row sums,
-    and the sums of weighted values in two chunks.
+    Queries, keys and values are in two chunks, the second of which may be missing: the low and the
+    high elements of a head, or, if keys are decoded by pairs, the even and the odd ones. Returns
+    row maxima, row sums, and the sums of weighted values in two chunks.
     """
     DTYPE: tl.constexpr = OPTIONS.DTYPE
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
@@ -64,7 +63,7 @@ def attend_keys(
     BIAS: tl.constexpr = OPTIONS.BIAS
     FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
-    # `start` and `stop` say what a single query sees
+    # a single query sees exactly the keys from `start` to `stop`
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT and OPTIONS.TOKENS > 1
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT and OPTIONS.TOKENS > 1
     HAS_LATENT: tl.constexpr = pointers.q_latent is not None
@@ -73,10 +72,10 @@ def attend_keys(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc_low = tl.zeros([BLOCK_M, V_LOW], tl.float32)
-    # carried along, but unused, where one chunk holds a row of v
+    # unused if one chunk holds a row of v
     acc_high = tl.zeros([BLOCK_M, V_HIGH if V_HIGH > 0 else 1], tl.float32)
 
-    # phases: 0 from the left edge of a window, 1 what every row sees, 2 up to the last key
+    # phases: 0 tiles at a window's left edge, 1 tiles that every row sees whole, 2 the rest
     i_full = i_start
     if FIRST_PHASE == 0:
         i_full = tl.minimum(tl.maximum(tl.cdiv(keys.full_start, BLOCK_N), i_start), i_stop)
@@ -84,8 +83,9 @@ def attend_keys(
     if FIRST_PHASE < 2:
         i_tail = tl.minimum(tl.maximum(keys.full_stop // BLOCK_N, i_full), i_stop)
 
-    # A key that no query sees counts as 0, whatever it holds. A bias may hide one among others: all
-    # values are read as they are, and only where that gave NaN, again and with care.
+    # A key that no query sees may contain NaN, which must not reach the result. A bias may hide
+    # such a key in the middle. Checking every value would be slow, so a first attempt does not, and
+    # a second attempt with checks follows only if the result contains NaN.
     ATTEMPTS: tl.constexpr = 1 if BIAS == "" else 2
     for attempt in tl.static_range(ATTEMPTS):
         if attempt == 1:
@@ -131,16 +131,16 @@ def attend_keys(
                 s = score_keys(queries, memory.k, k_offsets, OPTIONS)
                 bias = 0.0
                 if BIAS != "":
-                    # after the product, which would wait for it
+                    # loaded after the product, which would otherwise wait for it
                     bias, allowed = load_bias(
                         memory.bias_rows[:, None], rows.exists[:, None], keys_of_tile, strides,
                         OPTIONS, phase == 1,
                     )  # fmt: skip
-                    # at first, rows that do not exist see what they like: they are not written
+                    # rows that do not exist need no mask: they are not written
                     seen = allowed if phase == 1 and attempt == 0 else seen & allowed
                 s = scaled(s, queries.scale, queries.raised, OPTIONS)
                 if HAS_LATENT:
-                    # with values that are of use twice
+                    # the loaded values serve as keys here and as values below
                     latents = load_latents(memory.v, v_offsets, OPTIONS)
                     more = chunk_scores(
                         (queries.latent_low, queries.latent_high), latents, OPTIONS.V_HIGH,
@@ -149,8 +149,7 @@ def attend_keys(
                     s += scaled(more, queries.latent_scale, 0.0, OPTIONS)
                 s, _ = logits(s, bias, queries.slope, position, key_at, pointers, scalars, OPTIONS)
                 if phase != 1 or attempt == 1 or BIAS == "bool":
-                    # select, never add: a masked key may hold NaN (which the first attempt at a
-                    # bias of -inf finds in what comes out)
+                    # select instead of adding -inf: a masked key may contain NaN
                     s = tl.where(seen, s, float("-inf"))
 
                 p, m_i, l_i, shrink = fold_scores(
@@ -164,7 +163,7 @@ def attend_keys(
                     p = tl.where(survives, p * scalars.dropout_scale, 0.0)
                 p = p.to(DTYPE)
 
-                # a tail mask may hide a key from all rows, too, but has few keys
+                # a tail mask, too, may hide a key in the middle from all rows
                 IS_CAREFUL: tl.constexpr = attempt == 1 or (HAS_TAIL and phase != 1)
                 keep = rows.exists
                 if IS_CAREFUL:

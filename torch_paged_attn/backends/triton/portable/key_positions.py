@@ -1,7 +1,8 @@
-"""Where a sequence's keys stand, if they are dealt out over ranks in runs of KEY_INTERLEAVE keys.
+"""Positions of a sequence's keys if they are distributed over ranks, KEY_INTERLEAVE at a time.
 
-Key j of rank r stands at position `(j // RUN) * RUN * RANKS + r * RUN + j % RUN`. Positions ascend
-with keys, so that what a row sees is a range of keys as ever, and only its bounds are translated.
+With RUN = KEY_INTERLEAVE, key j of rank r is at position
+`(j // RUN) * RUN * RANKS + r * RUN + j % RUN`. Positions increase with j, so that the keys that a
+row sees are still a range of j, and only its bounds have to be computed from positions.
 """
 
 import triton
@@ -22,9 +23,7 @@ def key_position(j, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def keys_before(position, scalars, OPTIONS: tl.constexpr):
-    """How many keys stand before a position, which is also the number of the first key that does
-    not.
-    """
+    """The number of keys at positions below `position`; it is also the first key j that is not."""
     RUN: tl.constexpr = OPTIONS.KEY_INTERLEAVE
     if OPTIONS.KEY_RANKS == 1:
         return position
@@ -38,7 +37,7 @@ def keys_before(position, scalars, OPTIONS: tl.constexpr):
 
 @triton.constexpr_function
 def tiles_of_block(block, ranks, run, tile):
-    """Tiles of so many keys that cover a block of a layout: a rank has a share of its positions."""
+    """The number of tiles that cover a rank's keys of a block of `block` positions."""
     if ranks > 1:
         rounds, rest = divmod(block, ranks * run)
         block = rounds * run + min(rest, run)
@@ -47,8 +46,8 @@ def tiles_of_block(block, ranks, run, tile):
 
 @triton.jit
 def block_of_keys(column, keys, scalars, OPTIONS: tl.constexpr):
-    """The keys of a layout's column: the first, and the one after the last. Columns that lie past
-    the last key, and bad ones, have none.
+    """The range of keys (first, last + 1) in a layout's column. It is empty for columns past the
+    last key and for invalid columns.
     """
     K_BLOCK: tl.constexpr = OPTIONS.K_BLOCK
     end = key_position(keys.key_len, scalars, OPTIONS)

@@ -1,6 +1,6 @@
-"""What the queries of one sequence add to dK and dV of a tile of keys: head after head of the
-group, and tile after tile of queries. Scores are (keys, queries) here: probabilities and dX are
-operands of their products as they come.
+"""dK and dV of a tile of keys from the queries of one sequence: a loop over the heads of the group,
+and over tiles of queries. Tiles are (keys, queries) here, so that P and dX need not be transposed
+for the products that follow.
 """
 
 import triton
@@ -41,8 +41,8 @@ from torch_paged_attn.backends.triton.seqlen_info import (
 
 @triton.jit
 def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """The queries of a sequence, which of them see some key of the tile's `span`, and which see all
-    of them: the masks of the forward, with queries and keys in each other's place.
+    """The queries of a sequence: the range of those that see some key of `span`, and of those that
+    see all of them. These are the forward's masks with queries and keys exchanged.
     """
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
     HAS_RIGHT: tl.constexpr = OPTIONS.HAS_RIGHT
@@ -60,7 +60,7 @@ def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
     # keys past the end are seen by nobody
     stop = tl.where(span.low < span.high, stop, start)
     if OPTIONS.IS_SHARED:
-        # a tile that the sequence has a part of is masked
+        # a tile that contains other sequences' keys needs a mask
         full_start = tl.where(span.high - span.low < OPTIONS.BLOCK_N, stop, full_start)
     return named("q_start query_len past start stop full_start full_stop")(
         q_start=q_start,
@@ -78,7 +78,9 @@ def _add_query_tile(
     sums, first_token, memory, keys, queries, pointers, strides, scalars, OPTIONS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the queries from `first_token` on add to dK (without the scale) and dV."""
+    """Add the contribution of the BLOCK_M queries from `first_token` on to dK (without the scale)
+    and dV, which are `sums`.
+    """
     dk, dv = sums
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     DTYPE: tl.constexpr = OPTIONS.DTYPE
@@ -88,7 +90,7 @@ def _add_query_tile(
     IS_ALIGNED: tl.constexpr = BLOCK_M <= 64 and not OPTIONS.HAS_LAYOUT
     token = first_token + tl.arange(0, BLOCK_M)
     exists = token < queries.query_len
-    # what stands for a query outside the range is one inside: no load needs a mask
+    # instead of a query outside the range, one inside is loaded, so that loads need no mask
     near = tl.minimum(token, queries.stop - 1)
     if IS_MASKED:
         exists = exists & (token >= 0)
@@ -140,10 +142,10 @@ def _add_query_tile(
         memory.dout, near * strides.dout_token, None, OPTIONS.V_LOW, OPTIONS.V_HIGH,
         OPTIONS.HEAD_DIM_V, False, FORMAT, DTYPE,
     )  # fmt: skip
-    # a window may lie between the keys of a rank
+    # a window may fall between two keys of a rank, so that a query sees none of them
     HAS_GAPS: tl.constexpr = OPTIONS.KEY_RANKS > 1 and OPTIONS.HAS_LEFT and IS_MASKED
     if OPTIONS.BIAS != "" or pointers.tail_mask is not None or HAS_GAPS:
-        # a mask may hide all keys from a query among others
+        # a query in the middle may see no key, and then its rows may contain NaN
         has_seen = tl.max(seen.to(tl.int32), 0) > 0
         q = zero_chunks_unless(has_seen, q, OPTIONS.K_HIGH)
         dout = zero_chunks_unless(has_seen, dout, OPTIONS.V_HIGH)
@@ -164,12 +166,12 @@ def _add_query_tile(
 
 @triton.jit
 def _query_memory(head, b, queries, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """A head's number; where its queries, the gradients of their results, their statistics, and
-    rows of a bias and of a tail mask are; its slope.
+    """A head's number, ALiBi slope, and pointers to its queries, dout, statistics, and rows of bias
+    and tail mask.
     """
     number = head
     q_start, head = tl.cast(queries.q_start, tl.int64), tl.cast(head, tl.int64)
-    # what is not there is 0: a function returns no None
+    # Triton functions cannot return None, so 0 stands for a missing pointer
     bias_ptr = 0
     tail_ptr = 0
     slope = 0.0
@@ -195,7 +197,7 @@ def _query_memory(head, b, queries, pointers, strides, sizes, OPTIONS: tl.conste
 def add_sequence(
     dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 ):  # fmt: skip
-    """What a sequence's queries add to dK, without the scale, and dV of a tile of keys."""
+    """Add the contribution of a sequence's queries to dK (without the scale) and dV of a tile."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     FIRST_PHASE: tl.constexpr = OPTIONS.FIRST_PHASE
     LAST_PHASE: tl.constexpr = OPTIONS.LAST_PHASE

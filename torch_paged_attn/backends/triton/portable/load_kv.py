@@ -1,8 +1,8 @@
-"""Tiles of keys and values from memory, on their way into the two products.
+"""Tiles of keys and values are loaded and multiplied: q k for scores, p v for results.
 
-A tile's rows come in two chunks: the low and the high elements of a head (`chunks` in
-`gather_scatter.py`), the second of which may be missing, or of 8-bit pairs the even and the odd
-ones. Each chunk is multiplied before the next one is loaded.
+A tile's rows are in two chunks: the low and the high elements of a head (`chunks` in
+`gather_scatter.py`), the second of which may be missing; or, if 8-bit numbers are decoded by pairs,
+the even and the odd ones. Each chunk is multiplied before the next one is loaded.
 """
 
 import triton
@@ -20,7 +20,7 @@ from torch_paged_attn.backends.triton.portable.products import fold_values, scor
 
 @triton.jit
 def score_keys(queries, k_ptr, offsets, OPTIONS: tl.constexpr):
-    """Products of a tile of queries with the keys at these offsets."""
+    """q k, (queries, keys), of a tile of queries and the keys at these offsets."""
     CHAIN: tl.constexpr = OPTIONS.CHAIN
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     LOW: tl.constexpr = OPTIONS.K_LOW
@@ -48,8 +48,8 @@ def score_keys(queries, k_ptr, offsets, OPTIONS: tl.constexpr):
 def fold_value_tile(
     acc, shrink, p, v_ptr, offsets, keep, OPTIONS: tl.constexpr, IS_CAREFUL: tl.constexpr
 ):
-    """Add probabilities times the values at these offsets to both chunks of `acc`. With IS_CAREFUL
-    values that are not kept count as 0, whatever they hold.
+    """Add p v, with the values at these offsets, to both chunks of `acc`, which are first
+    multiplied by `shrink`. With IS_CAREFUL, values for which `keep` is False count as 0.
     """
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     LOW: tl.constexpr = OPTIONS.V_LOW
@@ -77,7 +77,7 @@ def fold_value_tile(
 
 @triton.jit
 def load_latents(v_ptr, offsets, OPTIONS: tl.constexpr):
-    """A tile of values that are keys too, in both chunks."""
+    """A tile of values in two chunks, for calls with q_latent, where values serve as keys too."""
     FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     return load_chunks(
         v_ptr, offsets, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, False,
@@ -89,7 +89,7 @@ def load_latents(v_ptr, offsets, OPTIONS: tl.constexpr):
 def fold_latents(
     acc, shrink, p, v, keep, OPTIONS: tl.constexpr, IS_CAREFUL: tl.constexpr
 ):  # fmt: skip
-    """`fold_value_tile` of values that have been loaded."""
+    """`fold_value_tile` for values that have been loaded already."""
     low, high = v
     acc_low, acc_high = acc
     if IS_CAREFUL:

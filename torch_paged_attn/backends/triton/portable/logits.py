@@ -1,7 +1,7 @@
-"""What happens to a tile of scores between the product and the softmax.
+"""From a tile of products q k to final logits: scale, softcap, ALiBi and bias.
 
-Rows and keys come in shapes that broadcast with the tile: (rows, 1) and (1, keys), or, where a
-backward has its keys in rows, (1, rows) and (keys, 1).
+Rows and keys have shapes that broadcast with the tile: (rows, 1) and (1, keys), or (1, rows) and
+(keys, 1) in the backward, where tiles are transposed.
 """
 
 import triton
@@ -25,13 +25,13 @@ def _tanh(x):
 
 @triton.jit
 def _softcapped(s, softcap, IS_PRECISE: tl.constexpr, DTYPE: tl.constexpr):
-    """Squash logits into (-softcap, softcap)."""
+    """softcap * tanh(s / softcap)."""
     if IS_PRECISE:
         return softcap * _tanh(s / softcap)
     else:
         t = s * (2.0 * LOG2E / softcap)
-        # off by a few 2**-24 of softcap, far less than what probabilities are rounded by; but
-        # softmax_lse of float16 queries, if logits are a small part of softcap, would show it
+        # the error is a few 2**-24 of softcap, much less than that of rounded probabilities. With
+        # float16 queries and logits much smaller than softcap, softmax_lse would be too inaccurate
         squashed = softcap - 2.0 * softcap / (tl.exp2(t) + 1.0)
         if tl.float16 == DTYPE:
             small, is_small = small_tanh(t)
@@ -41,15 +41,15 @@ def _softcapped(s, softcap, IS_PRECISE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _with_alibi(s, slope, position, j):
-    """Take off `slope` for every step between a row's position and key j."""
+    """s - slope * |position - j|."""
     distance = tl.abs(position - j).to(tl.float32)
     return s - slope * distance
 
 
 @triton.jit
 def load_bias(bias_rows, exists, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: tl.constexpr):
-    """A tile of the bias (of a mask: nothing to add), and True where it allows a key. Loads are
-    wide: nothing of them is masked but what the tensor does not have.
+    """A tile of the bias (0 for a bool mask), and True where it does not hide the key. Only
+    elements outside the tensor are masked, so that loads are wide.
     """
     columns = j.to(tl.int64) * strides.bias_key
     has_bias = exists
@@ -65,7 +65,7 @@ def load_bias(bias_rows, exists, j, strides, OPTIONS: tl.constexpr, IS_INSIDE: t
 
 @triton.jit
 def scaled(s, scale, raised, OPTIONS: tl.constexpr):
-    """Products of queries and keys as scores, if the scale does not join the exponent."""
+    """Products q k times the scale, unless RAW_SCORES, where the softmax includes the scale."""
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
         return s * scale - raised
     elif not OPTIONS.RAW_SCORES:
@@ -76,8 +76,8 @@ def scaled(s, scale, raised, OPTIONS: tl.constexpr):
 
 @triton.jit
 def logits(s, bias, slope, position, j, pointers, scalars, OPTIONS: tl.constexpr):
-    """Scores as what the softmax is of, up to `scalars.factor`, and as they are before ALiBi and
-    bias.
+    """Final logits (which the softmax multiplies by `scalars.factor`), and the logits before ALiBi
+    and bias.
     """
     IS_PRECISE: tl.constexpr = OPTIONS.IS_PRECISE
     if OPTIONS.HAS_SOFTCAP:

@@ -1,4 +1,4 @@
-"""Which keys a row sees, and which a tile of rows must visit."""
+"""Causal mask, window and tail mask: which keys a row sees, and which a tile has to visit."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def key_range(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Half-open range of the keys that some row between two positions sees."""
+    """Half-open range of the keys that at least one row between two positions sees."""
     start, stop = _between(first_position, last_position, key_len, left, right, HAS_LEFT, HAS_RIGHT)
     return start, tl.maximum(start, stop)
 
@@ -44,8 +44,8 @@ def _between(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """The first key that the window to the left of one position holds, and the end of those that
-    the window to the right of another does.
+    """The first key in the window of the row at `left_of`, and the end of the window of the row at
+    `right_of`.
     """
     start = tl.zeros_like(key_len)
     stop = key_len
@@ -58,8 +58,8 @@ def _between(
 
 @triton.jit
 def tiles_of_phase(PHASE: tl.constexpr, i_start, i_full, i_tail, i_stop):
-    """Half-open range of the tiles of a phase: 0 before those that are seen whole, 1 these, 2 those
-    behind them.
+    """Half-open range of the tiles of a phase: 1 are tiles that every row sees whole, 0 those
+    before and 2 those after them.
     """
     if PHASE == 0:
         i_first = i_start
@@ -75,8 +75,8 @@ def tiles_of_phase(PHASE: tl.constexpr, i_start, i_full, i_tail, i_stop):
 
 @triton.jit
 def visible(position, j, in_range, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """True where the row at `position` sees key j of those in range. Rows and keys come in shapes
-    that broadcast: (rows, 1) and (1, keys), or where keys are rows (1, rows) and (keys, 1).
+    """True where key j is in range and visible from `position`. Rows and keys have shapes that
+    broadcast: (rows, 1) and (1, keys), or (1, rows) and (keys, 1).
     """
     seen = in_range & (position == position)
     if HAS_RIGHT:
@@ -88,8 +88,8 @@ def visible(position, j, in_range, left, right, HAS_LEFT: tl.constexpr, HAS_RIGH
 
 @triton.jit
 def load_tail(tail_rows, exists, j, keys, strides):
-    """True where the tail mask allows key j, or is not about it: it has a column for each of a
-    sequence's newest keys, one for a query. Rows and keys come in shapes that broadcast.
+    """True where the tail mask does not hide key j. It has columns only for the newest keys of a
+    sequence, as many as queries. Rows and keys have shapes that broadcast.
     """
     column = j - keys.tail_start
     has_column = exists & (column >= 0) & (j < keys.key_len) & (column < strides.tail_width)

@@ -1,7 +1,7 @@
-"""Named tuples made in device code.
+"""Named tuples in device code.
 
-torch.compile prints a kernel with every function that it calls, but no classes: device code that
-makes a group of its own names the fields where it makes it.
+torch.compile prints a kernel with every function that it calls, but without classes. So device code
+cannot use a NamedTuple class, and makes the class of a group on the spot.
 """
 
 import triton

@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def scores(q, k, CHAIN: tl.constexpr):
-    """`q @ k.T` in float32. With CHAIN > 0, CHAIN elements of a head make a product of their own,
-    and the products are added: shorter sums lose fewer bits, and warps share what is in a row.
+    """`q @ k.T` in float32. With CHAIN > 0 it is the sum of products over CHAIN elements of the
+    head each: shorter sums are more accurate, and the work of a row is divided between warps.
     """
     if CHAIN > 0 and q.shape[1] > CHAIN:
         parts: tl.constexpr = q.shape[1] // CHAIN
@@ -20,15 +20,16 @@ def scores(q, k, CHAIN: tl.constexpr):
 
 @triton.jit
 def fold_values(acc, shrink, p, v, IS_PRECISE: tl.constexpr):
-    """Add a tile's probabilities times its values to what the earlier tiles left. In float32 a tile
-    is summed by itself: one chain over all keys would lose more bits than the formula does.
+    """`acc * shrink + p @ v`: add a tile's values to those of earlier tiles. In float32
+    (IS_PRECISE) a tile is summed separately, because one sum over all keys would be less accurate
+    than the reference.
     """
     return add_product(acc * shrink[:, None], p, v, IS_PRECISE)
 
 
 @triton.jit
 def add_product(acc, a, b, IS_PRECISE: tl.constexpr):
-    """`acc + a @ b`; in float32 a tile's product is summed by itself."""
+    """`acc + a @ b`; with IS_PRECISE the product is computed separately and then added."""
     if IS_PRECISE:
         return acc + tl.dot(a, b, input_precision="ieee")
     else:

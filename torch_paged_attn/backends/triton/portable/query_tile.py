@@ -1,8 +1,8 @@
-"""One tile of queries against a run of its keys: loads, the loop over keys, results.
+"""Attention of one tile of queries: loads, the loop over keys, results.
 
-A tile is up to TOKENS neighbouring queries of one sequence times PACK query heads that share a KV
-head, stacked to BLOCK_M rows, so that decode with grouped heads fills a matrix instruction and
-every key is loaded once for all of them.
+A tile has BLOCK_M rows: up to TOKENS neighbouring queries of one sequence times PACK query heads
+that share a KV head. So decode with grouped heads fills a matrix instruction, and each key is
+loaded once for all these heads.
 """
 
 import triton
@@ -28,14 +28,14 @@ from torch_paged_attn.backends.triton.softmax import quotient, with_sink
 
 @triton.jit
 def tile_at(place, head_program, sequence, OPTIONS: tl.constexpr):
-    """Tile number `place` of a sequence, for one program of heads. Its `first_token` is counted
-    from the sequence's own first.
+    """Tile `place` of a sequence, for the heads of `head_program`. `first_token` counts from the
+    sequence's first query.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     first_token = place * TOKENS
     past = sequence.past
     if OPTIONS.HAS_LAYOUT:
-        # tiles start at positions that are multiples of TOKENS: one tile, one row of the layout
+        # tiles start at positions that are multiples of TOKENS, so that a tile is in one layout row
         first_token += (past & -TOKENS) - past
     return named("b head_program first_token past q_start query_len k_start key_len")(
         b=sequence.b,
@@ -51,9 +51,7 @@ def tile_at(place, head_program, sequence, OPTIONS: tl.constexpr):
 
 @triton.jit
 def rows_of(tile, sizes, OPTIONS: tl.constexpr):
-    """The rows of a tile: for each its token, its query head, where it is in q, and its position
-    among the keys.
-    """
+    """The rows of a tile: token in the sequence, query head, row of q, and position, for each."""
     GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE
     PACK: tl.constexpr = OPTIONS.PACK
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
@@ -79,7 +77,9 @@ def rows_of(tile, sizes, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _listed_blocks(rows, first_position, pointers, strides, sizes, OPTIONS: tl.constexpr):
-    """Which entries of the layout list the tile's blocks, and where in `col` entry 0 is."""
+    """The range of entries of the layout that list the tile's blocks, and the offset of entry 0 in
+    `col`.
+    """
     layout_head = rows.first_head // OPTIONS.LAYOUT_GROUP
     layout_row = first_position // OPTIONS.Q_BLOCK
     is_listed = (first_position >= 0) & (layout_row < sizes.layout_rows) & (rows.b < sizes.batch)
@@ -93,9 +93,9 @@ def _listed_blocks(rows, first_position, pointers, strides, sizes, OPTIONS: tl.c
 
 @triton.jit
 def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """The keys of a program's share of a tile, in tiles of BLOCK_N from `i_start` to `i_stop` (with
-    a layout: of the blocks listed from `col_start` on), and the ranges of keys that some row and
-    that every row sees.
+    """The keys that a program visits: tiles `i_start` to `i_stop` - 1 of BLOCK_N keys (with a
+    layout, tiles of the blocks listed from `col_start` on), the range `start` to `stop` of keys
+    that some row sees, and the range `full_start` to `full_stop` of keys that every row sees.
     """
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: tl.constexpr = OPTIONS.HAS_LEFT
@@ -130,7 +130,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
         i_start = start // BLOCK_N
         i_stop = tl.where(start < stop, tl.cdiv(stop, BLOCK_N), i_start)
     if OPTIONS.FIXED_UNITS > 0:
-        # wherever a tile's keys begin, pieces begin at multiples of their size
+        # pieces start at multiples of their size, wherever the keys start
         first = i_start
         if not OPTIONS.HAS_LAYOUT:
             first = i_start // OPTIONS.FIXED_UNITS * OPTIONS.FIXED_UNITS
@@ -139,7 +139,7 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
             i_stop = tl.minimum(i_stop, first + share.taken)
         i_start = tl.minimum(tl.maximum(i_start, first), i_stop)
     elif OPTIONS.IS_SPLIT:
-        # a layout's row or a window may hold fewer tiles than there are units: each has its share
+        # a layout row or a window may have fewer tiles than `units`: they are divided in proportion
         visits = i_stop - i_start
         unit, unit_stop = share.unit, share.unit + share.taken
         if visits != share.units:
@@ -162,8 +162,9 @@ def find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS: tl.
 
 @triton.jit
 def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """A tile of queries in two chunks, and as columns what the products of its rows are multiplied
-    by, what is taken off them, and their ALiBi slopes; and latents, if there are, likewise.
+    """A tile of queries in two chunks; as columns (BLOCK_M, 1): `scale`, by which products of a row
+    are multiplied, `raised`, which is subtracted from them, and the ALiBi slope; and the same of
+    q_latent.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
@@ -211,7 +212,7 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
         latent_scale = _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS)
     raised = 0.0
     if OPTIONS.IS_PAIRED and OPTIONS.K_FORMAT == "INT8":
-        # what 128 more in every element of a key adds to a score
+        # int8 keys are decoded as k + 128 (`decode_raised_pairs`), which adds this to a score
         raised = 128.0 * scale * (tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1))
         raised = raised[:, None]
         scale = scale * 16777216.0
@@ -235,7 +236,7 @@ def load_queries(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr)
 
 @triton.jit
 def _descaled(scale, descale_ptr, stride_batch, stride_head, rows, batch):
-    """A scale times what numbers in 8 bits stand for, by sequence and KV head, if that is given."""
+    """`scale` times a descale of the row's sequence and KV head, if it is given."""
     if descale_ptr is not None:
         at = rows.b * stride_batch + rows.kv_head * stride_head
         scale = scale * tl.load(descale_ptr + at, mask=rows.b < batch, other=0.0)
@@ -244,7 +245,7 @@ def _descaled(scale, descale_ptr, stride_batch, stride_head, rows, batch):
 
 @triton.jit
 def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """What products of latents are multiplied by: theirs is the scale of values."""
+    """The factor of products q_latent v, which have the values' descale."""
     scale = tl.full([], 1.0, tl.float32) * scalars.scale
     if not OPTIONS.RAW_SCORES:
         scale = _descaled(
@@ -260,7 +261,7 @@ def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 
 @triton.jit
 def _as_one_part(state, OPTIONS: tl.constexpr):
-    """What `merge_parts` makes of a tile that is one part, before it adds a sink."""
+    """The state that `merge_parts` computes, before the sink, for a tile that has only one part."""
     total = tl.where(state.l == 0.0, 1.0, state.l)
     low = quotient(state.low * state.gain[:, None], total, OPTIONS.IS_PRECISE)
     high = quotient(state.high * state.gain[:, None], total, OPTIONS.IS_PRECISE)
@@ -294,7 +295,7 @@ def _write_part(state, rows, keys, part, pointers, OPTIONS: tl.constexpr):
     tl.store(maxima_ptr + row, m_i, mask=exists)
     if OPTIONS.BIAS == "float":
         tl.store(sums_ptr + row, l_i, mask=exists)
-    # a run without keys leaves no values: its lse says so
+    # a part without keys writes no values; its lse of -inf says so
     exists = exists & (keys.i_start < keys.i_stop)
     values = pointers.parts + row * HEAD_DIM_V
     out = quotient(state.low * gain[:, None], total, IS_PRECISE)
@@ -333,14 +334,14 @@ def _write_rows(state, rows, pointers, sizes, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """Attend to units `unit` to `unit + taken` of the tile's `units`, and write the result, or with
-    `is_part` partial result number `part`, in float32.
+    """Attention to the units `unit` to `unit + taken` - 1 of the tile's `units` (`work_info.py`),
+    which `share` holds. Writes the results, or with `is_part` the partial result number `part`.
     """
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
     rows = rows_of(tile, sizes, OPTIONS)
     keys = find_keys(tile, share, rows, pointers, strides, sizes, scalars, OPTIONS)
     queries = load_queries(rows, pointers, strides, sizes, scalars, OPTIONS)
-    # what the loop over keys reads: the sequence's row of the table, the KV head's keys and values
+    # pointers for the loop over keys
     kv_head = tl.cast(rows.kv_head, tl.int64)
     table_ptr, col_ptr, bias_rows = pointers.block_table, pointers.col, pointers.bias
     tail_rows = pointers.tail_mask
@@ -370,7 +371,7 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
         rows, queries, keys, memory, pointers, strides, sizes, scalars, OPTIONS
     )
 
-    # `factor` in base two is as much as this in base e
+    # `factor` is for exp2; times ln 2 it is for exp
     m = m_i * (scalars.factor * 0.6931471805599453)
     gain = tl.full([BLOCK_M], 1.0, tl.float32)
     if pointers.v_descale is not None:
@@ -382,7 +383,7 @@ def attend_tile(tile, share, pointers, strides, sizes, scalars, OPTIONS: tl.cons
     if share.is_part:
         _write_part(state, rows, keys, share.part, pointers, OPTIONS)
     elif OPTIONS.FIXED_UNITS > 0 and (pointers.sinks is not None or OPTIONS.BIAS == "float"):
-        # a longer context makes parts of the tile: that must not change its bits
+        # with more keys the tile would have several parts: the bits have to be the same
         one = _as_one_part(state, OPTIONS)
         _write_rows(one, rows, pointers, sizes, scalars, OPTIONS)
     else:

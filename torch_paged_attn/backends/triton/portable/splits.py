@@ -1,27 +1,31 @@
-"""Whether the keys of one tile of queries are shared by several programs: decided by shapes.
+"""Whether several programs share the keys of a tile of queries; the host decides it from shapes.
 
-Which program takes which keys is decided on the device, which knows the lengths: the work of the
-whole batch is dealt out evenly, so that one long sequence among short ones does not run alone at
-the end.
+Which keys a program computes is decided on the device (`work_info.py`), which knows the lengths.
+The work of the whole batch is divided evenly, so that a long sequence among short ones does not
+take longer than the rest.
 """
 
 import dataclasses
 
-# fewer keys than this in a piece cost more in merging than they gain; for each row where few warps
-# merge many rows
+# the smallest piece, in keys: merging smaller ones takes longer than it saves. The second number is
+# for each row of the tile, if few warps merge many rows
 MIN_KEYS, MIN_KEYS_OF_ROW = 64, 16
 
-# of so many programs one may be left out to have the others end together: memory, not they, is busy
+# up to one in so many programs may be omitted so that all end at the same time: decode is limited
+# by memory bandwidth, which fewer programs use as well
 LEAST_BUSY = 16
 
-# keys in a piece when results must depend on a sequence alone
+# keys in a piece of batch-invariant calls
 FIXED_KEYS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """`programs` of each head share all keys (0: they do not), at least `min_keys` to each; or
-    there is a program for every `fixed_keys` of a tile.
+    """How keys are shared.
+
+    programs: number of programs per head that share all keys of the batch; 0: keys are not shared
+    min_keys: the smallest piece, in keys
+    fixed_keys: if not 0, every piece has so many keys of one tile
     """
 
     programs: int = 0
@@ -37,12 +41,15 @@ class SplitPlan:
 def plan_splits(
     tiles: int, heads: int, busy: int, key_bound: int, slots: int, is_decode: bool, tall: int = 0
 ) -> SplitPlan:
-    """For at most `tiles` tiles of at most `key_bound` keys in each of `heads` heads, about `busy`
-    of them not empty, on a chip that runs `slots` programs at once. `tall` is the rows of
-    a part that few warps merge, 0 of other parts.
+    """Choose whether and how keys are shared.
 
-    Decode is split even if it fills the chip, for its lengths may differ; prefill only if it does
-    not. A cache of few keys is not worth it.
+    tiles, key_bound: upper bounds of the tiles per head, and of the keys per tile
+    busy: about how many of the tiles are not empty
+    slots: number of programs that the GPU runs at the same time
+    tall: rows of a tile, if few warps merge it; else 0
+
+    Decode is always split, since lengths may differ, unless there are few keys. Prefill is split
+    only if it does not fill the GPU.
     """
     if key_bound <= MIN_KEYS or not (is_decode or 2 * busy * heads <= slots):
         return SplitPlan()
@@ -52,8 +59,9 @@ def plan_splits(
 
 
 def _evenly(programs: int, tiles: int) -> int:
-    """A few programs less, if then tiles of one length are whole in a program, or cut in parts of
-    one length: what is whole is not merged, and all programs end together.
+    """`programs`, or slightly fewer if then, with tiles of equal length, each program has whole
+    tiles, or each tile is divided into equal parts. Whole tiles need no merging, and all programs
+    end at the same time.
     """
     tiles_of_program = -(-tiles // programs)
     parts_of_tile = max(programs // tiles, 1)
@@ -62,5 +70,5 @@ def _evenly(programs: int, tiles: int) -> int:
 
 
 def plan_fixed_splits(tiles: int, key_bound: int) -> SplitPlan:
-    """The same boundaries for a sequence whatever batch it comes in."""
+    """Batch-invariant splits: the pieces of a sequence do not depend on the rest of the batch."""
     return SplitPlan(tiles * max(1, -(-key_bound // FIXED_KEYS)), fixed_keys=FIXED_KEYS)

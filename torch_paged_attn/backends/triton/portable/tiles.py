@@ -1,7 +1,7 @@
-"""How the work of a call is cut: tiles of queries and keys, programs, and who shares what.
+"""The tiles of queries and keys, and the grid, that a call gets.
 
-`choose_tiles` goes by numbers alone: `Traits`, which calls of a model share, and three sizes. It
-looks at no tensor and keeps what it has chosen.
+`choose_tiles` chooses from numbers only: from `Traits`, which are the same for all calls of a
+model, and from sizes. Its results are cached.
 """
 
 import dataclasses
@@ -27,25 +27,26 @@ from torch_paged_attn.backends.triton.tuning import (
     choose_config_in_turns,
 )
 
-# windows this wide hide nothing: no sequence is as long
+# a window of this size hides no key, because no sequence is that long
 UNBOUNDED = 2**30
 
-# programs along the second dimension of a grid
+# the largest second dimension of a grid
 MOST_IN_GRID = 65535
 
 # the most heads of a group that share a tile
 MOST_PACKED = 64
 
-# pairs of 8-bit numbers are taken apart for tiles of at most so many rows
+# 8-bit numbers are decoded by pairs for tiles of at most so many rows
 MOST_PAIRED_ROWS = 32
 
-# few warps, which are slow to merge parts of more than so many rows
+# up to so many warps are slow to merge parts of more than so many rows
 MOST_FEW_WARPS, MOST_LOW_ROWS = 2, 16
 
-# sequences that a program looks at at a time, to find its work: few kernels for all batches
+# how many sequences a program reads at a time to find its work; a few values, since a kernel is
+# compiled for each
 SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
 
-# rows of a tile, and tiles, when results must depend on a sequence alone
+# batch-invariant calls choose their config as if they had tiles of so many rows, and so many tiles
 INVARIANT_ROWS = 64
 INVARIANT_TILES = 256
 
@@ -56,41 +57,42 @@ def is_bound(window: int) -> bool:
 
 
 def key_bound(call: AttentionCall) -> int:
-    """The most keys that a sequence may have."""
+    """An upper bound of the keys of a sequence, from shapes."""
     if call.block_table is None:
         return call.k.shape[0]
     return call.block_table.shape[1] * call.page_size
 
 
 def said_reach(call: AttentionCall) -> int:
-    """The most keys that a sequence of one query visits, as far as the caller says; 0 if it says
-    nothing."""
+    """An upper bound of the keys that a decode query visits, from max_seqlen_k and the window; 0 if
+    the caller gives no max_seqlen_k.
+    """
     reach = min(call.max_seqlen_k, key_bound(call))
     return min(reach, call.window_size_left + 1) if is_bound(call.window_size_left) else reach
 
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What decides about the tiles of a call, besides its sizes."""
+    """The properties of a call, besides sizes, on which its tiles depend."""
 
     target: Target
     num_kv_heads: int
     group_size: int
-    head_dim: int  # the larger of the two; their sum where queries have latents, too
-    itemsize: int  # of a factor in the products, if no pairs are taken apart
+    head_dim: int  # the larger of head_dim and head_dim_v; with q_latent, their sum
+    itemsize: int  # bytes of an element in matrix products
     kv_itemsize: int
     page_size: int
-    may_pair: bool
-    is_plain: bool  # nothing but scale and mask happens to a score
-    is_full: bool  # no window hides a key
+    may_pair: bool  # whether 8-bit keys and values can be decoded by pairs
+    is_plain: bool  # no bias, ALiBi, softcap, dropout or layout
+    is_full: bool  # neither causal nor a window
     q_block: int  # 0 without a layout
     k_block: int
-    has_head_layouts: bool  # query heads of a group visit different blocks
-    is_invariant: bool  # results must depend on a sequence alone
+    has_head_layouts: bool  # each query head has a layout of its own
+    is_invariant: bool  # batch_invariant
 
 
 def traits_of(call: AttentionCall, target: Target) -> Traits:
-    """The traits of a call on a chip."""
+    """The traits of a call on a GPU."""
     q, k, layout = call.q, call.k, call.layout
     may_pair = q.dtype != torch.float32 and not target.is_hip and holds_pairs(k)
     may_pair = may_pair and holds_pairs(call.v) and call.q_latent is None
@@ -116,27 +118,27 @@ def traits_of(call: AttentionCall, target: Target) -> Traits:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A choice: `config` with its BLOCK_M rows, of which `tokens` queries of `pack` heads are used,
-    and `block_n` keys at a time; the grid.
+    """The chosen tiles and grid. A tile has `tokens` queries times `pack` heads in the BLOCK_M rows
+    of `config`, and `block_n` keys at a time.
     """
 
     config: Config
     pack: int
     tokens: int
     block_n: int
-    # numbers between the tiles of two sequences, see `seqlen_info.py`; 0: taken in turns
+    # tile numbers that are reserved per sequence, see `seqlen_info.py`; 0: tiles are taken in turns
     gap: int
     is_paired: bool
     grid: tuple[int, ...]
     is_split: bool
-    min_units: int  # units in a piece, see `work_info.py`: at least so many,
-    fixed_units: int  # or so many; 0 where all programs get the same
-    search_width: int
-    is_one_look: bool
-    is_beside: bool = False  # another kernel does the long sequences
+    min_units: int  # the smallest piece in units, see `work_info.py`
+    fixed_units: int  # if not 0, every piece has so many units
+    search_width: int  # sequences that a program reads at a time to find its work
+    is_one_look: bool  # whether that is the whole batch
+    is_beside: bool = False  # another kernel computes the long sequences at the same time
 
     def of_kernel(self) -> tuple[Any, ...]:
-        """All but the grid."""
+        """Everything but the grid, as a key: a kernel does not depend on the grid."""
         return (
             self.config, self.pack, self.tokens, self.block_n, self.gap, self.is_paired,
             self.is_split, self.min_units, self.fixed_units, self.is_beside, self.search_width,
@@ -154,8 +156,8 @@ class Tiles:
         return math.prod(self.grid)
 
     def part_elements(self, head_dim_v: int) -> int:
-        """Elements of the workspace for partial results: two a program. Beside its values a row
-        has two numbers.
+        """Size of the workspace for partial results, in float32 elements: two parts per program,
+        whose rows have head_dim_v values and two more numbers.
         """
         return 2 * self.num_programs * self.part_rows * (head_dim_v + 2) if self.is_split else 0
 
@@ -172,13 +174,16 @@ def choose_tiles(
     longest: int = 0,
     reach: int = 0,
 ) -> Tiles:
-    """The tiles of a call of these sizes. `config` and `splits` override tables and rules. With
-    `is_beside`, another kernel does the long sequences, and most others have one query. If
-    `longest`, what is said of the longest sequence's queries, is not 0, the programs of a sequence
-    take its tiles in turns. `reach` is the most keys that a sequence is said to visit, or 0.
+    """The tiles of a call of these sizes.
+
+    key_bound: see the function of this name
+    config, splits: instead of those that tables and rules give
+    is_beside: another kernel computes the long sequences; most of the others have one query
+    longest: if not 0, max_seqlen_q: the programs of a sequence take its tiles in turns
+    reach: see `said_reach`
     """
     target, has_layout = traits.target, traits.k_block > 0
-    # query heads of a group that visit different blocks share no tile
+    # query heads that visit different blocks cannot share a tile
     pack = 1 if traits.has_head_layouts else min(traits.group_size, MOST_PACKED)
     mean = 1 if is_beside else -(-total_q // max(batch, 1))
     if config is None and longest:
@@ -188,7 +193,7 @@ def choose_tiles(
         tiles = min(batch, total_q) * traits.num_kv_heads * -(-traits.group_size // pack)
         page_size, is_full, most_keys = traits.page_size, traits.is_full, key_bound
         if traits.is_invariant:
-            # as few as these may differ where a prompt is packed and its decodes are paged
+            # the same config for packed prompts and paged decodes, whatever the batch
             rows, tiles, page_size, is_full = INVARIANT_ROWS, INVARIANT_TILES, 0, False
             most_keys = UNBOUNDED
         config = choose_config(
@@ -204,12 +209,12 @@ def choose_tiles(
             is_full,
             0 if traits.is_invariant or is_beside else reach,
         )
-    # a tile of few rows takes the heads of a group in turns
+    # a tile may have fewer rows than the group has heads
     pack = min(pack, config.BLOCK_M)
     tokens, block_n = config.BLOCK_M // pack, config.BLOCK_N
     is_even = total_q % max(batch, 1) == 0 and not traits.is_invariant and not is_beside
     if not has_layout and is_even and not longest:
-        # probably all sequences have so many queries: rows without one are work to merge
+        # probably all sequences have this number of queries; more rows would only make merging slow
         tokens = min(tokens, next_power_of_2(total_q // max(batch, 1)))
     if has_layout:
         tokens = min(1 << (tokens.bit_length() - 1), traits.q_block)
@@ -227,7 +232,7 @@ def choose_tiles(
         tall = rows if config.num_warps <= MOST_FEW_WARPS and rows > MOST_LOW_ROWS else 0
         of_decode = config.BLOCK_M <= 64, tall
         splits = plan_splits(grid_tiles, grid_heads, busy, key_bound, slots, *of_decode)
-    # the device counts units in 32 bits
+    # units are counted in 32 bits on the device
     is_split = splits.is_split and grid_tiles * -(-key_bound // block_n) < 2**31
     grid: tuple[int, ...] = (grid_tiles, grid_heads)
     if longest:

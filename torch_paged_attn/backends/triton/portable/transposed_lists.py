@@ -1,9 +1,9 @@
-"""Which rows of a layout list each block of keys: the lists of its columns, made on the device.
+"""The transpose of a block layout, made on the device: for each column, the rows that list it.
 
-A stable counting sort of the entries by column: their rows, a count for each column, where each
-list begins, and the lists, whose rows ascend because the entries of a layout are sorted by row.
-There is room for as many entries as the layout has, and nothing is read on the host. A program
-reads all entries of its head to find those of its column.
+It is a stable counting sort of the layout's entries by column, in four kernels: the row of each
+entry, the number of entries of each column, where each column's list starts, and the lists. The
+rows of a list are in increasing order, because the layout's entries are sorted by row. The host
+reads nothing. A program reads all entries of its head to find those of its column.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 
-# entries, and columns, that a program looks at at a time
+# entries, or columns, that a program reads at a time
 LOOKED_AT = tl.constexpr(1024)
 
 # entries of a list that are compared at a time
@@ -27,8 +27,8 @@ COMPARED = tl.constexpr(128)
 
 
 class ListPointers(NamedTuple):
-    """The layout, the row of each of its entries, and of each column: how many entries it has,
-    where its list begins, and the lists. By head of a batch entry.
+    """The layout and its transpose: the row of each entry; for each column the number of its
+    entries and the start of its list; and the lists. All by batch entry and head.
     """
 
     crow: Tensor
@@ -41,9 +41,9 @@ class ListPointers(NamedTuple):
 
 @triton.jit
 def _layout_of_program(b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz):
-    """A head's first entry and the one after its last; where its bounds are."""
+    """The range of a head's entries (first, last + 1), and a pointer to its crow_indices."""
     crow_ptr = pointers.crow + (b.to(tl.int64) * crow_batch + head.to(tl.int64) * crow_head)
-    # bounds nobody checked must not lead outside the entries
+    # unchecked bounds must not lead outside the tensor
     begin = tl.minimum(tl.maximum(tl.load(crow_ptr), 0), nnz)
     stop = tl.minimum(tl.load(crow_ptr + tl.cast(layout_rows, tl.int64) * crow), nnz)
     return begin, stop, crow_ptr
@@ -56,7 +56,7 @@ SIZES = ("crow_batch", "crow_head", "col_batch", "col_head", "layout_rows", "nnz
 def _entry_rows_kernel(
     pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col
 ):
-    """One program for a row of a head of a batch entry."""
+    """Write the row of each entry. A program has a row of one head of one batch entry."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, crow_ptr = _layout_of_program(
         b, head, pointers, crow_batch, crow_head, crow, layout_rows, nnz
@@ -74,8 +74,8 @@ def _column_kernel(
     pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col,
     IS_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One program for a column of a head of a batch entry: counts its entries, or writes its list
-    from where it starts on.
+    """Count the entries of a column, or write its list. A program has a column of one head of one
+    batch entry.
     """
     column, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layout_head = (b * tl.num_programs(1) + head).to(tl.int64)
@@ -106,7 +106,9 @@ def _column_kernel(
 def _starts_kernel(
     pointers, crow_batch, crow_head, col_batch, col_head, layout_rows, nnz, columns, crow, col
 ):
-    """One program for a head of a batch entry: the sums of the counts before each column's."""
+    """Write the start of each column's list: the sum of the counts of the columns before it. A
+    program has one head of one batch entry.
+    """
     head, b = tl.program_id(1), tl.program_id(2)
     at = (b * tl.num_programs(1) + head).to(tl.int64) * columns
     before = tl.full([], 0, tl.int32)
@@ -120,7 +122,7 @@ def _starts_kernel(
 
 @triton.jit
 def listing_rows(keys, queries, head, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """The list of the column that a tile of keys is in, and which of its entries are rows of
+    """The list of the column of a tile of keys, and the range of its entries whose rows contain
     queries that may see the tile.
     """
     nnz = tl.cast(sizes.nnz, tl.int64)
@@ -151,10 +153,11 @@ def listing_rows(keys, queries, head, pointers, sizes, scalars, OPTIONS: tl.cons
 def plan_transposed_lists(
     layout: BlockLayout, position_bound: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Plan the kernels that list, for each column of a layout, the rows in which it is listed, from
-    `crow_indices` and `col_indices` and for keys at positions below `position_bound`. They return
-    int32 tensors, by head of a batch entry: the rows `(nnz,)` of all lists, and for each column
-    `(columns,)` where its list begins and how many rows it has.
+    """Plan the kernels that transpose a layout, for keys at positions below `position_bound`.
+
+    The result is a function of `crow_indices` and `col_indices` that returns int32 tensors: the
+    rows of all lists `(batch * heads, nnz)`, and for each column the start of its list and the
+    number of its rows, `(batch * heads, columns)` each.
     """
     crow, col = layout.crow_indices, layout.col_indices
     batch, heads, bounds = (1, *crow.shape)[-3:]

@@ -1,8 +1,9 @@
-"""Cutting the keys of a batch into pieces of equal work, on the device, without a prologue.
+"""Dividing the keys of a batch into pieces of equal work, on the device (stream-K, arXiv
+2301.03598).
 
-A unit of work is BLOCK_N keys of one tile of queries. The units of all sequences are numbered
-through, tile after tile; a program takes the next `piece` of them, whichever tiles they belong to
-(stream-K, arXiv 2301.03598). Every program computes the same numbers from the lengths.
+A unit of work is BLOCK_N keys of one tile of queries. The units of all tiles of all sequences are
+numbered consecutively, and each program gets `piece` consecutive units, which may belong to several
+tiles. Every program computes this division itself from the lengths; no kernel has to run before.
 """
 
 import triton
@@ -15,8 +16,8 @@ from torch_paged_attn.backends.triton.seqlen_info import key_span, position_of_f
 
 @triton.jit
 def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr):
-    """Of sequences b: first row and number of queries, the first one's position, first row and
-    number of keys. `lengths` are pointers.
+    """Of sequences b: the first row and the number of queries, the position of the first query
+    (`past`), and the first row and the number of keys. `lengths` holds the pointers to read.
     """
     q_start, q_stop = query_span(b, lengths.cu_seqlens_q, sizes.batch, sizes.total_q)
     k_start, key_len = key_span(
@@ -37,8 +38,9 @@ def sequence_at(b, lengths, sizes, OPTIONS: tl.constexpr):
 
 @triton.jit
 def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
-    """Of sequences b what `sequence_at` says; tiles of queries (none, where another kernel does the
-    sequence), and units of each: at least one, and with FIXED_UNITS whole pieces.
+    """What `sequence_at` returns of sequences b; the number of tiles of queries (0 if another
+    kernel computes the sequence); and the number of units of each tile: at least one, and with
+    FIXED_UNITS a multiple of that.
     """
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     left = scalars.left
@@ -59,7 +61,7 @@ def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
             reach = key_len - tl.minimum(tl.maximum(hidden, 0), key_len)
     units = tl.maximum(tl.cdiv(reach, BLOCK_N), 1)
     if FIXED_UNITS > 0:
-        # pieces of a window begin before it does
+        # the first piece of a window may start before the window
         units = tl.cdiv(units, FIXED_UNITS) + (1 if OPTIONS.HAS_LEFT else 0)
         most = tl.maximum(tl.cdiv(key_len, BLOCK_N * FIXED_UNITS), 1)
         units = tl.minimum(units, most) * FIXED_UNITS
@@ -77,16 +79,16 @@ def sequence_info(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _units_of(b, lengths, sizes, scalars, OPTIONS: tl.constexpr):
-    """Units of all tiles of sequences b: 0 past the last."""
+    """The units of all tiles of sequences b together; 0 for b past the last sequence."""
     sequence = sequence_info(b, lengths, sizes, scalars, OPTIONS)
     return tl.where(b < sizes.batch, sequence.tiles * sequence.units, 0)
 
 
 @triton.jit
 def find_work(program, programs, lengths, sizes, scalars, OPTIONS: tl.constexpr):
-    """Units in a piece, the first and last but one of this program's, the sequence it begins in,
-    and the first unit of that. SEARCH_WIDTH sequences are looked at at a time, and rows of padding,
-    which come last, on their own.
+    """Units in a piece, the range of this program's units (first, last + 1), the sequence in which
+    it starts, and that sequence's first unit. SEARCH_WIDTH sequences are read at a time; padding
+    rows count as one more sequence at the end.
     """
     WIDTH: tl.constexpr = OPTIONS.SEARCH_WIDTH
     IS_ONE_LOOK: tl.constexpr = OPTIONS.IS_ONE_LOOK

@@ -1,1 +1,1 @@
-"""Starting kernels: the chip, the launch, its memory, and the cache of launches."""
+"""The GPU's properties, launches of kernels, the cache of plans and launches, and workspace."""

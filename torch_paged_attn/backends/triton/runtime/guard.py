@@ -1,4 +1,4 @@
-"""Telling, faster than by a key, that a call is like an earlier one."""
+"""A fast check that a call has the same properties as an earlier one."""
 
 import functools
 import operator
@@ -10,22 +10,30 @@ from torch import Tensor
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime.target import assumed
 
+_address_of = Tensor.data_ptr
+
 current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-# what code that torch.compile writes compares its inputs with: types, dtypes, devices, sizes,
-# strides, and the modes of autograd that are on
+# torch.compile's own check of inputs, in C++: it compares types, dtypes, devices, sizes, strides,
+# and autograd's modes
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 class Guard:
-    """Knows calls with the options of one call and tensors like its own, None where it had none."""
+    """Checks whether a call has the options of the call it was made for, and tensors that differ
+    only in values and addresses.
+    """
 
-    __slots__ = ("_check", "_device", "_is_invariant", "_kinds", "_options", "_pick", "_target")
+    __slots__ = (
+        *("_absent", "_check", "_count", "_device", "_is_invariant", "_options", "_pick"),
+        "_target",
+    )
 
     def __init__(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
         places = [i for i, x in enumerate(tensors) if x is not None]
         given = tuple([x for x in tensors if x is not None])
-        self._kinds, self._options = tuple(map(type, tensors)), options
-        # of one place itemgetter makes no tuple
+        self._absent = tuple([i for i, x in enumerate(tensors) if x is None])
+        self._count, self._options = len(tensors), options
+        # itemgetter of a single index would not return a tuple
         self._pick = (
             operator.itemgetter(slice(1)) if places == [0] else operator.itemgetter(*places)
         )
@@ -34,30 +42,34 @@ class Guard:
             dynamic_dims_sizes=[list(x.shape) for x in given],
             dynamic_dims_strides=[list(x.stride()) for x in given],
         ).check
-        # -1 where there is no current device to be asked for
+        # -1 if the tensors are not on a GPU
         self._device = given[0].get_device() if given[0].is_cuda else -1
         self._is_invariant, self._target = environment.BATCH_INVARIANT, assumed()
 
     @staticmethod
     def unsupported(tensors: tuple[Tensor | None, ...]) -> str | None:
-        """Why there can be no guard for a call."""
+        """Why a guard cannot be made for a call; None if it can."""
         given = [x for x in tensors if x is not None]
         if _TensorGuards is None:
             return "this torch has none"
-        if any(x.data_ptr() & 15 for x in given):  # `match` looks at all addresses at once
+        if any(x.data_ptr() & 15 for x in given):  # `match` requires all addresses to be aligned
             return "a tensor lies off multiples of 16 bytes"
         return "a tensor comes twice" if len(set(map(id, given))) < len(given) else None
 
     def match(
         self, tensors: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], list[int]] | None:
-        """The tensors that are given and their addresses, if a call is surely like it."""
-        if options != self._options or tuple(map(type, tensors)) != self._kinds:
+        """The given tensors and their addresses if the call is like the guard's, else None."""
+        if options != self._options or len(tensors) != self._count:
             return None
+        for i in self._absent:
+            if tensors[i] is not None:
+                return None
         given = self._pick(tensors)
+        # of anything but tensors, None too, it says no
         if not self._check(*given) or (self._device >= 0 and current_device() != self._device):
             return None
-        addresses = [x.data_ptr() for x in given]
+        addresses = list(map(_address_of, given))
         is_off = functools.reduce(operator.or_, addresses) & 15
         if is_off or environment.BATCH_INVARIANT is not self._is_invariant:
             return None

@@ -1,5 +1,5 @@
-"""How a kernel starts: as a node of a graph that torch.compile traces, or before the kernel ahead
-of it has ended.
+"""Two special launches: into a graph that torch.compile traces, and programmatic dependent launch,
+by which a kernel starts before the previous one has ended.
 """
 
 import contextlib
@@ -11,28 +11,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_local = threading.local()
+
+class _Thread(threading.local):
+    # looking for a name that is not there takes sixteen times as long
+    is_traced = False
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
-    """Within it, launches become nodes of the graph that is being traced."""
-    _local.is_traced = True
+    """In this context, launches become nodes of the graph that is being traced."""
+    _thread.is_traced = True
     try:
         yield
     finally:
-        _local.is_traced = False
+        _thread.is_traced = False
 
 
 def is_traced() -> bool:
-    """Whether launches become nodes of a graph."""
-    return getattr(_local, "is_traced", False)
+    """Whether launches become nodes of a graph, in this thread."""
+    return _thread.is_traced
 
 
 def only_read(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Tensors for a kernel that reads them. Where a graph is traced they are copies: torch.compile
-    assumes that a function writes whatever it loads an index from for a store, and a graph that
-    writes its inputs cannot be a CUDA graph.
+    """Tensors that a kernel only reads; copies of them while a graph is traced. torch.compile
+    assumes that a kernel writes to every tensor from which it loads an index of a store, and a
+    graph that writes to its inputs cannot be a CUDA graph.
     """
     return [x.clone() if x is not None and is_traced() else x for x in tensors]
 
@@ -40,8 +46,8 @@ def only_read(*tensors: Tensor | None) -> list[Tensor | None]:
 def add_node(
     kernel: Any, grid: tuple[int, ...], pointers: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Put `kernel[grid](*pointers, **options)` into the graph. A graph has a place for options of
-    the compiler only in the configurations of a tuned kernel, so the kernel gets one configuration.
+    """Add `kernel[grid](*pointers, **options)` to the graph. A graph can hold compiler options only
+    in the configurations of an autotuned kernel, so the kernel gets one configuration.
     """
     from torch.library import wrap_triton
 
@@ -55,22 +61,22 @@ def add_node(
 
 @triton.jit
 def gdc_wait(IS_DEPENDENT: tl.constexpr):
-    """Wait, before anything is read or written, for the kernel before this one to end."""
+    """Wait until the previous kernel has ended. Before that, nothing may be read or written."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def gdc_launch_dependents(IS_DEPENDENT: tl.constexpr):
-    """Let the kernel after this one start where there is room, once all programs came here."""
+    """Let the next kernel start as soon as all programs of this one have called this."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def dependent_launch(is_dependent: bool) -> dict[str, Any]:
-    """Options of a kernel that begins with `gdc_wait`: the chip starts it before the kernel ahead
-    of it has ended. Not in a graph: torch.compile assumes that PTX writes every tensor, and a graph
-    has no such launches.
+    """Launch options of a kernel that calls `gdc_wait`, by which the GPU starts it before the
+    previous kernel has ended. Not while a graph is traced: graphs have no such launches, and
+    torch.compile assumes that a kernel with inline PTX writes to every tensor.
     """
     is_dependent = is_dependent and not is_traced()
     options: dict[str, Any] = {"IS_DEPENDENT": is_dependent}

@@ -257,10 +257,12 @@ class Launch:
             *self.grid, current_stream(ready.device), *ready.fixed, *addresses, *self._constants
         )
 
-    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
-        """What `start` takes for the kernel's tensor map of that number: of such boxes, there."""
+    @property
+    def map_arguments(self) -> Callable[[int, Any, int], list[Any]]:
+        """Says what `start` takes for the kernel's tensor map of a number: of such boxes, at that
+        address."""
         ready: Any = self._ready
-        return ready.map_arguments(number, boxes, address)
+        return ready.map_arguments
 
     def __call__(self, *pointers: Any) -> None:
         if self._ready is not None:

@@ -1,4 +1,4 @@
-"""The chip that a call runs on, and what it can do."""
+"""The GPU on which a call runs, and its capabilities."""
 
 import contextlib
 import dataclasses
@@ -8,49 +8,51 @@ from collections.abc import Iterator
 
 import torch
 
-# the interpreter runs kernels on the CPU, program by program, in NumPy
+# Triton's interpreter runs kernels on the CPU, one program after the other, in NumPy
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# bytes of shared memory that a program may have
+# bytes of shared memory that a program may use, on GPUs for data centres
 OF_DATA_CENTRES = {"sm80": 166912, "sm87": 166912, "sm90": 232448, "sm100": 232448, "sm103": 232448}
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`arch` is `sm90`, `gfx942`, ... or `interpreter`."""
+    """A GPU, or Triton's interpreter. `arch` is `sm90`, `gfx942`, ... or `interpreter`."""
 
     arch: str
     multiprocessors: int
-    converts_float8: bool  # elsewhere kernels take the bits apart
+    converts_float8: bool  # if not, kernels convert by integer operations
     converts_bfloat16: bool = True  # the interpreter truncates, and multiplies the bits
 
     @classmethod
     def of_arch(cls, arch: str, multiprocessors: int) -> "Target":
-        """An NVIDIA chip by compute capability (`sm90`), an AMD one by its name (`gfx942`)."""
+        """An NVIDIA GPU by compute capability (`sm90`), or an AMD GPU by name (`gfx942`)."""
         if arch.startswith("gfx"):
-            # gfx942 knows other float8 types of its own, with one exponent more and no -0
+            # gfx942 has other float8 types, with another exponent bias and without -0
             return cls(arch, multiprocessors, arch == "gfx950" or arch.startswith("gfx12"))
         return cls(arch, multiprocessors, int(arch[2:]) >= 89)
 
     @property
     def is_hip(self) -> bool:
-        """Whether this is an AMD chip."""
+        """Whether this is an AMD GPU."""
         return self.arch.startswith("gfx")
 
     @property
     def overlaps_launches(self) -> bool:
-        """Whether a kernel can be started before the one before it has ended, to wait there."""
+        """Whether a kernel can start before the previous one ends (dependent launch)."""
         return self.arch.startswith("sm") and int(self.arch[2:]) >= 90
 
     @property
     def shared_memory(self) -> int | None:
-        """Bytes of it that a program may have, on NVIDIA's chips: 99 KiB on those for graphics."""
+        """Bytes of shared memory that a program may use; 99 KiB on GPUs for graphics. None if it is
+        not an NVIDIA GPU.
+        """
         if not self.arch.startswith("sm"):
             return None
         return OF_DATA_CENTRES.get(self.arch, 101376)
 
     def smallest_chunk(self, block_m: int) -> int:
-        """The narrowest operand of a product in 16 bits.
+        """The fewest columns of an operand of a 16-bit matrix product whose tile has block_m rows.
 
         TODO: drop the 64 when Triton multiplies operands of less than 128 bytes a row right with
         the instructions of Hopper's warpgroups, which take 64 rows (3.6 does not).
@@ -73,7 +75,7 @@ _assumed: Target | None = None
 
 @contextlib.contextmanager
 def assume(target: Target) -> Iterator[None]:
-    """Within it, whatever device a tensor is on is that target: to compile for chips elsewhere."""
+    """In this context, `target_of` returns `target` for every device: to compile for other GPUs."""
     global _assumed
     before, _assumed = _assumed, target
     try:
@@ -83,7 +85,7 @@ def assume(target: Target) -> Iterator[None]:
 
 
 def assumed() -> Target | None:
-    """The target that kernels are compiled for though it is elsewhere, if any."""
+    """The target of the innermost `assume`, or None."""
     return _assumed
 
 
@@ -97,7 +99,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`, a tenth of the time that Triton's takes."""
+    """The smallest power of two that is at least `n`; ten times as fast as Triton's function."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 

@@ -1,13 +1,12 @@
 """Memory that a call needs besides its arguments.
 
-`Allocation` makes results, and memory that goes back to PyTorch's allocator when the call returns;
-the allocator hands it out again in the order of the stream.
+`Allocation` makes results, and memory that returns to PyTorch's allocator when the call ends; that
+reuses it in stream order.
 
-The launches of a stream, which run one after another, share `scratch`: partial results, and
-counters, which are zero before every launch and after it, because kernels set back what they count.
-A launch that a CUDA graph captures
-may run at any time and on any stream once the graph is replayed, so it gets counters that no other
-launch has, from a store that was zeroed before the capture.
+All launches on a stream, which run one after the other, share `Scratch`: partial results, and
+counters, which are 0 before and after every launch, because kernels reset them. A launch in a CUDA
+graph may run at any time and on any stream when the graph is replayed. So it gets counters of its
+own, from a store that was zeroed before the capture.
 """
 
 import itertools
@@ -22,20 +21,20 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.lru import LRU
 
-# streams whose scratch memory is kept, the fewest counters that each of them has, and how many
-# elements of partial results; larger ones are allocated for each launch
+# how many streams have scratch memory; the fewest counters of a stream; the fewest and the most
+# float32 elements of partial results (larger ones are allocated for each launch)
 MOST_STREAMS = 32
 LEAST = 1 << 13
 LEAST_PARTS, MOST_PARTS = 1 << 18, 1 << 21
 
-# counters of a device for captured launches; at least half of them are left when a capture begins
-# after a call like those in it
+# counters of a device for captured launches. At least half of them are free when a capture begins,
+# if the same calls have run before
 STORE = 1 << 20
 
-# counters of two launches do not share a line of the cache
+# counters of two launches are not in the same cache line
 LINE = 32
 
-# what code that torch.compile writes allocates with: it takes a third of the time of `torch.empty`
+# the function with which code of torch.compile allocates, three times as fast as `torch.empty`
 _empty_on_current_device: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _is_capturing: Any = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
@@ -46,20 +45,22 @@ def _stream_handle(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# the handle of a device's current stream, by torch's own way to it where there is one
+# a function that returns the handle of a device's current stream; torch's private one is faster
 current_stream: Callable[[int], int] = (
     getattr(torch._C, "_cuda_getCurrentRawStream", None) or _stream_handle
 )
 
-# by device and stream
+# (device, stream) -> Scratch
 _scratch = LRU(MOST_STREAMS)
 _stores: dict[int, Tensor] = {}
-# stores are never given back: a graph does not say when it was replayed for the last time
+# stores are never freed, because it is not known when a graph is replayed for the last time
 _all_stores: list[Tensor] = []
 
 
 class Allocation:
-    """Called, a new contiguous tensor, on the current device where `device` is a GPU."""
+    """A function that returns a new contiguous tensor. If `device` is a GPU, it has to be the
+    current device.
+    """
 
     __slots__ = ("_is_quick", "device", "dtype", "shape", "strides")
 
@@ -73,31 +74,34 @@ class Allocation:
 
     @classmethod
     def like(cls, x: Tensor) -> "Allocation":
-        """Of the shape, dtype and device of `x`."""
+        """An allocation with the shape, dtype and device of `x`."""
         return cls(x.shape, x.dtype, x.device)
 
     def __call__(self) -> Tensor:
-        # torch.empty fills what it returns where algorithms have to be deterministic
+        # with deterministic algorithms, torch.empty fills the memory, which the fast function does
+        # not
         if self._is_quick and not torch.are_deterministic_algorithms_enabled():
             return _empty_on_current_device(self.shape, self.strides, self.dtype)
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Scratch:
-    """Partial results (float32) and counters (int32 zeros) for the next launch of a stream."""
+    """Memory for partial results (float32) and counters (int32, 0) of launches on a stream."""
 
     __slots__ = ("addresses", "counters", "num_counters", "num_parts", "parts")
 
     def __init__(self, parts: Tensor, counters: Tensor) -> None:
         self.parts, self.counters = parts, counters
         self.num_parts, self.num_counters = parts.numel(), counters.numel()
-        # what is traced has none
+        # traced tensors have no addresses
         both = () if is_traced() else (parts, counters)
         self.addresses = tuple(x.data_ptr() for x in both)
 
 
 class ScratchOf:
-    """Called, at least as much scratch memory for the next launch on the current stream."""
+    """A function that returns scratch memory of at least these sizes for the next launch on the
+    current stream.
+    """
 
     __slots__ = ("_device", "_is_kept", "_num_counters", "_num_parts")
 
@@ -127,8 +131,8 @@ class ScratchOf:
         return _new_parts(self._num_parts, self._device)
 
     def _grown(self) -> Scratch:
-        # while torch.compile runs what is to become a graph, all that its thread allocates comes
-        # from the graph's pool, where nothing can be kept
+        # while torch.compile records a CUDA graph, its thread allocates from the graph's memory
+        # pool, where nothing can be kept; another thread does not
         stream = torch.cuda.current_stream(self._device.index)
         with ThreadPoolExecutor(1) as elsewhere:
             sizes = self._num_parts, self._num_counters
@@ -140,12 +144,12 @@ def _new_parts(count: int, device: torch.device) -> Tensor:
 
 
 def clear() -> None:
-    """Give the scratch memory of all streams back."""
+    """Drop the scratch memory of all streams."""
     _scratch.clear()
 
 
 def _grow(index: int, stream: torch.cuda.Stream, num_parts: int, num_counters: int) -> Scratch:
-    """Scratch memory that the stream's launches share from now on."""
+    """Allocate larger scratch memory, which the stream's launches share from now on."""
     with torch.cuda.stream(stream):
         if index not in _stores or _stores[index].numel() < STORE // 2:
             _stores[index] = _zeros(index, STORE)
@@ -163,11 +167,11 @@ def _grow(index: int, stream: torch.cuda.Stream, num_parts: int, num_counters: i
 def _of_graph(index: int, count: int) -> Tensor:
     store = _stores.get(index)
     if store is None or store.numel() < count:
-        # the graph zeroes these itself, at every replay
+        # the graph zeroes these at every replay
         return _zeros(index, count)
     _stores[index] = store[count:]
     if _stores[index].numel() < STORE // 2:
-        # the next call outside a capture finds no counters, and makes a new store too
+        # the next call outside a capture then allocates counters, and with them a new store
         _scratch.clear()
     return store
 

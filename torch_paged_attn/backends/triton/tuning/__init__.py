@@ -1,9 +1,10 @@
-"""How a call is tiled on a chip: explicit choice, then the chip's table, then a rule of thumb."""
+"""Tile sizes: given by the caller, else from the GPU's table, else by a rule of thumb."""
 
 from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, choose_backward_config
 from torch_paged_attn.backends.triton.tuning.hopper import (
     HopperConfig,
     choose_8_bit_config,
+    choose_copied_config,
     choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
@@ -25,6 +26,7 @@ __all__ = [
     "choose_backward_config",
     "choose_config",
     "choose_config_in_turns",
+    "choose_copied_config",
     "choose_guessed_8_bit_config",
     "choose_guessed_config",
     "choose_hopper_config",

@@ -1,4 +1,4 @@
-"""Tiles of the backward's kernels: explicit choice, then the chip's table, then a rule of thumb."""
+"""Tile sizes of the backward's kernels: from the GPU's table, else by a rule of thumb."""
 
 import dataclasses
 import functools
@@ -8,8 +8,8 @@ from torch_paged_attn.backends.triton.tuning.portable import WIDTHS, Config, tab
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles of the kernel of dK and dV, of that of dQ, and of that of a bias that heads share: in
-    each, BLOCK_M queries and BLOCK_N keys.
+    """Tiles of BLOCK_M queries and BLOCK_N keys: of the kernel of dK and dV, of that of dQ, and of
+    that of dbias for a bias with one head.
     """
 
     dkdv: Config
@@ -20,9 +20,10 @@ class BackwardConfig:
 def find_entry(
     arch: str, kind: str, head_dim: int, itemsize: int, is_plain: bool, is_full: bool
 ) -> str | None:
-    """The entry of a chip's table for a kernel, the most special that there is: `"dkdv/d128/b2"`
-    (also `dq` and `dbias`), with `/full` where no window hides a key, and `/extra` for a call that
-    is not plain: with a bias, ALiBi, softcap, dropout or a layout.
+    """The key of the most specific entry in a GPU's table, such as `"dkdv/d128/b2"`; None if there
+    is none. The kind is `dkdv`, `dq` or `dbias`; `d` is one of WIDTHS; `b` is itemsize. `/full`
+    follows for calls without causal mask and window, `/extra` for calls that are not plain: with a
+    bias, ALiBi, softcap, dropout or a layout.
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{kind}/d{width}/b{itemsize}"
@@ -34,7 +35,9 @@ def find_entry(
 def choose_backward_config(
     arch: str, head_dim: int, itemsize: int, is_plain: bool, is_full: bool
 ) -> BackwardConfig:
-    """`head_dim` is the larger of the two, `itemsize` that of a factor in the products."""
+    """The tiles of a call. `head_dim`: the larger of head_dim and head_dim_v; `itemsize`: bytes of
+    an element in matrix products.
+    """
 
     def choose(kind: str) -> Config:
         entry = find_entry(arch, kind, head_dim, itemsize, is_plain, is_full)
@@ -46,7 +49,7 @@ def choose_backward_config(
 
 
 def _rule_of_thumb(arch: str, kind: str, head_dim: int, itemsize: int) -> Config:
-    """Small tiles, for a chip that nobody has looked at."""
+    """Small tiles, for a GPU without a table."""
     if arch == "interpreter":  # fewer and larger NumPy calls are faster
         return Config(64, 64, 4, 1)
     if itemsize == 4 or head_dim > 128:

@@ -1,15 +1,21 @@
-"""Tiles of the Hopper kernel: by head size and by how long the sequences are."""
+"""Tile sizes of Hopper's kernels, by head_dim and sequence lengths."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig:
-    """CONSUMERS of 64 rows each, tiles of BLOCK_N keys, stages of the pipelines, registers of a
-    consumer's thread, and whether consumers ask for their products one after the other, so that
-    those of one run while the others' softmax is computed. SPLITS_KEYS: two consumers have the same
-    64 rows, and each every other tile of keys; stages are an even number then, so that a stage is
-    always the same consumer's: a barrier is of use to who waits for all of its phases.
+    """The configuration of the forward kernel.
+
+    CONSUMERS: warp groups that compute, each with 64 rows of a tile of queries
+    BLOCK_N: keys of a tile
+    KV_STAGES, Q_STAGES: stages of the pipelines of keys and of queries
+    REGISTERS: of a consumer's thread
+    PINGPONG: consumers issue their matrix products one after the other, so that the products of one
+        run during the softmax of another (FlashAttention-3)
+    SPLITS_KEYS: two consumers have the same 64 rows, and each has every other tile of keys. The
+        number of stages is even then, so that a stage always belongs to the same consumer, because
+        who waits on a barrier has to wait for each of its phases
     """
 
     CONSUMERS: int = 2
@@ -24,36 +30,45 @@ class HopperConfig:
 def choose_hopper_config(
     width: int, mean_length: int, is_causal: bool, has_layout: bool, is_copied: bool = False
 ) -> HopperConfig:
-    """`width` is head_dim as it lies in shared memory: 64, 128 or 256. With `is_copied`, producers
-    copy rows of keys."""
+    """The configuration of ordinary calls. `width`: head_dim rounded up to 64, 128 or 256, as in
+    shared memory; `is_copied`: producers copy rows of keys instead of using TMA.
+    """
     if width == 256:
         registers = 224 if is_copied else 232
         return HopperConfig(BLOCK_N=64, Q_STAGES=1, REGISTERS=registers, PINGPONG=False)
     stages = 2 if width == 128 else 3
     if is_copied:
-        # rows that are copied arrive later than boxes
+        # copied rows take longer to arrive than TMA boxes, so there are more stages
         return HopperConfig(KV_STAGES=stages + 1, Q_STAGES=1 if width == 128 else 2)
-    # a third consumer hides more of the exponentials, but makes tiles that reach further past a
-    # causal diagonal, and that are no power of two, as rows of a layout are
+    # a third consumer hides more of the exponentials. But its tiles extend further past a causal
+    # diagonal, and their 192 rows are not a power of two, as blocks of a layout are
     if width == 64 and not has_layout and (not is_causal or mean_length >= 4096):
         return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=stages)
-    # reading lists takes registers of the producers
+    # with a layout, producers need registers to read the lists
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
 
 
+def choose_copied_config() -> HopperConfig:
+    """Where producers copy rows of keys for tiles of many rows, of heads of 128: small tiles, of
+    which more are on their way."""
+    return HopperConfig(BLOCK_N=64, KV_STAGES=5)
+
+
 def choose_short_config(width: int, rows: int = 0) -> HopperConfig:
-    """Where sequences are short and their tiles are taken in turns; `rows` are a sequence's, of all
-    heads that share a tile, in the mean."""
+    """The configuration for short sequences whose tiles are taken in turns. `rows`: the mean number
+    of rows of a sequence, over all heads that share a tile.
+    """
     if width == 64 and -(-rows // 192) * 192 < -(-rows // 128) * 128:
-        return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=3)  # fewer rows are nobody's
+        return HopperConfig(CONSUMERS=3, REGISTERS=160, KV_STAGES=3)  # fewer rows are unused
     if width == 64:
         return HopperConfig(KV_STAGES=3)
     return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
 
 
 def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
-    """Of 8-bit keys and values, with float8 queries or with 16-bit ones; registers are left to the
-    warps that convert them."""
+    """The configuration for 8-bit keys and values, with float8 or 16-bit queries. The warps that
+    convert keys and values need registers, too.
+    """
     if width == 256:
         stages = 2 if is_float8 else 1
         return HopperConfig(BLOCK_N=64, KV_STAGES=stages, Q_STAGES=1, REGISTERS=208, PINGPONG=False)
@@ -61,8 +76,10 @@ def choose_8_bit_config(width: int, is_float8: bool) -> HopperConfig:
 
 
 def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
-    """Where the rows of one consumer hold all queries of a sequence, or tiles are few: as many keys
-    on their way as there is room for. `is_narrow`: by small tiles."""
+    """The configuration with one consumer, if its rows are enough for all queries of a sequence, or
+    if there are few tiles. It has as many stages of keys as fit. `is_narrow`: with small tiles of
+    keys.
+    """
     stages = {64: 6, 128: 3, 256: 3}[width]
     queries = 1 if width == 256 else 2
     keys = 64 if width == 256 else 128
@@ -72,14 +89,14 @@ def choose_guessed_config(width: int, is_narrow: bool = False) -> HopperConfig:
 
 
 def choose_split_config(width: int) -> HopperConfig:
-    """The same with two consumers, each of which takes every other tile of keys. `width` is 64 or
-    128."""
+    """The same with two consumers, each with every other tile of keys. `width`: 64, 128."""
     return HopperConfig(2, 128 if width == 64 else 64, 4, 2, 208, False, SPLITS_KEYS=True)
 
 
 def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:
-    """The same of 8-bit keys and values: their 16-bit tiles take the room of stages. Tall tiles are
-    for many keys."""
+    """The same for 8-bit keys and values, with fewer stages, because the converted tiles need
+    shared memory. `is_tall`: with large tiles, for many keys.
+    """
     if width == 256:
         return HopperConfig(1, 64, 1, 1, 216, PINGPONG=False)
     if width == 128 and is_tall:
@@ -88,7 +105,7 @@ def choose_guessed_8_bit_config(width: int, is_tall: bool) -> HopperConfig:
 
 
 def choose_narrow_config(width: int) -> HopperConfig:
-    """Where a window shows few tiles of keys: small ones, of which it hides less."""
+    """The configuration for narrow windows: small tiles of keys, of which less is masked."""
     if width == 64:
         return HopperConfig(BLOCK_N=64, Q_STAGES=4, KV_STAGES=6)
     return HopperConfig(BLOCK_N=64, Q_STAGES=3, KV_STAGES=4)
@@ -96,19 +113,20 @@ def choose_narrow_config(width: int) -> HopperConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HopperBackwardConfig:
-    """A kernel of the backward: CONSUMERS of 64 rows of the tile that stays, tiles of PASS rows
-    that pass by, stages of the tile that stays and of the two that pass (queries and gradients, or
-    keys and values), registers of a consumer's thread, and how many of the two tiles that stay are
-    kept in registers. IN_PLACE: dQ leaves from where the queries lay.
+    """The configuration of a backward kernel. A program has a fixed tile (keys and values, or
+    queries and dout) and loops over tiles of the other two tensors.
 
-    IS_SPLIT: consumers share all rows of the tile that stays, 64, and each has half of the columns
-    of the results. P and dS then go through shared memory, by DS_STAGES tiles.
-
-    AT_ONCE: P and dS of a tile wait in registers until the scores of the next are asked for, and
-    all products run together (`hopper/backward_keys_at_once.py`); not in one pass.
-
-    In one pass, DQ_SUMS says how dQ is added up (`hopper/sums.py`), and there are DS_STAGES tiles
-    of dS and SLOTS for parts of dQ.
+    CONSUMERS: warp groups that compute, each with 64 rows of the fixed tile PASS: rows of a tile of
+    the loop STAY_STAGES: stages of the fixed tile FIRST_STAGES, SECOND_STAGES: stages of the two
+    tiles of the loop REGISTERS: of a consumer's thread OPERANDS: how many of the two tensors of the
+    fixed tile are kept in registers IS_SPLIT: the fixed tile has 64 rows, which the consumers
+    share; each computes half of the columns
+        of the results. P and dS go through shared memory then, in DS_STAGES tiles
+    IN_PLACE: dQ is stored from the shared memory of the queries DQ_SUMS: in one pass, how dQ is
+    added up (`hopper/sums.py`); 0 otherwise DS_STAGES: in one pass, tiles of dS in shared memory
+    SLOTS: in one pass, tiles of parts of dQ in shared memory AT_ONCE: P and dS of a tile stay in
+    registers until the next tile's scores are issued, so that all
+        products run together (`hopper/backward_keys_at_once.py`); not in one pass
     """
 
     CONSUMERS: int = 2
@@ -127,7 +145,9 @@ class HopperBackwardConfig:
 
 
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
-    """For dK and dV; widths are those of heads as they lie in shared memory."""
+    """The configuration for dK and dV. `width`, `width_v`: head_dim and head_dim_v rounded up to
+    64, 128 or 256, as in shared memory.
+    """
     if width == 256:
         if width_v == 256:
             return HopperBackwardConfig(IS_SPLIT=True)
@@ -142,16 +162,16 @@ def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
 def choose_queries_config(
     width: int, width_v: int, columns: int, mean_length: int
 ) -> HopperBackwardConfig:
-    """For dQ. `columns` of `width` hold numbers."""
+    """The configuration for dQ. `columns`: how many of the `width` columns are used."""
     if width == 256:
         config = HopperBackwardConfig(PASS=32, FIRST_STAGES=3, SECOND_STAGES=3, IN_PLACE=True)
         if (columns, width_v) != (192, 128):
             return config
-        # registers that sums of 192 columns leave hold the gradients of 128, which leave shared
-        # memory to another tile
+        # with sums of 192 columns, dout with 128 columns fits into registers, which leaves shared
+        # memory for another stage
         return dataclasses.replace(config, FIRST_STAGES=4, SECOND_STAGES=4, OPERANDS=1)
     if width == 64 and mean_length >= 2048:
-        # a third consumer hides more of the exponentials; its tiles are larger
+        # a third consumer hides more of the exponentials, with larger tiles
         return HopperBackwardConfig(
             CONSUMERS=3, FIRST_STAGES=4, SECOND_STAGES=4, REGISTERS=160, OPERANDS=1
         )
@@ -161,8 +181,9 @@ def choose_queries_config(
 def choose_one_pass_config(
     width: int, mean_length: int, has_window: bool
 ) -> HopperBackwardConfig | None:
-    """For dK, dV and dQ in one pass; None where two kernels are faster: where sums of dQ, which
-    have to be zeroed, added up and rounded, are much of the work."""
+    """The configuration for dK, dV and dQ in one kernel. None if two kernels are faster: if
+    zeroing, adding up and rounding dQ takes a large part of the time.
+    """
     if width == 64:
         return HopperBackwardConfig(
             STAY_STAGES=2, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=2, DQ_SUMS=2

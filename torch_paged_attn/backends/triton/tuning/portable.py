@@ -1,7 +1,8 @@
-"""Tiles of the attention kernel: explicit choice, then the chip's table, then a rule of thumb.
+"""Tile sizes of the portable attention kernel: from the GPU's table, else by a rule of thumb.
 
-A table is a file for a chip. The entries of those that nobody could measure are the largest tiles
-whose kernels spill no register: `tests/triton/fit_tiles.py` finds them.
+A table is a JSON file for an architecture. For architectures that could not be measured, its
+entries are the largest tiles whose kernels spill no registers (`tests/triton/fit_tiles.py` finds
+them).
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ from typing import Any
 
 TABLES = Path(__file__).parent / "tables"
 
-# chips without a table of their own use that of a chip with the same registers and instructions,
-# and no more shared memory
+# architecture without a table -> one with the same registers and instructions, and no more shared
+# memory, whose table it uses
 RELATIVES = {
     "sm87": "sm86",
     "sm89": "sm86",
@@ -30,45 +31,43 @@ RELATIVES = {
     "gfx1200": "gfx1201",
 }
 
-# keys that a table may hold for a sequence: of few there is little to have on its way at a time
+# the most keys per sequence that a block table of this length has room for; else "long"
 LENGTHS = {"short": 2048, "medium": 4096}
 
-# tiles of queries, at most; more are many
+# the most tiles of queries of a size; else "many". The second line is for tiles of at most 16 rows
 SIZES = {"few": 32, "moderate": 72, "some": 1023}
-SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}  # of at most 16 rows
+SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}
 
-# the same of calls that say how many keys the longest sequence visits, and how many are few
+# the same for calls with the hint max_seqlen_k, and the most keys that it says
 SAID_TILES = {"few": 7, "several": 16, "some": 64, "wave": 132}
 NEARNESS = {"next": 512, "near": 1024, "mid": 4096}
-# keys of all tiles of queries, at most, that are more than 128 and no more than 256 for each of 132
-# programs
+# tiles of queries times keys of the longest sequence where each of 132 programs has more than about
+# 128 keys, and at most 256
 ONCE = range(132 * 124, 132 * 256)
 
-# head sizes in between use the tiles of the next larger one
+# the head_dims of entries; others use those of the next larger one
 WIDTHS = (64, 128, 256, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What one program works on (BLOCK_M rows, BLOCK_N keys at a time) and what the compiler is
-    told.
-    """
+    """A program's tile, BLOCK_M rows and BLOCK_N keys at a time, and compiler options."""
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    waves_per_eu: int = 0  # AMD only; 0 leaves it to the compiler
-    resident: int = 4  # programs that a multiprocessor holds at once
-    maxnreg: int = 0  # NVIDIA only: registers of a thread, so that as many fit; 0 sets no bound
-    # elements of a head in one product: more products than one are shared by warps, each of which
-    # then holds less of the queries and keys; 0 is the whole head
+    waves_per_eu: int = 0  # AMD only; 0: the compiler's choice
+    resident: int = 4  # programs that run on a multiprocessor at the same time
+    maxnreg: int = 0  # NVIDIA only: most registers of a thread; 0: the compiler's choice
+    # elements of a head in one product: several products are divided between warps, each of which
+    # then holds less of the queries and keys; 0: the whole head
     chain: int = 0
 
 
 @functools.cache
 def table(arch: str) -> dict[str, dict[str, Any]]:
-    """The entries of a chip, or of its relative."""
+    """The table of an architecture, or of the one in RELATIVES; empty if there is none."""
     path = TABLES / f"{RELATIVES.get(arch, arch)}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -86,25 +85,30 @@ def entries(
     is_full: bool,
     reach: int = 0,
 ) -> list[str]:
-    """The entries of a table that fit a call, the most special first.
+    """The keys of a table's entries that fit a call, the most specific first.
 
-    `"prefill/d128/b2"`: `decode` has at most 64 rows, `d` is one of WIDTHS, `b` the bytes of an
-    element. `/kv1` is for 8-bit keys; for keys in pages, `/few` and so on are for so many tiles as
-    SIZES say, `/few/short` and so on for tables of so many keys as LENGTHS says, `/wide` for pages
-    of 64 keys or more, `/narrow` for smaller ones. `/thin`, also for 8-bit keys, is for tiles of a
-    power of two of at most 16 rows, if they are some or many; `/few/tall` and so on for 9 to 16
-    rows, whose parts are slow to merge. `/said/few` and so on, before all others, are for tiles of
-    at most 16 rows where the caller says how many keys the longest sequence visits (`reach`, or 0):
-    `/near` and so on as NEARNESS says, `/once` where large tiles of keys are one for each program.
-    `/full` is for packed keys that every query of their sequence sees. `/extra` is for a call that
-    is not plain: with a bias, ALiBi, softcap, dropout or a layout.
+    A key starts with, for example, `prefill/d128/b2`: `decode` is for tiles of at most 64 rows,
+    else `prefill`; `d` is one of WIDTHS; `b` is the itemsize. Then may follow:
+
+        /kv1            8-bit keys
+        /few ...        paged keys, number of tiles as in SIZES
+        /few/short ...  the same, and a block table for as many keys as in LENGTHS
+        /wide, /narrow  paged keys, pages of at least 64 tokens, or smaller
+        /thin           some or many tiles, whose rows are a power of two up to 16; 8-bit keys, too
+        /few/tall ...   paged keys, 9 to 16 rows, whose partial results take long to merge
+        /said/few ...   paged or 8-bit keys, at most 16 rows, with the hint max_seqlen_k (`reach` is
+                        not 0); number of tiles as in SAID_TILES; these come first. /near ... follows
+                        as in NEARNESS, or /once for products of tiles and keys in ONCE
+        /full           packed keys without causal mask and window
+        /extra          not plain: a bias, ALiBi, softcap, dropout or a layout
     """
     width = next((w for w in WIDTHS if head_dim <= w), WIDTHS[-1])
     key = f"{'decode' if block_m <= 64 else 'prefill'}/d{width}/b{itemsize}"
     found = [key]
     sizes = SIZES_OF_SMALL if block_m <= 16 else SIZES
     size = next((name for name, most in sizes.items() if tiles <= most), "many")
-    # one warp is slow to merge what many programs share, and with rows of an odd number of heads
+    # few tiles are shared by many programs, whose results one warp merges slowly; so it does with
+    # rows that are no power of two
     is_thin = block_m <= 16 and size in ("some", "many") and rows & (rows - 1) == 0
     said: list[str] = []
     if reach and block_m <= 16 and (page_size or kv_itemsize < itemsize):
@@ -142,10 +146,14 @@ def find_entry(
     is_full: bool,
     reach: int = 0,
 ) -> tuple[str | None, int]:
-    """The entry of a chip's table for about `tiles` tiles of about `rows` rows and at most `keys`
-    keys, and the rows of such a tile. `head_dim` is the larger of the two.
+    """The key of the most specific entry in an architecture's table, None if there is none; and the
+    number of rows of a tile.
+
+    rows: rows of a tile, if it had all queries of a sequence of mean length
+    head_dim: the larger of head_dim and head_dim_v
+    tiles, keys: about how many tiles there are, and the most keys of a sequence
     """
-    # float32 products run on the plain units: small tiles
+    # float32 products do not run on tensor cores and need small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
     of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full, reach
@@ -155,9 +163,7 @@ def find_entry(
 
 @functools.lru_cache(maxsize=4096)
 def choose_config(arch: str, rows: int, head_dim: int, itemsize: int, *rest: Any) -> Config:
-    """The config for a call, described as for `find_entry`. An entry's BLOCK_M is the most rows
-    that a tile may have.
-    """
+    """The config of a call; arguments as in `find_entry`. An entry's BLOCK_M is an upper bound."""
     entry, block_m = find_entry(arch, rows, head_dim, itemsize, *rest)
     if entry is None:
         return _rule_of_thumb(arch, block_m, head_dim, itemsize)
@@ -166,14 +172,15 @@ def choose_config(arch: str, rows: int, head_dim: int, itemsize: int, *rest: Any
 
 
 def choose_config_in_turns(head_dim: int) -> Config:
-    """The config for short sequences whose tiles are taken in turns, in 16 bits: several programs
-    of few rows on a multiprocessor. Measured on Hopper, which alone is asked to.
+    """The config for 16-bit calls with short sequences, whose tiles are taken in turns: small
+    tiles, so that several programs run on a multiprocessor. Measured on Hopper, and used only
+    there.
     """
     return Config(64, 64, 4, 2 if head_dim <= 64 else 1)
 
 
 def _rule_of_thumb(arch: str, block_m: int, head_dim: int, itemsize: int) -> Config:
-    """Small tiles, for a chip that nobody has looked at."""
+    """Small tiles, for a GPU without a table."""
     if arch == "interpreter":  # fewer and larger NumPy calls are faster
         return Config(min(block_m, 64), 64, 4, 1)
     if itemsize == 4:

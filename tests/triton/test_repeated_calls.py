@@ -1,0 +1,130 @@
+"""What launches are handed does not depend on the calls before: not when a call comes again, whose
+plan has addresses alone, nor after a call of other sizes, with which it shares what it can.
+
+The problems run on a Hopper GPU that is not there: instead of a launch, the launcher's arguments
+are noted.
+"""
+
+import dataclasses
+
+import cross_compile
+import pytest
+import torch
+from dispatched import dispatched
+
+from torch_paged_attn.testing import EXTENDED, PROBLEMS, Problem, build
+
+# numbers beyond it are addresses
+LEAST_ADDRESS = 1 << 32
+
+
+class Launches:
+    """Notes the launches of a process, of kernels that are never compiled."""
+
+    def __init__(self):
+        from triton.runtime.jit import JITFunction
+
+        from torch_paged_attn.backends.triton.runtime import launch_cache, target
+
+        self.noted = []
+        chip = target.Target.of_arch("sm90", 132)
+        target._of_gpu = lambda index: chip
+        torch.cuda.current_device = lambda: 0
+        launch_cache.IS_KNOWN = True
+        launch_cache.current_device = lambda: 0
+        launch_cache.current_stream = lambda device: 0
+        launch_cache.ready_kernel = self.ready_kernel
+        self.clear = launch_cache.clear
+        JITFunction.warmup = lambda kernel, *args, grid, **options: kernel
+
+    def ready_kernel(self, kernel):
+        from torch_paged_attn.backends.triton.runtime.launch_cache import ReadyKernel
+
+        def start(*args):
+            self.noted.append((kernel.__name__, args))
+
+        def describe_map(x, number):
+            return [x.base.data_ptr(), number, *x.shape, *x.strides, *x.block_shape, str(x.layout)]
+
+        return ReadyKernel(start, (), describe_map)
+
+    def of(self, function, args, options):
+        """What the launches of a call are handed, with addresses by the names of tensors."""
+        self.noted.clear()
+        results = function(*args, **options)
+        tensors = enumerate(x for x in args if isinstance(x, torch.Tensor))
+        names = {x.data_ptr(): f"tensor {i}" for i, x in tensors}
+        names |= {x.data_ptr(): f"result {i}" for i, x in enumerate(results)}
+        return [(name, _named(handed, names)) for name, handed in self.noted]
+
+
+def _named(x, names):
+    if isinstance(x, tuple | list):
+        return [_named(y, names) for y in x]
+    if type(x) is int and x >= LEAST_ADDRESS:
+        return names.get(x, "other memory")
+    return repr(x)
+
+
+def differences(pairs):
+    """What differs, in words, for pairs of problems, in a process where Triton does not interpret:
+    the first of a pair is called twice, and after the second.
+    """
+    from torch_paged_attn.backends.triton import BACKEND
+
+    launches, found = Launches(), []
+
+    def prepared(problem):
+        call = build(problem)
+        args, options = dispatched(call.op, call.args)
+        return BACKEND.function(call.op), args, options
+
+    for problem, other in pairs:
+        call = prepared(problem)
+        launches.clear()
+        first, again = launches.of(*call), launches.of(*call)
+        if again != first:
+            found.append(f"{problem.name}, again: {again} after {first}")
+        launches.clear()
+        launches.of(*prepared(other))
+        if (after := launches.of(*call)) != first:
+            found.append(f"{problem.name}, after another size: {after} instead of {first}")
+    return found
+
+
+def larger(problem):
+    """The problem with one or two sequences more."""
+    more = {"seqs": (*problem.seqs, *problem.seqs[:2])}
+    if (at := problem.q_positions) is not None:
+        more["q_positions"] = *at, *at[:2]
+    return dataclasses.replace(problem, **more)
+
+
+def model(*seqs, heads=4, **options):
+    return Problem("model", seqs, heads, 2, 128, dtype=torch.bfloat16, **options)
+
+
+# sizes that decide whether tiles are cut, in which order they come, and which form a launch has
+MODELS = [
+    (model((3000, 0)), model((1000, 0), (1000, 0), (1000, 0))),
+    (model((3000, 0)), model((6000, 0))),
+    (model((700, 2000), page_size=16), model((700, 0), page_size=16)),
+    (model(*[(9, 600)] * 30, page_size=16), model(*[(9, 30)] * 30, page_size=16)),
+    (model(*[(1, 600)] * 9, heads=8, page_size=16), model(*[(1, 600)] * 99, heads=8, page_size=16)),
+    (model((300, 0), *[(1, 900)] * 9, page_size=16), model((300, 0), *[(1, 9)] * 99, page_size=16)),
+]
+
+
+def faults(pairs):
+    with cross_compile.workers(1) as pool:
+        return pool.submit(differences, pairs).result()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_what_launches_are_handed_does_not_depend_on_the_calls_before(part):
+    problems = [*(PROBLEMS | cross_compile.MORE | EXTENDED).values()][part::4]
+    assert faults([(x, larger(x)) for x in problems]) == []
+
+
+def test_sizes_that_decide_have_launches_of_their_own():
+    assert faults([*MODELS, *[(b, a) for a, b in MODELS]]) == []
