@@ -287,14 +287,15 @@ class AttentionCall:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Every tensor argument by its name, None if it was not given."""
-        own = {name: getattr(self, name) for name in tensor_names("flash_varlen")}
+        fields = vars(self)
+        own = {name: fields[name] for name in tensor_names("flash_varlen")}
         if (layout := self.layout) is None:
             return own
         return own | {"crow_indices": layout.crow_indices, "col_indices": layout.col_indices}
 
     def given_tensors(self) -> dict[str, Tensor]:
         """The tensors that were given, in the order of the op's list."""
-        own = self.tensors()
+        own = vars(self) if self.layout is None else self.tensors()
         return {name: x for name in tensor_names(self.op) if (x := own[name]) is not None}
 
     @functools.cached_property

@@ -2,6 +2,7 @@
 
 import copy
 
+import model_sizes
 import pytest
 import torch
 
@@ -193,6 +194,37 @@ def test_encoder(mask_dim):
     with torch.inference_mode():
         golden = model.double()(**inputs).last_hidden_state[keep]
     assert_as_close(*hidden, golden)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_packed_row_of_an_encoder(compiled):
+    """Every token sees all of its own sequence, and nothing of another."""
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**model_sizes.TEXT)).eval()
+    lengths = torch.tensor([20, 3, 1, 11])
+    rows = torch.randint(1, 97, (int(lengths.sum()),)).split(lengths.tolist())
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    packed = {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+    }
+
+    @torch.inference_mode()
+    def one_by_one():
+        return torch.cat([model(row[None]).last_hidden_state[0] for row in rows])
+
+    model.set_attn_implementation("sdpa")
+    theirs = one_by_one()
+    model.set_attn_implementation(paged.NAME)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.inference_mode():
+        ours = run(**packed).last_hidden_state[0]
+    model.set_attn_implementation("sdpa")
+    model.double()
+    assert_as_close(ours, theirs, one_by_one())
 
 
 @pytest.mark.parametrize("sliding_window", [0, -1])

@@ -185,6 +185,26 @@ DROPOUT_UNDER_A_WINDOW = dataclasses.replace(
     LONG, seqs=((5, 7),), causal=False, window_size_left=0, dropout_p=0.3
 )
 WIDE_BESIDE_384_KEYS = dataclasses.replace(LONG, seqs=((30, 300),), head_dim=160, head_dim_v=64)
+# what needs no mask: all of it, what a row's last keys, or its first ones, are hidden from
+WHOLE = dataclasses.replace(LONG, seqs=((128, 128),), num_heads=1, causal=False)
+FULL_TILES = {
+    "all": WHOLE,
+    "causal": dataclasses.replace(WHOLE, causal=True),
+    "window": dataclasses.replace(WHOLE, window_size_left=100),
+    "two sequences": dataclasses.replace(WHOLE, seqs=((128, 128), (100, 156))),
+    "dropout": DROPOUT_UNDER_A_WINDOW,
+    "wide": WIDE_BESIDE_384_KEYS,
+}
+
+
+@pytest.mark.parametrize("machine", [2, 3], indirect=True, ids=["gen2", "gen3"])
+@pytest.mark.parametrize("name", FULL_TILES)
+def test_tiles_without_masks(name, machine):
+    """And the problems that drawing found."""
+    call = build(FULL_TILES[name])
+    backward = given_of(call)
+    found = gradients(backward)
+    assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
 
 
 @hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 3, 20))

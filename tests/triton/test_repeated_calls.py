@@ -14,6 +14,8 @@ from dispatched import dispatched
 
 from torch_paged_attn.testing import EXTENDED, PROBLEMS, Problem, build
 
+OP = "reshape_and_cache"
+
 # numbers beyond it are addresses
 LEAST_ADDRESS = 1 << 32
 
@@ -51,9 +53,10 @@ class Launches:
     def of(self, function, args, options):
         """What the launches of a call are handed, with addresses by the names of tensors."""
         self.noted.clear()
-        results = function(*args, **options)
-        tensors = enumerate(x for x in args if isinstance(x, torch.Tensor))
-        names = {x.data_ptr(): f"tensor {i}" for i, x in tensors}
+        results = function(*args, **options) or ()
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        halves = [x[1] for x in tensors if x.dim() == 5]
+        names = {x.data_ptr(): f"tensor {i}" for i, x in enumerate((*tensors, *halves))}
         names |= {x.data_ptr(): f"result {i}" for i, x in enumerate(results)}
         return [(name, _named(handed, names)) for name, handed in self.noted]
 
@@ -66,29 +69,41 @@ def _named(x, names):
     return repr(x)
 
 
-def differences(pairs):
-    """What differs, in words, for pairs of problems, in a process where Triton does not interpret:
-    the first of a pair is called twice, and after the second.
-    """
+def attention(problem):
+    """The function that a problem calls, and what with."""
     from torch_paged_attn.backends.triton import BACKEND
 
+    call = build(problem)
+    return BACKEND.function(call.op), *dispatched(call.op, call.args)
+
+
+def cache_write(write):
+    """The same of a write into a cache, whose halves may come one by one."""
+    from torch_paged_attn.backends.triton import BACKEND
+
+    tokens, halves, scales = write
+    key, value = torch.zeros(2, tokens, 2, 64, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 80, 2, 16, 64, dtype=torch.float8_e5m2 if scales else key.dtype)
+    op, caches = ("reshape_and_cache.split", tuple(cache)) if halves else (OP, (cache,))
+    args = key, value, *caches, torch.arange(tokens), *torch.ones(scales)
+    return BACKEND.function(op), args, {}
+
+
+def differences(make, pairs):
+    """What differs, in words, for pairs of calls, in a process where Triton does not interpret: the
+    first of a pair comes twice, and after the second. Each is made by `make` of what is given.
+    """
     launches, found = Launches(), []
-
-    def prepared(problem):
-        call = build(problem)
-        args, options = dispatched(call.op, call.args)
-        return BACKEND.function(call.op), args, options
-
-    for problem, other in pairs:
-        call = prepared(problem)
+    for given, other in pairs:
+        call = make(given)
         launches.clear()
         first, again = launches.of(*call), launches.of(*call)
-        if again != first:
-            found.append(f"{problem.name}, again: {again} after {first}")
+        if not first or again != first:
+            found.append(f"{given}, again: {again} after {first}")
         launches.clear()
-        launches.of(*prepared(other))
+        launches.of(*make(other))
         if (after := launches.of(*call)) != first:
-            found.append(f"{problem.name}, after another size: {after} instead of {first}")
+            found.append(f"{given}, after another size: {after} instead of {first}")
     return found
 
 
@@ -115,16 +130,29 @@ MODELS = [
 ]
 
 
-def faults(pairs):
+# tokens of a write: of one launch, and of two; halves of a cache, and scales
+WRITES = [
+    ((tokens, halves, scales), (more, halves, scales))
+    for tokens, more in ((8, 9), (8, 1200), (1200, 1250), (1200, 8))
+    for halves in (False, True)
+    for scales in (0, 1, 2)
+]
+
+
+def faults(make, pairs):
     with cross_compile.workers(1) as pool:
-        return pool.submit(differences, pairs).result()
+        return pool.submit(differences, make, pairs).result()
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_what_launches_are_handed_does_not_depend_on_the_calls_before(part):
     problems = [*(PROBLEMS | cross_compile.MORE | EXTENDED).values()][part::4]
-    assert faults([(x, larger(x)) for x in problems]) == []
+    assert faults(attention, [(x, larger(x)) for x in problems]) == []
 
 
 def test_sizes_that_decide_have_launches_of_their_own():
-    assert faults([*MODELS, *[(b, a) for a, b in MODELS]]) == []
+    assert faults(attention, [*MODELS, *[(b, a) for a, b in MODELS]]) == []
+
+
+def test_cache_writes():
+    assert faults(cache_write, WRITES) == []

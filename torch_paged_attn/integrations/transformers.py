@@ -138,6 +138,9 @@ def attention_forward(
             kwargs,
             options,
         )
+    elif cu_seq_lens_q is not None and attention_mask is not None and _shows_all(attention_mask):
+        options = options | MASK_SAYS_ALL
+        out = _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options)
     elif attention_mask is not None and mask_dim == 4:
         out = _masked(query, key, value, attention_mask, options)
     elif attention_mask is not None and mask_dim == 2:
@@ -232,15 +235,20 @@ def _paged(
     )[0]
 
 
+def _shows_all(attention_mask: Tensor) -> bool:
+    """Whether it is the mask by which `make_mask` shows every key of a row to every query."""
+    return attention_mask.dtype == torch.bool and attention_mask.shape == (1, 1, 1, 1)
+
+
 def _masked(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Attention to exactly the keys of a four-dimensional mask, bool or added to the logits."""
     options = options | MASK_SAYS_ALL
     batch, _, query_len, _ = query.shape
-    by_key = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
-    if by_key and attention_mask.shape[3] == 1 < key.shape[2]:  # `make_mask`: all keys are seen
+    if _shows_all(attention_mask):
         return _dense(query, key, value, options)
+    by_key = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
     if by_key and query_len > 1 and not torch.compiler.is_compiling():
         keys = attention_mask[:, 0, 0].expand(batch, -1)
         k, v = (x.transpose(1, 2)[:, : keys.shape[1]][keys] for x in (key, value))

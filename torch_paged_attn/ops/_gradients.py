@@ -276,15 +276,16 @@ class Gate:
         """Tell autograd which tensors the kernel changes: it writes through raw pointers, which
         autograd does not see.
         """
-        counted = [x for i in self.written if (x := args[i]) is not None and not x.is_inference()]
-        if counted:
-            torch.autograd.graph.increment_version(counted)
+        for i in self.written:
+            if (x := args[i]) is not None and not x.is_inference():
+                torch.autograd.graph.increment_version(x)
 
     def wrapped(self, load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """A kernel that first checks whether an input requires grad, and then calls a backend's
         Python function, which the first call has `load` find.
         """
-        tensors, twin, takes_lists = self.tensors, self.gated_op, self.takes_lists
+        twin, takes_lists = self.gated_op, self.takes_lists
+        are_tensors = [bool(name) for name in self.tensors]
         function: Callable[..., Any] | None = None
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -294,8 +295,8 @@ class Gate:
             if takes_lists and self.requiring_grad(args):
                 return twin(*args, **kwargs)
             if not takes_lists and torch.is_grad_enabled():
-                for name, x in zip(tensors, args, strict=False):
-                    if name and x is not None and x.requires_grad:
+                for x in itertools.compress(args, are_tensors):
+                    if x is not None and x.requires_grad:
                         return twin(*args, **kwargs)
             if forward_ad._current_level >= 0:
                 self.refuse_tangents(args)

@@ -40,15 +40,36 @@ FAULTS = (
     Fault(
         "dq without its scale",
         BACKWARD,
-        "turn_back(sums, options.out_scale, tensors.dq",
-        "turn_back(sums, 1.0, tensors.dq",
+        "last - first, options.out_scale, tensors.dq",
+        "last - first, 1.0, tensors.dq",
         GRADIENTS_OPTIONS,
+    ),
+    Fault(
+        "dq of one product without its scale",
+        BACKWARD,
+        "data=product, scale=options.out_scale",
+        "data=product, scale=1.0",
+        LAUNCHES,
+    ),
+    Fault(
+        "a tile whose last keys are hidden counts as whole",
+        "backward_plan.py",
+        "hides_last = bool((work.row_stop[:, level] < first + columns).any())",
+        "hides_last = bool((work.row_stop[:, level] < first + columns).all())",
+        LAUNCHES,
+    ),
+    Fault(
+        "a tile whose first keys are hidden counts as whole",
+        "backward_plan.py",
+        "hides_first = bool((work.row_start[:, level] > first).any())",
+        "hides_first = bool((work.row_start[:, level] > first).all())",
+        LAUNCHES,
     ),
     Fault(
         "dq of the first four tiles again and again",
         BACKWARD,
-        "sums = stack.dq[:, :, first * P : last * P]",
-        "sums = stack.dq[:, :, 0 : last * P - first * P]",
+        "sums = stack.dq[:, :, first:last]",
+        "sums = stack.dq[:, :, 0 : last - first]",
         GRADIENTS_LONG,
     ),
     Fault(
@@ -173,8 +194,8 @@ FAULTS = (
     Fault(
         "dq of a tile without its last keys",
         BACKWARD,
-        "if seen[place][1] <= chunk * P:",
-        "if seen[place][1] <= chunk * P + P:",
+        "if seen[place][COLUMNS] <= chunk * P:",
+        "if seen[place][COLUMNS] <= chunk * P + P:",
         GRADIENTS_LONG,
     ),
     Fault(

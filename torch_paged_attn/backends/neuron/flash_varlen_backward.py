@@ -196,6 +196,8 @@ def _options(
         wants_dbias=wants_dbias,
         adds_dq=step.adds_dq,
         adds_dkv=step.adds_dkv,
-        one_item=bool(work.is_first.all()),
+        one_item=step.one_item,
+        one_product=step.one_product,
+        sees_all_keys=step.sees_all_keys and call.attn_bias is None,
         is_dynamic=is_dynamic(step.info, 1),
     )

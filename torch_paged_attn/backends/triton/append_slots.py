@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.append_slots import check
 
@@ -147,7 +147,7 @@ def _plan(
 
     launch = Launch(
         _append_slots_kernel,
-        (triton.cdiv(max(num_tokens, batch), BLOCK),),
+        (cdiv(max(num_tokens, batch), BLOCK),),
         strides=Strides(
             cache_seqlens=cache_seqlens.stride(0),
             page=block_table.stride(1),

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.dequant import as_stored, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 
@@ -45,7 +45,7 @@ class Slots(NamedTuple):
     def of(cls, ranks: int, max_rows: int, dim: int) -> "Slots":
         """Slots for a rank that merges up to `max_rows` rows (a token of one head each)."""
         rows = max(1, BLOCK // next_power_of_2(dim))
-        return cls(ranks, triton.cdiv(max_rows, rows), rows, dim)
+        return cls(ranks, cdiv(max_rows, rows), rows, dim)
 
     @property
     def elements(self) -> int:

@@ -12,7 +12,7 @@ from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, 
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E, finite_or_zero
 from torch_paged_attn.ops.merge_states import check, check_list
@@ -156,7 +156,7 @@ def _plan(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Plan:
     block_r = max(1, 2048 // width)
     launch = Launch(
         _merge_kernel,
-        (triton.cdiv(total_q * num_heads, block_r),),
+        (cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
         stride_out_a_token=out_a.stride(0),
@@ -226,7 +226,7 @@ def _plan_list(*tensors: Tensor, out_dtype: torch.dtype | None) -> Plan:
     block_r = max(1, 1024 // width)
     launch = Launch(
         _merge_list_kernel,
-        (triton.cdiv(total_q * num_heads, block_r),),
+        (cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
         strides=tuple(stride for x in (*outs, *lses) for stride in x.stride()),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, stored_format
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.ops.merge_states_backward import check
@@ -170,7 +170,7 @@ def _plan(
     block_r = max(1, 2048 // width)
     launch = Launch(
         _merge_backward_kernel,
-        (triton.cdiv(total_q * num_heads, block_r),),
+        (cdiv(total_q * num_heads, block_r),),
         total_q=total_q,
         num_heads=num_heads,
         strides=MergeStrides(

@@ -9,7 +9,6 @@ initialised, since only slots of the call are read.
 
 import logging
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch_paged_attn.backends.triton.dequant import as_stored, decode, encode, 
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch, gdc_wait
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import Target, next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import Target, cdiv, next_power_of_2, target_of
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.ops.reshape_and_cache import check, check_split
 
@@ -52,7 +51,7 @@ class Pointers(NamedTuple):
     claims: Any  # by slot: the number of the token that writes it
 
 
-SLOTS = Pointers._fields.index("slots")
+CACHE, SLOTS = Pointers._fields.index("k_cache"), Pointers._fields.index("slots")
 
 
 class RowStrides(NamedTuple):
@@ -202,18 +201,10 @@ def _plan(
     v_scale: Tensor | None = None,
 ) -> Plan:
     check(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    write = _plan_write(key, value, kv_cache[0], kv_cache[1], slot_mapping, k_scale, v_scale)
+    k_cache, v_cache = kv_cache.unbind(0)
     v_offset = kv_cache.stride(0) * kv_cache.itemsize
-
-    def run(tensors: tuple[Any, ...], addresses: Any) -> None:
-        def halves() -> tuple[Any, ...]:
-            key, value, kv_cache, *rest = tensors
-            return key, value, kv_cache[0], kv_cache[1], *rest
-
-        key_address, value_address, k_address, *more = addresses
-        write(halves, (key_address, value_address, k_address, k_address + v_offset, *more))
-
-    return run
+    tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    return _plan_write(*tensors, v_offset=v_offset)
 
 
 def _plan_split(
@@ -227,8 +218,7 @@ def _plan_split(
 ) -> Plan:
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
     check_split(*tensors)
-    write = _plan_write(*tensors)
-    return lambda tensors, addresses: write(lambda: tensors, addresses)
+    return _plan_write(*tensors)
 
 
 def row_strides(new: Tensor, cache: Tensor, scale: Tensor | None) -> RowStrides:
@@ -256,7 +246,7 @@ def choose_rows(
         BLOCK_E=block_e,
         WIDTH=next((w for w in WIDTHS if num_tokens <= w), 1),
     )
-    return (triton.cdiv(num_tokens, block_t), triton.cdiv(elements, block_e)), options
+    return (cdiv(num_tokens, block_t), cdiv(elements, block_e)), options
 
 
 def _plan_write(
@@ -267,10 +257,11 @@ def _plan_write(
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-) -> Callable[[Callable[[], tuple[Any, ...]], Any], None]:
-    """A function that runs calls with tensors like these. It takes a function that returns the
-    given tensors, and their addresses. The former is called only if a kernel is not ready, because
-    making the two halves of a cache takes longer than the rest of a call.
+    *,
+    v_offset: int | None = None,
+) -> Plan:
+    """A plan for calls with tensors like these. If `v_offset` is given, their caches are halves of
+    one tensor, which calls get in their place, and the second half begins so many bytes after it.
     """
     num_tokens, num_heads = slot_mapping.shape[0], key.shape[1]
     num_slots = k_cache.shape[0] * k_cache.shape[2]
@@ -281,16 +272,18 @@ def _plan_write(
     is_few = num_tokens <= FEW_TOKENS
     launches = "one launch" if is_few else "two launches"
     logger.debug("reshape_and_cache: %s for %d tokens", launches, num_tokens)
-    new_claims = Allocation((num_slots,), torch.int32, key.device)
-    claim = Launch(
-        _claim_kernel,
-        (triton.cdiv(num_tokens, CLAIMED),),
-        stride_slot=slot_mapping.stride(0),
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        BLOCK=CLAIMED,
-        **is_dependent,
-    )
+    new_claims = claim = None
+    if not is_few:
+        new_claims = Allocation((num_slots,), torch.int32, key.device)
+        claim = Launch(
+            _claim_kernel,
+            (cdiv(num_tokens, CLAIMED),),
+            stride_slot=slot_mapping.stride(0),
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            BLOCK=CLAIMED,
+            **is_dependent,
+        )
     grid, rows = choose_rows(key, value, k_cache, num_tokens, target)
     copy = Launch(
         _reshape_and_cache_kernel,
@@ -309,23 +302,34 @@ def _plan_write(
     )
 
     tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
-    given = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
-    names = [*given, "claims", None]
-    pick = operator.itemgetter(*(names.index(x if x in names else None) for x in Pointers._fields))
+    names = [name for name, x in zip(Pointers._fields, tensors, strict=False) if x is not None]
+    if v_offset is not None:
+        # the half that calls do not get is put behind what they get
+        names.remove("v_cache")
+        names.append("v_cache")
+    slots, nothing = names.index("slots"), len(names) + 1
+    places = {name: i for i, name in enumerate([*names, "claims"])}
+    pick = operator.itemgetter(*(places.get(name, nothing) for name in Pointers._fields))
 
-    def write(tensors: Callable[[], tuple[Any, ...]], addresses: Any) -> None:
-        claims = None if is_few else new_claims()
+    def run(tensors: tuple[Any, ...], addresses: Any) -> None:
+        claims = None if new_claims is None else new_claims()
         if copy.is_ready:
-            if claims is None:
-                copy.start(pick((*addresses, None, None)))
-            else:
-                claim.start(addresses[SLOTS], claims.data_ptr())
-                copy.start(pick((*addresses, claims.data_ptr(), None)))
+            at_claims = None
+            if claims is not None and claim is not None:
+                at_claims = claims.data_ptr()
+                claim.start(addresses[slots], at_claims)
+            if v_offset is not None:
+                addresses = *addresses, addresses[CACHE] + v_offset
+            copy.start(pick((*addresses, at_claims, None)))
             return
-        found = Pointers(*pick((*tensors(), claims, None)))
-        if claims is not None:
+        if v_offset is not None:
+            # making views of the halves takes longer than the rest of a call
+            first, second = tensors[CACHE].unbind(0)
+            tensors = *tensors[:CACHE], first, *tensors[CACHE + 1 :], second
+        found = Pointers(*pick((*tensors, claims, None)))
+        if claims is not None and claim is not None:
             claim(found.slots, claims)
         rows = (as_stored(x, target)[0] for x in found[:SLOTS])
         copy(Pointers(*rows, *found[SLOTS:]))
 
-    return write
+    return run

@@ -13,6 +13,8 @@ DMA transposes beside TensorE where it can (`turns_by_dma`).
 """
 
 from torch_paged_attn.backends.neuron.kernels.backward_groups import (
+    COLUMNS,
+    LEVEL,
     NUM_SCALARS,
     BackwardStack,
     BackwardTensors,
@@ -43,12 +45,14 @@ from torch_paged_attn.backends.neuron.kernels.query_tile import (
 from torch_paged_attn.backends.neuron.toolchain import nisa, nl
 
 
-def new_stack(q, dout, program):
+def new_stack(q, dout, dq, program):
     """A stack that has seen no key."""
     options = program.options
     depth, dim, dim_v = options.depth, options.k_row.dim, options.v_row.dim
     steps = (dim + P - 1) // P
-    prior = None
+    prior, dq_dtype = None, nl.float32
+    if options.one_product:
+        dq_dtype = dq.dtype
     if options.adds_dq or options.adds_dkv:
         prior = nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=prior, value=0.0)
@@ -57,7 +61,7 @@ def new_stack(q, dout, program):
         dout=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         out=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         scalars=nl.ndarray((P, depth, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf),
-        dq=nl.ndarray((min(dim, P), steps, depth * P), dtype=nl.float32, buffer=nl.sbuf),
+        dq=nl.ndarray((min(dim, P), steps, depth, P), dtype=dq_dtype, buffer=nl.sbuf),
         prior=prior,
         exact=nl.shared_identity_matrix(P, dtype=nl.float32),
     )
@@ -83,12 +87,14 @@ def load_rows(stack, index, tensors, program):
 
 
 def begin_stack(stack, is_first, options):
-    """Forget the last stack's sums where `is_first` (P, 1) is 1: always, with `one_item`."""
-    size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2]
+    """Forget the last stack's sums where `is_first` (P, 1) is 1: always, with `one_item`. With
+    `one_product` there are none.
+    """
+    size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2] * P
     sums = stack.dq.reshape((size, width))
-    if options.one_item:
+    if options.one_item and not options.one_product:
         nisa.memset(dst=sums, value=0.0)
-    else:
+    elif not options.one_product:
         begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
         nisa.tensor_copy(dst=begins, src=is_first)
         predicate = begins.ap(pattern=[[1, size], [0, width]])
@@ -104,9 +110,11 @@ def load_item(number, stack, tensors, program):
     begin_stack(stack, bound[:, columns.is_first : columns.is_first + 1], options)
     k = load_kv(tensors.k, index, columns.k, options.k_row, 1, program)
     v = load_kv(tensors.v, index, columns.v, options.v_row, 1, program)
-    unseen = unseen_keys(bound, program)
-    clear_unseen(k, 0, unseen)
-    clear_unseen(v, 0, unseen)
+    unseen = None
+    if not options.sees_all_keys:
+        unseen = unseen_keys(bound, program)
+        clear_unseen(k, 0, unseen)
+        clear_unseen(v, 0, unseen)
     position, quad = None, None
     if options.has_alibi or options.has_dropout:
         position, quad = key_positions(number, tensors, program)
@@ -163,15 +171,15 @@ def unseen_columns(seen, chunk):
     """Columns of the turned tiles `seen` that see nothing of a chunk of keys: the first ones."""
     columns = 0
     for place in range(len(seen)):
-        if seen[place][1] <= chunk * P:
+        if seen[place][COLUMNS] <= chunk * P:
             columns = columns + P
     return columns
 
 
-def sum_over_keys(stack, seen, part, dx_turned, item):
+def sum_over_keys(stack, seen, part, dx_turned, item, options):
     """Add keys over the turned gradients of some tiles, `seen`, to their turned dq."""
     chunks, columns = dx_turned.shape[1], dx_turned.shape[2]
-    dim, first = stack.q.shape[2], seen[-1][0] * P
+    dim, lowest, last = stack.q.shape[2], seen[-1][LEVEL], seen[0][LEVEL]
     for step in range(stack.dq.shape[1]):
         start, stop = step * P, min(dim, step * P + P)
         product = nl.ndarray((stop - start, columns), dtype=nl.float32, buffer=nl.psum)
@@ -185,8 +193,11 @@ def sum_over_keys(stack, seen, part, dx_turned, item):
                     moving=dx_turned[:, chunk, unseen:columns],
                     accumulate=chunk > 0,
                 )
-        total = stack.dq[0 : stop - start, step, first : first + columns]
-        nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
+        total = stack.dq[0 : stop - start, step, lowest : last + 1]
+        if options.one_product:
+            nisa.activation(dst=total, op=nl.copy, data=product, scale=options.out_scale)
+        else:
+            nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
 
 
 def attend_part(part, turned, stack, item, tensors, program):
@@ -201,12 +212,12 @@ def attend_part(part, turned, stack, item, tensors, program):
         dv = new_sums(dim_v, width)
     for start in range(0, len(seen), TOGETHER):
         together = seen[start : start + TOGETHER]
-        lowest, tiles = together[-1][0], len(together)
+        lowest, tiles = together[-1][LEVEL], len(together)
         dx_turned = nl.ndarray((P, width // P, tiles * P), dtype=stack.q.dtype, buffer=nl.sbuf)
         for number in range(tiles):
-            level, columns = together[number]
-            is_further = level < seen[0][0]
-            p, dx = differentiate(level, part, columns, turned, stack, item, tensors, program)
+            level, columns = together[number][LEVEL], together[number][COLUMNS]
+            is_further = level < seen[0][LEVEL]
+            p, dx = differentiate(together[number], part, turned, stack, item, tensors, program)
             if options.wants_dkv:
                 sum_over_queries(dv, stack.dout[:, level], p, is_further)
                 sum_over_queries(dk, stack.q[:, level], dx, is_further)
@@ -216,7 +227,7 @@ def attend_part(part, turned, stack, item, tensors, program):
                 in_tiles = dx.reshape((P, columns // P, P))
                 turn_tiles(target, in_tiles, program.identity, by_dma)
         if options.wants_dq:
-            sum_over_keys(stack, together, part, dx_turned, item)
+            sum_over_keys(stack, together, part, dx_turned, item, options)
     if options.wants_dkv:
         store_keys(tensors.dk, dk, options.out_scale, part, stack, item, program)
         store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
@@ -230,19 +241,29 @@ def add_prior(rows, target, index, stack):
     nisa.tensor_tensor(dst=rows, data1=rows, data2=prior, op=nl.add)
 
 
-def turn_back(sums, scale, target, stack, program):
-    """scale * sums (dim, dim / P, tiles * P), turned, as rows (P, tiles, dim) of target's type."""
-    dim, steps, tiles = target.shape[1], sums.shape[1], sums.shape[2] // P
+def scaled_sums(sums, tiles, scale, target):
+    """scale * turned sums, tiles * P columns for each step of dim, in target's type: (dim, dim / P,
+    tiles, P).
+    """
+    dim, steps = target.shape[1], sums.shape[1]
+    scaled = nl.ndarray((sums.shape[0], steps, tiles, P), dtype=target.dtype, buffer=nl.sbuf)
+    for step in range(steps):
+        size = min(dim, step * P + P) - step * P
+        nisa.activation(dst=scaled[0:size, step], op=nl.copy, data=sums[0:size, step], scale=scale)
+    return scaled
+
+
+def turn_back(scaled, target, stack, program):
+    """Turned tiles (dim, dim / P, tiles, P) as rows (P, tiles, dim) of target."""
+    dim, steps, tiles = target.shape[1], scaled.shape[1], scaled.shape[2]
     by_dma, identity = turns_by_dma(target.dtype, program.options), program.identity
     if target.dtype == nl.float32:
         identity = stack.exact
-    scaled = nl.ndarray((sums.shape[0], steps, tiles, P), dtype=target.dtype, buffer=nl.sbuf)
     rows = nl.ndarray((P, tiles, dim), dtype=target.dtype, buffer=nl.sbuf)
     for step in range(steps):
         start, stop = step * P, min(dim, step * P + P)
         size = stop - start
         source = scaled[0:size, step]
-        nisa.activation(dst=source, op=nl.copy, data=sums[0:size, step, :], scale=scale)
         turn_tiles(rows[:, :, start:stop], source, identity[0:size, 0:size], by_dma)
     return rows
 
@@ -260,7 +281,7 @@ def store_rows(target, rows, index, is_added, stack):
 def store_keys(target, sums, scale, part, stack, item, program):
     """Store scale * sums (dim, dim / P, width), turned, as rows of dk or dv."""
     options, chunks = program.options, program.options.width // P
-    rows = turn_back(sums, scale, target, stack, program)
+    rows = turn_back(scaled_sums(sums, chunks, scale, target), target, stack, program)
     first = program.columns.keys + part * chunks
     store_rows(target, rows, item.index[:, first : first + chunks], options.adds_dkv, stack)
 
@@ -270,8 +291,10 @@ def store_queries(stack, index, tensors, program):
     options, columns = program.options, program.columns
     for first in range(0, options.depth, TOGETHER):
         last = min(first + TOGETHER, options.depth)
-        sums = stack.dq[:, :, first * P : last * P]
-        rows = turn_back(sums, options.out_scale, tensors.dq, stack, program)
+        sums = stack.dq[:, :, first:last]
+        if not options.one_product:
+            sums = scaled_sums(sums, last - first, options.out_scale, tensors.dq)
+        rows = turn_back(sums, tensors.dq, stack, program)
         places = index[:, columns.store + first : columns.store + last]
         store_rows(tensors.dq, rows, places, options.adds_dq, stack)
 
@@ -319,7 +342,7 @@ def attention_backward_kernel(
     """
     columns = backward_columns(options)
     program = start_program(q.dtype, indices.shape[0], words, options, columns, options.width)
-    stack = new_stack(q, dout, program)
+    stack = new_stack(q, dout, dq, program)
     tensors = BackwardTensors(
         dq=dq,
         dk=dk,

@@ -25,7 +25,7 @@ class BackwardOptions(nl.NKIObject):
     run: int  # 1
     share: int  # 1
     width: int  # columns of a tile of scores: products of this many fit in PSUM
-    levels: Any  # for every `width` columns, the tiles that see some, and how many: `levels`
+    levels: Any  # for every `width` columns, the tiles of rows that see some: LEVEL, ...
     scale: float  # of scores; divided by softcap if there is one
     softcap: float
     out_scale: float  # of dq and dk
@@ -40,7 +40,14 @@ class BackwardOptions(nl.NKIObject):
     adds_dq: bool  # to what earlier launches have left in dq
     adds_dkv: bool
     one_item: bool  # every stack has a single item
+    one_product: bool  # of `width` columns, which all its tiles see
+    sees_all_keys: bool  # no key of an item is hidden from all its rows
     is_dynamic: bool  # a loop on the chip, else unrolled
+
+
+# what `levels` says of a tile of rows: its place in the stack, how many columns it sees at most,
+# and whether the first, or the last of them are hidden from some row
+LEVEL, COLUMNS, HIDES_FIRST, HIDES_LAST = 0, 1, 2, 3
 
 
 @dataclass
@@ -122,7 +129,9 @@ class BackwardStack(nl.NKIObject):
     dout: Any  # (P, depth, head_dim_v)
     out: Any  # (P, depth, head_dim_v)
     scalars: Any  # (P, depth, NUM_SCALARS)
-    dq: Any  # (head_dim or P, head_dim / P, depth * P) float32: turned
+    # (head_dim or P, head_dim / P, depth, P) turned: sums in float32, or with `one_product` what is
+    # stored
+    dq: Any
     prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left, if they add up
     exact: Any  # (P, P) the identity in float32
 

@@ -4,7 +4,15 @@ Queries lie on the partitions, as in the forward. Sums over queries (dk, dv) the
 probabilities as it is; only the gradient of scores is transposed, for the sum over keys (dq).
 """
 
-from torch_paged_attn.backends.neuron.kernels.backward_groups import DLSE, MINUS_LSE, SLOPE
+from torch_paged_attn.backends.neuron.kernels.backward_groups import (
+    COLUMNS,
+    DLSE,
+    HIDES_FIRST,
+    HIDES_LAST,
+    LEVEL,
+    MINUS_LSE,
+    SLOPE,
+)
 from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, scatter_rows
 from torch_paged_attn.backends.neuron.kernels.groups import RowLayout
 from torch_paged_attn.backends.neuron.kernels.philox import draw
@@ -88,9 +96,24 @@ def shape_scores(product, level, part, width, stack, item, tensors, program):
     return scores, slope
 
 
-def recompute(level, part, width, turned, stack, item, tensors, program):
+def hidden(dst, keys, bounds, tile, columns):
+    """dst = which of these keys are hidden from each row of a tile that hides some."""
+    start, stop = columns.start + tile[LEVEL], columns.stop + tile[LEVEL]
+    if tile[HIDES_FIRST] and tile[HIDES_LAST]:
+        outside(dst, keys, bounds, start, stop)
+    elif tile[HIDES_FIRST]:
+        nisa.tensor_scalar(dst=dst, data=keys, op0=nl.less, operand0=bounds[:, start : start + 1])
+    else:
+        nisa.tensor_scalar(
+            dst=dst, data=keys, op0=nl.greater_equal, operand0=bounds[:, stop : stop + 1]
+        )
+
+
+def recompute(tile, part, turned, stack, item, tensors, program):
     """Probabilities (P, width) in float32, 0 where masked, and the softcap's slope."""
     options, columns = program.options, program.columns
+    level, width = tile[LEVEL], tile[COLUMNS]
+    hides = tile[HIDES_FIRST] or tile[HIDES_LAST]
     first = part * options.width
     product = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     contract(
@@ -103,12 +126,13 @@ def recompute(level, part, width, turned, stack, item, tensors, program):
     minus_lse = stack.scalars[:, level, MINUS_LSE : MINUS_LSE + 1]
     start, stop = columns.start + level, columns.stop + level
     p = float_tile(width)
-    if nisa.get_nc_version() == nisa.nc_version.gen2:
+    if nisa.get_nc_version() == nisa.nc_version.gen2 or not hides:
         nisa.activation(dst=p, op=nl.exp, data=scores, scale=factor, bias=minus_lse)
-        masked = nl.ndarray((P, width), dtype=nl.uint8, buffer=nl.sbuf)
-        keys = program.key_of_column[:, first : first + width]
-        outside(masked, keys, item.bound, start, stop)
-        nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=masked)
+        if hides:
+            masked = nl.ndarray((P, width), dtype=nl.uint8, buffer=nl.sbuf)
+            keys = program.key_of_column[:, first : first + width]
+            hidden(masked, keys, item.bound, tile, columns)
+            nisa.tensor_copy_predicated(dst=p, src=0.0, predicate=masked)
     else:
         nisa.range_select(
             dst=p,
@@ -155,12 +179,13 @@ def finish_scores(dx, p, dp, delta):
     )
 
 
-def differentiate(level, part, width, turned, stack, item, tensors, program):
+def differentiate(tile, part, turned, stack, item, tensors, program):
     """The tiles (P, width) that the sums take, in q's type: probabilities, and gradients of q.k
     before its scale. The gradient of the bias is stored on the way.
     """
     options, columns = program.options, program.columns
-    p, slope = recompute(level, part, width, turned, stack, item, tensors, program)
+    level, width = tile[LEVEL], tile[COLUMNS]
+    p, slope = recompute(tile, part, turned, stack, item, tensors, program)
     rounded, dp = gradient_of_scores(level, part, width, p, turned, stack, item, program)
     delta = turned.delta[:, level : level + 1]
     dx = nl.ndarray((P, width), dtype=stack.q.dtype, buffer=nl.sbuf)

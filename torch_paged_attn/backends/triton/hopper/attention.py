@@ -58,13 +58,6 @@ def plan_attention(
     return run
 
 
-class Kind(dict[Any, "LaunchKind"]):
-    """What calls share that differ in sizes alone: by the tiles that they take, their launches."""
-
-    def __init__(self, call: AttentionCall) -> None:
-        super().__init__()
-
-
 class LaunchKind:
     """What launches share that differ in sizes and grid alone. Results are like `out`."""
 
@@ -117,6 +110,11 @@ def _picker(names: list[str | None], fields: Iterable[str | None]) -> Callable[.
     return operator.itemgetter(*(places.get(x, places[None]) for x in fields))
 
 
+def _no_launches_yet(call: AttentionCall) -> dict[Any, LaunchKind]:
+    """What calls share that differ in sizes alone: by the tiles that they take, their launches."""
+    return {}
+
+
 def _kind_of_launches(
     call: AttentionCall, out: Tensor | None, config: HopperConfig, packed_heads: int, form: Form
 ) -> LaunchKind:
@@ -125,7 +123,10 @@ def _kind_of_launches(
         return LaunchKind(call, out, config, packed_heads, form)
     # what of the sizes `tiles.options_of` and `scalars_of` go by
     parts = tiles.parts_of(call, config, form)
-    kinds, key = kind_of(call, Kind), (config, packed_heads, form, parts, is_sorted(call))
+    kinds, key = (
+        kind_of(call, _no_launches_yet),
+        (config, packed_heads, form, parts, is_sorted(call)),
+    )
     if key not in kinds:
         kinds[key] = LaunchKind(call, call.new_results()[0], config, packed_heads, form)
     return kinds[key]

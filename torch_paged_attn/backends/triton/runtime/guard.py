@@ -52,7 +52,8 @@ class Guard:
         given = [x for x in tensors if x is not None]
         if _TensorGuards is None:
             return "this torch has none"
-        if any(x.data_ptr() & 15 for x in given):  # `match` requires all addresses to be aligned
+        # `match` requires all addresses to be aligned
+        if functools.reduce(operator.or_, map(_address_of, given), 0) & 15:
             return "a tensor lies off multiples of 16 bytes"
         return "a tensor comes twice" if len(set(map(id, given))) < len(given) else None
 

@@ -103,6 +103,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of a size hold `n`, without the 1.4 us that Triton's takes."""
+    return -(-n // size)
+
+
 def is_even(n: int) -> bool:
     """Whether a number is a power of two."""
     return n & (n - 1) == 0
