@@ -202,6 +202,29 @@ def test_consumers_of_chunks(seqs, heads, reach, consumers):
     assert consumers == config.CONSUMERS and config.SPLITS_KEYS is has_few_rows
 
 
+@pytest.mark.parametrize(
+    "seqs, heads, options, expected",
+    [
+        # rows of keys are copied: heads of a tile, its keys, and consumers that divide them
+        (((1267, 4000),), (32, 8, 128), dict(page_size=1, reach=8192), (1, 64, False)),
+        (((1267, 4000),), (64, 8, 128), dict(page_size=1, reach=8192), (8, 64, False)),  # many
+        (((1267, 4000),), (8, 4, 256), dict(page_size=1, reach=8192), (1, 64, False)),
+        (((120, 1400),), (32, 8, 128), dict(window_size_left=127), (4, 64, True)),  # few keys
+        (((700, 1400),), (32, 8, 128), dict(window_size_left=127), (4, 64, False)),
+        (((120, 9000),), (32, 8, 128), dict(window_size_left=4095, reach=16384), (4, 64, True)),
+        (((300, 800),), (64, 8, 64), dict(kv_dtype=e4m3, reach=4096), (8, 128, False)),
+    ],
+)
+def test_tiles_of_chunks(seqs, heads, options, expected):
+    with assume(HOPPER):
+        call = chunks(seqs, heads, **options)
+        form = flash_varlen.form_of(call, 0)
+        config, packed = choices.choose_tiles(call, form)
+        assert (packed, config.BLOCK_N, config.SPLITS_KEYS) == expected
+        is_near = "reach" not in options or "kv_dtype" in options
+        assert form.is_numbered is is_near
+
+
 def test_stages_of_divided_keys_are_even():
     """A stage that both consumers waited for in turns would be passed by who is ahead."""
     with assume(HOPPER):

@@ -97,7 +97,7 @@ def entries(
         /thin           some or many tiles, whose rows are a power of two up to 16; 8-bit keys, too
         /few/tall ...   paged keys, 9 to 16 rows, whose partial results take long to merge
         /said/few ...   paged or 8-bit keys, at most 16 rows, with the hint max_seqlen_k (`reach` is
-                        not 0); number of tiles as in SAID_TILES; these come first. /near ... follows
+                        not 0); number of tiles as in SAID_TILES; these come first. Then /near ...
                         as in NEARNESS, or /once for products of tiles and keys in ONCE
         /full           packed keys without causal mask and window
         /extra          not plain: a bias, ALiBi, softcap, dropout or a layout
