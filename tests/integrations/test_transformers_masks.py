@@ -64,6 +64,22 @@ ENCODERS = {
         | {"sep_token_id": None},
     ),
 }
+# models whose layers compute with a mask before attention sees it
+MASK_READERS = {
+    "doge": ("DogeModel", DECODER),
+    "deepseek_v4": (
+        "DeepseekV4Model",
+        {
+            **{name: DECODER[name] for name in DECODER if name != "num_key_value_heads"},
+            "qk_rope_head_dim": 4,
+            "q_lora_rank": 16,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+        },
+    ),
+}
 TRANSLATORS = ("Bart", "Marian", "MBart", "Pegasus")
 
 
@@ -92,7 +108,10 @@ def assert_like_sdpa(model, run):
 
     theirs = "sdpa" if model._supports_sdpa else "eager"
     ours, baseline = hidden(model, paged.NAME), hidden(model, theirs)
-    golden = hidden(copy.deepcopy(model).double(), theirs)
+    precise = copy.deepcopy(model).double()
+    if precise._can_set_experts_implementation():
+        precise.set_experts_implementation("eager")  # the other ones refuse float64
+    golden = hidden(precise, theirs)
     assert_close_as_baseline(ours, golden, (baseline - golden).abs(), torch.zeros_like(golden))
 
 
@@ -122,6 +141,35 @@ def test_padding(name, side):
         mask[:, [7, 8, 11]] = 0
     keep = mask.bool()
     assert_like_sdpa(model, once(keep, input_ids=tokens(3, 20), attention_mask=mask))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", MASK_READERS)
+def test_models_that_compute_with_masks(name, side, compiled):
+    model = make_model(*MASK_READERS[name])
+    mask = padding(20, [0, 9, 3] if side == "left" else [0, 0, 0], [0, 0, 0])
+    inputs = {"input_ids": tokens(3, 20), "attention_mask": mask}
+    torch.compiler.reset()
+
+    def run(model):
+        if compiled and model.config._attn_implementation == paged.NAME:
+            model = torch.compile(model, backend="eager")
+        return once(mask.bool(), **inputs)(model)
+
+    assert_like_sdpa(model, run)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_model_that_takes_no_attention_is_refused(compiled):
+    """Its own formula would read a mask of ours, or none, as its own, and see the future."""
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomModel._from_config(config, attn_implementation=paged.NAME)
+    torch.compiler.reset()
+    if compiled:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(NotImplementedError, match="models of BloomConfig attend by formulas of"):
+        model(tokens(2, 9))
 
 
 @pytest.mark.parametrize("padded", [False, True])

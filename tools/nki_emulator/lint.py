@@ -57,6 +57,7 @@ def lint(source: str) -> list[str]:
 
 
 def _lint_class(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
+    """Faults of a class, as (line, what): a group is a plain dataclass of fields."""
     if [ast.unparse(base) for base in node.bases] != ["nl.NKIObject"] or node.keywords:
         yield node.lineno, f"class {node.name} derives from something else than nl.NKIObject"
     if [ast.unparse(decorator) for decorator in node.decorator_list] != ["dataclass"]:
@@ -68,6 +69,7 @@ def _lint_class(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
 
 
 def _lint(function: ast.FunctionDef, callees: set[str]) -> Iterator[tuple[int, str]]:
+    """Faults of a function and of those in it; `callees` are the functions that it may call."""
     tiles = _made_by(function, TILES)
     on_chip = tiles | _made_by(function, REGISTERS) | _loop_numbers(function)
     bodies = _loop_bodies(function)
@@ -104,12 +106,14 @@ def _lint(function: ast.FunctionDef, callees: set[str]) -> Iterator[tuple[int, s
 
 
 def _lint_arguments(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Parameters are given by place or name, and there is no `*` or `/`."""
     arguments = function.args
     if arguments.kwonlyargs or arguments.vararg or arguments.kwarg or arguments.posonlyargs:
         yield function.lineno, "a parameter that is not plain"
 
 
 def _lint_name(node: ast.Attribute) -> Iterator[tuple[int, str]]:
+    """Names of `nisa` and `nl` are in the tables."""
     if isinstance(node.value, ast.Name):
         if node.value.id == "nisa" and node.attr not in ISA.keys() | ENUMS:
             yield node.lineno, f"nisa.{node.attr} is not in the table of signatures"
@@ -118,6 +122,7 @@ def _lint_name(node: ast.Attribute) -> Iterator[tuple[int, str]]:
 
 
 def _lint_call(call: ast.Call, callees: set[str]) -> Iterator[tuple[int, str]]:
+    """A call is of a kernel's function, or fits the documented signature in every release."""
     name = ast.unparse(call.func)
     owner, _, attribute = name.rpartition(".")
     if isinstance(call.func, ast.Name):

@@ -62,6 +62,7 @@ class Storage:
             self._take(shape)
 
     def _take(self, shape: tuple[int, ...]) -> None:
+        """Take room on chip until the storage is garbage: whole banks of PSUM, 32 bytes of SBUF."""
         require(len(shape) >= 2, f"a tile on chip has at least 2 dimensions, not {shape}")
         require(shape[0] <= PARTITIONS, f"{shape[0]} partitions; a tile has at most {PARTITIONS}")
         unit = PSUM_BANK_BYTES if self.region is MemoryRegion.psum else 32

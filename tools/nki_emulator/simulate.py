@@ -60,6 +60,7 @@ def _check_constant(value: Any) -> None:
 
 
 def _to_hbm(value: Any) -> Any:
+    """An argument as the kernel gets it: an array as a tensor over its memory, else as it is."""
     if not isinstance(value, np.ndarray):
         _check_constant(value)
         return value
@@ -68,11 +69,13 @@ def _to_hbm(value: Any) -> Any:
 
 
 def _to_array(tensor: NkiTensor) -> np.ndarray:
+    """A result's memory."""
     require(tensor.buffer is MemoryRegion.shared_hbm, "a kernel returns tensors in nl.shared_hbm")
     return tensor.window(tensor.storage.data)
 
 
 def _check_disjoint(tensor: NkiTensor) -> None:
+    """Refuse elements that both programs have written: nothing says who comes last."""
     writes = list(tensor.storage.writes.values())
     require(
         len(writes) < 2 or not (writes[0] & writes[1]).any(),

@@ -38,26 +38,32 @@ class NkiTensor:
 
     @property
     def dtype(self) -> np.dtype:
+        """Type of the elements."""
         return self.storage.dtype
 
     @property
     def buffer(self) -> MemoryRegion:
+        """Which memory it lies in."""
         return self.storage.region
 
     @property
     def ndim(self) -> int:
+        """How many dimensions it has."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """How many elements."""
         return math.prod(self.shape)
 
     @property
     def on_chip(self) -> bool:
+        """Whether dimension 0 is the partition: SBUF or PSUM."""
         return self.storage.region.on_chip
 
     @property
     def is_indirect(self) -> bool:
+        """Whether its start, or its rows, are known at run time only."""
         return self.row_offset is not None or self.row_index is not None
 
     def __bool__(self) -> bool:

@@ -1,5 +1,6 @@
 """Attention masks of Transformers in a short form, without a (queries, keys) tensor if possible."""
 
+import functools
 from collections.abc import Callable
 from inspect import getclosurevars
 from typing import Any
@@ -38,12 +39,16 @@ def make_mask(
         cu_seqlens (num_sequences + 1,) int32: the batch's rows are packed sequences.
         (batch or 1, 1, queries or 1, keys or 1) bool: exactly the keys that are seen. The layer's
             causal mask and window do not apply.
+        The same as numbers that are added to the logits, for models that compute with those.
+
+    Raises:
+        NotImplementedError: the config's models do not attend by an attn_implementation.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     mask_function = mask_function or causal_mask_function
 
-    def all_pairs() -> Tensor | None:
+    def all_pairs(make: Callable[..., Tensor | None] = sdpa_mask) -> Tensor | None:
         call: dict[str, Any] = {
             "batch_size": batch_size,
             "q_length": q_length,
@@ -55,8 +60,19 @@ def make_mask(
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
         }
-        return sdpa_mask(**(options | call))
+        return make(**(options | call))
 
+    wants = _wanted_mask(type(options["config"])) if "config" in options else COMPACT
+    if wants == OWN:
+        raise NotImplementedError(
+            f"torch_paged_attn: models of {type(options['config']).__name__} attend by formulas of"
+            " their own, which no attn_implementation replaces; allowed:"
+            " attn_implementation='eager'"
+        )
+    if wants == ADDED:
+        return all_pairs(eager_mask)
+    if wants == PAIRS:
+        return all_pairs()
     if torch.compiler.is_compiling():
         pattern = _pattern_of_arguments(mask_function, options)
         values_matter = attention_mask is not None or isinstance(q_offset, Tensor)
@@ -88,6 +104,44 @@ def make_mask(
     if keys is None and written < kv_length:
         return torch.ones(batch_size, written, dtype=torch.bool, device=options.get("device"))
     return keys
+
+
+# What a model does with a mask before attention sees it: nothing, formulas of bools or of numbers
+COMPACT, PAIRS, ADDED, OWN = "compact", "pairs", "added", "own"
+
+# models without flash-attn that hand every mask on as it is
+COMPACT_WITHOUT_FLASH = {"llama4_text"}
+
+
+@torch.compiler.assume_constant_result  # a compiler would trace the search
+def _wanted_mask(config_class: type) -> str:
+    return _search_wanted_mask(config_class)
+
+
+@functools.cache
+def _search_wanted_mask(config_class: type) -> str:
+    """COMPACT for models that flash-attn can serve: its masks, too, say less than all pairs.
+
+    The others may add to a mask or index it (Doge, DeepSeek V4): PAIRS of bools if SDPA can serve
+    them, else ADDED, numbers as eager attention adds them to its logits. OWN: they take no
+    attn_implementation, and their own formulas would read a mask of ours as one of theirs.
+    """
+    from transformers import PreTrainedModel
+
+    models = [m for m in _subclasses(PreTrainedModel) if m.config_class is config_class]
+    if models and not any(m._can_set_attn_implementation() for m in models):
+        return OWN
+    if not models or getattr(config_class, "model_type", None) in COMPACT_WITHOUT_FLASH:
+        return COMPACT
+    if any(m._supports_flash_attn for m in models):
+        return COMPACT
+    return PAIRS if any(m._supports_sdpa for m in models) else ADDED
+
+
+def _subclasses(kind: type) -> set[Any]:
+    """All classes that are derived from `kind` and loaded."""
+    found: set[Any] = set(kind.__subclasses__())
+    return found.union(*map(_subclasses, found))
 
 
 def _pattern(mask_function: Callable[..., Any]) -> tuple[set[str], Tensor | None]:

@@ -142,6 +142,12 @@ def attention_forward(
         options = options | MASK_SAYS_ALL
         out = _packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options)
     elif attention_mask is not None and mask_dim == 4:
+        if cu_seq_lens_q is not None and not options["causal"]:  # a causal mask has them in it
+            raise NotImplementedError(
+                "torch_paged_attn: cu_seq_lens_q came with a mask of keys, which knows no"
+                " sequences; allowed in Transformers: packed rows of encoders that flash-attn can"
+                " serve, without padding"
+            )
         out = _masked(query, key, value, attention_mask, options)
     elif attention_mask is not None and mask_dim == 2:
         return _padded(query, key, value, attention_mask, options), None

@@ -102,6 +102,7 @@ def dma_transpose(
 
 
 def _check_priority(instruction: str, priority: Any) -> None:
+    """A DMA has a priority from the fourth generation on."""
     require(
         priority is None or (machine().generation >= 4 and priority in range(4)),
         f"{instruction}: priority {priority}; allowed: 0 to 3, from the fourth generation on",
@@ -137,6 +138,7 @@ def _rows(view: NkiTensor, skips: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_written(view: NkiTensor, rows: np.ndarray) -> None:
+    """What is gathered from these rows has been written before."""
     if view.storage.written is not None:
         written = _windows(view, view.storage.written)[rows]
         require(bool(written.all()), "dma_copy reads HBM before it is written")

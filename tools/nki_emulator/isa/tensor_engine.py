@@ -99,6 +99,7 @@ def nc_matmul(
 
 
 def _check_one_bank(instruction: str, dst: NkiTensor) -> None:
+    """A result lies within one bank of PSUM."""
     first = dst.offset % dst.storage.free_size
     last = first + sum((n - 1) * s for n, s in zip(dst.shape[1:], dst.strides[1:], strict=True))
     item = dst.dtype.itemsize

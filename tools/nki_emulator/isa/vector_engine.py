@@ -35,6 +35,7 @@ FP32_MIN = float(np.finfo(np.float32).min)
 
 
 def _apply(op: Alu, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
+    """`a op b`, or `b op a`."""
     with np.errstate(all="ignore"):
         return op.compute(b, a) if reverse else op.compute(a, b)
 

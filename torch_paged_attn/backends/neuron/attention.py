@@ -135,6 +135,7 @@ def _with_bias(call: AttentionCall, info: WorkInfo, heads: Heads) -> tuple[WorkI
 
 
 def _kv_dtype(stored: torch.dtype, dtype: torch.dtype) -> str:
+    """What `Options.kv_dtype` is for keys stored so, beside queries of `dtype`."""
     return "" if stored == dtype else str(stored).removeprefix("torch.")
 
 
@@ -155,6 +156,7 @@ def rows_of(cache: Tensor, call: AttentionCall, by_head: bool) -> PagedKV:
 
 
 def _readable(storage: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cache's storage as the kernel takes it: 8-bit floats as bytes."""
     return as_bytes(storage) if storage.dtype in FLOAT8 and storage.dtype != dtype else storage
 
 

@@ -41,13 +41,13 @@ QUAD = 4
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLaunch:
-    """The tables of a launch, and what its kernel is compiled for."""
+    """The tables of a launch, and what its kernel is compiled for: see `BackwardOptions`."""
 
     info: WorkInfo
-    width: int
+    width: int  # columns of a tile of scores
     levels: tuple[tuple[tuple[int, int, bool, bool], ...], ...]
-    adds_dq: bool
-    adds_dkv: bool
+    adds_dq: bool  # to what earlier launches have left in dq
+    adds_dkv: bool  # or in dk and dv
 
     @property
     def one_item(self) -> bool:
@@ -135,6 +135,10 @@ def _tile_sizes(call: AttentionCall, heads: TokenMajor) -> TileSizes:
 def _make(
     host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV], dims: tuple[int, int]
 ) -> BackwardPlan:
+    """The plan of equal metadata and options, on the host; `dims` are head_dim and head_dim_v.
+
+    One launch for each kind of rectangles, in the order of `Kinds.launch`.
+    """
     batch, tiles = batch_of(host, options), options.tiles
     heads, group_size = tiles.heads, tiles.heads.members
     spans = spans_of(batch, heads.planes, None)
@@ -173,16 +177,15 @@ def _with_edges(
 
     Where all rows of all items see them all, nothing needs a mask.
     """
-    found = []
-    for part, tiles in enumerate(seen):
-        first = part * width
-        edges = []
-        for level, columns in tiles:
-            hides_first = bool((work.row_start[:, level] > first).any())
-            hides_last = bool((work.row_stop[:, level] < first + columns).any())
-            edges.append((level, columns, hides_first, hides_last))
-        found.append(tuple(edges))
-    return tuple(found)
+    # of each tile of rows: from where on, and to where, all rows of all items see keys
+    start, stop = work.row_start.amax((0, 2)).tolist(), work.row_stop.amin((0, 2)).tolist()
+    return tuple(
+        tuple(
+            (level, columns, start[level] > part * width, stop[level] < part * width + columns)
+            for level, columns in tiles
+        )
+        for part, tiles in enumerate(seen)
+    )
 
 
 def _with_key_rows(info: WorkInfo, heads: Heads, slots: Tensor) -> WorkInfo:

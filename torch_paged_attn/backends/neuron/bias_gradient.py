@@ -55,6 +55,7 @@ class BiasTask:
 
 
 def _with_columns(info: WorkInfo, laid_out: BiasRows, is_asked: bool) -> WorkInfo:
+    """The tables with the rows of a bias, of its gradient if asked for, and what it hides."""
     work, lines, device = info.work, laid_out.lines, info.indices.device
     absent = laid_out.absent.unflatten(1, (-1, P)).transpose(1, 2)
     columns = [info.indices, laid_out.index.to(device)]

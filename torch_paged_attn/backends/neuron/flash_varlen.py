@@ -1,4 +1,4 @@
-"""`flash_varlen` on Neuron: see `attention_kernel.py` for the algorithm."""
+"""`flash_varlen` on Neuron: planned in `attention.py`, computed by `kernels/attention.py`."""
 
 from typing import Any
 

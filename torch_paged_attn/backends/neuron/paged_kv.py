@@ -77,6 +77,7 @@ def is_dense(cache: Tensor) -> bool:
 
 
 def _outermost_first(cache: Tensor) -> list[int]:
+    """The dimensions from the largest stride to the smallest; the last one stays last."""
     strides = _strides(cache)[:-1]
     return [*sorted(range(len(strides)), key=lambda i: -strides[i]), len(strides)]
 

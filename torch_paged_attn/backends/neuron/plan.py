@@ -95,6 +95,7 @@ def places_of(rows: tuple[PagedKV, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _make(host: Metadata, options: PlanOptions, rows: tuple[PagedKV, PagedKV]) -> list[WorkInfo]:
+    """The tables of each work list for such metadata, on the host."""
     batch = batch_of(host, options)
     tiles = options.tiles
     heads, deepest = tiles.heads, _deepest(tiles, host.layout)

@@ -151,6 +151,7 @@ def levels(
 
 
 def _first_that_holds(count: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The smallest of `sizes`, which ascend, that is not below each count; else the largest."""
     limits = torch.tensor(sizes)
     return limits[torch.searchsorted(limits, count).clamp(max=len(sizes) - 1)]
 

@@ -50,6 +50,9 @@ def _write(
     scales: tuple[Tensor | None, Tensor | None],
     cache_names: tuple[str, str],
 ) -> None:
+    """Write keys and values into caches (num_pages, num_kv_heads, page_size, dim); refusals name
+    the arguments `cache_names`.
+    """
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return

@@ -34,6 +34,7 @@ _local = threading.local()
 
 
 def _version(module: Any) -> tuple[int, ...]:
+    """The first two parts of a version; 0 for a part that is no number."""
     parts = str(getattr(module, "__version__", "0")).split(".")[:2]
     return tuple(int(p) if p.isdigit() else 0 for p in parts)
 
@@ -119,6 +120,7 @@ def platform() -> str:
 
 @functools.cache
 def _installed_platform() -> str:
+    """What torch_neuronx says the chip is; Trainium2 where it says nothing."""
     utils = import_or_none("torch_neuronx.utils")
     return "trn2" if utils is None else utils.get_platform_target()
 
@@ -177,11 +179,13 @@ def write_back(target: Tensor, written: Tensor) -> None:
 
 @functools.cache
 def _compiled(kernel: Callable) -> Any:
+    """`nki.jit(kernel)`, one for each kernel: it keeps what it has compiled."""
     return importlib.import_module("nki").jit(kernel)
 
 
 @functools.cache
 def _wrap_nki() -> Callable | None:
+    """The function that makes a launch a node of a graph, of whichever package has it."""
     for name in NKI_HOPS:
         module = import_or_none(name)
         if module is not None:
@@ -190,6 +194,7 @@ def _wrap_nki() -> Callable | None:
 
 
 def _emulate(kernel: Callable, args: tuple) -> Any:
+    """A launch on the emulator, which writes the tensors' own memory."""
     results = emulator().simulate(kernel, num_programs())(*(_to_numpy(a) for a in args))
     if isinstance(results, tuple):
         return tuple(_to_torch(r) for r in results)
@@ -206,6 +211,7 @@ def _to_numpy(value: Any) -> Any:
 
 
 def _to_torch(array: Any) -> Tensor:
+    """The way back: a tensor over an array's memory."""
     if array.dtype == nl.bfloat16:
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -34,6 +34,7 @@ class Heads:
 
     @property
     def num_heads(self) -> int:
+        """Query heads."""
         return self.num_kv_heads * self.group_size
 
     def head_of(self, plane: Tensor) -> Tensor:
@@ -55,6 +56,7 @@ class TokenMajor(Heads):
     """Each KV head alone, and rows as a contiguous q has them: (token, query head)."""
 
     def row_of(self, plane: Tensor, token: Tensor, member: Tensor) -> Tensor:
+        """As in `Heads`, but a token's query heads in their order."""
         return token * self.num_heads + plane * self.group_size + member
 
 

@@ -202,6 +202,7 @@ LAUNCH_COLUMNS = 8192
 
 
 def _items(columns: Columns, tile_k: int) -> Tensor:
+    """How many tiles of keys each stack meets: at least one, `(num_stacks,)`."""
     return (-(-columns.width // tile_k)).clamp(min=1)
 
 
@@ -253,6 +254,7 @@ class Rows:
 
 
 def _rows_of(batch: Batch, spans: Spans, stacks: Stacks, group_size: int, tile_q: int) -> Rows:
+    """The rows of each stack; beyond its last row, that row again."""
     span, first_row, depth = stacks.span, stacks.first_row, stacks.depth
     _, lengths, key_lens = batch.sequences()
     sequence = spans.sequence[span]
