@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from torch._dynamo.testing import CompileCounter
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from torch_paged_attn.integrations import transformers as paged
@@ -346,6 +347,30 @@ def test_rows_of_several_sequences_compile_whole(name, packed, batch):
         return once(**inputs)(model)
 
     assert_like_sdpa(model, run)
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["compiled", "exported"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_one_graph_for_rows_of_any_length(name, exported):
+    torch.compiler.reset()
+    model = make_model(*(DECODERS | ENCODERS)[name])
+    model.set_attn_implementation(paged.NAME)
+    lengths = {1: torch.export.Dim("length", min=4, max=64)}
+    cache = {} if name == "bert" else {"use_cache": False}
+    with torch.inference_mode():
+        if exported:
+            shapes = {"input_ids": lengths} | dict.fromkeys(cache)
+            inputs = {"input_ids": tokens(2, 13)} | cache
+            program = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
+            run = program.module()
+        else:
+            graphs = CompileCounter()
+            run = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
+        for length in (13, 20, 37):
+            ids = tokens(2, length)
+            found = run(input_ids=ids, **cache).last_hidden_state
+            assert torch.equal(found, model(input_ids=ids, **cache).last_hidden_state)
+    assert exported or graphs.frame_count == 1
 
 
 def test_a_mask_of_three_dimensions_is_refused():

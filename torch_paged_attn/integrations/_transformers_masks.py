@@ -210,5 +210,6 @@ def _cu_seqlens_of_neighbours(
     tokens = torch.arange(1, length, device=device)[None]
     sees = mask_function(batch, torch.zeros_like(batch), tokens, tokens - 1)
     starts = torch.nn.functional.pad(~sees.expand(batch_size, -1), (1, 0), value=True)
-    bounds = starts.flatten().nonzero().flatten().int()
-    return torch.nn.functional.pad(bounds, (0, 1), value=batch_size * length)
+    bounds = starts.flatten().nonzero().flatten()
+    # `pad` with this number would make a graph of this length alone
+    return torch.cat([bounds, bounds.new_full((1,), batch_size * length)]).int()

@@ -185,7 +185,7 @@ def _packed_row(query: Tensor, key: Tensor, position_ids: Tensor | None) -> Tens
     # a compiler does not know the length of `starts`; there, one sequence is a packed row as well
     if not torch.compiler.is_compiling() and not len(starts):
         return None
-    return torch.nn.functional.pad(torch.cat([starts, starts.new_tensor([length])]), (1, 0)).int()
+    return torch.nn.functional.pad(torch.cat([starts, starts.new_full((1,), length)]), (1, 0)).int()
 
 
 def _packed(
