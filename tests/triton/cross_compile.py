@@ -100,6 +100,7 @@ bf16, f32 = torch.bfloat16, torch.float32
 PREFILL = ((200, 72), (130, 0))
 DECODE = ((1, 500), (1, 90))
 SOME, MANY = ((1, 2500), *[(1, 9)] * 19), [(1, 5)] * 520
+LONG = ((1, 5000), *[(1, 9)] * 5)
 # several queries a sequence, as for tokens that were guessed: more than 16 rows for a KV head
 GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
 
@@ -109,14 +110,25 @@ OF_INT8 = {"dtype": bf16, "kv_dtype": torch.int8, "descale": "heads"}
 SAID = {
     "d128/said_few_near/bf16": 512,
     "d128/said_few/bf16": 4096,
+    "d128/said_few_once/bf16": 16384,
     "d128/said_several_near/bf16": 512,
-    "d128/said_several/bf16": 4096,
-    "d128/said_some_near/bf16": 512,
-    "d128/said_some/bf16": 4096,
+    "d128/said_several_once/bf16": 2048,
+    "d128/said_several/bf16": 8192,
+    "d128/said_some_next/bf16": 512,
+    "d128/said_some_near/bf16": 1024,
+    "d128/said_some_mid/bf16": 4096,
+    "d128/said_some/bf16": 8192,
+    "d128/said_wave_next/bf16": 512,
+    "d128/said_wave_mid/bf16": 1024,
+    "d128/said_wave/bf16": 8192,
+    "d128/said_several_once/kv_int8": 2048,
+    "d128/said_several/kv_int8": 8192,
     "d64/said_several_near/bf16": 512,
     "d64/said_several/bf16": 4096,
     "d64/said_few_near/bf16": 512,
-    "d64/said_some_near/bf16": 512,
+    "d64/said_some/bf16": 512,
+    "d64/said_wave/bf16": 512,
+    "d64/said_several/kv_int8": 4096,
 }
 
 # what the named problems leave out of the sizes and options that choose a kernel's tiles
@@ -147,14 +159,25 @@ MORE = {
         Problem("d128/decode_many/bf16", tuple(MANY), 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/said_few_near/bf16", DECODE, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/said_few/bf16", ((1, 3000),), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_few_once/bf16", ((1, 9000),), 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/said_several_near/bf16", SOME[:6], 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_several/bf16", SOME[:6], 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_several_once/bf16", SOME[:6], 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_several/bf16", LONG, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_some_next/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
         Problem("d128/said_some_near/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_some/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_some_mid/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_some/bf16", (*LONG, *SOME), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_wave_next/bf16", SOME * 2, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_wave_mid/bf16", SOME * 2, 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_wave/bf16", (*LONG, *SOME * 2), 8, 2, 128, dtype=bf16, page_size=16),
+        Problem("d128/said_several_once/kv_int8", SOME[:6], 8, 2, 128, page_size=16, **OF_INT8),
+        Problem("d128/said_several/kv_int8", LONG, 8, 2, 128, page_size=16, **OF_INT8),
         Problem("d64/said_several_near/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/said_several/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/said_few_near/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/said_some_near/bf16", SOME[1:], 8, 2, 64, dtype=bf16, page_size=16),
+        Problem("d64/said_several/kv_int8", SOME[:6], 8, 2, 64, page_size=16, **OF_INT8),
+        Problem("d64/said_wave/bf16", SOME * 2, 8, 2, 64, dtype=bf16, page_size=16),
+        Problem("d64/said_some/bf16", SOME[1:], 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/decode_many/bf16", tuple(MANY), 8, 2, 64, dtype=bf16, page_size=16),
         Problem("d64/decode/kv_int8", tuple(MANY), 8, 2, 64, page_size=16, **OF_INT8),
         Problem("d64/decode_several/kv_int8", SOME[:6], 8, 2, 64, page_size=16, **OF_INT8),

@@ -36,6 +36,7 @@ def test_many_keys_are_dealt_out():
     [
         # decodes of eight heads that share keys, or of wide ones
         (17, 1, 131072, (8, 1, 128), "dealt"),
+        (16, 1, 131072, (8, 1, 128), "portable"),
         (17, 1, 131072, (4, 1, 128), "portable"),
         (17, 1, 0, (8, 1, 128), "portable"),
         (17, 1, 4096, (8, 1, 128), "portable"),
@@ -46,8 +47,11 @@ def test_many_keys_are_dealt_out():
         # guessed tokens of few rows
         (7, 2, 2048, (40, 8, 128), "numbered"),
         (3, 2, 2048, (40, 8, 128), "dealt"),
-        (7, 2, 512, (40, 8, 128), "portable"),
-        (90, 2, 2048, (40, 8, 128), "portable"),
+        (7, 2, 512, (40, 8, 128), "numbered"),
+        (3, 2, 1024, (40, 8, 128), "portable"),  # few tiles
+        (9, 2, 512, (32, 8, 128), "portable"),  # few rows
+        (90, 2, 2048, (40, 8, 128), "numbered"),
+        (90, 2, 4096, (40, 8, 128), "portable"),
         (19, 4, 2048, (8, 4, 256), "listed"),
         # of many rows: by keys, but not where each tile has few
         (4, 8, 8192, (8, 1, 128), "listed"),
@@ -60,7 +64,7 @@ def test_many_keys_are_dealt_out():
         (11, 1, 2048, (64, 8, 128), "numbered"),
         (11, 1, 4096, (64, 8, 128), "portable"),
         (11, 1, 1024, (32, 8, 128), "numbered"),
-        (11, 1, 512, (32, 8, 128), "portable"),
+        (11, 1, 512, (32, 8, 128), "numbered"),
         (11, 1, 512, (64, 8, 128), "numbered"),
         (11, 1, 512, (56, 8, 128), "portable"),
         (20, 1, 2048, (64, 8, 128), "portable"),
@@ -179,7 +183,9 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
     "seqs, heads, reach, consumers",
     [
         (((381, 8500),), (8, 4, 256), 16384, 2),
-        (((482, 4000),), (8, 4, 256), 8192, 1),
+        (((482, 4000),), (8, 4, 256), 8192, 2),
+        (((482, 2000),), (8, 4, 256), 4096, 1),
+        (((166, 6800),), (28, 4, 128), 8192, 2),  # low tiles would read keys more often
         (((219, 1867),), (32, 32, 128), 4096, 2),  # few rows: these divide the keys
         (((243, 70),), (40, 8, 128), 512, 2),
         (((653, 70),), (40, 8, 128), 512, 2),  # more rows
@@ -192,8 +198,31 @@ def test_which_chunks_are_numbered(queries, heads, reach, is_numbered, is_sorted
 def test_consumers_of_chunks(seqs, heads, reach, consumers):
     with assume(HOPPER):
         config = choices.choose_tiles(chunks(seqs, heads, reach=reach))[0]
-    has_few_rows = seqs[0][0] * heads[0] <= 132 * 80 and heads[2] == 128
+    has_few_rows = seqs[0][0] * heads[0] <= 132 * 80 and heads[2] == 128 and reach < 8192
     assert consumers == config.CONSUMERS and config.SPLITS_KEYS is has_few_rows
+
+
+@pytest.mark.parametrize(
+    "seqs, heads, options, expected",
+    [
+        # rows of keys are copied: heads of a tile, its keys, and consumers that divide them
+        (((1267, 4000),), (32, 8, 128), dict(page_size=1, reach=8192), (1, 64, False)),
+        (((1267, 4000),), (64, 8, 128), dict(page_size=1, reach=8192), (8, 64, False)),  # many
+        (((1267, 4000),), (8, 4, 256), dict(page_size=1, reach=8192), (1, 64, False)),
+        (((120, 1400),), (32, 8, 128), dict(window_size_left=127), (4, 64, True)),  # few keys
+        (((700, 1400),), (32, 8, 128), dict(window_size_left=127), (4, 64, False)),
+        (((120, 9000),), (32, 8, 128), dict(window_size_left=4095, reach=16384), (4, 64, True)),
+        (((300, 800),), (64, 8, 64), dict(kv_dtype=e4m3, reach=4096), (8, 128, False)),
+    ],
+)
+def test_tiles_of_chunks(seqs, heads, options, expected):
+    with assume(HOPPER):
+        call = chunks(seqs, heads, **options)
+        form = flash_varlen.form_of(call, 0)
+        config, packed = choices.choose_tiles(call, form)
+        assert (packed, config.BLOCK_N, config.SPLITS_KEYS) == expected
+        is_near = "reach" not in options or "kv_dtype" in options
+        assert form.is_numbered is is_near
 
 
 def test_stages_of_divided_keys_are_even():

@@ -111,9 +111,11 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
         (dict(num_heads=40), 900, (128, 5, 64, 2)),
         (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 64, 2)),
         (dict(page_size=1), 900, (128, 8, 128, 1)),
-        (dict(page_size=1, seqs=SHORT_STEP * 3), 900, None),
+        (dict(page_size=1, seqs=SHORT_STEP[:5] * 5 + SHORT_STEP[5:]), 900, None),
+        (dict(page_size=1, seqs=SHORT_STEP * 3), 900, (128, 8, 64, 2)),  # more rows
         (dict(head_dim=64), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
+        (dict(head_dim=64, window_size_left=127, seqs=((999, 0), *SHORT_STEP)), 0, (64, 8, 64, 2)),
         (dict(head_dim=64, window_size_left=127, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, kv_dtype=torch.int8), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, kv_dtype=torch.int8), 4096, None),
@@ -138,7 +140,7 @@ def test_which_batches_need_no_list(options, longest_keys, expected):
         assert form.is_numbered is (expected is not None)
         # a list of tiles, or two kernels
         is_narrow = call.head_dim == 64 and "kv_dtype" in options
-        is_alone = call.window_size_left < 0 and not is_narrow
+        is_alone = call.window_size_left not in choices.SMALL and not is_narrow
         assert (kernels == "hopper") is (is_alone or form.is_numbered)
         if expected is not None:
             config, heads = choices.choose_tiles(call, form)

@@ -1,8 +1,8 @@
 """What launches are handed does not depend on the calls before: not when a call comes again, whose
 plan has addresses alone, nor after a call of other sizes, with which it shares what it can.
 
-The problems run on a Hopper GPU that is not there: instead of a launch, the launcher's arguments
-are noted.
+The problems run on a Hopper GPU that is not there, nor is any other: instead of a launch, the
+launcher's arguments are noted.
 """
 
 import dataclasses
@@ -137,6 +137,11 @@ WRITES = [
     for halves in (False, True)
     for scales in (0, 1, 2)
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def faults(make, pairs):

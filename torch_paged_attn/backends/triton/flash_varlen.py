@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import few_queries, mla, support
+from torch_paged_attn.backends.triton.hopper import chunks, few_queries, mla, support
 from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -121,11 +121,11 @@ def form_of(call: AttentionCall, longest: int) -> Form:
             return Form(is_numbered=True)
         return Form(is_mixed=True)
     is_guessed = few_queries.is_guessed(call, longest)
-    if not is_guessed and support.are_few_chunks(call):
+    if not is_guessed and chunks.are_few_chunks(call):
         return Form(is_numbered=True)
-    if is_guessed and few_queries.is_uncut(call):
+    if is_guessed and few_queries.is_uncut(call, longest):
         return Form(is_guessed=True, is_numbered=True)
-    is_dealt = is_guessed and few_queries.is_dealt(call)
+    is_dealt = is_guessed and few_queries.is_dealt(call, longest)
     are_few = support.are_few_short(call, longest)
     turns = in_turns(call, longest)
     return Form(longest=turns, is_guessed=is_guessed, is_dealt=is_dealt, are_few=are_few)

@@ -7,20 +7,23 @@ sequence; no tensor is read. The limits are those of measurements: benchmarks/no
 from typing import NamedTuple
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper.chunks import (
+    MOST_LOW_8_BIT,
+    are_few_chunks,
+    are_low_8_bit_chunks,
+    is_divided_chunk,
+)
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
     LEAST_TALL,
-    MOST_LOW_8_BIT,
     NARROW,
     OF_LISTS,
+    SMALL,
     are_far,
-    are_few_chunks,
-    are_low_8_bit_chunks,
     converts,
     gathers,
     has_few_tiles,
     is_bound,
-    is_divided_chunk,
     is_float8,
     key_bound,
     may_divide,
@@ -34,6 +37,7 @@ from torch_paged_attn.backends.triton.runtime.target import is_even, target_of
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,
     choose_8_bit_config,
+    choose_copied_config,
     choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
@@ -43,19 +47,21 @@ from torch_paged_attn.backends.triton.tuning import (
 )
 from torch_paged_attn.ops.lacking import lacking
 
-# windows of some tiles of keys
-SMALL = range(1025)
 # of the rows of tiles of one head, the share that may be empty
 MOST_EMPTY = 0.05
 # of the queries of a batch, all heads counted: for so many rows to a multiprocessor, beginnings and
 # ends take longer than products
 MOST_ROWS = 256
+# rows to a multiprocessor up to which two consumers divide the keys that a narrow window shows
+MOST_ROWS_NARROW_DIVIDED = 60
 # keys of the longest sequence up to which tiles of one consumer are better, if there are few:
 # of head_dim 256, and of 128
-MOST_LOW_WIDE, MOST_LOW = 8192, 4096
+MOST_LOW_WIDE, MOST_LOW = 4096, 4096
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
-# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied
+# unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; there, of
+# many rows
 MOST_REACH, MOST_ROWS_NUMBERED, MOST_DECODES, MOST_COPIED = 2048, 512, 9, 1
+MOST_COPIED_OF_MANY = 2
 # the same limits of narrow heads
 MOST_ROWS_NARROW, MOST_COPIED_NARROW = 704, 2
 # keys if there is no more than one wave of tiles, and decodes under a narrow window
@@ -66,7 +72,7 @@ MOST_WIDE_DECODES = 3
 # most of the work
 MOSTLY_ROWS = 350
 # the same where few sequences have more keys
-MOSTLY_ROWS_OF_LONG, LEAST_LONG = 120, 8192
+MOSTLY_ROWS_OF_LONG, LEAST_LONG = 110, 8192
 # keys of the longest sequence up to which guessed tokens have one consumer
 MOST_OF_ONE = 512
 # where another kernel takes short sequences, the queries of the shortest that are left
@@ -174,6 +180,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     elif is_narrow:
         # the fewer tokens a tile has, the fewer keys a window hides from most of them
         packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
+    elif gathers(call) and not has_few_tiles(call):
+        packed = whole_group(call)
     else:
         packed = pack_heads(call)
     if converts(call) and form.is_guessed:
@@ -196,8 +204,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if form.short and width > 64 and _has_few_rows(call, MOST_ROWS):
         return choose_guessed_config(width), packed
     if form.short:
-        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call)), packed
-    if is_divided_chunk(call):
+        return _choose_tall_config(call, LEAST_LENGTH), packed
+    if is_divided_chunk(call) or _is_narrow_divided(call):
         return choose_split_config(width), whole_group(call)
     if _has_low_tiles(call, packed):
         return choose_guessed_config(width), packed
@@ -207,8 +215,22 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if call.block_table is not None and not has_few_tiles(call):
         # of long contexts, the diagonal is little; of what is said, they have more than half
         length = max(length, call.max_seqlen_k // 2)
-    config = choose_hopper_config(width, length, is_causal, layout is not None, gathers(call))
-    return config, packed
+    return _choose_tall_config(call, length), packed
+
+
+def _choose_tall_config(call: AttentionCall, length: int) -> HopperConfig:
+    """Tiles of two or three consumers, each of which has rows of its own."""
+    width, is_causal = width_of(call.head_dim), call.window_right == 0
+    if gathers(call) and width == 128 and not converts(call):
+        return choose_copied_config()
+    return choose_hopper_config(width, length, is_causal, call.layout is not None, gathers(call))
+
+
+def _is_narrow_divided(call: AttentionCall) -> bool:
+    """Whether chunks of few rows see so few keys, by a window, that two consumers divide them."""
+    is_narrow = call.window_size_left in NARROW and width_of(call.head_dim) == 128
+    is_narrow = is_narrow and call.window_right == 0 and may_divide(call)
+    return is_narrow and _has_few_rows(call, MOST_ROWS_NARROW_DIVIDED)
 
 
 def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
@@ -216,6 +238,8 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
     keys are read for fewer rows."""
     width, reach = width_of(call.head_dim), reach_of(call)
     if call.block_table is None or call.layout is not None or width == 64:
+        return False
+    if call.window_size_left in NARROW and width == 128 and not _has_few_rows(call, BLOCK_M // 4):
         return False
     if _has_few_rows(call, BLOCK_M // 4) and (width == 256 or not are_far(call)):
         return True  # so few that each tile of one consumer is cut in fewer pieces
@@ -257,10 +281,11 @@ def is_numbered(call: AttentionCall) -> bool:
     if converts(call):
         return True
     most_copied = MOST_COPIED_NARROW if is_narrow_head else MOST_COPIED
+    if not _has_few_rows(call, MOST_ROWS):
+        most_copied = MOST_COPIED_OF_MANY
     if gathers(call) and decodes_of_program(call) > most_copied:
         return False  # the portable kernel reads small pages faster
-    most = MOST_ROWS_NARROW if is_narrow_head else MOST_ROWS_NUMBERED
-    return _has_few_rows(call, MOST_ROWS if gathers(call) else most)
+    return _has_few_rows(call, MOST_ROWS_NARROW if is_narrow_head else MOST_ROWS_NUMBERED)
 
 
 def _is_one_wave(call: AttentionCall) -> bool:
@@ -277,10 +302,10 @@ def is_one_launch(call: AttentionCall) -> bool:
     where two consumers divide the keys of a tile, or one has a tile of wide heads or of an 8-bit
     cache, short sequences take no longer than with a kernel of their own."""
     width = width_of(call.head_dim)
-    if is_bound(call.window_size_left):
+    if call.window_size_left in SMALL:
         return False
     if converts(call):
-        return width == 128 and _has_low_8_bit_tiles(call)
+        return width == 128 and not is_bound(call.window_size_left) and _has_low_8_bit_tiles(call)
     return width < 256 or decodes_of_program(call) <= MOST_WIDE_DECODES
 
 
@@ -301,10 +326,10 @@ def _are_mostly_chunks(call: AttentionCall) -> bool:
 
 def _choose_mixed_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, in a list, and keys are of 16 bits."""
-    width, is_causal = width_of(call.head_dim), call.window_right == 0
+    width = width_of(call.head_dim)
     is_tall = are_far(call) if width == 256 else _are_mostly_chunks(call)
     if is_tall:
-        return choose_hopper_config(width, LEAST_LENGTH, is_causal, False, gathers(call))
+        return _choose_tall_config(call, LEAST_LENGTH)
     return choose_guessed_config(width) if width == 256 else choose_split_config(width)
 
 
@@ -312,9 +337,12 @@ def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
     """Tiles where sequences are long and short, and their tiles are numbered."""
     width = width_of(call.head_dim)
     if call.window_size_left in NARROW and width <= 128:
+        if width == 64 and not _has_few_rows(call, MOST_ROWS_NUMBERED):
+            return choose_narrow_config(width)
         return choose_guessed_config(width, is_narrow=True)
-    # rows that are copied arrive too late for two
-    if gathers(call) or not may_divide(call):
+    # rows of keys that are copied arrive too late for two, unless rows of queries are many
+    is_late = gathers(call) and _has_few_rows(call, MOST_ROWS)
+    if is_late or not may_divide(call):
         return choose_guessed_config(width)
     return choose_split_config(width)
 

@@ -32,19 +32,10 @@ LEAST_CUT, PARTS_PER_MULTIPROCESSOR = 2048, 4
 # waves of tiles of keys in pages, from which on no tile is cut
 MOST_WAVES = 4
 
-# chunks of prompts that are told apart without a list of tiles, and for quarters of the chip that
-# their tiles fill, keys of the longest sequence from which on they had better be cut
-MOST_CHUNKS, MOST_NUMBERED = 4, (512, 512, 1024, 2048, 2048)
-
-# of 8-bit caches, keys up to which such tiles have one consumer and are not cut, of so many rows to
-# a multiprocessor
-MOST_LOW_8_BIT, MOST_ROWS_8_BIT = 1024, 80
 # windows of few tiles of keys
 NARROW = range(512)
-
-# chunks whose keys two consumers divide: how many keys are few, and rows to a multiprocessor of few
-# keys and of more
-MOST_DIVIDED_OF_CHUNKS, MOST_ROWS_NEAR, MOST_ROWS_FAR = 2048, 160, 64
+# windows of some tiles of keys
+SMALL = range(1025)
 # keys up to which tiles of few rows may be better
 MOST_NEAR = 8192
 
@@ -256,51 +247,6 @@ def are_far(call: AttentionCall) -> bool:
     """Whether sequences have so many keys, as far as anybody says, that reading them for few rows
     at a time takes longer than products."""
     return reach_of(call) > MOST_NEAR
-
-
-def is_divided_chunk(call: AttentionCall) -> bool:
-    """Whether chunks of prompts have so few rows, for the keys that they see as far as anybody
-    says, that two consumers had better divide the keys of a tile."""
-    if not may_divide(call) or is_bound(call.window_size_left):
-        return False
-    if are_far(call):
-        return False  # low tiles read keys more often
-    is_near = reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
-    most = MOST_ROWS_NEAR if is_near else 0 if gathers(call) else MOST_ROWS_FAR
-    return call.total_q * call.num_heads <= most * target_of(call.q.device).multiprocessors
-
-
-def are_low_8_bit_chunks(call: AttentionCall) -> bool:
-    """Whether chunks of prompts over an 8-bit cache have tiles of one consumer: those that see few
-    keys, because a small tile converts fewer that nobody sees, and wide heads, because two
-    consumers leave room for one stage of keys."""
-    width = width_of(call.head_dim)
-    if not converts(call) or is_float8(call) or call.block_table is None or width == 64:
-        return False
-    is_narrow = call.window_size_left in NARROW
-    if width == 256:
-        return not is_narrow
-    if is_narrow:
-        return True
-    most = MOST_ROWS_8_BIT * target_of(call.q.device).multiprocessors
-    return reach_of(call) <= MOST_LOW_8_BIT and call.total_q * call.num_heads <= most
-
-
-def are_few_chunks(call: AttentionCall) -> bool:
-    """Whether chunks of prompts are so few, and see so few keys as far as anybody says, that their
-    tiles need no cutting, and no list."""
-    if call.block_table is None or call.layout is not None or call.batch > MOST_CHUNKS:
-        return False
-    if not has_few_tiles(call) or lacking(call, OF_LISTS) is not None:
-        return False
-    if is_divided_chunk(call):
-        return reach_of(call) <= MOST_DIVIDED_OF_CHUNKS
-    if call.batch > 1 and width_of(call.head_dim) == 256:
-        return False  # their tiles take long, and differ
-    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
-    quarters = 4 * tiles // target_of(call.q.device).multiprocessors
-    least = MOST_LOW_8_BIT if are_low_8_bit_chunks(call) else 0
-    return reach_of(call) <= max(MOST_NUMBERED[min(quarters, 4)], least)
 
 
 def _are_few(call: AttentionCall) -> bool:

@@ -4,6 +4,7 @@ from torch_paged_attn.backends.triton.tuning.backward import BackwardConfig, cho
 from torch_paged_attn.backends.triton.tuning.hopper import (
     HopperConfig,
     choose_8_bit_config,
+    choose_copied_config,
     choose_guessed_8_bit_config,
     choose_guessed_config,
     choose_hopper_config,
@@ -25,6 +26,7 @@ __all__ = [
     "choose_backward_config",
     "choose_config",
     "choose_config_in_turns",
+    "choose_copied_config",
     "choose_guessed_8_bit_config",
     "choose_guessed_config",
     "choose_hopper_config",

@@ -48,6 +48,12 @@ def choose_hopper_config(
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
 
 
+def choose_copied_config() -> HopperConfig:
+    """Where producers copy rows of keys for tiles of many rows, of heads of 128: small tiles, of
+    which more are on their way."""
+    return HopperConfig(BLOCK_N=64, KV_STAGES=5)
+
+
 def choose_short_config(width: int, rows: int = 0) -> HopperConfig:
     """The configuration for short sequences whose tiles are taken in turns. `rows`: the mean number
     of rows of a sequence, over all heads that share a tile.

@@ -38,9 +38,12 @@ LENGTHS = {"short": 2048, "medium": 4096}
 SIZES = {"few": 32, "moderate": 72, "some": 1023}
 SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}
 
-# the same for calls with the hint max_seqlen_k; up to NEAR keys are few
-SAID_TILES = {"few": 7, "several": 16, "some": 132}
-NEAR = 1024
+# the same for calls with the hint max_seqlen_k, and the most keys that it says
+SAID_TILES = {"few": 7, "several": 16, "some": 64, "wave": 132}
+NEARNESS = {"next": 512, "near": 1024, "mid": 4096}
+# tiles of queries times keys of the longest sequence where each of 132 programs has more than about
+# 128 keys, and at most 256
+ONCE = range(132 * 124, 132 * 256)
 
 # the head_dims of entries; others use those of the next larger one
 WIDTHS = (64, 128, 256, 1024)
@@ -93,9 +96,9 @@ def entries(
         /wide, /narrow  paged keys, pages of at least 64 tokens, or smaller
         /thin           some or many tiles, whose rows are a power of two up to 16; 8-bit keys, too
         /few/tall ...   paged keys, 9 to 16 rows, whose partial results take long to merge
-        /said/few ...   paged keys, at most 16 rows, with the hint max_seqlen_k (`reach` is not 0);
-                        number of tiles as in SAID_TILES; these come first. /near follows for few
-                        keys
+        /said/few ...   paged or 8-bit keys, at most 16 rows, with the hint max_seqlen_k (`reach` is
+                        not 0); number of tiles as in SAID_TILES; these come first. Then /near ...
+                        as in NEARNESS, or /once for products of tiles and keys in ONCE
         /full           packed keys without causal mask and window
         /extra          not plain: a bias, ALiBi, softcap, dropout or a layout
     """
@@ -107,18 +110,24 @@ def entries(
     # few tiles are shared by many programs, whose results one warp merges slowly; so it does with
     # rows that are no power of two
     is_thin = block_m <= 16 and size in ("some", "many") and rows & (rows - 1) == 0
+    said: list[str] = []
+    if reach and block_m <= 16 and (page_size or kv_itemsize < itemsize):
+        of_tiles = next((name for name, most in SAID_TILES.items() if tiles <= most), "many")
+        how_near = [name for name, most in NEARNESS.items() if reach <= most]
+        if NEARNESS["near"] < reach and tiles * reach in ONCE:
+            how_near.insert(0, "once")
+        kind = f"{key}/kv1/said" if kv_itemsize < itemsize else f"{key}/said"
+        said = [f"{kind}/{of_tiles}/{x}" for x in how_near] + [f"{kind}/{of_tiles}"]
     if kv_itemsize < itemsize:
         found = [f"{key}/kv1/{size}"] + [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
+        found = said + found
     elif page_size:
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
         found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
         if 8 < rows <= 16:
             found.insert(0, f"{key}/{size}/tall")
-        if reach and block_m <= 16:
-            said = next((name for name, most in SAID_TILES.items() if tiles <= most), "many")
-            near = ["near"] * (reach <= NEAR)
-            found = [f"{key}/said/{said}/{x}" for x in near] + [f"{key}/said/{said}", *found]
+        found = said + found
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
