@@ -1,5 +1,5 @@
 """Time the forms that a launch may take, side by side: what the rules in Hopper's `support.py`,
-`few_queries.py` and `choices.py` are chosen by.
+`chunks.py`, `few_queries.py` and `choices.py` are chosen by.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 

@@ -23,8 +23,7 @@ class Shards:
 
         "contiguous"   rank r has the r-th of W parts of the batch; balanced without a causal mask
         "head_tail"    rank r has parts r and 2 W - 1 - r of 2 W; balanced for one long document
-        with
-                       a causal mask
+                       with a causal mask
         "documents"    each rank has whole documents and shares at most one with the next rank;
                        balanced for many documents with a causal mask. Only the keys of shared
                        documents are sent

@@ -215,9 +215,9 @@ class Placement:
 
     Attributes:
         k_start: `(sequences,)` int32, the row where the keys of each of this rank's sequences
-        start. slots: `(shards.rows,)` int64, the place of each of this rank's own rows among its
-        keys; -1
-            for rows that it does not see, and for padding.
+            start.
+        slots: `(shards.rows,)` int64, the place of each of this rank's own rows among its keys;
+            -1 for rows that it does not see, and for padding.
         most_sent: the largest number of rows that any rank receives.
     """
 

@@ -193,9 +193,7 @@ def _has_holes(keys: Tensor) -> bool:
 
 def _cu_seqlens_of_rows(sequence: Tensor) -> Tensor:
     """cu_seqlens of packed rows. `sequence` (batch, tokens): each token's sequence number."""
-    starts = torch.nn.functional.pad(sequence.diff() != 0, (1, 0), value=True).flatten()
-    bounds = starts.nonzero().flatten().int()
-    return torch.nn.functional.pad(bounds, (0, 1), value=sequence.numel())
+    return _cu_seqlens_of_starts(sequence.diff() != 0, sequence.numel())
 
 
 def _cu_seqlens_of_neighbours(
@@ -209,7 +207,13 @@ def _cu_seqlens_of_neighbours(
     batch = torch.arange(batch_size, device=device)[:, None]
     tokens = torch.arange(1, length, device=device)[None]
     sees = mask_function(batch, torch.zeros_like(batch), tokens, tokens - 1)
-    starts = torch.nn.functional.pad(~sees.expand(batch_size, -1), (1, 0), value=True)
+    return _cu_seqlens_of_starts(~sees.expand(batch_size, -1), batch_size * length)
+
+
+def _cu_seqlens_of_starts(starts: Tensor, num_tokens: int) -> Tensor:
+    """cu_seqlens of packed rows. `starts` (batch, tokens - 1): whether a sequence starts at a row's
+    second token, its third, ... At its first one does."""
+    starts = torch.nn.functional.pad(starts, (1, 0), value=True)
     bounds = starts.flatten().nonzero().flatten()
     # `pad` with this number would make a graph of this length alone
-    return torch.cat([bounds, bounds.new_full((1,), batch_size * length)]).int()
+    return torch.cat([bounds, bounds.new_full((1,), num_tokens)]).int()

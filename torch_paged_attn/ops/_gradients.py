@@ -284,7 +284,7 @@ class Gate:
         """A kernel that first checks whether an input requires grad, and then calls a backend's
         Python function, which the first call has `load` find.
         """
-        twin, takes_lists = self.gated_op, self.takes_lists
+        gated_op, takes_lists = self.gated_op, self.takes_lists
         are_tensors = [bool(name) for name in self.tensors]
         function: Callable[..., Any] | None = None
 
@@ -293,11 +293,11 @@ class Gate:
             if function is None:
                 function = load()
             if takes_lists and self.requiring_grad(args):
-                return twin(*args, **kwargs)
+                return gated_op(*args, **kwargs)
             if not takes_lists and torch.is_grad_enabled():
                 for x in itertools.compress(args, are_tensors):
                     if x is not None and x.requires_grad:
-                        return twin(*args, **kwargs)
+                        return gated_op(*args, **kwargs)
             if forward_ad._current_level >= 0:
                 self.refuse_tangents(args)
             if self.written:

@@ -5,7 +5,8 @@ the memory's, runs the others. If these are very little work, Hopper's kernel ru
 decides it from the lengths (`hopper/piece_plan.py`), which the host does not know. The second
 kernel starts while the first one still runs, and ends after it.
 
-This is for batches with windows, for many decodes with wide heads, and for 8-bit caches with wide
+This is for batches with windows of up to 1024 keys, or with any window over 8-bit caches, for many
+decodes with wide heads, and for 8-bit caches with wide
 or narrow heads. Other mixed batches run on Hopper's kernel alone (`is_one_launch` in
 `hopper/choices.py`), as do those with few keys (`is_numbered`): the decision takes 6 to 8 us, and a
 second kernel some more.

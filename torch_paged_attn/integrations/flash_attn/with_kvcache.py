@@ -88,9 +88,8 @@ def flash_attn_with_kvcache(
     cache_leftpad: (batch,) int32, number of slots before each sequence's first key, which
         cache_seqlens includes; only if (cache_batch, seqlen_cache) can be viewed as one dimension
     rotary_cos, rotary_sin: (>= cache length, rotary_dim / 2), only with k and v. k is rotated to
-    its
-        positions in the cache, and q to the same positions. Without causal mask and window, all of
-        q is rotated to the position of the first new key
+        its positions in the cache, and q to the same positions. Without causal mask and window,
+        all of q is rotated to the position of the first new key
 
     On a CPU, and elsewhere under PAGED_ATTN_CHECK=1, all arguments and their values are checked
     before anything is written to the cache. In a compiled graph each op does its own checks.

@@ -114,9 +114,8 @@ def _is_guessed_decode(call: AttentionCall, is_uneven: bool, is_said: bool) -> b
 
 
 def is_uncut(call: AttentionCall, longest: int) -> bool:
-    """Whether tiles of guessed tokens, or of decodes, are found by their numbers,
-    since by what is said of the longest sequence's keys nobody had better cut them: no list, and
-    nothing to add up."""
+    """Whether tiles of guessed tokens, or of decodes, are numbered: by what is said of the longest
+    sequence's keys nobody had better cut them, so that there is no list and nothing to add up."""
     if not call.max_seqlen_k or lacking(call, OF_LISTS) is not None:
         return False
     tiles, are_tokens = call.batch * call.num_kv_heads, not _are_decodes(call, longest)

@@ -116,17 +116,20 @@ class HopperBackwardConfig:
     """The configuration of a backward kernel. A program has a fixed tile (keys and values, or
     queries and dout) and loops over tiles of the other two tensors.
 
-    CONSUMERS: warp groups that compute, each with 64 rows of the fixed tile PASS: rows of a tile of
-    the loop STAY_STAGES: stages of the fixed tile FIRST_STAGES, SECOND_STAGES: stages of the two
-    tiles of the loop REGISTERS: of a consumer's thread OPERANDS: how many of the two tensors of the
-    fixed tile are kept in registers IS_SPLIT: the fixed tile has 64 rows, which the consumers
-    share; each computes half of the columns
-        of the results. P and dS go through shared memory then, in DS_STAGES tiles
-    IN_PLACE: dQ is stored from the shared memory of the queries DQ_SUMS: in one pass, how dQ is
-    added up (`hopper/sums.py`); 0 otherwise DS_STAGES: in one pass, tiles of dS in shared memory
-    SLOTS: in one pass, tiles of parts of dQ in shared memory AT_ONCE: P and dS of a tile stay in
-    registers until the next tile's scores are issued, so that all
-        products run together (`hopper/backward_keys_at_once.py`); not in one pass
+    - CONSUMERS: warp groups that compute, each with 64 rows of the fixed tile
+    - PASS: rows of a tile of the loop
+    - STAY_STAGES: stages of the fixed tile
+    - FIRST_STAGES, SECOND_STAGES: stages of the two tiles of the loop
+    - REGISTERS: of a consumer's thread
+    - OPERANDS: how many of the two tensors of the fixed tile are kept in registers
+    - IS_SPLIT: the fixed tile has 64 rows, which the consumers share; each computes half of the
+      columns of the results. P and dS go through shared memory then, in DS_STAGES tiles
+    - IN_PLACE: dQ is stored from the shared memory of the queries
+    - DQ_SUMS: in one pass, how dQ is added up (`hopper/sums.py`); 0 otherwise
+    - DS_STAGES: in one pass, tiles of dS in shared memory
+    - SLOTS: in one pass, tiles of parts of dQ in shared memory
+    - AT_ONCE: P and dS of a tile stay in registers until the next tile's scores are issued, so that
+      all products run together (`hopper/backward_keys_at_once.py`); not in one pass
     """
 
     CONSUMERS: int = 2
