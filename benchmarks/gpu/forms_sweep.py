@@ -1,10 +1,10 @@
 """Time the forms that a launch may take, side by side: what the rules in Hopper's `support.py`,
-`chunks.py`, `few_queries.py` and `choices.py` are chosen by.
+`chunks.py` and `choices.py` are chosen by, and what the costs in `ways.py` are fitted to.
 
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
-Steps are drawn as in serving.py, `--draws` of each kind; a draw whose plan is not in question (many
-long decodes) is left out. A row's figures are microseconds: `ours` is the plan that a caller gets,
+Steps are drawn as in serving.py, `--draws` of each class; a draw whose plan is not in question
+(many long decodes) is left out. A row's figures are microseconds: `ours` is the plan that a caller gets,
 the other names are plans that were forced. A plan that is wrong takes no part, and is named.
 """
 
@@ -47,19 +47,28 @@ MOST_TILES, MOST_GUESSED, MOST_REACH, MOST_QUERIES = 300, 400, 32768, 2500
 
 # portable tiles: BLOCK_N, warps, stages, programs of a multiprocessor, fewest keys of a piece
 PORTABLE = {
-    64: ((128, 4, 5, 1, 128), (64, 2, 5, 4, 64), (64, 4, 5, 2, 64), (128, 8, 5, 1, 128)),
+    64: (
+        (128, 4, 5, 1, 128), (128, 4, 5, 2, 128), (64, 1, 5, 4, 64), (64, 4, 5, 2, 64),
+        (128, 8, 5, 1, 128), (256, 8, 1, 1, 256),
+    ),
     128: (
         (32, 1, 5, 4, 64), (64, 4, 5, 1, 64), (64, 4, 5, 2, 64), (128, 4, 3, 1, 128),
         (128, 4, 3, 2, 128), (128, 8, 5, 1, 128), (256, 8, 1, 1, 256),
     ),
     256: ((64, 4, 3, 2, 64), (64, 4, 3, 1, 64), (64, 8, 5, 1, 64), (32, 4, 5, 2, 64)),
 }  # fmt: skip
+# of 8-bit caches
+PORTABLE_8_BIT = (
+    (64, 1, 5, 4, 64), (64, 2, 5, 4, 64), (64, 4, 5, 2, 64), (128, 4, 3, 2, 128),
+    (128, 8, 5, 1, 128), (256, 8, 1, 1, 256),
+)  # fmt: skip
 
 Plans = dict[str, Callable[[AttentionCall], Plan]]
 
 
 # pages of the draws that are taken: each size of a page is another kernel
 PAGES = (0, 1, 16, 64)
+FEW_QUERIES = ("decode", "speculation")
 
 
 def is_in_question(step: Step) -> bool:
@@ -69,7 +78,7 @@ def is_in_question(step: Step) -> bool:
         return False
     if step.kv_dtype != step.dtype:
         return step.kind != "encoder" and (step.kind != "decode" or units <= MOST_TILES)
-    if step.window >= 0:
+    if step.window >= 0 and step.kind not in FEW_QUERIES:
         return False
     if step.kind == "decode":
         return units <= MOST_TILES
@@ -170,20 +179,26 @@ def _of_encoders(width: int, turns: Form) -> Plans:
 
 def _of_few_queries(step: Step, width: int, group: int) -> Plans:
     rows = -(-step.total_q // step.batch) * group
+    is_8_bit = step.kv_dtype != step.dtype
     found: Plans = {}
-    if rows <= 64:
+    if rows <= support.BLOCK_M:
         block_m = max(16, 1 << (rows - 1).bit_length())
-        for config in PORTABLE[width]:
+        for config in PORTABLE_8_BIT if is_8_bit else PORTABLE[width]:
             if rows <= 16 or config[1] >= 4:
                 found["portable " + "/".join(map(str, config))] = by_portable(block_m, config)
     if max(step.queries) * group <= support.BLOCK_M and (step.kind != "decode" or group >= 4):
         forms = {"listed": {}, "dealt": {"is_dealt": True}, "numbered": {"is_numbered": True}}
         for name, options in forms.items():
             form = Form(is_guessed=True, **options)
-            found[name] = on_hopper(form)
-            if width <= 128 and step.kv_dtype == step.dtype:
+            if is_8_bit:
+                for is_tall in (False, True)[: 2 if width == 128 else 1]:
+                    low = hopper_configs.choose_guessed_8_bit_config(width, is_tall)
+                    found[f"{name} tall" if is_tall else name] = on_hopper(form, low)
+                continue
+            found[name] = on_hopper(form, hopper_configs.choose_guessed_config(width))
+            if width <= 128:
                 split = hopper_configs.choose_split_config(width)
-                found[f"{name} split"] = on_hopper(form, split)
+                found[f"{name} divided"] = on_hopper(form, split)
     return found
 
 
@@ -282,11 +297,17 @@ def describe(step: Step) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def class_of(step: Step) -> tuple[str, int, bool]:
+    """Steps of a class take the same kernels: kind, width of a head, whether the cache is 8-bit."""
+    return step.kind, support.width_of(step.head_dim), step.kv_dtype != step.dtype
+
+
 def steps_of(seeds: list[int], draws: int, kinds: list[str]) -> list[Step]:
-    """As many draws of each kind, kinds in turns."""
+    """As many draws of each class of these kinds, classes in turns."""
     drawn = [s for seed in seeds for s in draw_steps(seed, 600) if is_in_question(s)]
-    of_kinds = [[s for s in drawn if s.kind == kind][:draws] for kind in kinds]
-    return [s for row in itertools.zip_longest(*of_kinds) for s in row if s is not None]
+    classes = sorted({class_of(s) for s in drawn if s.kind in kinds})
+    of_classes = [[s for s in drawn if class_of(s) == x][:draws] for x in classes]
+    return [s for row in itertools.zip_longest(*of_classes) for s in row if s is not None]
 
 
 def main() -> None:
@@ -294,7 +315,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    parser.add_argument("--draws", type=int, default=40, help="of each kind")
+    parser.add_argument("--draws", type=int, default=40, help="of each class")
     parser.add_argument("--kinds", nargs="*", default=[*KINDS])
     parser.add_argument("--processes", type=int, default=serving.PROCESSES, help="that compile")
     parser.add_argument("--seconds", type=float, default=600, help="measure no longer")

@@ -16,100 +16,6 @@ from torch_paged_attn.testing import Problem, assert_accurate, build
 bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def test_many_keys_are_dealt_out():
-    """Of few queries, by what is said of the longest sequence's keys; of decodes, where a group is
-    no power of two."""
-    wide = Problem("wide", ((1, 60),) * 3, 40, 8, dtype=bf16, page_size=64)
-    table = torch.zeros(3, 1024, dtype=torch.int32)
-    with assume(HOPPER):
-        for heads, kernels in ((40, "hopper"), (32, "portable")):
-            call = hopper_call(dataclasses.replace(wide, num_heads=heads), block_table=table)
-            assert flash_varlen.kernels_of(call, 1)[0] == kernels
-        call = hopper_call(wide, block_table=table)
-        assert flash_varlen.form_of(call, 1) == choices.Form(is_guessed=True, is_dealt=True)
-        call = hopper_call(wide, block_table=table, max_seqlen_k=512)
-        assert flash_varlen.kernels_of(call, 1)[0] == "portable"
-
-
-@pytest.mark.parametrize(
-    "batch, queries, keys, heads, kernels",
-    [
-        # decodes of eight heads that share keys, or of wide ones
-        (17, 1, 131072, (8, 1, 128), "dealt"),
-        (16, 1, 131072, (8, 1, 128), "portable"),
-        (17, 1, 131072, (4, 1, 128), "portable"),
-        (17, 1, 0, (8, 1, 128), "portable"),
-        (17, 1, 4096, (8, 1, 128), "portable"),
-        (33, 1, 4096, (8, 1, 128), "dealt"),
-        (90, 1, 131072, (8, 1, 128), "portable"),
-        (16, 1, 512, (8, 4, 256), "numbered"),
-        (16, 1, 2048, (8, 4, 256), "portable"),
-        # guessed tokens of few rows
-        (7, 2, 2048, (40, 8, 128), "numbered"),
-        (3, 2, 2048, (40, 8, 128), "dealt"),
-        (7, 2, 512, (40, 8, 128), "numbered"),
-        (3, 2, 1024, (40, 8, 128), "portable"),  # few tiles
-        (9, 2, 512, (32, 8, 128), "portable"),  # few rows
-        (90, 2, 2048, (40, 8, 128), "numbered"),
-        (90, 2, 4096, (40, 8, 128), "portable"),
-        (19, 4, 2048, (8, 4, 256), "listed"),
-        # of many rows: by keys, but not where each tile has few
-        (4, 8, 8192, (8, 1, 128), "listed"),
-        (69, 4, 2048, (32, 32, 128), "numbered"),
-        (15, 4, 4096, (32, 32, 128), "dealt"),
-        (69, 4, 4096, (32, 32, 128), "listed"),  # many tiles
-        (87, 8, 1024, (32, 32, 128), "numbered"),
-        (2, 7, 2048, (28, 4, 128), "dealt"),  # few keys, few tiles
-        (11, 1, 1024, (64, 8, 128), "numbered"),
-        (11, 1, 2048, (64, 8, 128), "numbered"),
-        (11, 1, 4096, (64, 8, 128), "portable"),
-        (11, 1, 1024, (32, 8, 128), "numbered"),
-        (11, 1, 512, (32, 8, 128), "numbered"),
-        (11, 1, 512, (64, 8, 128), "numbered"),
-        (11, 1, 512, (56, 8, 128), "portable"),
-        (20, 1, 2048, (64, 8, 128), "portable"),
-        # wide heads
-        (4, 3, 8192, (8, 4, 256), "listed"),
-        (4, 3, 1024, (8, 4, 256), "portable"),
-        (2, 8, 1024, (8, 4, 256), "listed"),
-        (2, 8, 512, (8, 4, 256), "numbered"),
-    ],
-)
-def test_who_takes_few_queries(batch, queries, keys, heads, kernels):
-    """As figures of an H200 say: benchmarks/notes/gpu.md."""
-    assert taken_by(batch, queries, keys, heads) == kernels
-
-
-@pytest.mark.parametrize(
-    "batch, queries, keys, heads, kernels",
-    [
-        (9, 3, 512, (32, 8, 128), "numbered"),
-        (9, 3, 1024, (32, 8, 128), "portable"),  # of few rows
-        (9, 3, 512, (32, 32, 128), "portable"),
-        (37, 7, 512, (16, 4, 128), "numbered"),
-        (4, 8, 4096, (8, 1, 128), "dealt"),
-        (4, 8, 1024, (8, 1, 128), "listed"),
-    ],
-)
-def test_who_takes_few_queries_in_8_bits(batch, queries, keys, heads, kernels):
-    assert taken_by(batch, queries, keys, heads, kv_dtype=e4m3) == kernels
-
-
-def taken_by(batch, queries, keys, heads, **options):
-    """The kernel of few queries whose longest sequence has so many keys, and its form."""
-    seqs = ((queries, 60),) * batch
-    problem = Problem("few", seqs, *heads, dtype=bf16, page_size=64, **options)
-    table = torch.zeros(batch, 2048, dtype=torch.int32)
-    with assume(HOPPER):
-        call = hopper_call(problem, block_table=table, max_seqlen_k=keys)
-        found = flash_varlen.kernels_of(call, queries)[0]
-        if found == "hopper":
-            form = flash_varlen.form_of(call, queries)
-            assert form.is_guessed
-            found = "dealt" if form.is_dealt else "numbered" if form.is_numbered else "listed"
-        return found
-
-
 @pytest.mark.parametrize(
     "seqs, options, longest, kernels",
     [
@@ -284,10 +190,13 @@ def test_what_is_said_of_the_longest_sequence(hints, is_packed, said):
 @pytest.mark.parametrize(
     "keys, is_packed, said",
     [
+        (7, False, 64),
+        (450, False, 512),
+        (512, False, 512),
+        (513, False, 640),
         (900, False, 1024),
         (1024, False, 1024),
-        (1025, False, 2048),
-        (7, False, 512),
+        (1025, False, 1280),
         (10**6, False, 131072),
         (0, False, 0),
         (900, True, 0),

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
-from torch_paged_attn.backends.triton import mixed
+from torch_paged_attn.backends.triton import few_queries, mixed
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-from torch_paged_attn.backends.triton.hopper import chunks, few_queries, mla, support
+from torch_paged_attn.backends.triton.hopper import chunks, mla, support
 from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
 from torch_paged_attn.backends.triton.portable.attention import plan_attention
 from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.launch import is_traced
 from torch_paged_attn.backends.triton.runtime.launch_cache import Plan
+from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops.attention_checks import check_attention
 
@@ -36,7 +37,7 @@ def _plan_both(call: AttentionCall, longest: int) -> Plan:
 
 
 def _plan_portable(call: AttentionCall, longest: int) -> Plan:
-    return plan_attention(call, longest=in_turns(call, longest))
+    return plan_attention(call, config=config_of(call, longest), longest=in_turns(call, longest))
 
 
 # kernels of a call -> their name in the log, and the function that plans the call
@@ -61,9 +62,9 @@ MOST_SAID = STEP_SAID = support.BLOCK_M
 # pairs of hints of which it is kept what a plan is told
 MOST_HINTS = 1024
 
-# for paged keys and few queries, the hint max_seqlen_k is rounded up to a power of two with these
-# exponents
-LEAST_REACH, MOST_REACH = 9, 17
+# for paged keys, the hint max_seqlen_k is rounded up to a multiple of the first number, above the
+# second so that there are four values up to twice a power of two, and counts as the third at most
+REACH_STEP, REACH_IN_STEPS, MOST_REACH = 64, 512, 2**17
 
 
 def why_not_hopper(call: AttentionCall) -> str | None:
@@ -84,6 +85,20 @@ def why_not_latent(call: AttentionCall) -> str | None:
     return reason
 
 
+def way_of(call: AttentionCall, longest: int) -> few_queries.Way | None:
+    """The way to run a call of few queries; None for other calls, mixed batches among them."""
+    runs = why_not_hopper(call) is None
+    if runs and mixed.is_mixed(call, longest):
+        return None
+    return few_queries.way_of(call, longest, runs)
+
+
+def config_of(call: AttentionCall, longest: int) -> Config | None:
+    """The config of the portable kernel for a call of few queries; None: the table's."""
+    way = way_of(call, longest)
+    return None if way is None else way.config
+
+
 def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     """Why only the portable kernel runs a call; None if Hopper's does, or both. `longest`: the hint
     max_seqlen_q, or 0.
@@ -94,8 +109,8 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
         return reason
     if mixed.is_mixed(call, longest):
         return None
-    if few_queries.is_guessed(call, longest):
-        return None
+    if (way := way_of(call, longest)) is not None:
+        return None if way.form is not None else "few queries are sooner done by it"
     if support.are_few_short(call, longest):
         return None
     if support.is_short(call, longest):
@@ -120,15 +135,13 @@ def form_of(call: AttentionCall, longest: int) -> Form:
         if is_numbered(call):
             return Form(is_numbered=True)
         return Form(is_mixed=True)
-    is_guessed = few_queries.is_guessed(call, longest)
-    if not is_guessed and chunks.are_few_chunks(call):
+    way = way_of(call, longest)
+    if way is not None and way.form is not None:
+        return way.form
+    if chunks.are_few_chunks(call):
         return Form(is_numbered=True)
-    if is_guessed and few_queries.is_uncut(call, longest):
-        return Form(is_guessed=True, is_numbered=True)
-    is_dealt = is_guessed and few_queries.is_dealt(call, longest)
     are_few = support.are_few_short(call, longest)
-    turns = in_turns(call, longest)
-    return Form(longest=turns, is_guessed=is_guessed, is_dealt=is_dealt, are_few=are_few)
+    return Form(longest=in_turns(call, longest), are_few=are_few)
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
@@ -184,11 +197,14 @@ def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> in
 
 def said_of_reach(max_seqlen_k: Any, is_packed: bool) -> int:
     """The hint on the longest sequence's keys on which a plan depends, for paged keys: max_seqlen_k
-    rounded up to a power of two between 2**LEAST_REACH and 2**MOST_REACH; 0 if it is not given.
+    rounded up, so that plans are few; 0 if it is not given.
     """
     if is_packed or type(max_seqlen_k) is not int or not max_seqlen_k:
         return 0
-    return 1 << min(max((max_seqlen_k - 1).bit_length(), LEAST_REACH), MOST_REACH)
+    step = REACH_STEP
+    if max_seqlen_k > REACH_IN_STEPS:
+        step = 1 << ((max_seqlen_k - 1).bit_length() - 3)
+    return min(-(-max_seqlen_k // step) * step, MOST_REACH)
 
 
 class AttentionOp:
@@ -233,7 +249,9 @@ class AttentionOp:
         call = self._call_of(*args, **options)
         self._check(call)
         if is_traced():
-            return plan_attention(call) if why_opaque(call, longest) is None else NotImplemented
+            if why_opaque(call, longest) is not None:
+                return NotImplemented
+            return plan_attention(call, config=config_of(call, longest))
         kernels, reason = kernels_of(call, longest)
         paths.announce(self._name, "triton", kernels, reason or "")
         because = f", because {reason}" if kernels == "portable" else ""

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import mixed
 from torch_paged_attn.backends.triton.flash_varlen import (
+    config_of,
     form_of,
     in_turns,
     kernels_of,
@@ -34,6 +35,7 @@ from torch_paged_attn.backends.triton.runtime.target import (
     assumed,
     target_of,
 )
+from torch_paged_attn.backends.triton.tuning import Config
 from torch_paged_attn.backward_call import BackwardCall
 from torch_paged_attn.ops.paths import Path
 
@@ -104,17 +106,19 @@ def _attention(call: AttentionCall) -> Path:
         # the size of the lists of blocks is not known here
         details["hopper"], workspace = found, more if call.layout is None else None
     if kernels != "hopper":
-        details["portable"], more = _portable(call, is_beside, turns)
+        config = None if is_beside else config_of(call, longest)
+        details["portable"], more = _portable(call, is_beside, turns, config)
         workspace = more if workspace is None else workspace + more
     return Path("triton", kernels, reason or "its tiles are full", details, workspace)
 
 
-def _portable(call: AttentionCall, is_beside: bool, longest: int) -> tuple[dict[str, Any], int]:
+def _portable(
+    call: AttentionCall, is_beside: bool, longest: int, config: Config | None
+) -> tuple[dict[str, Any], int]:
     """Tiles of the portable kernel, and the bytes of its partial results and counters."""
     traits = portable.traits_of(call, target_of(call.q.device))
     sizes = call.total_q, call.batch, portable.key_bound(call)
-    reach = portable.said_reach(call)
-    tiles = portable.choose_tiles(traits, *sizes, is_beside=is_beside, longest=longest, reach=reach)
+    tiles = portable.choose_tiles(traits, *sizes, config, is_beside=is_beside, longest=longest)
     found = {
         "queries_per_tile": tiles.tokens,
         "heads_per_tile": tiles.pack,

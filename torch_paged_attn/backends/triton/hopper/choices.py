@@ -73,8 +73,6 @@ MOST_WIDE_DECODES = 3
 MOSTLY_ROWS = 350
 # the same where few sequences have more keys
 MOSTLY_ROWS_OF_LONG, LEAST_LONG = 110, 8192
-# keys of the longest sequence up to which guessed tokens have one consumer
-MOST_OF_ONE = 512
 # where another kernel takes short sequences, the queries of the shortest that are left
 LEAST_LENGTH = 32
 
@@ -86,6 +84,8 @@ class Form(NamedTuple):
     longest: int = 0  # no sequence has more queries: their tiles are taken in turns; 0: listed
     is_guessed: bool = False  # one consumer's rows hold all queries of a sequence
     is_dealt: bool = False  # of these, keys are dealt out in equal shares, without a list of tiles
+    is_divided: bool = False  # of these, two consumers divide the keys of a tile
+    is_tall: bool = False  # of these, tiles of 8-bit keys are tall
     # sequences of any lengths have so few keys that tiles need no cutting, and no list
     is_numbered: bool = False
     is_mixed: bool = False  # most sequences are short, a few are long
@@ -185,7 +185,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     else:
         packed = pack_heads(call)
     if converts(call) and form.is_guessed:
-        return choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL), packed
+        return choose_guessed_8_bit_config(width, form.is_tall), packed
     if are_low_8_bit_chunks(call) and not form.short:
         return choose_guessed_8_bit_config(width, False), whole_group(call)
     if converts(call):
@@ -195,8 +195,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if form.longest:
         return choose_short_config(width, mean_length(call) * packed), packed
     if form.is_guessed:
-        is_split = form.is_numbered and may_divide(call) and reach_of(call) > MOST_OF_ONE
-        return (choose_split_config if is_split else choose_guessed_config)(width), packed
+        return (choose_split_config if form.is_divided else choose_guessed_config)(width), packed
     if is_mixed:
         return _choose_numbered_config(call), packed
     if form.short and is_narrow and call.window_size_left in NARROW:

@@ -23,7 +23,6 @@ from torch_paged_attn.backends.triton.portable.tiles import (
     Tiles,
     choose_tiles,
     key_bound,
-    said_reach,
     traits_of,
 )
 from torch_paged_attn.backends.triton.runtime.launch import (
@@ -76,8 +75,7 @@ def plan_attention(
         return lambda tensors, addresses: (new_out(), new_lse())
     kind = kind_of(call, Kind)
     sizes = call.total_q, call.batch, key_bound(call)
-    reach = said_reach(call)
-    tiles = choose_tiles(kind.traits, *sizes, config, splits, longest=longest, reach=reach)
+    tiles = choose_tiles(kind.traits, *sizes, config, splits, longest=longest)
     return kind.plan(call, tiles)
 
 

@@ -53,12 +53,12 @@ def plan_splits(
     """
     if key_bound <= MIN_KEYS or not (is_decode or 2 * busy * heads <= slots):
         return SplitPlan()
-    programs = _evenly(max(slots // heads, 1), max(busy, 1))
+    programs = evenly(max(slots // heads, 1), max(busy, 1))
     least = max(MIN_KEYS, MIN_KEYS_OF_ROW * tall)
     return SplitPlan(min(programs, tiles * -(-key_bound // least)), least)
 
 
-def _evenly(programs: int, tiles: int) -> int:
+def evenly(programs: int, tiles: int) -> int:
     """`programs`, or slightly fewer if then, with tiles of equal length, each program has whole
     tiles, or each tile is divided into equal parts. Whole tiles need no merging, and all programs
     end at the same time.

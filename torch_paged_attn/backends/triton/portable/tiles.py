@@ -63,14 +63,6 @@ def key_bound(call: AttentionCall) -> int:
     return call.block_table.shape[1] * call.page_size
 
 
-def said_reach(call: AttentionCall) -> int:
-    """An upper bound of the keys that a decode query visits, from max_seqlen_k and the window; 0 if
-    the caller gives no max_seqlen_k.
-    """
-    reach = min(call.max_seqlen_k, key_bound(call))
-    return min(reach, call.window_size_left + 1) if is_bound(call.window_size_left) else reach
-
-
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """The properties of a call, besides sizes, on which its tiles depend."""
@@ -172,7 +164,6 @@ def choose_tiles(
     splits: SplitPlan | None = None,
     is_beside: bool = False,
     longest: int = 0,
-    reach: int = 0,
 ) -> Tiles:
     """The tiles of a call of these sizes.
 
@@ -180,7 +171,6 @@ def choose_tiles(
     config, splits: instead of those that tables and rules give
     is_beside: another kernel computes the long sequences; most of the others have one query
     longest: if not 0, max_seqlen_q: the programs of a sequence take its tiles in turns
-    reach: see `said_reach`
     """
     target, has_layout = traits.target, traits.k_block > 0
     # query heads that visit different blocks cannot share a tile
@@ -207,7 +197,6 @@ def choose_tiles(
             most_keys,
             traits.is_plain,
             is_full,
-            0 if traits.is_invariant or is_beside else reach,
         )
     # a tile may have fewer rows than the group has heads
     pack = min(pack, config.BLOCK_M)

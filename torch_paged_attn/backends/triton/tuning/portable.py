@@ -38,13 +38,6 @@ LENGTHS = {"short": 2048, "medium": 4096}
 SIZES = {"few": 32, "moderate": 72, "some": 1023}
 SIZES_OF_SMALL = {"few": 8, "several": 63, "some": 1023}
 
-# the same for calls with the hint max_seqlen_k, and the most keys that it says
-SAID_TILES = {"few": 7, "several": 16, "some": 64, "wave": 132}
-NEARNESS = {"next": 512, "near": 1024, "mid": 4096}
-# tiles of queries times keys of the longest sequence where each of 132 programs has more than about
-# 128 keys, and at most 256
-ONCE = range(132 * 124, 132 * 256)
-
 # the head_dims of entries; others use those of the next larger one
 WIDTHS = (64, 128, 256, 1024)
 
@@ -83,7 +76,6 @@ def entries(
     keys: int,
     is_plain: bool,
     is_full: bool,
-    reach: int = 0,
 ) -> list[str]:
     """The keys of a table's entries that fit a call, the most specific first.
 
@@ -96,9 +88,6 @@ def entries(
         /wide, /narrow  paged keys, pages of at least 64 tokens, or smaller
         /thin           some or many tiles, whose rows are a power of two up to 16; 8-bit keys, too
         /few/tall ...   paged keys, 9 to 16 rows, whose partial results take long to merge
-        /said/few ...   paged or 8-bit keys, at most 16 rows, with the hint max_seqlen_k (`reach` is
-                        not 0); number of tiles as in SAID_TILES; these come first. Then /near ...
-                        as in NEARNESS, or /once for products of tiles and keys in ONCE
         /full           packed keys without causal mask and window
         /extra          not plain: a bias, ALiBi, softcap, dropout or a layout
     """
@@ -110,24 +99,14 @@ def entries(
     # few tiles are shared by many programs, whose results one warp merges slowly; so it does with
     # rows that are no power of two
     is_thin = block_m <= 16 and size in ("some", "many") and rows & (rows - 1) == 0
-    said: list[str] = []
-    if reach and block_m <= 16 and (page_size or kv_itemsize < itemsize):
-        of_tiles = next((name for name, most in SAID_TILES.items() if tiles <= most), "many")
-        how_near = [name for name, most in NEARNESS.items() if reach <= most]
-        if NEARNESS["near"] < reach and tiles * reach in ONCE:
-            how_near.insert(0, "once")
-        kind = f"{key}/kv1/said" if kv_itemsize < itemsize else f"{key}/said"
-        said = [f"{kind}/{of_tiles}/{x}" for x in how_near] + [f"{kind}/{of_tiles}"]
     if kv_itemsize < itemsize:
         found = [f"{key}/kv1/{size}"] + [f"{key}/kv1/thin"] * is_thin + [f"{key}/kv1", key]
-        found = said + found
     elif page_size:
         found = [f"{key}/{size}", f"{key}/{'wide' if page_size >= 64 else 'narrow'}", key]
         length = next((name for name, most in LENGTHS.items() if keys <= most), "long")
         found = [f"{key}/thin"] * is_thin + [f"{key}/{size}/{length}", *found]
         if 8 < rows <= 16:
             found.insert(0, f"{key}/{size}/tall")
-        found = said + found
     elif is_full and is_plain:
         found.insert(0, f"{key}/full")
     return found if is_plain else [f"{k}/extra" for k in found] + found
@@ -144,7 +123,6 @@ def find_entry(
     keys: int,
     is_plain: bool,
     is_full: bool,
-    reach: int = 0,
 ) -> tuple[str | None, int]:
     """The key of the most specific entry in an architecture's table, None if there is none; and the
     number of rows of a tile.
@@ -156,7 +134,7 @@ def find_entry(
     # float32 products do not run on tensor cores and need small tiles
     most = 32 if itemsize == 4 and arch != "interpreter" else 128
     block_m = min(max(16, 1 << (rows - 1).bit_length()), most)
-    of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full, reach
+    of_keys = kv_itemsize, page_size, tiles, keys, is_plain, is_full
     found = entries(block_m, rows, head_dim, itemsize, *of_keys)
     return next((e for e in found if e in table(arch)), None), block_m
 

@@ -1,0 +1,110 @@
+"""Sequences of few queries in pages on Hopper, decodes and guessed tokens: which kernel runs them,
+and with which tiles. `ways.py` estimates how long each way takes; no tensor is read.
+"""
+
+import math
+from typing import NamedTuple
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton import ways
+from torch_paged_attn.backends.triton.hopper import support
+from torch_paged_attn.backends.triton.hopper.choices import Form
+from torch_paged_attn.backends.triton.hopper.support import BLOCK_M, OF_LISTS, width_of
+from torch_paged_attn.backends.triton.tuning import Config
+from torch_paged_attn.ops.lacking import lacking
+
+# rows of a tile of queries up to which the portable kernel is one of the ways
+MOST_PORTABLE = 16
+# keys of the longest sequence, if its table has room for no more than these: else the geometric
+# mean of both stands for what nobody says
+LEAST_UNSAID = 1024
+
+
+class Way(NamedTuple):
+    """How to run a call: by Hopper's kernel in a form, or by the portable one with a config."""
+
+    form: Form | None
+    config: Config | None
+
+
+def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
+    """The way to run a call of few queries; None for other calls, and where the table of tiles has
+    to do: sizes that are traced, tiles without costs. `longest`: the hint max_seqlen_q, or 0;
+    `hopper_runs`: whether Hopper's kernel can run the call.
+    """
+    if support.unsupported_device(call.q.device) is not None or call.is_batch_invariant:
+        return None
+    # where there are no more queries than sequences, these are decodes, whatever the longest has
+    queries = 1 if call.total_q <= call.batch else longest
+    if call.block_table is None or call.layout is not None or queries <= 0:
+        return None
+    if queries * call.group_size > BLOCK_M or call.q.itemsize > 2:
+        return None
+    kind = f"d{width_of(max(call.head_dim, call.head_dim_v))}/b{call.k.itemsize}"
+    if kind not in ways.ways():
+        return None
+    sizes = call.batch, call.total_q, support.key_bound(call), call.max_seqlen_k
+    if any(type(x) is not int for x in sizes):
+        # Hopper's kernel is no part of a graph, so that it is planned when sizes are known
+        is_low = queries * call.group_size <= MOST_PORTABLE
+        return None if is_low or not hopper_runs else Way(Form(is_guessed=True), None)
+    shape = ways.Shape(
+        batch=call.batch,
+        total_q=call.total_q,
+        num_kv_heads=call.num_kv_heads,
+        group_size=call.group_size,
+        queries=queries,
+        longest=_longest_keys(call),
+        window=call.window_size_left if support.is_bound(call.window_size_left) else -1,
+        key_bytes=(call.head_dim + call.head_dim_v) * call.k.itemsize,
+        is_copied=call.page_size in support.GATHERED,
+    )
+    allowed = _allowed(call, kind, shape, hopper_runs)
+    return _way(ways.choose_way(kind, shape, allowed)) if allowed else None
+
+
+def _allowed(
+    call: AttentionCall, kind: str, shape: ways.Shape, hopper_runs: bool
+) -> frozenset[str]:
+    """The ways that can run a call."""
+    found = set(ways.ways()[kind])
+    # the portable kernel's tiles of more rows have no costs
+    if shape.rows > MOST_PORTABLE or not _is_decoded_alike(call):
+        found = {x for x in found if not ways.is_portable(x)}
+    if not hopper_runs:
+        found = {x for x in found if ways.is_portable(x)}
+    if lacking(call, OF_LISTS) is not None:
+        # these find keys by the lengths alone
+        found = {x for x in found if not x.startswith(("dealt", "numbered"))}
+    if not support.may_divide(call):
+        found = {x for x in found if not x.endswith("divided")}
+    return frozenset(found)
+
+
+def _is_decoded_alike(call: AttentionCall) -> bool:
+    """Whether the portable kernel reads keys as those that costs were fitted to."""
+    return call.q.dtype in support.IN_16_BITS and call.q_latent is None
+
+
+def _longest_keys(call: AttentionCall) -> int:
+    """Keys of the longest sequence, as far as anybody says."""
+    bound = support.key_bound(call)
+    if 0 < call.max_seqlen_k < bound or bound <= LEAST_UNSAID:
+        return max(min(call.max_seqlen_k or bound, bound), 1)
+    return math.isqrt(LEAST_UNSAID * bound)
+
+
+def _way(name: str) -> Way:
+    if ways.is_portable(name):
+        return Way(None, ways.parse(name))
+    form, _, tiles = name.partition(" ")
+    return Way(
+        Form(
+            is_guessed=True,
+            is_dealt=form == "dealt",
+            is_numbered=form == "numbered",
+            is_divided=tiles == "divided",
+            is_tall=tiles == "tall",
+        ),
+        None,
+    )

@@ -1,0 +1,209 @@
+"""The fastest way to run sequences of few queries in pages on Hopper: decodes and guessed tokens.
+
+There are some ways to run a batch of them: the portable kernel, with one of a few tiles, or
+Hopper's kernel, in one of its forms. How long each takes is estimated from sizes and a few costs,
+and the shortest estimate wins. The costs are fitted to measurements of drawn serving steps
+(`benchmarks/gpu/fit_ways.py`) and lie in `tuning/tables/sm90_ways.json`.
+
+The host does not know the lengths of sequences. It knows how many there are, and an upper bound of
+their keys if the caller gives one; an estimate is the geometric mean over guesses of the lengths.
+"""
+
+import functools
+import json
+import math
+from typing import NamedTuple
+
+from torch_paged_attn.backends.triton.portable.splits import MIN_KEYS, evenly
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
+from torch_paged_attn.backends.triton.tuning import Config
+from torch_paged_attn.backends.triton.tuning.portable import TABLES
+
+TABLE = TABLES / "sm90_ways.json"
+
+# bytes of memory that an H200 reads in a microsecond, and multiprocessors that costs are fitted for
+BANDWIDTH, MULTIPROCESSORS = 4.3e6, 132
+# keys in a tile of the costs of Hopper's kernel, whatever its tile really is
+HOPPER_KEYS = 128
+# the fewest keys of a sequence that guesses go by
+LEAST_KEYS = 64
+# how much of a way's usual error is added to its estimates: between two that are as fast, the one
+# that is estimated better is the safer choice
+CAUTION = 0.2
+
+
+class Shape(NamedTuple):
+    """What is known of a batch of sequences with few queries."""
+
+    batch: int
+    total_q: int
+    num_kv_heads: int
+    group_size: int
+    queries: int  # of the longest sequence
+    longest: int  # the most keys of a sequence, an upper bound
+    window: int  # keys before its own that a query sees; -1: all
+    key_bytes: int  # of a key and its value, of one head
+    is_copied: bool  # pages are so small that their rows are loaded one by one
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that holds all queries and heads that share keys."""
+        return -(-self.total_q // self.batch) * self.group_size
+
+
+class Lengths(NamedTuple):
+    """A guess of the keys that sequences visit: in the mean, and the most."""
+
+    mean: float
+    longest: float
+
+
+class Costs(NamedTuple):
+    """Microseconds, unless it says otherwise."""
+
+    start: float  # of a launch
+    per_doubling: float  # of the batch: to find or list the work
+    unit: float  # a tile of keys
+    load: float  # a factor on `unit`, less one, where programs are as many as run at a time
+    odd: float  # the same, where rows of a tile are no power of two
+    tall: float  # the same, where they are more than eight
+    copied: float  # the same, where pages are so small that rows are loaded one by one
+    memory: float  # a factor on the time in which memory is read
+    first_part: float  # a tile of queries whose keys several programs share
+    part: float  # each further one of them, for 8 rows (portable) or 32 (Hopper's)
+    tile: float  # each tile of queries of a program
+    window: float  # a call with a window
+    spread: float  # a number: how far estimates are off, of the logarithm
+
+
+class Division(NamedTuple):
+    """How a batch is divided among programs."""
+
+    units: float  # tiles of keys of the program that has the most
+    parts: float  # programs that share the longest tile of queries, but the first
+    rows: float  # of a part, in units of `Costs.part`
+    tiles: float  # tiles of queries of a program
+    load: float = 0.0  # programs, of those that run at a time
+
+
+def parse(way: str) -> Config:
+    """The tiles of a way of the portable kernel, such as "portable 128/4/3/2": keys of a tile,
+    warps, stages, programs of a multiprocessor."""
+    keys, warps, stages, resident = map(int, way.removeprefix("portable ").split("/"))
+    return Config(16, keys, warps, stages, resident=resident)
+
+
+def is_portable(way: str) -> bool:
+    """Whether a way is one of the portable kernel; the others are forms of Hopper's."""
+    return way.startswith("portable")
+
+
+@functools.cache
+def ways() -> dict[str, dict[str, Costs]]:
+    """The ways for each width of a head and size of a key's number, such as "d128/b2"."""
+    table = json.loads(TABLE.read_text())
+    return {kind: {way: Costs(*x) for way, x in of.items()} for kind, of in table["costs"].items()}
+
+
+def guesses(shape: Shape) -> list[Lengths]:
+    """Lengths are alike, or anything up to the longest (the logarithm is uniform)."""
+    longest = shape.longest
+    means = [0.95 * longest, (longest - LEAST_KEYS) / math.log(max(longest / LEAST_KEYS, 1.02))]
+    found = [Lengths(max(mean, LEAST_KEYS), longest) for mean in means]
+    found = [Lengths(longest, longest)] if shape.batch == 1 else found
+    if shape.window < 0:
+        return found
+    most = shape.window + shape.queries
+    return [Lengths(min(x.mean, most), min(x.longest, most)) for x in found]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_way(kind: str, shape: Shape, allowed: frozenset[str] | None = None) -> str:
+    """The way of the shortest estimate. `kind`: as in `ways`; `allowed`: of these only."""
+    return min(
+        (way for way in ways()[kind] if allowed is None or way in allowed),
+        key=lambda way: score(way, ways()[kind][way], shape),
+    )
+
+
+def score(way: str, costs: Costs, shape: Shape) -> float:
+    """The logarithm of an estimate, the higher the less sure it is."""
+    found = [math.log(estimate(way, costs, shape, lengths)) for lengths in guesses(shape)]
+    return sum(found) / len(found) + CAUTION * costs.spread
+
+
+def estimate(
+    way: str, costs: Costs, shape: Shape, lengths: Lengths, bandwidth: float = BANDWIDTH
+) -> float:
+    """Microseconds of a launch. `bandwidth`: bytes in a microsecond."""
+    tiles = shape.batch * shape.num_kv_heads
+    if is_portable(way):
+        division = _divide(parse(way), shape, lengths)
+    elif way.startswith("numbered"):
+        division = _number(tiles, lengths)
+    else:
+        division = _share(tiles, shape, lengths)
+    unit = costs.unit * (1.0 + costs.load * division.load)
+    rows = next_power_of_2(shape.rows)
+    unit *= 1.0 + costs.odd * (rows != shape.rows) + costs.tall * (rows > 8)
+    unit *= 1.0 + costs.copied * shape.is_copied
+    memory = costs.memory * tiles * lengths.mean * shape.key_bytes / bandwidth
+    merging = costs.first_part * min(division.parts, 1.0)
+    merging += costs.part * division.parts * division.rows
+    beginning = costs.start + costs.per_doubling * math.log2(1 + shape.batch)
+    beginning += costs.tile * division.tiles + costs.window * (shape.window >= 0)
+    return beginning + max(division.units * unit, memory) + merging
+
+
+def _tiles_of_keys(keys: int, shape: Shape, lengths: Lengths) -> tuple[float, int]:
+    """Tiles of so many keys that a sequence visits, in the mean and at most."""
+    most = max(math.ceil(lengths.longest / keys), 1)
+    if shape.batch == 1:
+        return most, most
+    if lengths.mean < 0.8 * lengths.longest:
+        return max(lengths.mean / keys + 0.5, 1.0), most
+    # lengths between 0.9 of the longest and all of it
+    least = math.ceil(0.9 * lengths.longest / keys)
+    return max((least + most) / 2, 1.0), most
+
+
+def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
+    """The portable kernel: all tiles of keys are divided evenly among programs (`splits.py`)."""
+    mean, most = _tiles_of_keys(config.BLOCK_N, shape, lengths)
+    slots = config.resident * MULTIPROCESSORS
+    programs = evenly(max(slots // shape.num_kv_heads, 1), max(min(shape.batch, shape.total_q), 1))
+    total = shape.batch * mean
+    piece = max(math.ceil(total / programs - 1e-9), -(-MIN_KEYS // config.BLOCK_N))
+    is_alike = mean == round(mean)
+    if is_alike and (piece % mean == 0 or mean % piece == 0):
+        tiles = max(piece / mean, 1.0)
+    else:
+        # a program begins inside a tile; where lengths differ, it meets several short ones
+        each = mean if lengths.mean >= 0.8 * lengths.longest else max(mean / 2, 1.0)
+        tiles = min((piece - 1) / each + 1, shape.batch)
+    parts = 0.0
+    if is_alike and most % piece == 0:
+        parts = max(most / piece - 1, 0.0)
+    elif most > 1 and piece < total:
+        parts = (most - 1) / piece
+    # queries of sequences that are not alike fill all rows of a tile
+    is_even = shape.total_q % shape.batch == 0
+    rows = min(next_power_of_2(shape.rows), 64) if is_even else 16
+    busy = math.ceil(total / piece) * shape.num_kv_heads
+    return Division(min(piece, total), parts, rows / 8, tiles - 1, busy / slots)
+
+
+def _number(tiles: int, lengths: Lengths) -> Division:
+    """Hopper's kernel: a program has every so many-th tile, with all of its keys."""
+    of_program = math.ceil(tiles / MULTIPROCESSORS)
+    longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
+    return Division(longest + (of_program - 1) * mean, 0.0, 0.0, of_program)
+
+
+def _share(tiles: int, shape: Shape, lengths: Lengths) -> Division:
+    """Hopper's kernel: keys are cut, by a list of tiles or in equal shares, if that ends sooner."""
+    longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
+    share = max(tiles * mean / MULTIPROCESSORS, min(1.5, longest))
+    parts = min(max(longest / share - 1, 0.0), MULTIPROCESSORS)
+    rows = min(shape.queries * shape.group_size, 64) / 32
+    return Division(share, parts, rows, max(tiles / MULTIPROCESSORS, 1.0))
