@@ -4,8 +4,8 @@
     python benchmarks/gpu/forms_sweep.py --seeds 401 402 --draws 40 --fa3 SO --json OUT
 
 Steps are drawn as in serving.py, `--draws` of each class; a draw whose plan is not in question
-(many long decodes) is left out. A row's figures are microseconds: `ours` is the plan that a caller gets,
-the other names are plans that were forced. A plan that is wrong takes no part, and is named.
+(many long decodes) is left out. A row's figures are microseconds: `ours` is the plan that a caller
+gets, the other names are plans that were forced. A plan that is wrong takes no part, and is named.
 """
 
 import argparse
