@@ -11,10 +11,10 @@ that:
 
 A common error of a row adds up in dq, which sums along the row. In dk and dv, which sum over
 queries, it is random, but the same for all keys: with few queries it is one random number, however
-many keys there are. The mean of a gradient therefore has one draw of luck for each row's own errors,
-and one for each query's common ones, as large as what they do to all keys together. Draws of
-different sizes add up as the root of the sum of their squares: a query with hundreds of times the
-gradient of the others is one draw, not one of many.
+many keys there are. The mean of a gradient therefore has one draw of luck for each row's own
+errors, and one for each query's common ones, as large as what they do to all keys together. Draws
+of different sizes add up as the root of the sum of their squares: a query with hundreds of times
+the gradient of the others is one draw, not one of many.
 """
 
 import dataclasses

@@ -28,8 +28,8 @@ UNDERFLOW = 2.0**-120
 class Gradient:
     """One golden gradient and the errors that a kernel may have; fields as in `accuracy.Truth`.
 
-    A gradient with one dimension has shape `(n, 1)` here: each number is a row. `luck_of_mean` is the
-    luck of the mean of all numbers, of which one query may have a part in all.
+    A gradient with one dimension has shape `(n, 1)` here: each number is a row. `luck_of_mean` is
+    the luck of the mean of all numbers, of which one query may have a part in all.
     """
 
     golden: Tensor

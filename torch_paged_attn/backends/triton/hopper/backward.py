@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 STAY = 64
 
 # how dQ is added up, as `sums.py` has it
-NONE, BY_BOX, BY_LANE = 0, 1, 2
+NONE, BY_BOX, BY_LANE, BY_QUAD = 0, 1, 2, 3
+
+# numbers of a row of a box of sums, BY_QUAD
+ROW_OF_QUADS = 32
 
 # tensors that a plan takes of a call
 TAKEN = (
@@ -106,7 +109,7 @@ def choose_configs(call: BackwardCall) -> Configs:
         columns = columns_of(forward.head_dim)
         queries = choose_queries_config(width, width_v, columns, mean_length)
         return Configs(choose_keys_config(width, width_v), queries)
-    if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
+    if one_pass.DQ_SUMS != BY_LANE and not HAS_ADD:
         one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)
     return Configs(one_pass, None)
 
@@ -240,6 +243,9 @@ class _KeysKernel(_Kernel):
         if config.DQ_SUMS == BY_BOX:
             like = _like(forward.q, torch.float32)
             self.sums = ragged_rows(like, passing, 1, width // config.CONSUMERS)
+        elif config.DQ_SUMS == BY_QUAD:
+            rows = passing * width // config.CONSUMERS // ROW_OF_QUADS
+            self.sums = plain_rows(torch.float32, ROW_OF_QUADS, rows)
 
     def start(
         self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], pointers: BackwardPointers

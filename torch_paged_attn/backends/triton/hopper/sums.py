@@ -3,27 +3,37 @@
 BY_BOX: a consumer leaves its part in shared memory, where a warp of its own has the tensor memory
 accelerator add it to the rows. BY_LANE: each thread adds its numbers to memory in fours, as they
 lie in its registers, and a later kernel puts them in their places; that spares shared memory's
-bandwidth, and the memory. In both cases a consumer's part are PASS rows of its share of the
-columns.
+bandwidth, and the memory. BY_QUAD: through shared memory as BY_BOX, but in fours, in BY_LANE's
+order: a warp stores 512 bytes in a row, where rows of a box meet in the same banks. In all cases a
+consumer's part are PASS rows of its share of the columns.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from torch_paged_attn.backends.triton.hopper.tma import add_rows
+from torch_paged_attn.backends.triton.hopper.results import seen_as
+from torch_paged_attn.backends.triton.hopper.tma import add_box, add_rows
 
-NONE, BY_BOX, BY_LANE = (gl.constexpr(i) for i in range(3))
+NONE, BY_BOX, BY_LANE, BY_QUAD = (gl.constexpr(i) for i in range(4))
+
+
+@gluon.jit
+def _in_quads(part):
+    """A consumer's part, four numbers of a thread to a row, in the order (column group, warp, row,
+    quad, row half, pair)."""
+    ROWS: gl.constexpr = part.shape[0]
+    COLUMNS: gl.constexpr = part.shape[1]
+    x = gl.reshape(part, [4, 2, 8, COLUMNS // 8, 4, 2])
+    return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [ROWS * COLUMNS // 4, 4])
 
 
 @gluon.jit
 def add_registers(part, sums_ptr, tile, INDEX: gl.constexpr):
-    """Add a consumer's part to a tile of sums, BY_LANE: (consumer, column group, warp, row, quad,
-    row half, pair)."""
+    """Add a consumer's part to a tile of sums, BY_LANE: (consumer, quads)."""
     ROWS: gl.constexpr = part.shape[0]
     COLUMNS: gl.constexpr = part.shape[1]
-    x = gl.reshape(part, [4, 2, 8, COLUMNS // 8, 4, 2])
-    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [ROWS * COLUMNS // 4, 4])
+    x = _in_quads(part)
     layout: gl.constexpr = x.type.layout
     i = gl.expand_dims(gl.arange(0, ROWS * COLUMNS // 4, gl.SliceLayout(1, layout)), 1)
     j = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
@@ -33,26 +43,37 @@ def add_registers(part, sums_ptr, tile, INDEX: gl.constexpr):
 
 @gluon.jit
 def leave_part(part, n, sums, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Part number n of a consumer on its way out, BY_BOX. `sums` has the slots of all consumers one
+    """Part number n of a consumer on its way out, BY_BOX or BY_QUAD. `sums` has the slots of all consumers one
     after the other."""
     SLOTS: gl.constexpr = OPTIONS.SLOTS
     slot = INDEX * SLOTS + n % SLOTS
     mbarrier.wait(sums.empty.index(slot), ((n // SLOTS) & 1) ^ 1)
-    sums.tiles.index(slot).reshape([part.shape[0], part.shape[1]]).store(part)
+    tile = sums.tiles.index(slot)
+    if OPTIONS.DQ_SUMS == BY_QUAD:
+        quads = _in_quads(part)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        seen_as(tile, quads.shape, plain).store(quads)
+    else:
+        tile.reshape([part.shape[0], part.shape[1]]).store(part)
     fence_async_shared()
     mbarrier.arrive(sums.full.index(slot), count=1)
 
 
 @gluon.jit
-def add_part(params, sums, n, start, size, row, head, OPTIONS: gl.constexpr):
-    """Have parts number n of all consumers added to rows of a head, as the warp that does so."""
+def add_part(params, sums, n, start, size, row, head, number, OPTIONS: gl.constexpr):
+    """Have parts number n of all consumers added to rows of a head, as the warp that does so.
+    BY_QUAD, to tile `number` of all heads."""
     SLOTS: gl.constexpr = OPTIONS.SLOTS
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
-    COLUMNS: gl.constexpr = params.sums_desc.block_shape[4]
     for i in gl.static_range(CONSUMERS):
         slot = i * SLOTS + n % SLOTS
         mbarrier.wait(sums.full.index(slot), (n // SLOTS) & 1)
-        add_rows(params.sums_desc, start, size, row, head, i * COLUMNS, sums.tiles.index(slot))
+        part = sums.tiles.index(slot)
+        if OPTIONS.DQ_SUMS == BY_QUAD:
+            add_box(params.sums_desc, (number * CONSUMERS + i) * part.shape[0], part)
+        else:
+            column = i * params.sums_desc.block_shape[4]
+            add_rows(params.sums_desc, start, size, row, head, column, part)
     # as many may be on their way as there are slots, less the one that is filled next
     tma.store_wait(CONSUMERS * (SLOTS - 1))
     if n >= SLOTS - 1:
