@@ -43,8 +43,8 @@ def add_registers(part, sums_ptr, tile, INDEX: gl.constexpr):
 
 @gluon.jit
 def leave_part(part, n, sums, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Part number n of a consumer on its way out, BY_BOX or BY_QUAD. `sums` has the slots of all consumers one
-    after the other."""
+    """Part number n of a consumer on its way out, BY_BOX or BY_QUAD. `sums` has the slots of all
+    consumers one after the other."""
     SLOTS: gl.constexpr = OPTIONS.SLOTS
     slot = INDEX * SLOTS + n % SLOTS
     mbarrier.wait(sums.empty.index(slot), ((n // SLOTS) & 1) ^ 1)
