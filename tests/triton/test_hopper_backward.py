@@ -59,12 +59,9 @@ SHAPES = {
 }
 
 # calls, and how dQ is added up: not at all, as deterministic calls do, or as `sums.py` has it
-NONE, BY_BOX, BY_LANE, BY_QUAD = 0, 1, 2, 3
+NONE, BY_BOX, BY_LANE = 0, 1, 2
 WAYS = [(name, NONE) for name in SHAPES] + [
-    (name, sums)
-    for name in SHAPES
-    for sums in (BY_BOX, BY_LANE, BY_QUAD)
-    if SHAPES[name].head_dim <= 128
+    (name, sums) for name in SHAPES for sums in (BY_BOX, BY_LANE) if SHAPES[name].head_dim <= 128
 ]
 # those with the most in their registers
 FEW = {("d128", NONE), ("d128", BY_BOX)}

@@ -29,7 +29,7 @@ from torch_paged_attn.backends.triton.hopper.backward_queries import (
 )
 from torch_paged_attn.backends.triton.hopper.backward_work import new_claims
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline, new_pipeline
-from torch_paged_attn.backends.triton.hopper.sums import BY_LANE, NONE
+from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, NONE
 
 
 @gluon.constexpr_function
@@ -131,8 +131,7 @@ def _hopper_backward_keys_kernel(
     SECOND_STAGES: gl.constexpr = OPTIONS.SECOND_STAGES
     DQ_SUMS: gl.constexpr = OPTIONS.DQ_SUMS
     SLOTS: gl.constexpr = OPTIONS.SLOTS
-    HAS_SLOTS: gl.constexpr = DQ_SUMS != NONE and DQ_SUMS != BY_LANE
-    OTHERS: gl.constexpr = 4 if HAS_SLOTS else 3
+    OTHERS: gl.constexpr = 4 if DQ_SUMS == BY_BOX else 3
     keys = _new_pipeline(k_desc, STAY_STAGES, 1, 1)
     values = _new_pipeline(v_desc, STAY_STAGES, 1, 1)
     queries = _new_pipeline(q_desc, FIRST_STAGES, 1, CONSUMERS)
@@ -149,7 +148,7 @@ def _hopper_backward_keys_kernel(
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
     if DQ_SUMS != NONE:
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
-    if HAS_SLOTS:
+    if DQ_SUMS == BY_BOX:
         boxes = _new_boxes(sums_desc, CONSUMERS * SLOTS)
         full = _new_barriers(CONSUMERS * SLOTS, 1)
         empty = _new_barriers(CONSUMERS * SLOTS, 1)

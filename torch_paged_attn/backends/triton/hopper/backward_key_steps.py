@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import probabilities
-from torch_paged_attn.backends.triton.hopper.sums import BY_LANE, add_registers, leave_part
+from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, add_registers, leave_part
 
 # a named barrier of both consumers: Triton uses the first few for its own
 MEETING = gl.constexpr(8)
@@ -27,7 +27,7 @@ class KeyPipelines(NamedTuple):
     statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
     p: Any  # shared memory for P; None unless consumers share out columns
     ds: Any  # the same for dS, and in one pass
-    sums: Any  # parts of dQ on their way out; None BY_LANE, and where there are none
+    sums: Any  # parts of dQ on their way out; None unless BY_BOX
     done: Any  # barriers of results that lie where keys and values lay
     info: Any
     claims: Any
@@ -97,10 +97,10 @@ def ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
 @gluon.jit
 def leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """A part of dQ on its way out: of fill n, tile `number` of all heads."""
-    if OPTIONS.DQ_SUMS == BY_LANE:
-        add_registers(dq, params.pointers.dq_sums, number, INDEX)
-    else:
+    if OPTIONS.DQ_SUMS == BY_BOX:
         leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
+    else:
+        add_registers(dq, params.pointers.dq_sums, number, INDEX)
 
 
 @gluon.jit

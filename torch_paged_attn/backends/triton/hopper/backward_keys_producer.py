@@ -1,7 +1,7 @@
 """The warps beside the consumers of tiles of keys.
 
 One claims tiles and loads queries, one loads gradients of the result, one loads keys and values and
-takes dK and dV out. In one pass, and not BY_LANE (`sums.py`), one has the parts of dQ added up.
+takes dK and dV out. In one pass, and BY_BOX (`sums.py`), one has the parts of dQ added up.
 """
 
 from triton.experimental import gluon
@@ -183,7 +183,7 @@ def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def add_parts(params, pipelines, OPTIONS: gl.constexpr):
-    """Have the parts of dQ that both consumers leave added up, BY_BOX or BY_QUAD."""
+    """Have the parts of dQ that both consumers leave added up, BY_BOX."""
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     info, claims = pipelines.info, pipelines.claims
     n = 0
@@ -191,18 +191,12 @@ def add_parts(params, pipelines, OPTIONS: gl.constexpr):
     claims.consumer_wait(0)
     steps = info.get(0, STEPS)
     while steps >= 0:
-        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
-        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
-        first_number = info.get(tile, STATISTICS_TILE)
+        first, head = info.get(tile, STATISTICS_TILE), info.get(tile, HEAD) * GROUP_SIZE
         claims.consumer_release(tile)
         for g in range(GROUP_SIZE):
-            head = kv_head * GROUP_SIZE + g
-            number = head * params.sizes.statistics_tiles + first_number
+            of_head = (head + g) * params.sizes.statistics_tiles + first
             for m in range(steps):
-                row = first + m * OPTIONS.PASS
-                add_part(
-                    params, pipelines.sums, n, q_start, query_len, row, head, number + m, OPTIONS
-                )
+                add_part(params, pipelines.sums, n, of_head + m, OPTIONS)
                 n += 1
         tile += 1
         claims.consumer_wait(tile)

@@ -195,12 +195,6 @@ def store_rows(desc, start, size, row, head, smem, column=0):
 
 
 @gluon.jit
-def add_rows(desc, start, size, row, head, column, smem):
-    """Add a box to rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
-    _async_add(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
-
-
-@gluon.jit
 def add_box(desc, row, smem):
     """Add a box of `plain_rows` to rows [row, ...)."""
     _async_add(desc, [row, 0], smem)
