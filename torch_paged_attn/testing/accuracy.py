@@ -18,7 +18,6 @@ by chance. What is granted for that is called `luck`. `scales.py` derives it and
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.reference import BASELINE, GOLDEN
-from torch_paged_attn.testing.scales import EPS_FLOAT32, Observer
+from torch_paged_attn.testing.scales import EPS_FLOAT32, Observer, luck_of_mean
 
 # the largest error of softmax_lse, besides 4 eps of its own size
 LSE_TOLERANCE = 2e-5
@@ -109,12 +108,18 @@ def assert_accurate(out: Tensor, softmax_lse: Tensor, truth: Truth) -> None:
 
 
 def assert_close_as_baseline(
-    actual: Tensor, golden: Tensor, allowed: Tensor, luck: Tensor, slack: float = 1 / 8
+    actual: Tensor,
+    golden: Tensor,
+    allowed: Tensor,
+    luck: Tensor,
+    slack: float = 1 / 8,
+    of_mean: float | None = None,
 ) -> None:
     """Raise AssertionError unless the maximum and the mean of a tensor's errors fulfil the rule.
 
     golden, allowed, luck: float64 of actual's shape, see `Truth`
     slack: further mean error, in eps of actual's dtype times the mean of |golden|
+    of_mean: the luck of the mean; None: rows are independent
     """
     assert actual.shape == golden.shape, (
         f"shape {tuple(actual.shape)}, golden {tuple(golden.shape)}"
@@ -127,7 +132,7 @@ def assert_close_as_baseline(
     error, size = (result - golden).abs(), golden.abs()
     rows = max(1, int(luck.any(-1).sum()))  # rows that see no key have no luck
     max_allowed = 2.0 * (allowed.max() + eps * size.max() + luck.max())
-    mean_allowed = 1.1 * allowed.mean() + luck.mean() / math.sqrt(rows)
+    mean_allowed = 1.1 * allowed.mean() + (luck_of_mean(luck) if of_mean is None else of_mean)
     mean_allowed += (slack + 1 / rows) * eps * size.mean()
     where = _largest(error)
     assert error.max() <= max_allowed, (

@@ -11,10 +11,14 @@ that:
 
 A common error of a row adds up in dq, which sums along the row. In dk and dv, which sum over
 queries, it is random, but the same for all keys: with few queries it is one random number, however
-many keys there are.
+many keys there are. The mean of a gradient therefore has one draw of luck for each row's own
+errors, and one for each query's common ones, as large as what they do to all keys together. Draws
+of different sizes add up as the root of the sum of their squares: a query with hundreds of times
+the gradient of the others is one draw, not one of many.
 """
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from torch_paged_attn.testing.scales import (
     LOGIT,
     ROW,
     SURE,
+    luck_of_mean,
     of_coarse,
     subnormal,
 )
@@ -42,6 +47,8 @@ class GradientScale:
     luck: of the gradient's shape, how much smaller than usual the baseline's errors may be by
         chance, for errors that each row has of its own
     shared: the same for errors that all rows share which one query contributes to
+    by_queries: (), the sum over queries of the square of what the shared errors of one do to all
+        numbers of the gradient together
     row_error: `shape[:-1]`, the largest norm of a row's error
     row_along: `shape[:-1]`, the largest dot product of a row's error with the row
     """
@@ -49,20 +56,19 @@ class GradientScale:
     off: Tensor
     luck: Tensor
     shared: Tensor
+    by_queries: Tensor
     row_error: Tensor
     row_along: Tensor
 
     @classmethod
     def zeros(cls, shape: torch.Size) -> "GradientScale":
-        whole, rows = (torch.zeros(s, dtype=torch.float64) for s in (shape, shape[:-1]))
-        return cls(whole, whole.clone(), whole.clone(), rows, rows.clone())
+        whole, rows, one = (torch.zeros(s, dtype=torch.float64) for s in (shape, shape[:-1], ()))
+        return cls(whole, whole.clone(), whole.clone(), one, rows, rows.clone())
 
-    def luck_of(self, queries: int) -> Tensor:
-        """The `luck` that `assert_close_as_baseline` takes. That divides it by the root of the
-        number of rows, while `shared` has to be divided by the root of the number of `queries`.
-        """
-        rows = max(1, int((self.luck + self.shared).any(-1).sum()))
-        return self.luck + self.shared * (rows / max(1, queries)) ** 0.5
+    def luck_of_mean(self) -> float:
+        """The luck of the mean of all numbers: independent draws of the rows and of the queries."""
+        of_rows = luck_of_mean(self.luck)
+        return math.hypot(of_rows, float(self.by_queries) ** 0.5 / max(1, self.luck.numel()))
 
 
 class GradientObserver:
@@ -73,7 +79,6 @@ class GradientObserver:
         eps = torch.finfo(dtype).eps
         self._call, self._dtype = call, dtype
         self._eps = eps if eps > EPS_FLOAT32 else 0.0
-        self.queries = 0  # that see a key, over all heads
         # dsinks has one number per head, each of which counts as a row
         shapes = (x.shape if x.dim() > 1 else (*x.shape, 1) for x in call.new_results())
         self.scales = {
@@ -83,7 +88,6 @@ class GradientObserver:
 
     def __call__(self, sums: BackwardSums) -> None:
         call, x = self._call.forward, sums.scored
-        self.queries += int(x.visible.any(-1).sum())
         off = _Off.of(sums, self._eps)
         factor = _ratio(sums.dx, sums.ds)  # the derivative of softcap
         wanted = dict(zip(GRADIENTS, self._call.wanted, strict=True))
@@ -124,7 +128,7 @@ class GradientObserver:
         u = (off + by_row).sqrt()
         keys = slice(0, u.shape[-1])
         scale.off[:, rows, keys] = u
-        scale.shared[:, rows, keys] = u
+        scale.luck[:, rows, keys] = u
         scale.row_error[:, rows] = 2.0 * SURE * u.norm(dim=-1)
         scale.row_along[:, rows] = float("inf")  # not judged: a row of dbias is no sum of values
 
@@ -157,11 +161,15 @@ class GradientObserver:
             query's weights (for dq)
         by_row: of weights' shape, the common errors of a query's weights (for dk, dv)
         """
-        shared = torch.zeros_like(weights @ values) if along_row is None else along_row
+        golden = weights @ values
+        own = (off.square() @ values.square()).sqrt()
+        shared, by_queries = torch.zeros_like(golden), golden.new_zeros(())
+        if along_row is not None:  # each query has a row
+            own = own + along_row
         if by_row is not None:
             shared = (by_row.square() @ values.square()).sqrt()
+            by_queries = (by_row.sum(1) * values.abs().sum(-1)).square().sum()
             off = (off.square() + by_row.square()).sqrt()
-        golden = weights @ values
         square = golden.square().sum(-1)
         magnitude = weights.abs() @ values.abs()
         spread = (weights.square() @ values.square()).sqrt()
@@ -186,13 +194,13 @@ class GradientObserver:
             # a kernel may round before or after it divides by 1 - dropout_p, which gives other
             # rounding errors than the baseline's, those of the result included
             draws = 2.0 * DEVIATION * self._eps * (spread.square() + golden.square()).sqrt()
-        luck = 2.0 * EPS_FLOAT32 * magnitude + draws + deviation
-        found = GradientScale(deviation + together, luck, shared, row_error, row_along)
+        luck = 2.0 * EPS_FLOAT32 * magnitude + draws + own
+        found = GradientScale(deviation + together, luck, shared, by_queries, row_error, row_along)
         scale = self.scales[name]
+        scale.by_queries += by_queries
         is_shared = scale.row_error[rows] > 0.0  # rows that are keys of another sequence as well
-        for field in dataclasses.fields(GradientScale):
-            part = getattr(found, field.name).transpose(0, 1)
-            getattr(scale, field.name)[rows] += part
+        for field in ("off", "luck", "shared", "row_error", "row_along"):
+            getattr(scale, field)[rows] += getattr(found, field).transpose(0, 1)
         # not judged: the bound of a sum's dot product is not the sum of the parts' bounds
         scale.row_along[rows] = scale.row_along[rows].masked_fill(is_shared, float("inf"))
 

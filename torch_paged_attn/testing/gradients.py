@@ -28,13 +28,15 @@ UNDERFLOW = 2.0**-120
 class Gradient:
     """One golden gradient and the errors that a kernel may have; fields as in `accuracy.Truth`.
 
-    A gradient with one dimension has shape `(n, 1)` here: each number is a row.
+    A gradient with one dimension has shape `(n, 1)` here: each number is a row. `luck_of_mean` is
+    the luck of the mean of all numbers, of which one query may have a part in all.
     """
 
     golden: Tensor
     dtype: torch.dtype
     allowed: Tensor
     luck: Tensor
+    luck_of_mean: float
     row_error: Tensor
     row_along: Tensor
 
@@ -86,7 +88,8 @@ class Gradients:
                 golden_rows,
                 rounded.dtype,
                 allowed,
-                scale.luck_of(observer.queries),
+                scale.luck + scale.shared,
+                scale.luck_of_mean(),
                 scale.row_error.maximum(2.0 * error.norm(dim=-1)) + UNDERFLOW,
                 scale.row_along.maximum(2.0 * (error * golden_rows).sum(-1).abs())
                 + UNDERFLOW * golden_rows.norm(dim=-1),
@@ -105,7 +108,9 @@ def assert_accurate_gradients(found: Sequence[Tensor], truth: Gradients) -> None
         if actual.dim() == 1:
             actual = actual[:, None]
         try:
-            assert_close_as_baseline(actual, wanted.golden, wanted.allowed, wanted.luck, slack=0.0)
+            assert_close_as_baseline(
+                actual, wanted.golden, wanted.allowed, wanted.luck, 0.0, wanted.luck_of_mean
+            )
             assert_rows(actual, wanted.golden, wanted.row_error, wanted.row_along)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None

@@ -27,7 +27,9 @@ is
 The baseline's errors may be small by chance, above all if there are few rows: the numbers of a row
 share the rounding errors of its probabilities and sums. `luck` is two roundings of the sums plus
 two standard deviations of the error of rounded probabilities. The maximum error may be larger by
-all of it, the mean of n rows by 1 / sqrt(n) of it, where equal rows count once.
+all of it. The mean is one of independent draws, one for each row, where equal rows count once: it
+may be larger by the root of the sum of their squares, divided by how many there are. For n rows of
+one size that is 1 / sqrt(n) of it; where one row is much larger than all others, it is that row's.
 """
 
 import dataclasses
@@ -136,6 +138,11 @@ class Observer:
 
 
 ELEMENTS = ("magnitude", "spread", "logits")
+
+
+def luck_of_mean(luck: Tensor) -> float:
+    """The luck of the mean of all numbers, whose rows (of the last dimension) are independent."""
+    return float(luck.sum(-1).norm()) / max(1, luck.numel())
 
 
 def _alike(golden: Tensor, luck: Tensor) -> float:

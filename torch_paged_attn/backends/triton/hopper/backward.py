@@ -58,6 +58,9 @@ STAY = 64
 # how dQ is added up, as `sums.py` has it
 NONE, BY_BOX, BY_LANE = 0, 1, 2
 
+# numbers of a row of a box of sums: 128 bytes, whatever part of dQ they are
+ROW_OF_SUMS = 32
+
 # tensors that a plan takes of a call
 TAKEN = (
     "dout", "dlse", "q", "k", "v", "out", "softmax_lse", "cu_seqlens_q", "cu_seqlens_k",
@@ -222,7 +225,7 @@ class _KeysKernel(_Kernel):
         from torch_paged_attn.backends.triton.hopper.backward_kernel import (
             _hopper_backward_keys_kernel,
         )
-        from torch_paged_attn.backends.triton.hopper.tma import plain_rows, ragged_rows
+        from torch_paged_attn.backends.triton.hopper.tma import plain_rows
 
         forward, passing = call.forward, config.PASS
         super().__init__(_hopper_backward_keys_kernel, forward, config, of_keys=True)
@@ -238,8 +241,8 @@ class _KeysKernel(_Kernel):
         self.results = _rows(dk_like, tile, width), _rows(dv_like, tile, width_v)
         self.sums = None
         if config.DQ_SUMS == BY_BOX:
-            like = _like(forward.q, torch.float32)
-            self.sums = ragged_rows(like, passing, 1, width // config.CONSUMERS)
+            rows = passing * width // config.CONSUMERS // ROW_OF_SUMS
+            self.sums = plain_rows(torch.float32, ROW_OF_SUMS, rows)
 
     def start(
         self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], pointers: BackwardPointers
@@ -284,27 +287,15 @@ class _QueriesKernel(_Kernel):
         )
 
 
-def _plan_sums(call: AttentionCall, config: HopperBackwardConfig) -> tuple[Allocation, Any]:
+def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
     """Memory for the sums of dQ, and what makes dq of them, called with sums, dq and
     cu_seqlens_q."""
-    from torch_paged_attn.backends.triton.hopper.finish_sums import (
-        BLOCK,
-        _finish_lanes_kernel,
-        _finish_rows_kernel,
-    )
+    from torch_paged_attn.backends.triton.hopper.finish_sums import _finish_sums_kernel
 
     device, width = call.q.device, width_of(call.head_dim)
-    if config.DQ_SUMS == BY_BOX:
-        size = call.q.numel()
-        rows = Launch(
-            _finish_rows_kernel, (-(-size // BLOCK),), size=size, scale=call.scale, BLOCK=BLOCK,
-            num_warps=4,
-        )  # fmt: skip
-        new_sums = Allocation(call.q.shape, torch.float32, device)
-        return new_sums, lambda sums, dq, cu_seqlens_q: rows(sums, dq)
     tiles = _statistics_tiles(call)
-    lanes = Launch(
-        _finish_lanes_kernel,
+    finish = Launch(
+        _finish_sums_kernel,
         (2 * tiles, call.num_heads),
         batch=call.batch,
         total_q=call.total_q,
@@ -315,7 +306,7 @@ def _plan_sums(call: AttentionCall, config: HopperBackwardConfig) -> tuple[Alloc
         num_warps=4,
     )
     new_sums = Allocation((call.num_heads, tiles, STATISTICS_ROWS * width), torch.float32, device)
-    return new_sums, lanes
+    return new_sums, finish
 
 
 def _must_copy(dout: Tensor) -> bool:
@@ -350,7 +341,7 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
         keys = _KeysKernel(call, configs.keys)
     if wants_dq and configs.queries is not None:
         queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
-    new_sums, finish = _plan_sums(forward, configs.keys) if is_one_pass else (None, None)
+    new_sums, finish = _plan_sums(forward) if is_one_pass else (None, None)
     # what is not given is the None behind the tensors
     names = [name for name, x in call.tensors().items() if x is not None]
     places = {name: i for i, name in enumerate(names)}

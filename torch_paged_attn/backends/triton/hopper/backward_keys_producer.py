@@ -191,14 +191,12 @@ def add_parts(params, pipelines, OPTIONS: gl.constexpr):
     claims.consumer_wait(0)
     steps = info.get(0, STEPS)
     while steps >= 0:
-        q_start, query_len = info.get(tile, Q_START), info.get(tile, QUERY_LEN)
-        first, kv_head = info.get(tile, FIRST_PASS), info.get(tile, HEAD)
+        first, head = info.get(tile, STATISTICS_TILE), info.get(tile, HEAD) * GROUP_SIZE
         claims.consumer_release(tile)
         for g in range(GROUP_SIZE):
-            head = kv_head * GROUP_SIZE + g
+            of_head = (head + g) * params.sizes.statistics_tiles + first
             for m in range(steps):
-                row = first + m * OPTIONS.PASS
-                add_part(params, pipelines.sums, n, q_start, query_len, row, head, OPTIONS)
+                add_part(params, pipelines.sums, n, of_head + m, OPTIONS)
                 n += 1
         tile += 1
         claims.consumer_wait(tile)

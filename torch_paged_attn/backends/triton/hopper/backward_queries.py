@@ -216,6 +216,16 @@ def _pass_by(pipelines, n, count):
 
 
 @gluon.jit
+def _let_go(queries, douts, tile, OPTIONS: gl.constexpr):
+    """Let go of a tile's queries and gradients, after the last scores: those in registers have been
+    let go of, and results may lie where the queries lay."""
+    if OPTIONS.OPERANDS < 1:
+        douts.consumer_release(tile)
+    if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
+        queries.consumer_release(tile)
+
+
+@gluon.jit
 def _go_on(
     dq, ds, n, tiles, rows, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
 ):
@@ -262,6 +272,8 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+    # whether queries are let go of under the products of the next tile, which lies elsewhere
+    LEAVES_LATE: gl.constexpr = OPTIONS.IN_PLACE and OPTIONS.STAY_STAGES > 1
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, douts, keys, values = pipelines.q, pipelines.dout, pipelines.k, pipelines.v
     info, claims, scalars, pointers = (
@@ -306,17 +318,22 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             q_operand = q.load(stays)
             queries.consumer_release(tile)
         dq = new_sums(STAY, OPTIONS)
-        start = zeros - delta
         n = _pass_by(pipelines, n, skipped)
         first_key += skipped * PASS
-        rows = QueryRows(q_operand, dout_operand, lse, start, slope, first_key, position, key_len)
         if seen_steps > 0:
             keys.consumer_wait(n)
             k = keys.tile(n).reshape([PASS, WIDTH])
             s_pending = ask_for_scores(q_operand, k.permute((1, 0)), zeros, OPTIONS)
+            start = zeros - delta  # which arrives meanwhile
+            rows = QueryRows(
+                q_operand, dout_operand, lse, start, slope, first_key, position, key_len
+            )
             values.consumer_wait(n)
             v = values.tile(n).reshape([PASS, WIDTH_V])
             dp_pending = warpgroup_mma(dout_operand, v.permute((1, 0)), start, is_async=True)
+            if LEAVES_LATE and tile > 0:
+                tma.store_wait(0)
+                queries.consumer_release(tile - 1)
             s = warpgroup_mma_wait(1, deps=[s_pending])
             _, weight = probabilities(
                 s, lse, first_key, position, key_len, slope, params, OPTIONS, False
@@ -334,14 +351,16 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             dq, ds, n = _go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, True)
             k = keys.tile(n).reshape([PASS, WIDTH])
             dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
+            _let_go(queries, douts, tile, OPTIONS)
             dq, ds = wait_for_sums(dq_pending, ds)
             keys.consumer_release(n)
             n += 1
+        else:
+            if LEAVES_LATE and tile > 0:
+                tma.store_wait(0)
+                queries.consumer_release(tile - 1)
+            _let_go(queries, douts, tile, OPTIONS)
         n = _pass_by(pipelines, n, unseen)
-        if OPTIONS.OPERANDS < 1:
-            douts.consumer_release(tile)
-        if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
-            queries.consumer_release(tile)
         # read again: registers are wanted for the tiles
         first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
         q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)
@@ -359,7 +378,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         store_sums(dq, out.reshape([STAY, WIDTH]), seen, scalars.scale, OPTIONS)
         fence_async_shared()
         store_rows(params.first_desc, q_start, stop_token, first_token, head, out)
-        if OPTIONS.IN_PLACE:
+        if OPTIONS.IN_PLACE and not LEAVES_LATE:
             tma.store_wait(0)
             queries.consumer_release(tile)
         tile += 1

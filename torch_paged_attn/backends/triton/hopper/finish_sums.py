@@ -1,24 +1,13 @@
-"""dQ of its sums: scaled, rounded, and where they were added BY_LANE (`sums.py`) put in rows."""
+"""dQ of its sums (`sums.py`): put in rows, scaled and rounded."""
 
 import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.seqlen_info import find_tile, query_span
 
-# elements of a program
-BLOCK = 4096
-
-
-@triton.jit
-def _finish_rows_kernel(sums_ptr, dq_ptr, size, scale, BLOCK: tl.constexpr):
-    """Both are contiguous."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dq = tl.load(sums_ptr + i, mask=i < size) * scale
-    tl.store(dq_ptr + i, dq.to(dq_ptr.dtype.element_ty), mask=i < size)
-
 
 @triton.jit(do_not_specialize=("batch", "total_q"))
-def _finish_lanes_kernel(
+def _finish_sums_kernel(
     sums_ptr,
     dq_ptr,
     cu_seqlens_q_ptr,

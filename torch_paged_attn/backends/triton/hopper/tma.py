@@ -110,9 +110,9 @@ def atoms_of_rows(x: Tensor, rows: int, width: int) -> Boxes:
     return _boxes(x.dtype, shape, strides, (1, rows // tall, width // wide, tall, wide))
 
 
-def plain_rows(dtype: torch.dtype, width: int) -> Boxes:
-    """Boxes of one row of (rows, width) contiguous tensors."""
-    return _boxes(dtype, (ROW_BOUND.value, width), (width, 1), (1, width), swizzle=0)
+def plain_rows(dtype: torch.dtype, width: int, rows: int = 1) -> Boxes:
+    """Boxes of so many rows of (rows, width) contiguous tensors."""
+    return _boxes(dtype, (ROW_BOUND.value, width), (width, 1), (rows, width), swizzle=0)
 
 
 # their names after Triton 3.6, and until then
@@ -195,9 +195,9 @@ def store_rows(desc, start, size, row, head, smem, column=0):
 
 
 @gluon.jit
-def add_rows(desc, start, size, row, head, column, smem):
-    """Add a box to rows [row, ...) of the `size` rows from `start` on; the rest is dropped."""
-    _async_add(desc, [ROW_BOUND, start + size, ROW_BOUND - size + row, head, column], smem)
+def add_box(desc, row, smem):
+    """Add a box of `plain_rows` to rows [row, ...)."""
+    _async_add(desc, [row, 0], smem)
 
 
 @gluon.jit
