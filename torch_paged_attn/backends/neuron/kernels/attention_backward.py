@@ -62,11 +62,13 @@ def new_stack(q, dout, dq, program):
     options = program.options
     depth, dim, dim_v = options.depth, options.k_row.dim, options.v_row.dim
     steps = (dim + P - 1) // P
-    prior, dq_dtype, dq_shape = None, nl.float32, (min(dim, P), steps, depth, P)
+    prior, dq_dtype = None, nl.float32
     if options.one_product:
         dq_dtype = dq.dtype
     if queries_come_as_rows(q.dtype, options):
-        dq_shape = (P, depth, dim)
+        kept = nl.ndarray((P, depth, dim), dtype=dq_dtype, buffer=nl.sbuf)
+    else:
+        kept = nl.ndarray((min(dim, P), steps, depth, P), dtype=dq_dtype, buffer=nl.sbuf)
     if options.adds_dq or options.adds_dkv:
         prior = nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=prior, value=0.0)
@@ -79,7 +81,7 @@ def new_stack(q, dout, dq, program):
         dout=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         out=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         scalars=nl.ndarray((P, depth, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf),
-        dq=nl.ndarray(dq_shape, dtype=dq_dtype, buffer=nl.sbuf),
+        dq=kept,
         prior=prior,
         exact=nl.shared_identity_matrix(P, dtype=nl.float32),
     )
