@@ -169,6 +169,19 @@ def test_long_prompts_get_long_tiles_beside_short_ones(run, tiles, machine, monk
         assert_accurate(*found, call.truth())
 
 
+@pytest.mark.parametrize("machine", GENERATIONS, indirect=True)
+def test_a_stack_forgets_the_maxima_of_the_one_before(run, machine):
+    """Beside scores of 200, as the first sequence has, exponentials of -200 are 0."""
+    problem = dataclasses.replace(PROBLEMS["minilm/packed/f32"], seqs=((3, 0), (3, 0)))
+    call = build(problem)
+    q, k = call.args["q"], call.args["k"]
+    scale = call.args["softmax_scale"] or q.shape[2] ** -0.5
+    q.fill_(1.0)
+    k.fill_(200.0 / (scale * q.shape[2]))
+    k[3:] *= -1
+    assert_accurate(*run(call), call.truth())
+
+
 # the first shares its heads, the others have one, or one at a time: these share their items
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @over(

@@ -195,6 +195,27 @@ FULL_TILES = {
     "dropout": DROPOUT_UNDER_A_WINDOW,
     "wide": WIDE_BESIDE_384_KEYS,
 }
+# whose sums come out as rows where DMA does not transpose: of one tile of queries and of several,
+# of one to four tiles of keys; where heads are of 128, with dk's products turning the first tile
+HEADS_OF_128 = dataclasses.replace(WHOLE, head_dim=128, softmax_scale=0.3)
+ROWS = {
+    f"{queries} by {keys}{', causal' if causal else ''}": dataclasses.replace(
+        HEADS_OF_128, seqs=((queries, keys - queries), (100, 20)), causal=causal
+    )
+    for queries, keys, causal in (
+        (128, 128, False),
+        (100, 512, False),
+        (250, 128, False),
+        (256, 256, False),
+        (250, 250, True),
+        (384, 384, True),
+    )
+}
+ROWS["several launches"] = dataclasses.replace(HEADS_OF_128, seqs=((300, 0),), num_heads=2)
+ROWS["other values"] = dataclasses.replace(HEADS_OF_128, seqs=((200, 50),), head_dim_v=320)
+ROWS["wide"] = dataclasses.replace(HEADS_OF_128, seqs=((300, 50),), head_dim=256)
+ROWS["wide, causal"] = dataclasses.replace(ROWS["wide"], causal=True, dtype=torch.float32)
+ROWS["float32"] = dataclasses.replace(HEADS_OF_128, seqs=((200, 50),), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("machine", [2, 3], indirect=True, ids=["gen2", "gen3"])
@@ -205,6 +226,45 @@ def test_tiles_without_masks(name, machine):
     backward = given_of(call)
     found = gradients(backward)
     assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
+
+
+@pytest.mark.parametrize("machine", [2, 3], indirect=True, ids=["gen2", "gen3"])
+@pytest.mark.parametrize("name", ROWS)
+def test_sums_that_come_as_rows(name, machine, request):
+    if name == "several launches":
+        request.getfixturevalue("small")
+    call = build(ROWS[name])
+    backward = given_of(call)
+    found = gradients(backward)
+    assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
+    assert machine.peak["psum"] <= 16 * 1024
+
+
+def test_a_row_of_nan_stays_a_row(machine):
+    """Of dq, where TensorE copies what it turns bit by bit: from the third generation on."""
+    call = build(dataclasses.replace(ROWS["float32"], seqs=((256, 0),)))
+    backward = given_of(call)
+    finite, *_ = gradients(backward)
+    backward.args["dout"][3] = float("nan")
+    found, *_ = gradients(backward)
+    assert found[3].isnan().all()
+    others = torch.arange(len(found)) != 3
+    assert same_bits([found[others]], [finite[others]])
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["dq", "dk and dv"])
+def test_sums_that_come_as_rows_alone(wanted, request):
+    """One of dq and dk with dv: nothing else is turned by the products of dk."""
+    from nki_emulator import emulated
+
+    call = build(ROWS["256 by 256"])
+    backward = given_of(call)
+    with emulated(2):
+        both = gradients(backward)
+        dq, dkv = wanted
+        backward.args["output_mask"] = [dq, dkv, dkv, False, False]
+        found = gradients(backward)
+    assert same_bits([x for x in found if x.numel()], both[:1] if dq else both[1:3])
 
 
 @hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 3, 20))

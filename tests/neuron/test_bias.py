@@ -36,6 +36,21 @@ def test_low_bias(dtype, mixture, run, machine):
     assert_accurate(*run(call), call.truth())
 
 
+@pytest.mark.parametrize("machine", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_key_that_a_bias_hides_from_all_may_be_nan(kind, name, run, machine):
+    """It lies among keys that rows see, and is gathered with them."""
+    problem = dataclasses.replace(PROBLEMS["t5/bias/f32"], bias=kind, seqs=((5, 30), (3, 0)))
+    call = build(problem)
+    call.args["attn_bias"][..., 7] = False if kind == "bool" else -INF
+    call.args[name][7] = float("nan")
+    out, lse = run(call)
+    assert out.isfinite().all() and lse.isfinite().all()
+    call.args[name][7] = 0.0
+    assert_accurate(out, lse, call.truth())
+
+
 @pytest.mark.parametrize("sink", [MIN, -INF, -1e38])
 def test_low_sink(sink, run, machine):
     problem = dataclasses.replace(

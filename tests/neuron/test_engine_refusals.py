@@ -238,6 +238,14 @@ def test_second_generation_lacks(machine):
         nisa.tensor_copy(empty(8, 4), ones(8, 4), engine=nisa.engine.scalar)
 
 
+@pytest.mark.parametrize("machine", [2, 3], indirect=True)
+def test_e4m3fn_came_with_the_fourth_generation(machine):
+    with pytest.raises(Violation, match="from the fourth on"):
+        ones(8, 4, dtype=nl.uint8).view(nl.float8_e4m3fn)
+    with pytest.raises(Violation, match="from the fourth on"):
+        empty(8, 4, dtype=nl.float8_e4m3fn)
+
+
 @gen4
 def test_fourth_generation_has(machine):
     matmul(columns=4096, out=nl.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nki_emulator.dtypes import INTEGERS, cast, int32, uint32
+from nki_emulator.dtypes import INTEGERS, cast, float8_e4m3fn, int32, uint32
 from nki_emulator.machine import machine, require
 from nki_emulator.memory import MemoryRegion, Storage
 from nki_emulator.registers import VirtualRegister
@@ -17,6 +17,14 @@ class ds:
 
     def __init__(self, start: int, size: int) -> None:
         self.start, self.size = start, size
+
+
+def require_known(dtype: Any) -> None:
+    """Whether the generation's engines know a type: e4m3 up to 448 came with the fourth."""
+    require(
+        np.dtype(dtype) != float8_e4m3fn or machine().generation >= 4,
+        f"float8_e4m3fn on generation {machine().generation}; allowed: from the fourth on",
+    )
 
 
 class NkiTensor:
@@ -121,6 +129,7 @@ class NkiTensor:
         require(not self.is_indirect, "an indirect view cannot be reinterpreted")
         dtype = np.dtype(dtype)
         require(dtype.itemsize == self.dtype.itemsize, f"view of {self.dtype} as {dtype}")
+        require_known(dtype)
         return NkiTensor(self.storage.viewed(dtype), self.shape, self.strides, self.offset)
 
     def ap(
@@ -245,5 +254,6 @@ def allocate(
     shape: Sequence[int], dtype: Any, region: MemoryRegion, data: np.ndarray | None = None
 ) -> NkiTensor:
     """A tensor over a storage of its own."""
+    require_known(dtype)
     storage = Storage(tuple(shape), np.dtype(dtype), region, data)
     return NkiTensor(storage, shape, contiguous_strides(shape))

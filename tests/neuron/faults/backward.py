@@ -3,6 +3,7 @@
 from faults.fault import LAUNCHES, Fault, suite
 
 TILE_BACK, BACKWARD = "kernels/backward_tile.py", "kernels/attention_backward.py"
+SUMS = "kernels/backward_sums.py"
 GRADIENTS = suite("gradients_agree and more_queries")
 GRADIENTS_LONG = suite("gradients_agree and training/long")
 GRADIENTS_DROPOUT = suite("gradients_agree and training/dropout")
@@ -25,16 +26,16 @@ FAULTS = (
     ),
     Fault(
         "dq of the first chunk alone",
-        BACKWARD,
-        "accumulate=chunk > 0",
-        "accumulate=False",
+        SUMS,
+        "moving=dx_turned[:, chunk, unseen:columns],\n                    accumulate=chunk > 0",
+        "moving=dx_turned[:, chunk, unseen:columns],\n                    accumulate=False",
         GRADIENTS_LONG,
     ),
     Fault(
         "dk of the last tile alone",
         BACKWARD,
-        "sum_over_queries(dk, stack.q[:, level], dx, is_further)",
-        "sum_over_queries(dk, stack.q[:, level], dx, False)",
+        "add_to_sums(dk, stack.q[:, level], dx, is_further)",
+        "add_to_sums(dk, stack.q[:, level], dx, False)",
         GRADIENTS_LONG,
     ),
     Fault(
@@ -46,9 +47,65 @@ FAULTS = (
     ),
     Fault(
         "dq of one product without its scale",
-        BACKWARD,
+        SUMS,
         "data=product, scale=options.out_scale",
         "data=product, scale=1.0",
+        LAUNCHES,
+    ),
+    Fault(
+        "rows of dq without their scale",
+        SUMS,
+        "data=rows, scale=options.out_scale",
+        "data=rows, scale=1.0",
+        LAUNCHES,
+    ),
+    Fault(
+        "rows of dq of the last chunk alone",
+        SUMS,
+        "moving=item.k[:, chunk, 0, 0, :],\n                accumulate=chunk > 0",
+        "moving=item.k[:, chunk, 0, 0, :],\n                accumulate=False",
+        LAUNCHES,
+    ),
+    Fault(
+        "rows of dq in another tile's place",
+        SUMS,
+        "tile = seen[place][LEVEL] - lowest",
+        "tile = place",
+        LAUNCHES,
+    ),
+    Fault(
+        "rows of dk and dv of the first keys again and again",
+        SUMS,
+        "stationary=weights[:, chunk * P : chunk * P + P]",
+        "stationary=weights[:, 0:P]",
+        LAUNCHES,
+    ),
+    Fault(
+        "rows of dk and dv without their scale",
+        SUMS,
+        "dst=rows[:, first:last], op=nl.copy, data=data, scale=scale",
+        "dst=rows[:, first:last], op=nl.copy, data=data, scale=1.0",
+        LAUNCHES,
+    ),
+    Fault(
+        "another tile's queries move beside the identity",
+        SUMS,
+        "[1, P]], offset=level * P",
+        "[1, P]], offset=0",
+        LAUNCHES,
+    ),
+    Fault(
+        "dk's sum moves where the turned tile is",
+        SUMS,
+        "src=sums[:, first:last, P : 2 * P]",
+        "src=sums[:, first:last, 0:P]",
+        LAUNCHES,
+    ),
+    Fault(
+        "NaN spreads by a product with the identity on the third generation",
+        SUMS,
+        "if not second or not options.wants_dq",
+        "if not options.wants_dq",
         LAUNCHES,
     ),
     Fault(
@@ -81,7 +138,7 @@ FAULTS = (
     ),
     Fault(
         "launches overwrite what others left",
-        BACKWARD,
+        SUMS,
         "        if is_added:\n",
         "        if False:\n",
         LAUNCHES,
@@ -193,7 +250,7 @@ FAULTS = (
     ),
     Fault(
         "dq of a tile without its last keys",
-        BACKWARD,
+        SUMS,
         "if seen[place][COLUMNS] <= chunk * P:",
         "if seen[place][COLUMNS] <= chunk * P + P:",
         GRADIENTS_LONG,
@@ -221,7 +278,7 @@ FAULTS = (
     ),
     Fault(
         "turned sums of wide heads lie across banks",
-        BACKWARD,
+        SUMS,
         "        room = BANK\n",
         "        pass\n",
         LAUNCHES,

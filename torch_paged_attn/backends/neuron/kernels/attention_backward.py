@@ -7,9 +7,9 @@ the tiles of the stack. In one launch no query row belongs to two stacks and no 
 what several launches sum, they add to float32 in HBM, one after the other: no atomics, and the same
 bits every time.
 
-All sums come out turned (head_dim on the partitions). Those over the queries leave probabilities as
-they are; the sum over keys takes the transposed gradient of scores, of four tiles in one product.
-DMA transposes beside TensorE where it can (`turns_by_dma`).
+Sums over the queries leave probabilities as they are; the sum over keys takes the transposed
+gradient of scores. `backward_sums.py` says how they come out. DMA transposes beside TensorE where
+it can (`turns_by_dma`).
 """
 
 from torch_paged_attn.backends.neuron.kernels.backward_groups import (
@@ -21,13 +21,26 @@ from torch_paged_attn.backends.neuron.kernels.backward_groups import (
     Turned,
     backward_columns,
 )
+from torch_paged_attn.backends.neuron.kernels.backward_sums import (
+    add_to_sums,
+    begin_and_turn,
+    new_sums,
+    queries_come_as_rows,
+    room_for_queries,
+    scaled_rows,
+    scaled_sums,
+    store_rows,
+    sum_over_keys,
+    turn_back,
+    turns_beside_dk,
+)
 from torch_paged_attn.backends.neuron.kernels.backward_tile import (
     TOGETHER,
     deltas,
     differentiate,
     turn_rows,
 )
-from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows, scatter_rows
+from torch_paged_attn.backends.neuron.kernels.gather_scatter import P, gather_rows
 from torch_paged_attn.backends.neuron.kernels.groups import Item, RowLayout
 from torch_paged_attn.backends.neuron.kernels.load_item import (
     key_positions,
@@ -37,7 +50,6 @@ from torch_paged_attn.backends.neuron.kernels.load_item import (
 )
 from torch_paged_attn.backends.neuron.kernels.program import start_program
 from torch_paged_attn.backends.neuron.kernels.query_tile import (
-    BANK,
     clear_unseen,
     turn_tiles,
     turns_by_dma,
@@ -53,15 +65,23 @@ def new_stack(q, dout, dq, program):
     prior, dq_dtype = None, nl.float32
     if options.one_product:
         dq_dtype = dq.dtype
+    if queries_come_as_rows(q.dtype, options):
+        kept = nl.ndarray((P, depth, dim), dtype=dq_dtype, buffer=nl.sbuf)
+    else:
+        kept = nl.ndarray((min(dim, P), steps, depth, P), dtype=dq_dtype, buffer=nl.sbuf)
     if options.adds_dq or options.adds_dkv:
         prior = nl.ndarray((P, max(dim, dim_v)), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=prior, value=0.0)
+    room = room_for_queries(q.dtype, options)
+    queries = nl.ndarray((P, room, dim), dtype=q.dtype, buffer=nl.sbuf)
+    if room > depth:
+        nisa.tensor_copy(dst=queries[:, depth], src=program.identity, engine=nisa.engine.gpsimd)
     stack = BackwardStack(
-        q=nl.ndarray((P, depth, dim), dtype=q.dtype, buffer=nl.sbuf),
+        q=queries,
         dout=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         out=nl.ndarray((P, depth, dim_v), dtype=dout.dtype, buffer=nl.sbuf),
         scalars=nl.ndarray((P, depth, NUM_SCALARS), dtype=nl.float32, buffer=nl.sbuf),
-        dq=nl.ndarray((min(dim, P), steps, depth, P), dtype=dq_dtype, buffer=nl.sbuf),
+        dq=kept,
         prior=prior,
         exact=nl.shared_identity_matrix(P, dtype=nl.float32),
     )
@@ -90,11 +110,13 @@ def begin_stack(stack, is_first, options):
     """Forget the last stack's sums where `is_first` (P, 1) is 1: always, with `one_item`. With
     `one_product` there are none.
     """
+    if options.one_product:
+        return
     size, width = stack.dq.shape[0], stack.dq.shape[1] * stack.dq.shape[2] * P
     sums = stack.dq.reshape((size, width))
-    if options.one_item and not options.one_product:
+    if options.one_item:
         nisa.memset(dst=sums, value=0.0)
-    elif not options.one_product:
+    else:
         begins = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
         nisa.tensor_copy(dst=begins, src=is_first)
         predicate = begins.ap(pattern=[[1, size], [0, width]])
@@ -137,67 +159,12 @@ def turn(stack, item, program):
     k = turn_rows(item.k[:, :, 0, 0], identity, by_dma)
     v = turn_rows(item.v[:, :, 0, 0], identity, by_dma)
     return Turned(
-        q=turn_rows(stack.q, identity, by_dma),
+        q=turn_rows(stack.q[:, 0 : program.options.depth], identity, by_dma),
         dout=turn_rows(stack.dout, identity, by_dma),
         k=k.reshape((P, k.shape[1], tile_k)),
         v=v.reshape((P, v.shape[1], tile_k)),
         delta=deltas(stack),
     )
-
-
-def new_sums(dim, width):
-    """Room in PSUM for turned sums, (dim, dim / P, width): each step of dim within one bank."""
-    steps, room = (dim + P - 1) // P, width
-    if BANK % width != 0 and steps > 1:
-        room = BANK
-    sums = nl.ndarray((min(dim, P), steps, room), dtype=nl.float32, buffer=nl.psum)
-    return sums[:, :, 0:width]
-
-
-def sum_over_queries(sums, rows, weights, is_further):
-    """Columns of sums (dim, dim / P, width), turned, += rows (P, dim) over weights (P, columns)."""
-    dim, columns = rows.shape[1], weights.shape[1]
-    for step in range(sums.shape[1]):
-        start, stop = step * P, min(dim, step * P + P)
-        nisa.nc_matmul(
-            dst=sums[0 : stop - start, step, 0:columns],
-            stationary=rows[:, start:stop],
-            moving=weights,
-            accumulate=is_further,
-        )
-
-
-def unseen_columns(seen, chunk):
-    """Columns of the turned tiles `seen` that see nothing of a chunk of keys: the first ones."""
-    columns = 0
-    for place in range(len(seen)):
-        if seen[place][COLUMNS] <= chunk * P:
-            columns = columns + P
-    return columns
-
-
-def sum_over_keys(stack, seen, part, dx_turned, item, options):
-    """Add keys over the turned gradients of some tiles, `seen`, to their turned dq."""
-    chunks, columns = dx_turned.shape[1], dx_turned.shape[2]
-    dim, lowest, last = stack.q.shape[2], seen[-1][LEVEL], seen[0][LEVEL]
-    for step in range(stack.dq.shape[1]):
-        start, stop = step * P, min(dim, step * P + P)
-        product = nl.ndarray((stop - start, columns), dtype=nl.float32, buffer=nl.psum)
-        for chunk in range(chunks):
-            # the tiles that see it are the last of these
-            unseen = unseen_columns(seen, chunk)
-            if unseen < columns:
-                nisa.nc_matmul(
-                    dst=product[:, unseen:columns],
-                    stationary=item.k[:, part * chunks + chunk, 0, 0, start:stop],
-                    moving=dx_turned[:, chunk, unseen:columns],
-                    accumulate=chunk > 0,
-                )
-        total = stack.dq[0 : stop - start, step, lowest : last + 1]
-        if options.one_product:
-            nisa.activation(dst=total, op=nl.copy, data=product, scale=options.out_scale)
-        else:
-            nisa.tensor_tensor(dst=total, data1=total, data2=product, op=nl.add)
 
 
 def attend_part(part, turned, stack, item, tensors, program):
@@ -206,10 +173,10 @@ def attend_part(part, turned, stack, item, tensors, program):
     seen = options.levels[part]
     dim, dim_v = options.k_row.dim, options.v_row.dim
     by_dma = turns_by_dma(stack.q.dtype, options)
-    dk, dv = None, None
+    dk, dv, turns_beside = None, None, turns_beside_dk(seen, stack.q.dtype, options)
     if options.wants_dkv:
-        dk = new_sums(dim, width)
-        dv = new_sums(dim_v, width)
+        dk = new_sums(dim, seen, stack.q.dtype, options, turns_beside)
+        dv = new_sums(dim_v, seen, stack.q.dtype, options, False)
     for start in range(0, len(seen), TOGETHER):
         together = seen[start : start + TOGETHER]
         lowest, tiles = together[-1][LEVEL], len(together)
@@ -219,13 +186,17 @@ def attend_part(part, turned, stack, item, tensors, program):
             is_further = level < seen[0][LEVEL]
             p, dx = differentiate(together[number], part, turned, stack, item, tensors, program)
             if options.wants_dkv:
-                sum_over_queries(dv, stack.dout[:, level], p, is_further)
-                sum_over_queries(dk, stack.q[:, level], dx, is_further)
-            if options.wants_dq:
-                place = (level - lowest) * P
-                target = dx_turned[:, 0 : columns // P, place : place + P]
-                in_tiles = dx.reshape((P, columns // P, P))
-                turn_tiles(target, in_tiles, program.identity, by_dma)
+                add_to_sums(dv, stack.dout[:, level], p, is_further)
+            place = (level - lowest) * P
+            target = dx_turned[:, 0 : columns // P, place : place + P]
+            if turns_beside and not is_further:
+                begin_and_turn(dk, target, stack.q, level, dx)
+            else:
+                if options.wants_dkv:
+                    add_to_sums(dk, stack.q[:, level], dx, is_further)
+                if options.wants_dq:
+                    in_tiles = dx.reshape((P, columns // P, P))
+                    turn_tiles(target, in_tiles, program.identity, by_dma)
         if options.wants_dq:
             sum_over_keys(stack, together, part, dx_turned, item, options)
     if options.wants_dkv:
@@ -233,55 +204,13 @@ def attend_part(part, turned, stack, item, tensors, program):
         store_keys(tensors.dv, dv, options.keep_scale, part, stack, item, program)
 
 
-def add_prior(rows, target, index, stack):
-    """rows (P, dim) += the indexed rows of target."""
-    dim = rows.shape[1]
-    prior = stack.prior[:, 0:dim]
-    gather_rows(prior, target, index, RowLayout(0, 0, 0, dim), 1, 1, nisa.oob_mode.skip)
-    nisa.tensor_tensor(dst=rows, data1=rows, data2=prior, op=nl.add)
-
-
-def scaled_sums(sums, tiles, scale, target):
-    """scale * turned sums, tiles * P columns for each step of dim, in target's type: (dim, dim / P,
-    tiles, P).
-    """
-    dim, steps = target.shape[1], sums.shape[1]
-    scaled = nl.ndarray((sums.shape[0], steps, tiles, P), dtype=target.dtype, buffer=nl.sbuf)
-    for step in range(steps):
-        size = min(dim, step * P + P) - step * P
-        nisa.activation(dst=scaled[0:size, step], op=nl.copy, data=sums[0:size, step], scale=scale)
-    return scaled
-
-
-def turn_back(scaled, target, stack, program):
-    """Turned tiles (dim, dim / P, tiles, P) as rows (P, tiles, dim) of target."""
-    dim, steps, tiles = target.shape[1], scaled.shape[1], scaled.shape[2]
-    by_dma, identity = turns_by_dma(target.dtype, program.options), program.identity
-    if target.dtype == nl.float32:
-        identity = stack.exact
-    rows = nl.ndarray((P, tiles, dim), dtype=target.dtype, buffer=nl.sbuf)
-    for step in range(steps):
-        start, stop = step * P, min(dim, step * P + P)
-        size = stop - start
-        source = scaled[0:size, step]
-        turn_tiles(rows[:, :, start:stop], source, identity[0:size, 0:size], by_dma)
-    return rows
-
-
-def store_rows(target, rows, index, is_added, stack):
-    """Store rows (P, tiles, dim) where `index` (P, tiles) says, added to what is there or not."""
-    dim = target.shape[1]
-    for tile in range(rows.shape[1]):
-        places = index[:, tile : tile + 1]
-        if is_added:
-            add_prior(rows[:, tile], target, places, stack)
-        scatter_rows(target, rows[:, tile], places, RowLayout(0, 0, 0, dim), 1)
-
-
 def store_keys(target, sums, scale, part, stack, item, program):
-    """Store scale * sums (dim, dim / P, width), turned, as rows of dk or dv."""
+    """Store scale * `sums` (`TokenSums`) as rows of dk or dv."""
     options, chunks = program.options, program.options.width // P
-    rows = turn_back(scaled_sums(sums, chunks, scale, target), target, stack, program)
+    if sums.as_rows:
+        rows = scaled_rows(sums, scale, target)
+    else:
+        rows = turn_back(scaled_sums(sums.sums, chunks, scale, target), target, stack, program)
     first = program.columns.keys + part * chunks
     store_rows(target, rows, item.index[:, first : first + chunks], options.adds_dkv, stack)
 
@@ -291,10 +220,13 @@ def store_queries(stack, index, tensors, program):
     options, columns = program.options, program.columns
     for first in range(0, options.depth, TOGETHER):
         last = min(first + TOGETHER, options.depth)
-        sums = stack.dq[:, :, first:last]
-        if not options.one_product:
-            sums = scaled_sums(sums, last - first, options.out_scale, tensors.dq)
-        rows = turn_back(sums, tensors.dq, stack, program)
+        if queries_come_as_rows(stack.q.dtype, options):
+            rows = stack.dq[:, first:last]
+        else:
+            sums = stack.dq[:, :, first:last]
+            if not options.one_product:
+                sums = scaled_sums(sums, last - first, options.out_scale, tensors.dq)
+            rows = turn_back(sums, tensors.dq, stack, program)
         places = index[:, columns.store + first : columns.store + last]
         store_rows(tensors.dq, rows, places, options.adds_dq, stack)
 

@@ -125,12 +125,12 @@ class BackwardTensors(nl.NKIObject):
 class BackwardStack(nl.NKIObject):
     """What a stack of query tiles keeps from item to item."""
 
-    q: Any  # (P, depth, head_dim)
+    q: Any  # (P, depth, head_dim); or one tile more, the identity: see `begin_and_turn`
     dout: Any  # (P, depth, head_dim_v)
     out: Any  # (P, depth, head_dim_v)
     scalars: Any  # (P, depth, NUM_SCALARS)
     # (head_dim or P, head_dim / P, depth, P) turned: sums in float32, or with `one_product` what is
-    # stored
+    # stored, which may be rows: (P, depth, head_dim)
     dq: Any
     prior: Any  # (P, head_dim or head_dim_v) float32: what earlier launches left, if they add up
     exact: Any  # (P, P) the identity in float32
@@ -145,3 +145,12 @@ class Turned(nl.NKIObject):
     k: Any  # (P, head_dim / P, tile_k)
     v: Any  # (P, head_dim_v / P, tile_k)
     delta: Any  # (P, depth) float32: dout . out - dlse of each row
+
+
+@dataclass
+class TokenSums(nl.NKIObject):
+    """Sums for `width` keys in PSUM, float32: of dk, or of dv."""
+
+    sums: Any  # rows (P, width / P, dim or more); turned (dim or P, dim / P, width)
+    as_rows: bool
+    together: int  # of rows, how many P an instruction reads
