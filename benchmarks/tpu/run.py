@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write results/tpu-<generation>/")
     parser.add_argument("--budget", action="store_true", help="what is counted is the new budget")
     options = parser.parse_args()
+    commit = _commit()  # before results are written, which would make it dirty
     budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
     for generation in (GENERATIONS[name] for name in options.generations.split(",")):
         document: dict[str, Any] = {
@@ -66,7 +67,7 @@ def main() -> None:
             if not _is_named(problem.name, options.problems.split(",")):
                 continue
             row: dict[str, Any] = rows.setdefault(problem.name, {})
-            row |= {"problem": problem.name, "live_bytes": problem.live_bytes, "commit": _commit()}
+            row |= {"problem": problem.name, "live_bytes": problem.live_bytes, "commit": commit}
             for contender, builds in problem.contenders.items():
                 if not _is_named(contender, options.contenders.split(";")):
                     continue
