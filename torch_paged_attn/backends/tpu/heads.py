@@ -1,4 +1,6 @@
-"""Tokens as rows of tiles, and back: what XLA does for launches that do not read tokens."""
+"""Tokens as rows of tiles, and back: the gathers and transposes that XLA does around a launch whose
+kernel does not pick its rows out of the tokens by itself (`token_rows.py` does).
+"""
 
 import dataclasses
 
@@ -13,9 +15,8 @@ SUBLANES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Tokens are laid out as rows of tiles: `row = g * tile_q + token` for head `g` of a group.
-
-    Stacked KV heads are one here, and their groups one.
+    """How a launch's rows are numbered: `row = g * tile_q + token` for query head `g` of a KV
+    head's group. KV heads that are stacked count as one here, and their groups as one group.
     """
 
     num_kv_heads: int
