@@ -94,23 +94,33 @@ def mla_decode(name: str, batch: Batch, width_v: int) -> Problem:
     values. The cache has rows of whole lanes.
     """
 
-    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        config = config_for(generation)
+    page = 1, batch.page_size
+    k_shape = packed_shape((batch.num_pages, *page, batch.head_dim))
 
-        def call(q: Any, k: Any, v: Any, *tables: Any) -> Any:
-            cu_seqlens, seqused_k, block_table = tables
-            return flash_varlen(
-                q, k, v, cu_seqlens, None, seqused_k, block_table, max_seqlen_q=1, causal=True,
-                config=config,
-            )  # fmt: skip
+    def ours_of(width_q: int) -> Build:
+        def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            config = config_for(generation)
 
-        page = 1, batch.page_size
-        k = packed_shape((batch.num_pages, *page, batch.head_dim))
-        shapes = (ShapeDtypeStruct(x, jnp.bfloat16) for x in (k, (0, *page, width_v)))
-        return call, (batch.q, *shapes, batch.cu_seqlens, batch.seqused_k, batch.block_table)
+            def call(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+                cu_seqlens, seqused_k, block_table = tables
+                return flash_varlen(
+                    q, k, v, cu_seqlens, None, seqused_k, block_table, max_seqlen_q=1, causal=True,
+                    softmax_scale=batch.head_dim**-0.5, config=config,
+                )  # fmt: skip
 
-    keys = 2 * sum(batch.keys) * batch.head_dim
-    return Problem(name, {"ours": build, "MLA": mla(batch, width_v=width_v)}, keys)
+            shapes = (batch.tokens, batch.num_heads, width_q), k_shape, (0, *page, width_v)
+            tensors = (ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)
+            return call, (*tensors, batch.cu_seqlens, batch.seqused_k, batch.block_table)
+
+        return build
+
+    contenders: dict[str, Build | tuple[Build, ...]] = {
+        "ours": ours_of(batch.head_dim),
+        # queries that end in zeros, as wide as the cache's rows
+        "ours, queries of whole lanes": ours_of(k_shape[-1]),
+        "MLA": mla(batch, width_v=width_v),
+    }
+    return Problem(name, contenders, 2 * sum(batch.keys) * batch.head_dim)
 
 
 def blocksparse_causal(tokens: int, num_heads: int, head_dim: int, block: int) -> Problem:

@@ -29,6 +29,9 @@ MIB = 2**20
 # what it chooses by itself, which is the same on the other generations
 RPA_CHUNK_BLOCKS = {"tpu7x": (256, 1024, 128, 512)}
 
+# keys of a block that the MLA kernel is tried with
+MLA_BLOCKS = (1024, 2048, 4096)
+
 
 class Missing(Exception):
     """A peer that is not installed, or does not support this."""
@@ -97,8 +100,14 @@ def _find_tpu_inference(generation: Generation) -> None:
         sys.modules[f"tpu_inference.{module_name}"] = rest  # type: ignore[assignment]
 
 
-def mla(batch: Any, *, width_v: int) -> Callable[[Generation], Any]:
-    """Latent attention, absorbed: the first `width_v` numbers of a key are its value."""
+def mla(batch: Any, *, width_v: int) -> tuple[Callable[[Generation], Any], ...]:
+    """Latent attention, absorbed: the first `width_v` numbers of a key are its value. Tried
+    with blocks of several sizes.
+    """
+    return tuple(_mla(batch, width_v, block_keys) for block_keys in MLA_BLOCKS)
+
+
+def _mla(batch: Any, width_v: int, block_keys: int) -> Callable[[Generation], Any]:
 
     def build(generation: Generation) -> Any:
         _find_tpu_inference(generation)
@@ -109,7 +118,7 @@ def mla(batch: Any, *, width_v: int) -> Callable[[Generation], Any]:
             with _devices_are(generation):
                 return kernel.mla_ragged_paged_attention(
                     nope, rope, new, new_rope, cache, *tables, sm_scale=batch.head_dim**-0.5,
-                    num_kv_pages_per_block=1024 // batch.page_size, num_queries_per_block=1,
+                    num_kv_pages_per_block=block_keys // batch.page_size, num_queries_per_block=1,
                     vmem_limit_bytes=generation.vmem_bytes * 3 // 4,
                 )  # fmt: skip
 

@@ -6,10 +6,16 @@ from typing import Any
 from generations import Generation
 from matplotlib.figure import Figure
 
-CONTENDERS = ("ours", "ours, with the write", "RPA v3", "MLA", "splash", "seed")
-COLOURS = dict(
-    zip(CONTENDERS, ("#c2410c", "#fdba74", "#2563eb", "#0891b2", "#7c3aed", "#64748b"), strict=True)
-)
+COLOURS = {
+    "ours": "#c2410c",
+    "ours, with the write": "#fdba74",
+    "ours, queries of whole lanes": "#fdba74",
+    "RPA v3": "#2563eb",
+    "MLA": "#0891b2",
+    "splash": "#7c3aed",
+    "seed": "#64748b",
+}
+CONTENDERS = tuple(COLOURS)
 
 
 def lines(row: dict[str, Any], generation: Generation) -> str:
@@ -21,11 +27,11 @@ def lines(row: dict[str, Any], generation: Generation) -> str:
         if found is None:
             continue
         if "missing" in found:
-            text.append(f"  {contender:22} {found['missing']}")
+            text.append(f"  {contender:28} {found['missing']}")
             continue
         around, operations = found.get("around_cycles", 0), found.get("operations", 0)
         text.append(
-            f"  {contender:22} {found['bundles']:>10,} bundles and {around:>9,} around them in"
+            f"  {contender:28} {found['bundles']:>10,} bundles and {around:>9,} around them in"
             f" {operations} operations, {found.get('unestimated', 0)} without an estimate,"
             f" {found['dmas']:>7,} DMAs, {found['hbm_bytes'] / 2**20:8.1f} MiB of HBM,"
             f" {found['vmem_bytes'] / 2**20:5.1f} MiB of VMEM,"

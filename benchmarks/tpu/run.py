@@ -30,9 +30,16 @@ PACKAGES = ("jax", "jaxlib", "libtpu")
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    described = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=True)
-    return described.stdout.strip()
+    """What is counted: the commit, "-dirty" if more than results differs from it."""
+
+    def git(*command: str) -> str:
+        run = subprocess.run(["git", *command], capture_output=True, text=True, cwd=RESULTS)
+        run.check_returncode()
+        return run.stdout.strip()
+
+    code = ":/", ":(top,exclude)benchmarks/results"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def _is_named(name: str, patterns: list[str]) -> bool:
@@ -49,6 +56,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write results/tpu-<generation>/")
     parser.add_argument("--budget", action="store_true", help="what is counted is the new budget")
     options = parser.parse_args()
+    commit = _commit()
     budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
     for generation in (GENERATIONS[name] for name in options.generations.split(",")):
         document: dict[str, Any] = {
@@ -61,12 +69,16 @@ def main() -> None:
         path = RESULTS / f"tpu-{generation.name}" / "schedules.json"
         if path.exists():
             rows = {row["problem"]: row for row in json.loads(path.read_text())["results"]}
-            # what is not run now stays as it was, with its commit
+            for row in rows.values():  # what is not run now stays as it was, with its commit
+                of_row = row.pop("commit", None)
+                for counts in row.values():
+                    if isinstance(counts, dict) and of_row is not None:
+                        counts.setdefault("commit", of_row)
         for problem in PROBLEMS:
             if not _is_named(problem.name, options.problems.split(",")):
                 continue
             row: dict[str, Any] = rows.setdefault(problem.name, {})
-            row |= {"problem": problem.name, "live_bytes": problem.live_bytes, "commit": _commit()}
+            row |= {"problem": problem.name, "live_bytes": problem.live_bytes}
             for contender, builds in problem.contenders.items():
                 if not _is_named(contender, options.contenders.split(";")):
                     continue
@@ -78,6 +90,7 @@ def main() -> None:
                     if contender.startswith("ours"):
                         raise
                     row[contender] = {"missing": str(error).splitlines()[0]}
+                row[contender]["commit"] = commit
                 if contender == "ours":
                     counted = {count: row["ours"][count] for count in BUDGETED}
                     budget.setdefault(generation.name, {})[problem.name] = counted

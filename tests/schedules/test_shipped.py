@@ -48,7 +48,9 @@ ATTENTION = {
     "decode_e4m3": {"dtype": "e4m3", "page_size": 32},
     "decode_e5m2": {"dtype": "e5m2", "page_size": 32},
     "decode_int8": {"dtype": "int8", "page_size": 32},
+    "decode_latent": {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "shared": 512},
     "speculative": {"queries": 4},
+    "speculative_mqa": {"queries": 4, "num_heads": 8, "num_kv_heads": 1},
     "mixed": {"queries": 256},
     "mixed_mha": {"queries": 256, "num_kv_heads": 32},
     "mixed_d80": {"queries": 256, "head_dim": 80},
@@ -92,16 +94,20 @@ def over(families):
 
 def _attention(
     generation, *, queries=1, page_size=128, num_heads=32, num_kv_heads=8, head_dim=128,
-    dtype="bf16", sinks=False, alibi=False, bias=False, layout_heads=0, **options,
+    dtype="bf16", sinks=False, alibi=False, bias=False, layout_heads=0, shared=0, **options,
 ):  # fmt: skip
     batch, pages = 4, 16
     total_q, max_keys = batch * queries, pages * page_size
     of_q, of_cache = DTYPES[dtype]
     array = ShapeDtypeStruct
-    cache = 2, CACHE_PAGES, num_kv_heads, page_size, head_dim
+    page = num_kv_heads, page_size
+    cache = 2, CACHE_PAGES, *page, head_dim
+    # values that are the keys' first numbers: an array of no pages says how many
+    values = array((0, *page, shared), of_cache) if shared else None
     arguments = {
         "q": array((total_q, num_heads, head_dim), of_q),
-        "k": array(packed_shape(cache), of_cache),
+        "k": array(packed_shape(cache[1:] if shared else cache), of_cache),
+        "v": values,
         "cu_seqlens_q": np.arange(batch + 1, dtype=np.int32) * queries,
         "seqused_k": np.full(batch, max_keys, np.int32),
         "block_table": np.arange(batch * pages, dtype=np.int32).reshape(batch, pages),
@@ -126,7 +132,7 @@ def _attention(
 
     def call(tensors):
         return op(
-            **tensors, v=None, max_seqlen_q=queries, causal=True, config=config_for(generation),
+            **tensors, max_seqlen_q=queries, causal=True, config=config_for(generation),
             **options,
         )  # fmt: skip
 

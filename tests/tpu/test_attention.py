@@ -62,6 +62,32 @@ def test_a_table_may_end_where_its_last_sequence_does(keys, run):
     assert_accurate(*run(call, "on_wait", block_table=table.numpy()), call.truth())
 
 
+def test_decodes_of_one_stack_agree_by_longer_blocks(run):
+    """Two KV heads of groups of four are one stack, whose blocks are of 1024 keys instead of 512
+    and are halved twice: contexts that end within several parts of one, and pages so small that
+    their copies are started in parts.
+    """
+    problem = dataclasses.replace(
+        PROBLEMS["llama3_8b/decode_b5/bf16"], seqs=((1, 1537), (1, 1000), (1, 257), (1, 0)),
+        dtype=torch.float32, page_size=8,
+    )  # fmt: skip
+    _assert_accurate_in_blocks_of(512, problem, run)
+
+
+def test_latent_decodes_agree_by_longer_blocks(run):
+    seqs = (1, 1024), (1, 700), (1, 385), (1, 1)
+    problem = dataclasses.replace(PROBLEMS["deepseek_mla/decode/bf16"], seqs=seqs)
+    _assert_accurate_in_blocks_of(256, problem, run)
+
+
+def _assert_accurate_in_blocks_of(keys, problem, run):
+    from torch_paged_attn.backends.tpu.config import Config
+
+    call = build(problem)
+    config = Config(block_k=keys, step_k=keys // 2, tile_rows=64)
+    assert_accurate(*run(call, "on_wait", config=config), call.truth())
+
+
 def test_a_cache_passed_whole_is_read_where_it_is(run):
     call = build(PROBLEMS["llama3_8b/mixed/bf16"])
     whole = dataclasses.replace(

@@ -14,7 +14,6 @@ from jax import Array
 
 from torch_paged_attn.backends.tpu.attention import (
     FLOATS,
-    Heads,
     choose_options,
     compute_dtype_of,
     lengths_of,
@@ -22,6 +21,7 @@ from torch_paged_attn.backends.tpu.attention import (
 )
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
+from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradients, query_gradients
 from torch_paged_attn.backends.tpu.refusal import refuse

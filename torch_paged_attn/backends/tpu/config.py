@@ -60,6 +60,17 @@ class Config:
             return self
         return smaller.fit(num_kv_heads, widths, sizes)
 
+    def with_longer_blocks(
+        self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
+    ) -> "Config":
+        """Blocks of twice as many keys for tiles of `rows` rows, if they fit VMEM; a block is
+        computed on as a whole. Other arguments are as in `fit`.
+        """
+        block_k = 2 * self.block_k
+        longer = dataclasses.replace(self, block_k=block_k, step_k=block_k, tile_rows=rows)
+        fits = longer.fit(num_kv_heads, widths, sizes) == longer
+        return dataclasses.replace(self, block_k=block_k) if fits else self
+
     def fit_backward(
         self, num_kv_heads: int, widths: tuple[int, int], computed: int, least_rows: int
     ) -> "Config | None":

@@ -11,23 +11,23 @@ from torch_paged_attn.backends.tpu.tiles import KeyTiles, Tiles, Window
 class Options:
     """What a kernel is compiled for, besides shapes."""
 
-    tile_q: int
-    group_size: int  # of query heads: all those whose rows are stacked
+    tile_q: int  # tokens of a tile, a power of two
+    group_size: int  # query heads of a KV head, or of all KV heads that are stacked
     stack: int  # KV heads whose rows are stacked
-    block_k: int
-    step_k: int
-    edge_k: int  # of a step that is masked
-    config: Config
+    block_k: int  # keys of a block: loaded together
+    step_k: int  # keys that are computed on together where every row sees all of them
+    edge_k: int  # and where not: `step_k`, or what is left of it by halving
+    config: Config  # the sizes asked for, the chip's memory and cores
     softmax_scale: float
-    softcap: float
+    softcap: float  # 0 for none
     window: Window
     dropout_p: float
     # with a layout: 1, or how many heads have a layout of their own and so tiles of their own
     heads_apart: int
-    block_sizes: tuple[int, int]
-    compute_dtype: Any
-    out_dtype: Any
-    interpret: Any
+    block_sizes: tuple[int, int]  # of a layout: query tokens and keys of one of its blocks
+    compute_dtype: Any  # of what products are computed on
+    out_dtype: Any  # of the kernel's results: bfloat16 or float32
+    interpret: Any  # Pallas' `interpret`: False compiles
     first_head: int = 0  # the launch's first query head among the call's
     fold: int = 1  # keys of a row of `k_buffers`
     table_stride: int = 0  # entries of each sequence in the table; `table_start` has others
@@ -41,10 +41,10 @@ class Options:
 class Refs(NamedTuple):
     """The memory of an attention kernel; None is what it does not have. Sizes: `launch.py`."""
 
-    # read before anything else, in SMEM
+    # tables, in SMEM
     tiles: Tiles
-    table_start: Any = None  # (batch,)
-    table: Any = None  # with what a block reads behind the last entry
+    table_start: Any = None  # (batch,) first entry of each sequence, if they have different numbers
+    table: Any = None  # page ids, flat, with what a block reads behind the last entry
     visits: Any = None  # (num_tiles * n,) the blocks of each tile; None for all of them
     num_visits: Any = None  # (num_tiles,)
     # inputs of a tile
@@ -63,12 +63,13 @@ class Refs(NamedTuple):
     lse: Any = None  # (1, num_kv_heads, rows up to whole lanes), in base 2
     # scratch
     k_buffers: Any = None  # (num_buffers, pages, num_kv_heads, page_size, head_dim)
-    v_buffers: Any = None
+    v_buffers: Any = None  # the same of values; None where they are the first numbers of keys
     bias_buffers: Any = None  # (num_buffers, 1 or num_kv_heads, rows, block_k)
     semaphores: Any = None  # (3, num_buffers): of keys, of values, of biases
-    m_i: Any = None  # the state of the softmax
+    # state of `softmax.py`: maxima and sums (num_kv_heads, rows, LANES), sums of values
+    m_i: Any = None
     l_i: Any = None
-    acc: Any = None
+    acc: Any = None  # (num_kv_heads, rows, head_dim_v)
     cursor: Any = None  # where the loader stands between two tiles
 
     # tokens as they lie: tables, inputs, outputs, scratch

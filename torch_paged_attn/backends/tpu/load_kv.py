@@ -4,6 +4,7 @@ A tile of queries visits all blocks between its first and last key, or those of 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.ring import Ring
+
+# of a block: copies of so many are started without a look whether any of them is needed
+MOST_PAGES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ class KvLoader(Ring):
             self.refs.semaphores.at[2, slot],
         )
 
-    def _copies(self, tile: Array, page: Array, slot: Array, i: int) -> list[Any]:
+    def _copies(self, tile: Array, page: Array, slot: Array, i: Any) -> list[Any]:
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]
         stored = [(self.refs.k_hbm, self.refs.k_buffers, k_done)]
         if self.refs.v_buffers is not None:
@@ -128,14 +132,24 @@ class KvLoader(Ring):
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).start()
         entry = self._first_entry(self.refs.tiles.sequence[tile]) + block * self.pages
-        for i in range(self.pages):
-            # a load that hangs on a condition costs more than one that nobody needs
-            page = self.refs.table[entry + i]
+        together = math.gcd(self.pages, MOST_PAGES) if self.pages > MOST_PAGES else self.pages
 
-            @pl.when((i >= first) & (i < stop))
-            def _(i=i, page=page):
-                for copy in self._copies(tile, page, slot, i):
-                    copy.start()
+        def start_some(group: Any, _: None) -> None:
+            for i in range(together):
+                index = group * together + i
+                # a load that hangs on a condition costs more than one that nobody needs
+                page = self.refs.table[entry + index]
+
+                @pl.when((index >= first) & (index < stop))
+                def _(index=index, page=page):
+                    for copy in self._copies(tile, page, slot, index):
+                        copy.start()
+
+        if together == self.pages:
+            start_some(0, None)
+        else:
+            end = lax.div(stop + (together - 1), jnp.int32(together))
+            lax.fori_loop(lax.div(first, jnp.int32(together)), end, start_some, None)
 
     def _wait(self, tile: Array, block: Array, slot: Array) -> None:
         first, stop = self._live_pages(tile, block)

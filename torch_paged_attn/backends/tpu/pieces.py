@@ -3,7 +3,6 @@ that every row sees are not masked.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,15 +29,15 @@ class Pieces:
     def walk(self, first: Array, turn: Array, attend: Attend) -> None:
         """`attend` for the pieces of the block from key `first` on, the tile's at this turn."""
         options = self.options
-        walk_step = functools.partial(self._walk_step, first, turn, attend)
+
+        def walk_step(step: Array, _: None) -> None:
+            self._walk_piece(first, turn, attend, step, options.step_k)
+
         if options.step_k == options.block_k:
-            walk_step(jnp.int32(0))
+            walk_step(jnp.int32(0), None)
         else:
-            lax.fori_loop(
-                *self._places(first, options.block_k, options.step_k),
-                lambda step, _: walk_step(step),
-                None,
-            )
+            steps = self._places(first, options.block_k, options.step_k)
+            lax.fori_loop(*steps, walk_step, None)
 
     def _places(self, first: Array, keys: int, width: int) -> tuple[Array, Array]:
         """Pieces of `width` keys, counted from key `first` on: the first one that some token sees,
@@ -49,18 +48,21 @@ class Pieces:
         stop = jnp.minimum(tiles.stop[self.tile] - first, keys)
         return lax.div(start, jnp.int32(width)), lax.div(stop + (width - 1), jnp.int32(width))
 
-    def _walk_step(self, first: Array, turn: Array, attend: Attend, step: Array) -> None:
-        """A step of which every row sees every key is one piece, others are several."""
-        tiles, options = self.refs.tiles, self.options
-        step_k, edge_k = options.step_k, options.edge_k
-        first_key = first + step * step_k
+    def _walk_piece(
+        self, first: Array, turn: Array, attend: Attend, place: Array, width: int
+    ) -> None:
+        """A piece of which every row sees every key is attended to at once; of others the halves
+        are looked at in the same way, and at last those of `edge_k` keys are masked.
+        """
+        tiles, edge_k = self.refs.tiles, self.options.edge_k
+        first_key = first + place * width
         is_full: Any = (tiles.full_start[self.tile] <= first_key) & (
-            first_key + step_k <= tiles.full_stop[self.tile]
+            first_key + width <= tiles.full_stop[self.tile]
         )
         layout: LayoutMask | None = None
         if self.refs.layout is not None:
-            layout = LayoutMask(self.refs.layout, options, tiles.position[self.tile], turn)
-            is_full &= layout.bits(step, step_k)[1]
+            layout = LayoutMask(self.refs.layout, self.options, tiles.position[self.tile], turn)
+            is_full &= layout.bits(place, width)[1]
 
         def attend_edge(place: Array, _: None) -> None:
             if layout is None:
@@ -68,16 +70,22 @@ class Pieces:
             else:
                 pl.when(layout.bits(place, edge_k)[0])(lambda: attend(place, edge_k, layout, True))
 
-        def attend_edges() -> None:
-            start, stop = self._places(first_key, step_k, edge_k)
-            before = step * (step_k // edge_k)
-            lax.fori_loop(before + start, before + stop, attend_edge, None)
+        def walk_half(place: Array, _: None) -> None:
+            self._walk_piece(first, turn, attend, place, width // 2)
+
+        def walk_parts() -> None:
+            is_large = width > 2 * edge_k
+            part = width // 2 if is_large else edge_k
+            start, stop = self._places(first_key, width, part)
+            before = place * (width // part)
+            body = walk_half if is_large else attend_edge
+            lax.fori_loop(before + start, before + stop, body, None)
 
         if self.refs.bias is not None:
-            attend_edges()
+            walk_parts()
         else:
-            pl.when(is_full)(lambda: attend(step, step_k, None, False))
-            pl.when(~is_full)(attend_edges)
+            pl.when(is_full)(lambda: attend(place, width, None, False))
+            pl.when(~is_full)(walk_parts)
 
 
 def for_heads(sizes: Sequence[int], options: Options, body: Callable[[list[Any]], None]) -> None:

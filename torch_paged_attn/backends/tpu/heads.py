@@ -1,0 +1,83 @@
+"""Tokens as rows of tiles, and back: the gathers and transposes that XLA does around a launch whose
+kernel does not pick its rows out of the tokens by itself (`token_rows.py` does).
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from torch_paged_attn.backends.tpu.softmax import base_2
+from torch_paged_attn.backends.tpu.tiles import Cut
+
+SUBLANES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How a launch's rows are numbered: `row = g * tile_q + token` for query head `g` of a KV
+    head's group. KV heads that are stacked count as one here, and their groups as one group.
+    """
+
+    num_kv_heads: int
+    group_size: int
+    tile_q: int
+    unit: int = SUBLANES  # rows are padded to multiples of it
+    paired: int = 1  # heads of a group whose rows stand alternately
+
+    def pad(self, rows: Array, value: float = 0.0) -> Array:
+        """(..., rows, n), padded to whole units."""
+        padding = ((0, 0), (0, 0), (0, -rows.shape[2] % self.unit), (0, 0))
+        return jnp.pad(rows, padding, constant_values=value)
+
+    def of_tokens(self, x: Array, cut: Cut, absent: float | None = None) -> Array:
+        """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n).
+
+        Rows that are no tokens hold what `absent` says, or anything.
+        """
+        num_tiles, tile_q = cut.token.shape
+        x = x[cut.token]
+        if absent is not None:
+            is_there = jnp.arange(tile_q) < cut.tiles.num_tokens[:, None]
+            x = jnp.where(is_there[:, :, None, None], x, jnp.asarray(absent, x.dtype))
+        x = x.reshape(num_tiles, tile_q, self.num_kv_heads, self.group_size, -1)
+        x = x.transpose(0, 2, 3, 1, 4).reshape(num_tiles, self.num_kv_heads, -1, x.shape[-1])
+        return self.pad(x, absent or 0.0)
+
+    def to_tokens(self, x: Array, cut: Cut) -> Array:
+        """(num_tiles, num_kv_heads, rows, n) as (total_q, num_heads, n)."""
+        num_tiles, num_kv_heads, _, width = x.shape
+        x = x[:, :, : self.group_size * self.tile_q]
+        x = x.reshape(num_tiles, num_kv_heads, self.group_size, self.tile_q, width)
+        x = x.transpose(0, 3, 1, 2, 4).reshape(num_tiles * self.tile_q, -1, width)
+        return x[cut.tile_of * self.tile_q + cut.place_of]
+
+    def folded(self, q: Array, fold: int) -> Array:
+        """Rows of `fold * n` numbers, as often as a row of keys holds keys: a row's own numbers
+        stand where this one of the keys does, among zeros.
+        """
+        width = q.shape[-1]
+        lanes = ((i * width, (fold - 1 - i) * width) for i in range(fold))
+        axes = ((0, 0),) * (q.ndim - 1)
+        return jnp.concatenate([jnp.pad(q, (*axes, both)) for both in lanes], axis=2)
+
+    def of_heads(self, values: Array, fold: int = 1) -> Array:
+        """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1), all rows `fold` times."""
+        pairs = self.group_size // self.paired, 1, self.paired
+        x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, *pairs)
+        x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q, self.paired))
+        return jnp.tile(self.pad(x.reshape(*x.shape[:2], -1, 1)), (1, 1, fold, 1))
+
+    def of_bias(self, bias: Array, cut: Cut, block_k: int) -> Array:
+        """(1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, whole blocks)."""
+        if bias.dtype == jnp.bool_:
+            bias = jnp.where(bias, 0.0, -jnp.inf)
+        else:
+            bias = base_2(bias.astype(jnp.float32))
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -bias.shape[2] % block_k)))
+        x = bias[:, cut.token].swapaxes(0, 1)  # (num_tiles, heads, tile_q, keys)
+        num_tiles, heads, _, keys = x.shape
+        if heads == 1:
+            x = jnp.broadcast_to(x, (num_tiles, self.group_size, self.tile_q, keys))
+        # rows that are not there see nothing
+        return self.pad(x.reshape(num_tiles, max(1, heads // self.group_size), -1, keys), -jnp.inf)
