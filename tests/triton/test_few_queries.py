@@ -80,6 +80,7 @@ def test_the_costs_have_the_names_of_the_table():
         (variant(head_dim=512), 1),
         (variant(seqs=((30, 60),) * 9), 30),  # more rows than one consumer has
         (variant(seqs=((3, 60),) * 9), 0),  # nobody says how long the longest is
+        (variant(seqs=()), 1),
     ],
 )
 def test_calls_that_have_no_way(problem, longest):

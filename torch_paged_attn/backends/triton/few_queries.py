@@ -36,7 +36,7 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         return None
     # where there are no more queries than sequences, these are decodes, whatever the longest has
     queries = 1 if call.total_q <= call.batch else longest
-    if call.block_table is None or call.layout is not None or queries <= 0:
+    if call.block_table is None or call.layout is not None or queries <= 0 or call.batch == 0:
         return None
     if queries * call.group_size > BLOCK_M or call.q.itemsize > 2:
         return None
