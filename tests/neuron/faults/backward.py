@@ -4,6 +4,7 @@ from faults.fault import LAUNCHES, Fault, suite
 
 TILE_BACK, BACKWARD = "kernels/backward_tile.py", "kernels/attention_backward.py"
 SUMS = "kernels/backward_sums.py"
+ROWS = "tests/neuron/test_backward.py", "-k", "come_as_rows or row_of_nan"
 GRADIENTS = suite("gradients_agree and more_queries")
 GRADIENTS_LONG = suite("gradients_agree and training/long")
 GRADIENTS_DROPOUT = suite("gradients_agree and training/dropout")
@@ -57,56 +58,56 @@ FAULTS = (
         SUMS,
         "data=rows, scale=options.out_scale",
         "data=rows, scale=1.0",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "rows of dq of the last chunk alone",
         SUMS,
         "moving=item.k[:, chunk, 0, 0, :],\n                accumulate=chunk > 0",
         "moving=item.k[:, chunk, 0, 0, :],\n                accumulate=False",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "rows of dq in another tile's place",
         SUMS,
         "tile = seen[place][LEVEL] - lowest",
         "tile = place",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "rows of dk and dv of the first keys again and again",
         SUMS,
         "stationary=weights[:, chunk * P : chunk * P + P]",
         "stationary=weights[:, 0:P]",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "rows of dk and dv without their scale",
         SUMS,
         "dst=rows[:, first:last], op=nl.copy, data=data, scale=scale",
         "dst=rows[:, first:last], op=nl.copy, data=data, scale=1.0",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "another tile's queries move beside the identity",
         SUMS,
         "[1, P]], offset=level * P",
         "[1, P]], offset=0",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "dk's sum moves where the turned tile is",
         SUMS,
         "src=sums[:, first:last, P : 2 * P]",
         "src=sums[:, first:last, 0:P]",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "NaN spreads by a product with the identity on the third generation",
         SUMS,
         "if not second or not options.wants_dq",
         "if not options.wants_dq",
-        LAUNCHES,
+        ROWS,
     ),
     Fault(
         "a tile whose last keys are hidden counts as whole",
