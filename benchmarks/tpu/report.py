@@ -6,9 +6,10 @@ A program's figure is its kernels' bundles plus XLA's estimate, in cycles, of wh
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
-from run import RESULTS
+RESULTS = Path(__file__).parents[1] / "results"
 
 MLA = "mla_decode_b16_kv4096_page16"
 
@@ -53,13 +54,16 @@ def _compared(
     return f"less than {ratio:.2f}", verdict if verdict == "met" else "open"
 
 
-def main() -> None:
+def table() -> tuple[list[str], dict[str, set[str]]]:
+    """The table's lines, and the commits that ours and the peers' programs were counted at."""
     rows = {}
     for chip in CHIPS:
         document = json.loads((RESULTS / f"tpu-{chip}" / "schedules.json").read_text())
         rows[chip] = {row["problem"]: row for row in document["results"]}
-    print("| call | chip | ours: kernels + around | peer: kernels + around | ours / peer | bar | |")
-    print("|---|---|---|---|---|---|---|")
+    shown = [
+        "| call | chip | ours: kernels + around | peer: kernels + around | ours / peer | bar | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     with_write, wide = "ours, with the write", "ours, queries of whole lanes"
     # the write of latent keys is not part of ours
     lines = [
@@ -76,8 +80,13 @@ def main() -> None:
                 commits[who].add(counts["commit"] if counts else "none")
             ratio, verdict = _compared(ours, peer, bar)
             cells = call, chip, _shown(ours), _shown(peer), ratio, bar, verdict
-            print("|", " | ".join(map(str, cells)), "|")
-    print()
+            shown.append(f"| {' | '.join(map(str, cells))} |")
+    return shown, commits
+
+
+def main() -> None:
+    shown, commits = table()
+    print(*shown, "", sep="\n")
     for who, counted_at in commits.items():
         print(f"{who}: counted at {', '.join(sorted(counted_at))}")
 

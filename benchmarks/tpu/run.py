@@ -30,14 +30,14 @@ PACKAGES = ("jax", "jaxlib", "libtpu")
 
 
 def _commit() -> str:
-    """What is counted: the commit, "-dirty" if more than results differs from it."""
+    """What is counted: the commit, "-dirty" if more differs from it than what a run writes."""
 
     def git(*command: str) -> str:
         run = subprocess.run(["git", *command], capture_output=True, text=True, cwd=RESULTS)
         run.check_returncode()
         return run.stdout.strip()
 
-    code = ":/", ":(top,exclude)benchmarks/results"
+    code = ":/", ":(top,exclude)benchmarks/results", f":(exclude){BUDGET}"
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
     return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
