@@ -50,9 +50,6 @@ from torch_paged_attn.ops.lacking import lacking
 # columns that a consumer and a box have
 HALF, ROPE = 256, 64
 
-# keys that a program takes at a time
-KEYS = 128
-
 # registers of a consumer's thread
 REGISTERS = 232
 

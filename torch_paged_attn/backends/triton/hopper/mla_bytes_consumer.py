@@ -119,9 +119,7 @@ def _take_rows(of_scores, params, pipelines, OPTIONS: gl.constexpr, FIRST: gl.co
 
 
 @gluon.jit
-def _take_queries(
-    tile, of_scores, params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr
-):
+def _take_queries(tile, of_scores, params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     """Have a tile's queries in shared memory, a share of them by each consumer."""
     SHARE: gl.constexpr = OPTIONS.ROWS // OPTIONS.CONSUMERS
     for i in gl.static_range(SHARE // QUERIES):

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaBytesParams, MlaSizes
 from torch_paged_attn.backends.triton.hopper.mla_bytes_consumer import consume_bytes
+from torch_paged_attn.backends.triton.hopper.mla_bytes_producer import produce_bytes
 from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import (
     BytesPipelines,
     new_barriers,
@@ -17,7 +18,6 @@ from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import (
     new_split_queries,
     new_stored_keys,
 )
-from torch_paged_attn.backends.triton.hopper.mla_bytes_producer import produce_bytes
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
 
