@@ -88,7 +88,12 @@ KNOWN = {
 
 # The same for a kernel, whatever the call: its accumulators fill the registers, and smaller tiles,
 # which spill less, are slower.
-KNOWN_KERNELS = {"_hopper_backward_keys_kernel": 704, "_hopper_backward_queries_kernel": 104}
+KNOWN_KERNELS = {
+    "_hopper_backward_keys_kernel": 704,
+    "_hopper_backward_queries_kernel": 104,
+    # with 64 rows of queries (notes/gpu.md, "Keys of 8 bits")
+    "_hopper_mla_bytes_fwd_kernel": 208,
+}
 
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}

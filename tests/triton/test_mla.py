@@ -9,14 +9,15 @@ import torch
 from hopper_calls import HAS_HOPPER, HOPPER
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.hopper import mla
+from torch_paged_attn.backends.triton.hopper import mla, mla_bytes, mla_work
 from torch_paged_attn.backends.triton.hopper.mla_arguments import MlaPointers
 from torch_paged_attn.backends.triton.hopper.mla_combine import _hopper_mla_combine_kernel
 from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.testing import PROBLEMS, Problem, Truth, assert_accurate, build
 
-bf16, f16 = torch.bfloat16, torch.float16
+bf16, f16, i8 = torch.bfloat16, torch.float16, torch.int8
+e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # around the ends of blocks and pairs of blocks; without keys; with more queries than keys
 EDGES = ((1, 0), (1, 62), (1, 63), (1, 64), (2, 64), (1, 127), (1, 128), (0, 50), (1, -1), (3, -1))
@@ -36,7 +37,50 @@ SHAPES = tuple(
         ("one_long", ((1, 2600),), 70, dict(page_size=16)),
     )
 )
-over_shapes = pytest.mark.parametrize("problem", SHAPES, ids=[p.name for p in SHAPES])
+IN_8_BITS = tuple(
+    Problem(name, seqs, heads, 1, 576, 512, cache_layout="mla", **({"dtype": bf16} | options))
+    for name, seqs, heads, options in (
+        ("e4m3_h16_page64", EDGES, 16, dict(kv_dtype=e4m3, page_size=64, descale="batch")),
+        ("int8_h16_page16", FEW_EDGES, 16, dict(kv_dtype=i8, page_size=16, descale="heads")),
+        ("e4m3_h16_long", LONG, 16, dict(kv_dtype=e4m3, page_size=64)),
+        (
+            "e5m2_h16_page32",
+            LONG,
+            16,
+            dict(kv_dtype=e5m2, page_size=32, dtype=f16, descale="scalar"),
+        ),
+        ("e4m3_h16_page16_one", ((1, 5000),), 16, dict(kv_dtype=e4m3, page_size=16)),
+        ("e4m3_h32_page64", EDGES, 32, dict(kv_dtype=e4m3, page_size=64, descale="batch")),
+        (
+            "int8_h16_2_tokens",
+            ((2, 700), (2, 127), (2, 0), (1, 300)),
+            16,
+            dict(kv_dtype=i8, page_size=16, descale="batch"),
+        ),
+        (
+            "e4m3_h70_page128",
+            LONG,
+            70,
+            dict(kv_dtype=e4m3, page_size=128, descale="batch", padding_rows=3),
+        ),
+        ("e4m3_h128_packed", FEW_EDGES, 128, dict(kv_dtype=e4m3, dtype=f16, descale="heads")),
+        (
+            "e4m3_h20_full",
+            EDGES,
+            20,
+            dict(kv_dtype=e4m3, page_size=32, causal=False, lengths="cu_seqlens_k"),
+        ),
+        (
+            "int8_h128_2_tokens",
+            ((2, 700), (2, 127), (1, 300)),
+            128,
+            dict(kv_dtype=i8, page_size=64, descale="batch"),
+        ),
+    )
+)
+over_shapes = pytest.mark.parametrize(
+    "problem", SHAPES + IN_8_BITS, ids=[p.name for p in SHAPES + IN_8_BITS]
+)
 
 
 def call_of(problem, device="cpu", **changes):
@@ -67,6 +111,8 @@ def test_supported(problem):
         (dict(softmax_scale=-1.0), "softmax_scale"),
         (dict(q=torch.zeros(9, 16, 64, dtype=bf16)), "no latent"),
         (dict(q_position=torch.zeros(1, dtype=torch.int32)), "q_position"),
+        (dict(k_descale=torch.ones(())), "k_descale"),
+        (dict(q=torch.zeros(9, 16, 576)), "float32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -112,7 +158,7 @@ def test_programs_end_together(batch, queries, heads, programs):
     problem = Problem("even", ((queries, 9),) * batch, heads, 1, 576, 512, dtype=bf16, page_size=64)
     call = call_of(dataclasses.replace(problem, cache_layout="mla"))
     with assume(HOPPER):
-        assert mla.programs_of(call, mla.options_of(call)) == programs
+        assert mla_work.programs_of(call, mla.options_of(call)) == programs
 
 
 def _sums(call, b, rows, first, stop):
@@ -182,7 +228,7 @@ def test_parts_are_added_up(heads, programs, device):
     lengths = [x if x is None else x.to(device) for x in lengths]
     pointers = MlaPointers(lse, *lengths, None, parts)
     _hopper_mla_combine_kernel[(call.total_q, -(-heads // 16), 2)](
-        out, pointers, **mla.sizes_of(call)._asdict(), num_heads=heads, programs=programs,
+        out, pointers, **mla_work.sizes_of(call)._asdict(), num_heads=heads, programs=programs,
         OPTIONS=options, SHARES=(16, 2, 256), **dependent_launch(False),
     )  # fmt: skip
     assert_accurate(out, lse, build(problem).truth())
@@ -206,9 +252,34 @@ def test_compiles_to_products(problem, compiler):
     assert kernel.spills == 0 or not cross_compile.IS_FITTED
 
 
+@pytest.mark.parametrize("rows", sorted(mla_bytes.FORMS))
+def test_keys_of_8_bits_compile_to_products(rows, compiler):
+    """Operands of rows come from `ldmatrix` and conversions in registers; two programs, or one of
+    two consumers, fit into a multiprocessor's shared memory."""
+    problem = dataclasses.replace(IN_8_BITS[0], num_heads=rows, seqs=((1, 600), (1, 90)))
+    kernels = compiler.submit(compile_latent, problem).result()
+    kernel = next(k for k in kernels if k.name == "_hopper_mla_bytes_fwd_kernel")
+    assert kernel.faults("sm90", problem.name) == []
+    assert kernel.spills == 0 or rows > 16 or not cross_compile.IS_FITTED
+    form = mla_bytes.FORMS[rows]
+    # of each consumer, 36 products for scores and 32 for values
+    assert kernel.matrix_instructions == 68 * form.consumers
+    # a program has 1 KB beside what it asks for
+    assert form.programs * (kernel.shared + 1024) <= 233472
+
+
+@pytest.mark.parametrize(
+    "heads, tokens, rows", [(12, 1, 16), (16, 1, 16), (16, 2, 32), (128, 1, 0)]
+)
+def test_tiles_of_keys_of_8_bits(heads, tokens, rows):
+    """The smallest tile that holds a sequence's rows, and the largest one for many."""
+    problem = dataclasses.replace(IN_8_BITS[2], num_heads=heads, seqs=((tokens, 600),) * 3)
+    assert mla_bytes.form_of(call_of(problem)).rows == (rows or max(mla_bytes.FORMS))
+
+
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
-    "problem", [*SHAPES, PROBLEMS["deepseek_mla/decode/bf16"]], ids=lambda p: p.name
+    "problem", [*SHAPES, *IN_8_BITS, PROBLEMS["deepseek_mla/decode/bf16"]], ids=lambda p: p.name
 )
 def test_agrees_with_the_reference(problem):
     args = build(problem).to("cuda").args
@@ -220,6 +291,16 @@ def test_agrees_with_the_reference(problem):
     assert_accurate(*first, build(problem).truth())
     second = plan(tensors, [x.data_ptr() for x in tensors])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 1e-30])
+def test_descales_of_any_sign_and_size(factor):
+    call = build(IN_8_BITS[0])
+    call.args["k_descale"] = call.args["k_descale"] * factor
+    moved = AttentionCall.flash_varlen(**call.to("cuda").args)
+    results = mla.plan_attention(moved, None)(tuple(moved.given_tensors().values()), None)
+    assert_accurate(*results, call.truth())
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -23,7 +23,7 @@ from torch_paged_attn.backends.triton.flash_varlen import (
     said_of_reach,
 )
 from torch_paged_attn.backends.triton.hopper import backward as hopper_backward
-from torch_paged_attn.backends.triton.hopper import mla
+from torch_paged_attn.backends.triton.hopper import mla, mla_work
 from torch_paged_attn.backends.triton.hopper import tiles as hopper
 from torch_paged_attn.backends.triton.hopper.choices import Form, choose_tiles
 from torch_paged_attn.backends.triton.portable import tiles as portable
@@ -156,14 +156,14 @@ def _hopper(call: AttentionCall, form: Form) -> tuple[dict[str, Any], int]:
 def _latent(call: AttentionCall) -> tuple[dict[str, Any], int]:
     """Tiles of the kernel for latent attention, and the bytes of its partial results."""
     options = mla.options_of(call)
-    programs = mla.programs_of(call, options)
+    programs = mla_work.programs_of(call, options)
     found = {
         "queries_per_tile": options.TOKENS,
         "heads_per_tile": options.PACKED_HEADS,
-        "keys_per_tile": mla.KEYS,
+        "keys_per_tile": options.UNIT_KEYS,
         "grid": (programs,),
     }
-    return found, WORD * mla.part_elements(programs)
+    return found, WORD * mla_work.part_elements(programs, options)
 
 
 def _backward(call: BackwardCall) -> Path:

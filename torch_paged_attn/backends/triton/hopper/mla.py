@@ -10,36 +10,45 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.hopper import mla_bytes
 from torch_paged_attn.backends.triton.hopper.mla_arguments import (
     MlaOptions,
     MlaPointers,
     MlaScalars,
-    MlaSizes,
+)
+from torch_paged_attn.backends.triton.hopper.mla_work import (
+    HEAD_DIM,
+    HEAD_DIM_V,
+    READ_BY_ADDRESS,
+    combine_launch,
+    part_elements,
+    programs_of,
+    sizes_of,
 )
 from torch_paged_attn.backends.triton.hopper.support import (
     BLOCK_M,
+    DESCALES,
+    IN_8_BITS,
+    IN_16_BITS,
     LACKS,
     LEAST_BOX,
     LEAST_SCALE,
     NOT_CARRIED,
     OF_LISTS,
+    converts,
     is_bound,
     is_misaligned,
     key_bound,
     unsupported_device,
 )
-from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, Plan
-from torch_paged_attn.backends.triton.runtime.target import next_power_of_2, target_of
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.ops.lacking import lacking
 
-# columns of keys, of which the first are the values; those that a consumer and a box have
-HEAD_DIM, HEAD_DIM_V, HALF, ROPE = 576, 512, 256, 64
-
-# keys that a program takes at a time
-KEYS = 128
+# columns that a consumer and a box have
+HALF, ROPE = 256, 64
 
 # registers of a consumer's thread
 REGISTERS = 232
@@ -51,15 +60,6 @@ PIECES = 4
 # least; mean queries of a sequence, at most
 LEAST_ROWS, LEAST_KEYS, MOST_QUERIES = 16, 500, 2
 
-# parts of a tile from which on a program of the second kernel takes many of them and few columns,
-# and rows from which on it takes two
-MANY_PARTS, MANY_ROWS = 6, 1024
-
-# of so many groups of programs one may be left out to have the others end together
-LEAST_BUSY = 16
-
-READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
-
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can. Whether the values are columns of the
@@ -70,13 +70,13 @@ def unsupported(call: AttentionCall) -> str | None:
         return "it is no latent attention"
     if (reason := unsupported_device(q.device)) is not None:
         return reason
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k is {k.dtype}, not both bfloat16 or both float16"
+    if q.dtype not in IN_16_BITS or k.dtype not in (q.dtype, *IN_8_BITS):
+        return f"q is {q.dtype} and k is {k.dtype}"
     if call.result_dtype != q.dtype:
         return f"out_dtype is {call.out_dtype}"
     if k.stride() != v.stride() or call.layout is not None:
         return "the values do not lie as the keys do"
-    for name in (*NOT_CARRIED, "alibi_slopes", "sinks"):
+    for name in (*NOT_CARRIED, *(() if converts(call) else DESCALES), "alibi_slopes", "sinks"):
         if getattr(call, name) is not None:
             return f"it has no {name}"
     if call.dropout_p > 0.0 or call.softcap:
@@ -110,6 +110,8 @@ def unprofitable(call: AttentionCall) -> str | None:
 
 def options_of(call: AttentionCall) -> MlaOptions:
     """What the kernels are compiled for."""
+    if converts(call):
+        return mla_bytes.options_of(call)
     packed = min(next_power_of_2(call.num_heads), BLOCK_M)
     page_size = call.page_size
     return MlaOptions(
@@ -125,51 +127,6 @@ def options_of(call: AttentionCall) -> MlaOptions:
     )
 
 
-def sizes_of(call: AttentionCall) -> MlaSizes:
-    """Numbers that differ from call to call."""
-    return MlaSizes(
-        num_pages=call.k.shape[0],
-        batch=call.batch,
-        total_q=call.total_q,
-        max_keys=min(key_bound(call), 2**31 - 1),
-        stride_table=0 if call.block_table is None else call.block_table.stride(0),
-    )
-
-
-def tiles_of(call: AttentionCall, options: MlaOptions) -> int:
-    """Tiles of one tile of heads, if sequences have the mean number of queries."""
-    queries = -(-call.total_q // max(call.batch, 1))
-    return max(call.batch * -(-queries // options.TOKENS), 1)
-
-
-def programs_of(call: AttentionCall, options: MlaOptions) -> int:
-    """Programs, one on each multiprocessor: as many for each tile of heads, and a few less if then
-    sequences of one length are whole in a program, or cut in parts of one length.
-    """
-    groups = max(target_of(call.q.device).multiprocessors // options.HEAD_TILES, 1)
-    tiles = tiles_of(call, options)
-    even = -(-tiles // -(-tiles // groups)) * max(groups // tiles, 1)
-    if even * LEAST_BUSY < groups * (LEAST_BUSY - 1):
-        even = groups
-    return even * options.HEAD_TILES
-
-
-def shares_of_combine(
-    call: AttentionCall, options: MlaOptions, programs: int
-) -> tuple[int, int, int]:
-    """Of a program of the second kernel: its heads, the parts that it adds up at a time, and its
-    columns."""
-    parts = programs // options.HEAD_TILES // tiles_of(call, options)
-    if parts >= MANY_PARTS:
-        return 1, 64, 128
-    return (2, 2, 512) if call.total_q * call.num_heads > MANY_ROWS else (1, 4, 512)
-
-
-def part_elements(programs: int) -> int:
-    """Numbers that programs leave: rows of values, then their references and sums."""
-    return 2 * programs * BLOCK_M * (HEAD_DIM_V + 2)
-
-
 def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     """A plan for the given tensors of calls like this one, in the order of the op's list; and
     `otherwise` where the values are no columns of the keys but lie elsewhere, which a description
@@ -179,7 +136,7 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
     new_out, new_lse = map(Allocation.like, results)
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
-    start = plan_launches(call, results[0])
+    start = mla_bytes.plan_launches(call) if converts(call) else plan_launches(call, results[0])
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
         _, k, v = addresses[:3] if addresses is not None else [x.data_ptr() for x in tensors[:3]]
@@ -194,13 +151,12 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
 
 def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     """A plan that is given where the results go, tensors like `out` and its lse."""
-    from torch_paged_attn.backends.triton.hopper.mla_combine import _hopper_mla_combine_kernel
     from torch_paged_attn.backends.triton.hopper.mla_kernel import _hopper_mla_fwd_kernel
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
-    options, target = options_of(call), target_of(call.q.device)
+    options = options_of(call)
     programs = programs_of(call, options)
-    new_parts = Allocation((part_elements(programs),), torch.float32, call.q.device)
+    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
     k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
     rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
     q_boxes = [ragged_rows(call.q, **rows, width=width) for width in (HALF, ROPE)]
@@ -212,28 +168,16 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
         scale_log2=call.scale * LOG2E.value,
     )
-    sizes = sizes_of(call)
     launch = Launch(
         _hopper_mla_fwd_kernel,
         (programs,),
-        **sizes._asdict(),
+        **sizes_of(call)._asdict(),
         scalars=scalars,
         OPTIONS=options,
         num_warps=4,
         launch_pdl=True,
     )
-    heads, at_a_time, columns = shares_of_combine(call, options, programs)
-    combine = Launch(
-        _hopper_mla_combine_kernel,
-        (call.total_q, -(-call.num_heads // heads), HEAD_DIM_V // columns),
-        **sizes._asdict(),
-        num_heads=call.num_heads,
-        programs=programs,
-        OPTIONS=options,
-        SHARES=(heads, at_a_time, columns),
-        num_warps=4,
-        **dependent_launch(target.overlaps_launches),
-    )
+    combine = combine_launch(call, options, programs)
     # what is not given is the None behind the tensors
     names = list(call.given_tensors())
     places = {name: i for i, name in enumerate(names)}

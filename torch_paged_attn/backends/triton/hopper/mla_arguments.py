@@ -35,7 +35,7 @@ class MlaScalars(NamedTuple):
 class MlaOptions(NamedTuple):
     """What the kernel is compiled for."""
 
-    TOKENS: int  # of a tile of 64 rows
+    TOKENS: int  # of a tile
     PACKED_HEADS: int  # rows of a token
     HEAD_TILES: int  # tiles of a token's heads
     PAGE_SIZE: int  # 0 for packed keys
@@ -43,6 +43,14 @@ class MlaOptions(NamedTuple):
     IS_CAUSAL: bool
     REGISTERS: int  # of a consumer's thread
     PIECES: int  # of a unit, that are waited for one after the other
+    ROWS: int = 64  # of a tile
+    UNIT_KEYS: int = 128  # of a unit of work: see `mla_producer.py`
+    PROGRAMS: int = 1  # that a multiprocessor has room for
+    # of keys of 8 bits: their format (`dequant.py`), consumers of a program, and blocks of keys for
+    # which there is room
+    FORMAT: str = ""
+    CONSUMERS: int = 2
+    STAGES: int = 0
     # the windows of `scores.mask_window`, of which there are none
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False
@@ -60,3 +68,42 @@ class MlaParams(NamedTuple):
     pointers: MlaPointers
     sizes: MlaSizes
     scalars: MlaScalars
+
+
+class MlaBytesPointers(NamedTuple):
+    """Memory reached by address where keys have 8 bits: that of `MlaPointers`, and more."""
+
+    lse: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_k: Any
+    block_table: Any
+    parts: Any
+    q: Any  # (total_q, num_heads, 576)
+    out: Any  # (total_q, num_heads, 512), contiguous
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+
+
+class MlaBytesScalars(NamedTuple):
+    """Numbers that follow from the description of such a call."""
+
+    num_heads: int
+    page_rows: int
+    scale_log2: float
+    q_token: int  # strides of queries
+    q_head: int
+    q_descale_batch: int  # strides of descales, 0 where one is shared
+    k_descale_batch: int
+    v_descale_batch: int
+
+
+class MlaBytesParams(NamedTuple):
+    """All that the host passes where keys have 8 bits."""
+
+    k_desc: Any  # boxes of 128 columns
+    k_rope_desc: Any  # of the 64 columns past the latent
+    pointers: MlaBytesPointers
+    sizes: MlaSizes
+    scalars: MlaBytesScalars

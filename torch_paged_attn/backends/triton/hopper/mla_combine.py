@@ -16,8 +16,8 @@ from torch_paged_attn.backends.triton.softmax import finite_or_zero
 # sequences that are looked at at a time
 LOOKED_AT = tl.constexpr(128)
 
-# rows of a part, values of a row, and keys of a unit: those of `mla_pipeline.py`
-ROWS, WIDTH, UNIT_KEYS = (tl.constexpr(i) for i in (64, 512, 128))
+# values of a row
+WIDTH = tl.constexpr(512)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -32,7 +32,7 @@ def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
         sizes.max_keys, OPTIONS.PAGE_SIZE > 0,
     )  # fmt: skip
     query_len = tl.where(b <= sizes.batch, tl.maximum(q_stop - q_start, 0), 0)
-    return q_start, query_len, tl.maximum(tl.cdiv(key_len, UNIT_KEYS), 1)
+    return q_start, query_len, tl.maximum(tl.cdiv(key_len, OPTIONS.UNIT_KEYS), 1)
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def _hopper_mla_combine_kernel(
     PARTS: tl.constexpr = SHARES[1]
     COLUMNS: tl.constexpr = SHARES[2]
     TOKENS: tl.constexpr = OPTIONS.TOKENS
+    ROWS: tl.constexpr = OPTIONS.ROWS
     HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     row = tl.program_id(0)

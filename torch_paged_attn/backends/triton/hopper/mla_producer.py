@@ -1,10 +1,12 @@
 """The producer of the kernel for latent attention, a warp: it finds its program's share of the keys
 and has the tensor memory accelerator load queries and keys.
 
-The keys of all tiles, in pairs of blocks and in a row, are dealt out evenly to groups of programs;
-the programs of a group take a tile of heads each, so that they read the same keys at the same time.
-`mla_combine.py` finds the shares by the same rule.
+The keys of all tiles, in units of one or two blocks and in a row, are dealt out evenly to groups of
+programs; the programs of a group take a tile of heads each, so that they read the same keys at the
+same time. `mla_combine.py` finds the shares by the same rule.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,6 +19,7 @@ from torch_paged_attn.backends.triton.hopper.producer import (
 )
 from torch_paged_attn.backends.triton.hopper.tma import load_rows
 from torch_paged_attn.backends.triton.hopper.work_info import (
+    BATCH,
     CONTEXT_LEN,
     FIRST_KEY,
     FIRST_PART,
@@ -51,9 +54,10 @@ def _lengths_of(b, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _pairs_of(key_len):
-    """Pairs of blocks; one, of masked keys, where there is no key."""
-    return gl.maximum((key_len + 2 * KEYS - 1) // (2 * KEYS), 1)
+def _units_of(key_len, OPTIONS: gl.constexpr):
+    """Units of a tile; one, of masked keys, where there is no key."""
+    UNIT_KEYS: gl.constexpr = OPTIONS.UNIT_KEYS
+    return gl.maximum((key_len + UNIT_KEYS - 1) // UNIT_KEYS, 1)
 
 
 @gluon.jit
@@ -63,11 +67,11 @@ def _add(a, b):
 
 @gluon.jit
 def _units_from(b0, params, OPTIONS: gl.constexpr):
-    """Of sequences from b0 on: pairs of blocks of all their tiles."""
+    """Of sequences from b0 on: units of all their tiles."""
     layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [gl.num_warps()], [0])
     b = b0 + gl.arange(0, LOOKED_AT, layout)
     _, query_len, _, key_len = _lengths_of(b, params, OPTIONS)
-    return (query_len + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS * _pairs_of(key_len), b
+    return (query_len + OPTIONS.TOKENS - 1) // OPTIONS.TOKENS * _units_of(key_len, OPTIONS), b
 
 
 @gluon.jit
@@ -105,7 +109,7 @@ def _find_share(params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
+def find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
     """Of the boxes of a block, the keys from number `start` on: the first row of each one's page or
     sequence, and how many rows are to be read of that, from where on."""
     BOX: gl.constexpr = OPTIONS.BOX_ROWS
@@ -175,70 +179,132 @@ def _load_piece(
             load_rows(params.k_rope_desc, first, size, row, 0, barrier, rope, 2 * HALF)
 
 
+class Share(NamedTuple):
+    """What a program has yet to do, as values of the kernel."""
+
+    unit: Any  # of all units, in a row
+    stop: Any
+    b: Any  # the unit's sequence
+    offset: Any  # the unit among those of its sequence
+    group: Any
+    head_tile: Any
+
+
+class LatentTile(NamedTuple):
+    """A sequence's next tile."""
+
+    tiles: Any  # of the sequence
+    units_of_tile: Any
+    first: Any  # unit of the tile
+    units: Any  # of the share
+    q_start: Any
+    first_token: Any
+    stop_token: Any
+    head: Any
+    k_start: Any
+    key_len: Any
+    table: Any  # where its pages are listed
+
+
+@gluon.jit
+def first_share(params, OPTIONS: gl.constexpr):
+    """This program's share."""
+    unit, stop, b, offset, group = _find_share(params, OPTIONS)
+    return Share(unit, stop, b, offset, group, gl.program_id(0) % OPTIONS.HEAD_TILES)
+
+
+@gluon.jit
+def tile_of(share, params, OPTIONS: gl.constexpr):
+    """The tile of a share's next unit; `units` is 0 where its sequence has no queries."""
+    TOKENS: gl.constexpr = OPTIONS.TOKENS
+    q_start, query_len, k_start, key_len = _lengths_of(share.b, params, OPTIONS)
+    units_of_tile = _units_of(key_len, OPTIONS)
+    tiles = (query_len + TOKENS - 1) // TOKENS
+    first = share.offset % units_of_tile
+    units = gl.minimum(units_of_tile - first, share.stop - share.unit)
+    units = gl.where(tiles > 0, units, 0)
+    first_token = share.offset // units_of_tile * TOKENS
+    stop_token = gl.minimum(first_token + TOKENS, query_len)
+    head = share.head_tile * OPTIONS.PACKED_HEADS
+    table = 0
+    if OPTIONS.PAGE_SIZE > 0:
+        table = params.pointers.block_table + share.b.to(gl.int64) * params.sizes.stride_table
+    return LatentTile(
+        tiles, units_of_tile, first, units, q_start, first_token, stop_token, head, k_start,
+        key_len, table,
+    ), key_len - query_len  # fmt: skip
+
+
+@gluon.jit
+def tell_of(n, tile, context_len, share, work_info, OPTIONS: gl.constexpr):
+    """Write what consumers are to know of tile number n."""
+    part = 2 * share.group + (tile.first == 0).to(gl.int32)
+    part = part * OPTIONS.HEAD_TILES + share.head_tile
+    part = gl.where(tile.units == tile.units_of_tile, -1, part)
+    work_info.put(n, NUM_KV_TILES, tile.units)
+    work_info.put(n, FIRST_KEY, tile.first * OPTIONS.UNIT_KEYS)
+    work_info.put(n, KEY_LEN, tile.key_len)
+    work_info.put(n, CONTEXT_LEN, context_len)
+    work_info.put(n, Q_START, tile.q_start)
+    work_info.put(n, FIRST_TOKEN, tile.first_token)
+    work_info.put(n, STOP_TOKEN, tile.stop_token)
+    work_info.put(n, HEAD, tile.head)
+    work_info.put(n, BATCH, share.b)
+    work_info.put(n, FIRST_PART, part)
+    thread_barrier()  # the thread that arrives has not written all of these
+
+
+@gluon.jit
+def rest_of(share, tile):
+    """A share once a tile's units are done."""
+    offset = share.offset + tile.units
+    is_last = offset >= tile.tiles * tile.units_of_tile
+    b = gl.where(is_last, share.b + 1, share.b)
+    offset = gl.where(is_last, 0, offset)
+    return Share(share.unit + tile.units, share.stop, b, offset, share.group, share.head_tile)
+
+
 @gluon.jit
 def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
     """Load what the program's share of tiles needs, one after the other."""
-    TOKENS: gl.constexpr = OPTIONS.TOKENS
     queries, keys, work_info = pipelines.q, pipelines.k, pipelines.work_info
     q_desc, q_rope_desc = params.q_desc, params.q_rope_desc
     wait_for_kernel_before()
     # so that `mla_combine.py` need only wait for the programs to end
     let_next_kernel_start()
-    unit, stop, b, offset, group = _find_share(params, OPTIONS)
-    head_tile = gl.program_id(0) % OPTIONS.HEAD_TILES
-    head = head_tile * OPTIONS.PACKED_HEADS
+    share = first_share(params, OPTIONS)
     n = 0
     tile = 0
-    while unit < stop:
-        q_start, query_len, k_start, key_len = _lengths_of(b, params, OPTIONS)
-        pairs_of_tile = _pairs_of(key_len)
-        tiles = (query_len + TOKENS - 1) // TOKENS
-        if tiles > 0:
-            first_pair = offset % pairs_of_tile
-            pairs = gl.minimum(pairs_of_tile - first_pair, stop - unit)
-            first_token = offset // pairs_of_tile * TOKENS
-            stop_token = gl.minimum(first_token + TOKENS, query_len)
-            part = 2 * group + (first_pair == 0).to(gl.int32)
-            part = part * OPTIONS.HEAD_TILES + head_tile
-            part = gl.where(pairs == pairs_of_tile, -1, part)
+    while share.unit < share.stop:
+        found, context_len = tile_of(share, params, OPTIONS)
+        if found.units > 0:
             queries.acquire(tile)
-            work_info.put(tile, NUM_KV_TILES, pairs)
-            work_info.put(tile, FIRST_KEY, first_pair * (2 * KEYS))
-            work_info.put(tile, KEY_LEN, key_len)
-            work_info.put(tile, CONTEXT_LEN, key_len - query_len)
-            work_info.put(tile, Q_START, q_start)
-            work_info.put(tile, FIRST_TOKEN, first_token)
-            work_info.put(tile, STOP_TOKEN, stop_token)
-            work_info.put(tile, HEAD, head)
-            work_info.put(tile, FIRST_PART, part)
-            thread_barrier()  # the thread that arrives has not written all of these
+            tell_of(tile, found, context_len, share, work_info, OPTIONS)
             barrier = queries.full.index(0)
             mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
+            rows = found.q_start, found.stop_token, found.first_token, found.head
             for i in gl.static_range(2):
                 box = queries.halves.index(i)
-                load_rows(q_desc, q_start, stop_token, first_token, head, barrier, box, i * HALF)
+                load_rows(q_desc, rows[0], rows[1], rows[2], rows[3], barrier, box, i * HALF)
             box = queries.rope.index(0)
-            load_rows(q_rope_desc, q_start, stop_token, first_token, head, barrier, box, 2 * HALF)
-            table = 0
-            if OPTIONS.PAGE_SIZE > 0:
-                table = params.pointers.block_table + b.to(gl.int64) * params.sizes.stride_table
-            start = first_pair * (2 * KEYS)
-            for _ in range(pairs):
-                boxes = _find_boxes(start, table, k_start, key_len, params, OPTIONS)
+            load_rows(q_rope_desc, rows[0], rows[1], rows[2], rows[3], barrier, box, 2 * HALF)
+            start = found.first * (2 * KEYS)
+            for _ in range(found.units):
+                boxes = find_boxes(
+                    start, found.table, found.k_start, found.key_len, params, OPTIONS
+                )
                 _load_unit(n, boxes, params, keys, OPTIONS, 0)
                 _load_unit(n, boxes, params, keys, OPTIONS, 1)
                 start += KEYS
-                boxes = _find_boxes(start, table, k_start, key_len, params, OPTIONS)
+                boxes = find_boxes(
+                    start, found.table, found.k_start, found.key_len, params, OPTIONS
+                )
                 _load_unit(n, boxes, params, keys, OPTIONS, 2)
                 _load_unit(n, boxes, params, keys, OPTIONS, 3)
                 start += KEYS
                 n += 1
             tile += 1
-            unit += pairs
-            offset += pairs
-        if offset >= tiles * pairs_of_tile:
-            b += 1
-            offset = 0
+        share = rest_of(share, found)
     queries.acquire(tile)
     work_info.put(tile, NUM_KV_TILES, 0)
     thread_barrier()

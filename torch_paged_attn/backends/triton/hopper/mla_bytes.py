@@ -1,0 +1,150 @@
+"""Launches of the kernel for latent attention with keys of 8 bits: what it is compiled for, and its
+plan.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.dequant import PAIRED
+from torch_paged_attn.backends.triton.hopper.mla_arguments import (
+    MlaBytesPointers,
+    MlaBytesScalars,
+    MlaOptions,
+)
+from torch_paged_attn.backends.triton.hopper.mla_work import (
+    READ_BY_ADDRESS,
+    combine_launch,
+    part_elements,
+    programs_of,
+    sizes_of,
+)
+from torch_paged_attn.backends.triton.hopper.support import DESCALES, mean_length
+from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
+from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
+from torch_paged_attn.backends.triton.runtime.workspace import Allocation
+from torch_paged_attn.backends.triton.softmax import LOG2E
+
+# keys of a block, columns of a box of them, and columns past the latent
+KEYS, BOX, ROPE = 64, 128, 64
+
+# rows of the smallest tile
+LEAST_ROWS = 16
+
+
+class BytesForm(NamedTuple):
+    """How many rows a tile has, consumers a program, programs a multiprocessor, blocks of keys a
+    program has room for, and registers a consumer's thread."""
+
+    rows: int
+    consumers: int
+    programs: int
+    stages: int
+    registers: int
+
+
+FORMS = {
+    16: BytesForm(16, 1, 2, 2, 216),
+    32: BytesForm(32, 1, 2, 2, 216),
+    64: BytesForm(64, 2, 1, 3, 232),
+}
+
+
+def form_of(call: AttentionCall) -> BytesForm:
+    """The smallest tile that holds a sequence's rows; else the largest one."""
+    rows = next_power_of_2(call.num_heads) * mean_length(call)
+    return next((FORMS[n] for n in sorted(FORMS) if n >= rows), FORMS[max(FORMS)])
+
+
+def options_of(call: AttentionCall) -> MlaOptions:
+    """What the kernels are compiled for."""
+    form, page_size = form_of(call), call.page_size
+    packed = min(next_power_of_2(call.num_heads), form.rows)
+    return MlaOptions(
+        TOKENS=form.rows // packed,
+        PACKED_HEADS=packed,
+        HEAD_TILES=-(-call.num_heads // packed),
+        PAGE_SIZE=page_size,
+        # the largest power of two that divides a page
+        BOX_ROWS=min(page_size & -page_size, KEYS) if page_size else KEYS,
+        IS_CAUSAL=call.window_right == 0,
+        REGISTERS=form.registers,
+        PIECES=1,
+        ROWS=form.rows,
+        UNIT_KEYS=KEYS * form.consumers,
+        PROGRAMS=form.programs,
+        FORMAT=PAIRED[call.k.dtype],
+        CONSUMERS=form.consumers,
+        STAGES=form.stages,
+    )
+
+
+def scalars_of(call: AttentionCall) -> MlaBytesScalars:
+    """Numbers that follow from the description of a call."""
+    # a descale of one number for each sequence has two dimensions, and one KV head
+    given = [getattr(call, name) for name in DESCALES]
+    strides = [0 if x is None or x.dim() < 2 else x.stride(0) for x in given]
+    return MlaBytesScalars(
+        num_heads=call.num_heads,
+        page_rows=call.k.stride(0) // call.k.stride(2) if call.page_size else 0,
+        scale_log2=call.scale * LOG2E.value,
+        q_token=call.q.stride(0),
+        q_head=call.q.stride(1),
+        q_descale_batch=strides[0],
+        k_descale_batch=strides[1],
+        v_descale_batch=strides[2],
+    )
+
+
+def plan_launches(call: AttentionCall) -> Callable[..., None]:
+    """A plan that is given where the results go, contiguous tensors, out and its lse."""
+    from torch_paged_attn.backends.triton.hopper.mla_bytes_kernel import (
+        _hopper_mla_bytes_fwd_kernel,
+    )
+
+    options = options_of(call)
+    programs = programs_of(call, options)
+    new_parts = Allocation((part_elements(programs, options),), torch.float32, call.q.device)
+    k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
+    k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in (BOX, ROPE)]
+    # two programs of eight warps each share a multiprocessor's registers
+    most = {} if options.PROGRAMS == 1 else {"maxnreg": 65536 // 256 // options.PROGRAMS}
+    launch = Launch(
+        _hopper_mla_bytes_fwd_kernel,
+        (programs,),
+        **sizes_of(call)._asdict(),
+        scalars=scalars_of(call),
+        OPTIONS=options,
+        num_warps=4,
+        launch_pdl=True,
+        **most,
+    )
+    combine = combine_launch(call, options, programs)
+    # what is not given is the None behind the tensors
+    names = list(call.given_tensors())
+    places = {name: i for i, name in enumerate(names)}
+    pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))
+    pick_more = operator.itemgetter(*(places.get(name, len(names)) for name in DESCALES))
+
+    def start(tensors: tuple[Any, ...], addresses: Any, out: Tensor, lse: Tensor) -> None:
+        parts = new_parts()
+        if not (launch.is_ready and combine.is_ready) or addresses is None:
+            given = (*tensors, None)
+            pointers = MlaBytesPointers(lse, *pick(given), parts, given[0], out, *pick_more(given))
+            k = tensors[1].data_ptr()
+            launch(*(boxes.at(k) for boxes in k_boxes), pointers)
+            combine(out, pointers)
+            return
+        boxes_at, given = launch.map_arguments, (*addresses, None)
+        k, to = addresses[1], out.data_ptr()
+        more = addresses[0], to, *pick_more(given)
+        memory = lse.data_ptr(), *pick(given), parts.data_ptr(), *more
+        launch.start(*boxes_at(0, k_boxes[0], k), *boxes_at(1, k_boxes[1], k), memory)
+        combine.start(to, memory)
+
+    return start
