@@ -135,7 +135,8 @@ def plan_launches(call: AttentionCall) -> Callable[..., None]:
         parts = new_parts()
         if not (launch.is_ready and combine.is_ready) or addresses is None:
             given = (*tensors, None)
-            pointers = MlaBytesPointers(lse, *pick(given), parts, given[0], out, *pick_more(given))
+            memory = lse, *pick(given), parts, given[0], out, *pick_more(given)
+            pointers = MlaBytesPointers._make(memory)
             k = tensors[1].data_ptr()
             launch(*(boxes.at(k) for boxes in k_boxes), pointers)
             combine(out, pointers)
@@ -143,8 +144,8 @@ def plan_launches(call: AttentionCall) -> Callable[..., None]:
         boxes_at, given = launch.map_arguments, (*addresses, None)
         k, to = addresses[1], out.data_ptr()
         more = addresses[0], to, *pick_more(given)
-        memory = lse.data_ptr(), *pick(given), parts.data_ptr(), *more
-        launch.start(*boxes_at(0, k_boxes[0], k), *boxes_at(1, k_boxes[1], k), memory)
-        combine.start(to, memory)
+        found = lse.data_ptr(), *pick(given), parts.data_ptr(), *more
+        launch.start(*boxes_at(0, k_boxes[0], k), *boxes_at(1, k_boxes[1], k), found)
+        combine.start(to, found)
 
     return start
