@@ -91,8 +91,8 @@ KNOWN = {
 KNOWN_KERNELS = {
     "_hopper_backward_keys_kernel": 704,
     "_hopper_backward_queries_kernel": 104,
-    # with 64 rows of queries (notes/gpu.md, "Keys of 8 bits")
-    "_hopper_mla_bytes_fwd_kernel": 208,
+    # of more than 32 rows of queries (notes/gpu.md, "Keys of 8 bits")
+    "_hopper_mla_bytes_fwd_kernel": 56,
 }
 
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

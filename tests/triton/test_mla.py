@@ -252,16 +252,16 @@ def test_compiles_to_products(problem, compiler):
     assert kernel.spills == 0 or not cross_compile.IS_FITTED
 
 
-@pytest.mark.parametrize("rows", sorted(mla_bytes.FORMS))
-def test_keys_of_8_bits_compile_to_products(rows, compiler):
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_keys_of_8_bits_compile_to_products(heads, compiler):
     """Operands of rows come from `ldmatrix` and conversions in registers; two programs, or one of
     two consumers, fit into a multiprocessor's shared memory."""
-    problem = dataclasses.replace(IN_8_BITS[0], num_heads=rows, seqs=((1, 600), (1, 90)))
+    problem = dataclasses.replace(IN_8_BITS[0], num_heads=heads, seqs=((1, 600), (1, 90)))
     kernels = compiler.submit(compile_latent, problem).result()
     kernel = next(k for k in kernels if k.name == "_hopper_mla_bytes_fwd_kernel")
     assert kernel.faults("sm90", problem.name) == []
-    assert kernel.spills == 0 or rows > 16 or not cross_compile.IS_FITTED
-    form = mla_bytes.FORMS[rows]
+    assert kernel.spills == 0 or heads > 32 or not cross_compile.IS_FITTED
+    form = mla_bytes.form_of(call_of(problem))
     # of each consumer, 36 products for scores and 32 for values
     assert kernel.matrix_instructions == 68 * form.consumers
     # a program has 1 KB beside what it asks for
@@ -269,12 +269,18 @@ def test_keys_of_8_bits_compile_to_products(rows, compiler):
 
 
 @pytest.mark.parametrize(
-    "heads, tokens, rows", [(12, 1, 16), (16, 1, 16), (16, 2, 32), (128, 1, 0)]
+    "heads, tokens, form",
+    [
+        (12, 1, mla_bytes.FORMS[16]),
+        (16, 1, mla_bytes.FORMS[16]),
+        (16, 2, mla_bytes.FORMS[32]),
+        (128, 1, mla_bytes.OF_MANY_ROWS),
+    ],
 )
-def test_tiles_of_keys_of_8_bits(heads, tokens, rows):
-    """The smallest tile that holds a sequence's rows, and the largest one for many."""
+def test_forms_of_keys_of_8_bits(heads, tokens, form):
+    """The smallest tile that holds a sequence's rows; several tiles for many."""
     problem = dataclasses.replace(IN_8_BITS[2], num_heads=heads, seqs=((tokens, 600),) * 3)
-    assert mla_bytes.form_of(call_of(problem)).rows == (rows or max(mla_bytes.FORMS))
+    assert mla_bytes.form_of(call_of(problem)) == form
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

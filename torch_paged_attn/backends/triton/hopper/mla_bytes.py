@@ -48,17 +48,15 @@ class BytesForm(NamedTuple):
     registers: int
 
 
-FORMS = {
-    16: BytesForm(16, 1, 2, 2, 216),
-    32: BytesForm(32, 1, 2, 2, 216),
-    64: BytesForm(64, 2, 1, 3, 232),
-}
+# by the most rows of a sequence; and where several tiles hold them
+FORMS = {16: BytesForm(16, 1, 2, 2, 216), 32: BytesForm(32, 2, 1, 4, 232)}
+OF_MANY_ROWS = BytesForm(32, 1, 2, 2, 216)
 
 
 def form_of(call: AttentionCall) -> BytesForm:
-    """The smallest tile that holds a sequence's rows; else the largest one."""
+    """The form for a sequence's rows."""
     rows = next_power_of_2(call.num_heads) * mean_length(call)
-    return next((FORMS[n] for n in sorted(FORMS) if n >= rows), FORMS[max(FORMS)])
+    return next((FORMS[n] for n in sorted(FORMS) if n >= rows), OF_MANY_ROWS)
 
 
 def options_of(call: AttentionCall) -> MlaOptions:
