@@ -35,7 +35,6 @@ elif MACHINE in ("x86_64", "AMD64"):
     ]
     ISA_FLAGS["avx512bf16"] = [*ISA_FLAGS["avx512"]]
     ISA_FLAGS["avx512bf16"] += [f"-mavx512{part}" for part in ("bf16", "vbmi", "vnni")]
-    ISA_FLAGS["avx512bf16"] += ["-mgfni"]
     ISA_FLAGS["amx"] = [*ISA_FLAGS["avx512bf16"], "-mamx-tile", "-mamx-bf16"]
 KERNEL_FLAGS = ["-O3", "-g0", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"]
 KERNEL_FLAGS += ["-fno-rtti", "-ffp-contract=fast", "-fno-math-errno"]

@@ -134,7 +134,7 @@ std::vector<InstructionSet> find_instruction_sets() {
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool has_pairs = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
                          __builtin_cpu_supports("avx512vbmi") &&
-                         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("gfni");
+                         __builtin_cpu_supports("avx512vnni");
 #if defined(PAGED_ATTN_WITHOUT_avx2)
   sets.push_back({{"avx2"}, not_built("avx2")});
 #else

@@ -2,7 +2,6 @@
 // multiplied 16 rows x 16 columns x 16 operands at a time.
 #pragma once
 
-#include "float8_bits.h"
 #include "matrix.h"
 
 namespace {
@@ -25,28 +24,23 @@ struct AmxProduct : PairProduct {
   static constexpr int ROWS = 32;
   static constexpr int PANEL = 32;  // the columns of a step adjoin in memory
 
-  // The operands of a cache line's numbers, or of the first n of them and zeros. 8-bit ones make two
-  // vectors, so that 64 are converted at a time.
+  // The operands of a cache line's numbers, or of the first n of them and zeros. 8-bit ones, which
+  // make two vectors, are looked up 64 at a time: on Intel that saves a third of the shuffles.
   static PAGED_ATTN_INLINE void load_line(const bfloat16* p, int n, F* x) {
     x[0] = n == 32 ? load_operands(p) : load_operands(p, n);
   }
   static PAGED_ATTN_INLINE void load_line(const float8_e4m3fn* p, int n, F* x) {
-    load_float8s(p, n, E4M3_BITS, x);
+    const __m512i raw = load_bytes(p, n);
+    look_up_line(raw, raw, 0, E4M3, x);
   }
   static PAGED_ATTN_INLINE void load_line(const float8_e5m2* p, int n, F* x) {
-    load_float8s(p, n, E5M2_BITS, x);
+    const __m512i raw = load_bytes(p, n);
+    look_up_line(raw, raw, 0, E5M2, x);
   }
   static PAGED_ATTN_INLINE void load_line(const int8_t* p, int n, F* x) {
-    const __m512i raw = load_bytes(p, n), code = _mm512_abs_epi8(raw);
-    const auto half = [&](const uint8_t* bytes) __attribute__((always_inline)) {
-      return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), code,
-                                      _mm512_load_si512(bytes + 64));
-    };
-    // of 128 the upper byte is another; the lower one is 0, as of 0
-    const __m512i high = _mm512_mask_mov_epi8(half(INTEGERS.high), _mm512_movepi8_mask(code),
-                                              _mm512_set1_epi8(0x43));
-    const __m512i signs = _mm512_set1_epi8(-128);
-    unpack(half(INTEGERS.low), _mm512_ternarylogic_epi32(high, raw, signs, 0xf8), x);
+    const __m512i raw = load_bytes(p, n);
+    const __m512i magnitude = _mm512_abs_epi8(raw);
+    look_up_line(magnitude, raw, _mm512_movepi8_mask(magnitude), INTEGERS, x);
   }
 
  private:
@@ -57,13 +51,17 @@ struct AmxProduct : PairProduct {
     return _mm512_permutexvar_epi64(
         order, n == 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(some, p));
   }
-  template <class Bits>
-  static PAGED_ATTN_INLINE void load_float8s(const void* p, int n, const Bits& bits, F* x) {
-    __m512i low, high;
-    float8_bytes(load_bytes(p, n), bits, &low, &high);
-    unpack(low, high, x);
-  }
-  static PAGED_ATTN_INLINE void unpack(__m512i low, __m512i high, F* x) {
+  // codes of 7 bits; the eighth says in `is_128` only that the magnitude is 128
+  template <class Table>
+  static PAGED_ATTN_INLINE void look_up_line(__m512i code, __m512i sign, __mmask64 is_128,
+                                             const Table& table, F* x) {
+    const auto half = [&](const uint8_t* bytes) __attribute__((always_inline)) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), code,
+                                      _mm512_load_si512(bytes + 64));
+    };
+    const __m512i low = half(table.low);
+    __m512i high = _mm512_mask_mov_epi8(half(table.high), is_128, _mm512_set1_epi8(0x43));
+    high = _mm512_ternarylogic_epi32(high, sign, _mm512_set1_epi8(-128), 0xf8);
     x[0] = (F)_mm512_unpacklo_epi8(low, high);
     x[1] = (F)_mm512_unpackhi_epi8(low, high);
   }

@@ -24,7 +24,7 @@ static_assert(TILE_KEYS == ALIGN, "segments are whole tiles");
 PAGED_ATTN_INLINE int64_t register_rows(int64_t rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 16; }
 
 struct AmxRowsWorkspace {
-  int64_t rows, key_tiles, value_tiles, stride_acc, buffer_floats;
+  int64_t rows, key_tiles, value_tiles, stride_acc;
   float *q, *acc, *m, *l, *scores, *scale, *tiles;
   int64_t floats;
 };
@@ -43,8 +43,7 @@ PAGED_ATTN_INLINE AmxRowsWorkspace amx_rows_workspace(const Attention& a, int64_
   w.l = space.take(groups * w.rows);
   w.scores = space.take(groups * 2 * w.rows * ROW_COLUMNS);
   w.scale = space.take(groups);
-  w.buffer_floats = max64(w.key_tiles, w.value_tiles) * TILE_FLOATS;
-  w.tiles = space.take((bytes_of(a.kv_dtype) == 1 ? 2 : 1) * w.buffer_floats);
+  w.tiles = space.take(max64(w.key_tiles, w.value_tiles) * TILE_FLOATS);
   w.floats = space.floats();
   return w;
 }
@@ -66,104 +65,43 @@ PAGED_ATTN_INLINE int64_t spacing(const int64_t* offset) {
 }
 
 template <class T>
-PAGED_ATTN_INLINE const T* claim_rows(ReadAhead<T>* ahead, int64_t head_dim) {
-  return ahead ? (const T*)ahead->claim(TILE_KEYS * head_dim * int64_t(sizeof(T))) : nullptr;
-}
-
-// Of the tiles that rows are brought into, in bytes.
-PAGED_ATTN_INLINE int64_t brought_stride(int64_t head_dim) {
-  return round_up(head_dim, TILE_DIMS) * 2;
-}
-
-// Row i of sixteen as operands; `later` is what to ask for meanwhile.
-template <class T>
-PAGED_ATTN_INLINE void bring_row(const T* row, int i, int64_t head_dim, const ReadAhead<T>* ahead,
-                                 const T* later, float* tiles) {
-  constexpr int LINE = CACHE_LINE / int(sizeof(T));
-  float* to = tiles + i * brought_stride(head_dim) / int64_t(sizeof(float));
-  for (int64_t d = 0; d < head_dim; d += LINE) {
-    const int n = int(min64(LINE, head_dim - d));
-    if (later) ahead->ask(later, i * head_dim + d, n);
-    F operands[LINE / TILE_DIMS];
-    AmxProduct::load_line(row + d, n, operands);
-    for (int j = 0; j < n; j += TILE_DIMS) store(to + (d + j) / 2, operands[j / TILE_DIMS]);
-  }
-}
-
-template <class T>
 PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64_t spaced,
-                                        int64_t head_dim, ReadAhead<T>* ahead, float* tiles) {
-  const T* later = claim_rows(ahead, head_dim);
+                                        int64_t head_dim, ReadAhead<T>* ahead, float* buffer) {
+  const int64_t bytes = TILE_KEYS * head_dim * int64_t(sizeof(T));
+  const T* later = ahead ? (const T*)ahead->claim(bytes) : nullptr;
   if (sizeof(T) == 2 && spaced && head_dim % TILE_DIMS == 0)
     return {(const char*)(x + offset[0]), spaced * int64_t(sizeof(T)), later};
-  for (int i = 0; i < TILE_KEYS; ++i) bring_row(x + offset[i], i, head_dim, ahead, later, tiles);
-  return {(const char*)tiles, brought_stride(head_dim), nullptr};
+  constexpr int LINE = CACHE_LINE / int(sizeof(T));
+  const int64_t stride = round_up(head_dim, TILE_DIMS) / 2;
+  for (int i = 0; i < TILE_KEYS; ++i) {
+    const T* row = x + offset[i];
+    for (int64_t d = 0; d < head_dim; d += LINE) {
+      const int n = int(min64(LINE, head_dim - d));
+      if (later) ahead->ask(later, i * head_dim + d, n);
+      F operands[LINE / TILE_DIMS];
+      AmxProduct::load_line(row + d, n, operands);
+      for (int j = 0; j < n; j += TILE_DIMS)
+        store(buffer + i * stride + (d + j) / 2, operands[j / TILE_DIMS]);
+    }
+  }
+  return {(const char*)buffer, stride * int64_t(sizeof(float)), nullptr};
 }
 
-// The rows of a block that are to be brought, all keys and then all values, a head ahead of their
-// use: a tile that is loaded right after its stores would wait for them.
+// While a tile is multiplied, as many bytes as it has are asked for.
 template <class T>
-class RowsAhead {
- public:
-  PAGED_ATTN_INLINE RowsAhead(const Attention& attention, const paged_attn::Task& t,
-                              const KeyBlock& b, ReadAhead<T>* cursor, float* tiles,
-                              int64_t buffer_floats)
-      : a(attention), task(t), block(b), ahead(cursor), here(tiles), other(tiles + buffer_floats) {
-    begin(false, 0, task.group_begin);
-  }
+PAGED_ATTN_INLINE void ask_for_tile(const TileRows<T>& x, int64_t i, const ReadAhead<T>* ahead) {
+  constexpr int ELEMENTS = TILE_KEYS * TILE_DIMS;
+  if (x.later) ahead->ask(x.later, i * ELEMENTS, ELEMENTS);
+}
 
-  // The rows whose turn it is; what is brought from then on are those that follow.
-  PAGED_ATTN_INLINE TileRows<T> take() {
-    bring(TILE_KEYS);
-    const TileRows<T> taken = {(const char*)here, brought_stride(head_dim), nullptr};
-    float* const free = other;
-    other = here, here = free;
-    if (group + 1 < task.group_end)
-      begin(values, column, group + 1);
-    else if (column + TILE_KEYS < block.num_columns)
-      begin(values, column + TILE_KEYS, task.group_begin);
-    else if (!values)
-      begin(true, 0, task.group_begin);
-    return taken;
-  }
-
-  // Some of them, as far as they are not there.
-  PAGED_ATTN_INLINE void bring(int rows) {
-    for (const int end = min(TILE_KEYS, row + rows); row < end; ++row)
-      bring_row(x + offset[row], row, head_dim, ahead, later, here);
-  }
-
- private:
-  const Attention& a;
-  const paged_attn::Task& task;
-  const KeyBlock& block;
-  ReadAhead<T>* const ahead;
-  float *here, *other;
-  bool values;
-  int column, group, row;
-  int64_t head_dim;
-  const T *x, *later;
-  const int64_t* offset;
-
-  static constexpr int min(int p, int q) { return p < q ? p : q; }
-  PAGED_ATTN_INLINE void begin(bool of_values, int c, int g) {
-    const paged_attn::KeyValue& from = of_values ? a.v : a.k;
-    values = of_values, column = c, group = g, row = 0;
-    head_dim = values ? a.head_dim_v : a.head_dim;
-    x = (const T*)from.data + kv_head_of(a, group) * from.stride_head;
-    offset = (values ? block.v_offset : block.k_offset) + column;
-    later = claim_rows(ahead, head_dim);
-  }
-};
-
-// scores (16 keys, rows) = k . q; calls beside(i) before tile i
-template <int ROWS, class T, class Beside>
-PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const float* q, int64_t tiles,
-                                 float* scores, Beside beside) {
+// scores (16 keys, rows) = k . q
+template <int ROWS, class T>
+PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const ReadAhead<T>* ahead, const float* q,
+                                 int64_t tiles, float* scores) {
   constexpr int64_t STRIDE = ROWS * sizeof(float);
   _tile_zero(2);
   for (int64_t i = 0; i < tiles; ++i) {
-    beside(i);
+    ask_for_tile(k, i, ahead);
     PAGED_ATTN_LOAD_TILE(0, k.first + i * 64, k.stride);
     PAGED_ATTN_LOAD_TILE(1, q + i * ROWS * W, STRIDE);
     _tile_dpbf16ps(2, 0, 1);
@@ -171,16 +109,16 @@ PAGED_ATTN_INLINE void dot_tiles(const TileRows<T>& k, const float* q, int64_t t
   _tile_stored(2, scores, STRIDE);
 }
 
-// acc (even and odd dims of rows) += p (rows twice, 16 keys) @ v; calls beside(i) before tile i
-template <int ROWS, class T, class Beside>
-PAGED_ATTN_INLINE void weigh_tiles(const TileRows<T>& v, const float* p, int64_t tiles, float* acc,
-                                   int64_t stride_acc, Beside beside) {
+// acc (even and odd dims of rows) += p (rows twice, 16 keys) @ v
+template <int ROWS, class T>
+PAGED_ATTN_INLINE void weigh_tiles(const TileRows<T>& v, const ReadAhead<T>* ahead, const float* p,
+                                   int64_t tiles, float* acc, int64_t stride_acc) {
   constexpr int64_t STRIDE = ROW_COLUMNS * sizeof(float);
   const int64_t stride = stride_acc * int64_t(sizeof(float));
   PAGED_ATTN_LOAD_TILE(3, p, STRIDE);
   if (ROWS == 16) PAGED_ATTN_LOAD_TILE(2, p + 16 * ROW_COLUMNS, STRIDE);
   for (int64_t i = 0; i < tiles; ++i) {
-    beside(i);
+    ask_for_tile(v, i, ahead);
     float* sums = acc + i * W;
     PAGED_ATTN_LOAD_TILE(0, v.first + i * 64, v.stride);
     PAGED_ATTN_LOAD_TILE(4, sums, stride);
@@ -193,13 +131,6 @@ PAGED_ATTN_INLINE void weigh_tiles(const TileRows<T>& v, const float* p, int64_t
       _tile_stored(5, sums, stride);
     }
   }
-}
-
-// While a tile is multiplied, as many bytes as it has are asked for.
-template <class T>
-PAGED_ATTN_INLINE void ask_for_tile(const TileRows<T>& x, int64_t i, const ReadAhead<T>* ahead) {
-  constexpr int ELEMENTS = TILE_KEYS * TILE_DIMS;
-  if (x.later) ahead->ask(x.later, i * ELEMENTS, ELEMENTS);
 }
 
 // Scores (16 keys, ROWS) of each tile become rows of probabilities, twice.
@@ -265,41 +196,33 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
                       ahead_bytes<T>(a, groups));
   cursor.enter(block, next);
   ReadAhead<T>* const ahead = &cursor;
-  // what is never multiplied where it lies is brought a head ahead
-  constexpr bool BROUGHT = sizeof(T) == 1;
-  RowsAhead<T> rows_ahead(a, task, block, BROUGHT ? ahead : nullptr, w.tiles, w.buffer_floats);
-  const auto rows_at = [&](const paged_attn::KeyValue& x, int group, const int64_t* offset,
-                           int64_t head_dim) __attribute__((always_inline)) {
-    if (BROUGHT) return rows_ahead.take();
-    return tile_rows(data_of(x, group), offset, spacing(offset), head_dim, ahead, w.tiles);
-  };
-  const auto beside = [&](const TileRows<T>& x, int64_t tiles) __attribute__((always_inline)) {
-    const int rows = int((TILE_KEYS + tiles - 1) / tiles);
-    return [&, rows](int64_t i) __attribute__((always_inline)) {
-      BROUGHT ? rows_ahead.bring(rows) : ask_for_tile(x, i, ahead);
-    };
-  };
-  for (int c = 0; c < columns; c += TILE_KEYS)
+  for (int c = 0; c < columns; c += TILE_KEYS) {
+    const int64_t spaced = spacing(block.k_offset + c);
     for (int group = task.group_begin; group < task.group_end; ++group) {
       const int64_t g = group - task.group_begin;
-      const TileRows<T> k = rows_at(a.k, group, block.k_offset + c, a.head_dim);
+      const TileRows<T> k =
+          tile_rows(data_of(a.k, group), block.k_offset + c, spaced, a.head_dim, ahead, w.tiles);
       // where the probabilities' twins will be
       float* scores = w.scores + (2 * g + 1) * ROWS * ROW_COLUMNS;
-      dot_tiles<ROWS>(k, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, scores + c * ROWS,
-                      beside(k, w.key_tiles));
+      dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, scores + c * ROWS);
     }
+  }
   const bool finished =
       is_plain(a) && all_visible(a, s, task.token_begin, task.token_end - 1, block, 0, columns);
-  for (int c = 0; c < columns; c += TILE_KEYS)
+  for (int c = 0; c < columns; c += TILE_KEYS) {
+    const int64_t spaced = spacing(block.v_offset + c);
     for (int group = task.group_begin; group < task.group_end; ++group) {
       // not all at once: memory would be idle for as long
-      if (c == 0) softmax_tiles<ROWS>(a, s, task, group, block, finished, w);
+      if (c == 0) {
+        softmax_tiles<ROWS>(a, s, task, group, block, finished, w);
+      }
       const int64_t g = group - task.group_begin;
-      const TileRows<T> v = rows_at(a.v, group, block.v_offset + c, a.head_dim_v);
-      weigh_tiles<ROWS>(v, w.scores + 2 * g * ROWS * ROW_COLUMNS + c, w.value_tiles,
-                        w.acc + 2 * g * ROWS * w.stride_acc, w.stride_acc,
-                        beside(v, w.value_tiles));
+      const TileRows<T> v =
+          tile_rows(data_of(a.v, group), block.v_offset + c, spaced, a.head_dim_v, ahead, w.tiles);
+      weigh_tiles<ROWS>(v, ahead, w.scores + 2 * g * ROWS * ROW_COLUMNS + c, w.value_tiles,
+                        w.acc + 2 * g * ROWS * w.stride_acc, w.stride_acc);
     }
+  }
 }
 
 // Queries of a group as right operands: (operand of head_dim, ROWS).

@@ -136,8 +136,7 @@ inline void attend_block_in_order(const Attention& a, const Sequence& s,
       for (int i = c; i < min64(columns, c + PAIR_KEYS); i += TILE_KEYS) {
         const TileRows<T> k = tile_rows(data_of(a.k, group), block.k_offset + i,
                                         spacing(block.k_offset + i), a.head_dim, ahead, w.tiles);
-        dot_tiles<ROWS>(k, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, w.turned,
-                        [&](int64_t i) __attribute__((always_inline)) { ask_for_tile(k, i, ahead); });
+        dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, w.turned);
         F x[ROWS];
         for (int r = 0; r < ROWS; ++r) x[r] = load(w.turned + r * W);
         uninterleave<ROWS>(x);

@@ -67,7 +67,7 @@ def build_program(program):
     folder.mkdir(exist_ok=True)
     (folder / "kernels.cpp").write_text(ONLY_TABLE)
     vectors = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vbmi", "vnni")]
-    vectors += ["-mavx2", "-mfma", "-mf16c", "-mgfni"]
+    vectors += ["-mavx2", "-mfma", "-mf16c"]
     tiles = ["-include", str(ROOT / "tests/isa/software_amx.h")]
     objects = []
     for source, flags in (
