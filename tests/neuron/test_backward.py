@@ -245,10 +245,10 @@ def test_a_row_of_nan_stays_a_row(machine):
     call = build(dataclasses.replace(ROWS["float32"], seqs=((256, 0),)))
     backward = given_of(call)
     finite, *_ = gradients(backward)
-    backward.args["dout"][3] = float("nan")
+    backward.args["dout"][200] = float("nan")  # of the tile that the products of dk turn
     found, *_ = gradients(backward)
-    assert found[3].isnan().all()
-    others = torch.arange(len(found)) != 3
+    assert found[200].isnan().all()
+    others = torch.arange(len(found)) != 200
     assert same_bits([found[others]], [finite[others]])
 
 
