@@ -9,14 +9,13 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton import ways
 from torch_paged_attn.backends.triton.hopper import support
 from torch_paged_attn.backends.triton.hopper.choices import Form
-from torch_paged_attn.backends.triton.hopper.support import BLOCK_M, OF_LISTS, width_of
+from torch_paged_attn.backends.triton.hopper.support import BLOCK_M, width_of
 from torch_paged_attn.backends.triton.tuning import Config
-from torch_paged_attn.ops.lacking import lacking
 
 # rows of a tile of queries up to which the portable kernel is one of the ways
 MOST_PORTABLE = 16
-# keys of the longest sequence, if its table has room for no more than these: else the geometric
-# mean of both stands for what nobody says
+# where nobody says how many keys the longest sequence has, it is taken for the geometric mean of
+# this number and of what its table has room for
 LEAST_UNSAID = 1024
 
 
@@ -68,22 +67,15 @@ def _allowed(
 ) -> frozenset[str]:
     """The ways that can run a call."""
     found = set(ways.ways()[kind])
-    # the portable kernel's tiles of more rows have no costs
-    if shape.rows > MOST_PORTABLE or not _is_decoded_alike(call):
+    # the portable kernel's tiles of more rows, and of other operands, have no costs
+    has_costs = call.q.dtype in support.IN_16_BITS and call.q_latent is None
+    if shape.rows > MOST_PORTABLE or not has_costs:
         found = {x for x in found if not ways.is_portable(x)}
     if not hopper_runs:
         found = {x for x in found if ways.is_portable(x)}
-    if lacking(call, OF_LISTS) is not None:
-        # these find keys by the lengths alone
-        found = {x for x in found if not x.startswith(("dealt", "numbered"))}
     if not support.may_divide(call):
         found = {x for x in found if not x.endswith("divided")}
     return frozenset(found)
-
-
-def _is_decoded_alike(call: AttentionCall) -> bool:
-    """Whether the portable kernel reads keys as those that costs were fitted to."""
-    return call.q.dtype in support.IN_16_BITS and call.q_latent is None
 
 
 def _longest_keys(call: AttentionCall) -> int:
