@@ -78,6 +78,7 @@ def test_the_costs_have_the_names_of_the_table():
         (variant(page_size=None), 1),
         (variant(dtype=torch.float32), 1),
         (variant(head_dim=512), 1),
+        (variant(dtype=e4m3), 1),
         (variant(seqs=((30, 60),) * 9), 30),  # more rows than one consumer has
         (variant(seqs=((3, 60),) * 9), 0),  # nobody says how long the longest is
         (variant(seqs=()), 1),

@@ -83,7 +83,7 @@ HELD = (
     "blocksparse/batched/f32",
 )
 # which a kernel in Gluon takes on Hopper
-OF_HOPPER = tuple(("sm90", f"llama3_8b/{name}/bf16") for name in ("mixed", "decode_b5"))
+OF_HOPPER = (("sm90", "llama3_8b/mixed/bf16"),)
 
 
 @pytest.mark.parametrize(

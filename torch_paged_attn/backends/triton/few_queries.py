@@ -58,6 +58,10 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         key_bytes=(call.head_dim + call.head_dim_v) * call.k.itemsize,
         is_copied=call.page_size in support.GATHERED,
     )
+    # of other operands the portable kernel has no costs, but would be one of the ways
+    has_costs = call.q.dtype in support.IN_16_BITS and call.q_latent is None
+    if shape.rows <= MOST_PORTABLE and not has_costs:
+        return None
     allowed = _allowed(call, kind, shape, hopper_runs)
     return _way(ways.choose_way(kind, shape, allowed)) if allowed else None
 
@@ -67,9 +71,7 @@ def _allowed(
 ) -> frozenset[str]:
     """The ways that can run a call."""
     found = set(ways.ways()[kind])
-    # the portable kernel's tiles of more rows, and of other operands, have no costs
-    has_costs = call.q.dtype in support.IN_16_BITS and call.q_latent is None
-    if shape.rows > MOST_PORTABLE or not has_costs:
+    if shape.rows > MOST_PORTABLE:
         found = {x for x in found if not ways.is_portable(x)}
     if not hopper_runs:
         found = {x for x in found if ways.is_portable(x)}
