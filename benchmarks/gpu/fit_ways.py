@@ -32,10 +32,10 @@ BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
 
 # of the ways that were measured, those without which choices were worse
 WAYS = {
-    "d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2", "listed divided",
+    "d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2", "listed",
                "dealt", "numbered", "numbered divided"],
     "d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
-                "portable 128/8/5/1", "portable 256/8/1/1", "dealt", "listed divided", "numbered",
+                "portable 128/8/5/1", "portable 256/8/1/1", "dealt", "numbered",
                 "numbered divided"],
     "d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "listed", "numbered"],
     "d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "listed",
