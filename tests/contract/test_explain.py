@@ -210,3 +210,15 @@ def test_the_log_and_ranges_name_kernels():
 def test_nothing_is_said_or_recorded_unasked():
     ranges, log = run()
     assert not any("[" in x for x in ranges) and not any("paged_attn" in x for x in log)
+
+
+@pytest.mark.parametrize("op", ["flash_varlen", "blocksparse"])
+def test_under_a_default_device(op):
+    """The plan of tensors without memory is asked of tensors on the CPU."""
+    problem = next(x for x in SAMPLE if x.op == op)
+    args = build(problem).args
+    with FakeTensorMode() as mode:
+        fakes = {n: mode.from_tensor(x) if torch.is_tensor(x) else x for n, x in args.items()}
+    expected = str(explain(op, **fakes))
+    with torch.device("meta"):
+        assert str(explain(op, **fakes)) == expected

@@ -98,6 +98,23 @@ def judge(scheme, cut, pack, truth, gradients, group=None):
         raise AssertionError(f"{scheme.__name__}, {cut}, {pack}: {error}") from None
 
 
+def case_under_a_default_device(world: World) -> None:
+    """What ranks keep on the host stays there."""
+    inputs = Pack((9, 0, 14)).inputs()
+    cu_seqlens = torch.tensor([0, 9, 9, 23], dtype=torch.int32)
+    expected = None
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            shards = Shards(cu_seqlens)
+            own = [shards.shard(x).requires_grad_() for x in inputs]
+            found = []
+            for scheme in SCHEMES:
+                out, _ = scheme(*own, shards, causal=True)
+                found += [out, *torch.autograd.grad(out.sum(), own)]
+        expected = found if expected is None else expected
+        assert all(map(torch.equal, found, expected))
+
+
 def case_drawn_packs(world: World) -> None:
     groups = {n: dist.new_group(range(n)) for n in range(2, world.size + 1)}
     for i, pack in enumerate(packs.PACKS):

@@ -146,3 +146,13 @@ def test_gradients_of_dense_batches_with_dropout(activated):
     assert torch.equal(packed, out.flatten(0, 1))
     wanted = torch.autograd.grad(packed, inputs, dout.flatten(0, 1))
     assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_under_a_default_device(activated):
+    """Random numbers of a call on the CPU are the CPU's."""
+    q = torch.randn(1, 3, 2, 16)
+    with torch.device("meta"):
+        out, _, rng_state, *_ = torch.ops.aten._flash_attention_forward(
+            *(q, q, q, None, None, 3, 3, 0.5, False, False)
+        )
+    assert out.device == rng_state.device == q.device

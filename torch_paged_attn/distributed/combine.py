@@ -130,7 +130,7 @@ class SymmetricCombine:
 
         slots = Slots.of(ranks.size, max_tokens * num_heads // ranks.size, head_dim_v)
         self.calls = torch.zeros(slots.programs, dtype=torch.int32, device=device)
-        self.missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.missing = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.said = self.missing.numpy()
         made = []
         for size, dtype in ((slots.elements, torch.float32), (slots.flags, torch.int32)):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_paged_attn.distributed.shards import Shards, cumulative
+from torch_paged_attn.distributed.shards import Shards, cumulative, on_host
 from torch_paged_attn.distributed.shared_keys import Placement
 
 # up to so many contiguous pieces of rows are concatenated; more are gathered row by row
@@ -81,6 +81,7 @@ class Exchange:
             that cannot be used.
     """
 
+    @on_host
     def __init__(self, shards: Shards, mask: Mask) -> None:
         self.ranks = ranks = shards.ranks
         rank, size = ranks.rank, ranks.size

@@ -1,5 +1,6 @@
 """`Shards`: which rank of a group has which tokens of a packed batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,17 @@ from torch_paged_attn.distributed.ranks import Group, Ranks, agree
 from torch_paged_attn.ops.checks import check_dtype, fail
 
 OP = "Shards"
+
+
+def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose new tensors are on the CPU, whatever torch's default device is."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 class Shards:
@@ -48,6 +60,7 @@ class Shards:
         ValueError: an argument outside the above.
     """
 
+    @on_host
     def __init__(
         self,
         cu_seqlens: Tensor,

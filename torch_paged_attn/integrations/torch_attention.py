@@ -76,9 +76,9 @@ def forward(
         raise NotImplementedError(
             "aten::_flash_attention_forward: return_debug_mask is True; PAGED_ATTN allows: False"
         )
-    rng_state = torch.zeros(2, dtype=torch.int64)
+    rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     if dropout_p > 0:
-        rng_state = torch.randint(2**62, (2,))
+        rng_state = torch.randint(2**62, (2,), device=query.device)
     if options.get("block_table") is not None:
         key, value = key.transpose(1, 2), value.transpose(1, 2)
     dense, tensors = _as_packed(query, key, value, cum_seq_q, cum_seq_k)

@@ -193,7 +193,7 @@ class Gate:
             return "", *self.gated_op(*args, **kwargs), ""
         except BaseException as error:
             self.raised = type(error)  # keeps the type alive until C++ raises it again
-            nothing = (torch.empty(0) for _ in self.op._schema.returns)
+            nothing = (torch.empty(0, device="cpu") for _ in self.op._schema.returns)
             return str(id(self.raised)), *nothing, str(error)
 
     def enter(self, keys: Any, *args: Any, **kwargs: Any) -> Any:

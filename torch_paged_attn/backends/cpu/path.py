@@ -66,7 +66,8 @@ def path(op: str, call: Any) -> Path:
 def _plan(call: AttentionCall) -> dict[str, int]:
     """What the kernels say of a call."""
     if not all(map(is_real, call.given_tensors().values())):
-        call = _imagined(call)
+        with torch.device("cpu"):  # whatever torch's default device is
+            call = _imagined(call)
     given = call.given()
     listed = arguments(call.op)
     positional = [given[x.name] for x in listed if not x.keyword_only]
