@@ -51,26 +51,25 @@ ONE_PROCESS := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest
 PYTEST := $(ONE_PROCESS) --numprocesses $(PROCESSES) --dist worksteal --durations 15
 AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 
-# The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
-# tests/backends is named, so that it says at the end what did not run.
-# Triton's interpreter is on for a whole process or off. What takes a minute or less has a process, not
-# several: each would import and collect everything.
+# What takes a minute or less, in one process each, of one thread but in tests of threads: several would
+# each import and collect everything. Then the whole suite on the best instruction set of this machine
+# (tests/backends is named, so that it says at the end what did not run). Triton's interpreter is on
+# for a whole process or off.
 test: install
-	$(MAKE) $(AT_ONCE) lint docs
 	$(PYTHON) -m torch_paged_attn
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint docs test-neuron-emulated $$slower
 	$(PYTEST) tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
-	$(PYTEST) tests/triton tests/backends --backend triton-interpreter
-	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) test-neuron-emulated $$slower
+	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
 
 # Neuron's dispatch: CPU tensors go to the emulator.
 test-neuron-emulated: install
 	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief \
-	  $(ONE_PROCESS) tests/contract/test_errors.py tests/properties/test_attention.py \
+	  OMP_NUM_THREADS=1 $(ONE_PROCESS) tests/contract/test_errors.py tests/properties/test_attention.py \
 	  tests/properties/test_wild_metadata.py
 
 # The CPU's kernels on an instruction set that this machine has beside its best one: make test-isa-avx2
 test-isa-%: install
-	PAGED_ATTN_CPU_ISA=$* HYPOTHESIS_PROFILE=brief $(ONE_PROCESS) -m "not any_isa" \
+	PAGED_ATTN_CPU_ISA=$* HYPOTHESIS_PROFILE=brief OMP_NUM_THREADS=1 $(ONE_PROCESS) -m "not any_isa" \
 	  tests/backends tests/properties --backend cpu
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).

@@ -73,6 +73,7 @@ LIKE_ON_TPU = LIKE | {
     "llama3_8b/mixed/bf16": "tests/tpu/test_attention.py has it, in steps of several pieces",
     "gemma2/window_softcap/bf16": "tests/tpu/test_attention.py has it, in steps of several pieces",
     "blocksparse/batched/f32": "tests/tpu/test_attention.py has it, in steps of several pieces",
+    "blocksparse/shared_layout/f32": "as blocksparse/batched, one layout for all",
 }
 
 # Tests that a runner never runs, thorough or not.
@@ -160,7 +161,6 @@ SAMPLES: dict[str, Sample] = {
                 "training/dropout/f32",
                 "more_queries_than_keys/f32",
                 "odd_sizes/f32",
-                "blocksparse/shared_layout/f32",
             ),
             "same_bits": ("llama3_8b/decode_b5/bf16",),
             "page_order": ("llama3_8b/decode_b5/bf16",),
@@ -181,10 +181,12 @@ SAMPLES: dict[str, Sample] = {
             "gradients_only_read": (),
             "gradients_of_nothing": (),
             "merge_prefix": (),
-            # test_write_padding writes f32-f32-hnd
+            # tests/tpu/test_reshape_and_cache.py writes float32, past the slots, twice to one slot
             "write": ("f16-f16-packed_last", "f32-e4m3-hnd"),
             "write_every_bfloat16": ("e4m3-0.3", "e5m2-0.3", "i8-0.3"),
-            "write_slots": ("int32",),
+            "write_slots": (),
+            "write_padding": (),
+            "write_twice": (),
         },
         LIKE_ON_TPU,
     ),

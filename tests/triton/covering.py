@@ -6,7 +6,6 @@ from typing import Any
 
 from torch_paged_attn.testing import Problem
 
-
 # what a kernel is told when it runs: that there is one makes another kernel, not how much it is
 AT_RUN_TIME = ("window_size_left", "window_size_right", "softcap", "padding_rows", "density")
 
