@@ -3,10 +3,12 @@ Hopper chip, its results."""
 
 import dataclasses
 import logging
+import os
 
 import cross_compile
 import pytest
 import torch
+from covering import covering
 from hopper_calls import HAS_HOPPER, HOPPER, hopper_call
 
 from torch_paged_attn.attention_call import AttentionCall
@@ -16,6 +18,8 @@ from torch_paged_attn.backends.triton.hopper import choices, support, tiles
 from torch_paged_attn.backends.triton.runtime.target import Target, assume
 from torch_paged_attn.ops import paths
 from torch_paged_attn.testing import PROBLEMS, Layout, Problem, assert_accurate, build
+
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, i8 = torch.float8_e4m3fn, torch.int8
@@ -200,7 +204,9 @@ def compile_for_hopper(problem, form=choices.FORM):
     return cross_compile.compile_call("sm90", "hopper")
 
 
-@over_shapes
+@pytest.mark.parametrize(
+    "problem", SHAPES if IS_THOROUGH else covering(SHAPES), ids=lambda p: p.name
+)
 def test_compiles_to_products(problem, compiler):
     kernels = compiler.submit(compile_for_hopper, problem).result()
     kernel = next(k for k in kernels if "hopper" in k.name)
