@@ -18,6 +18,7 @@ reused; the least recently used page is reused first.
 from __future__ import annotations
 
 import hashlib
+import operator
 import reprlib
 from array import array
 from collections import OrderedDict
@@ -281,6 +282,7 @@ class PagedKVCache:
         max_pages: width of the block table, for shapes that must not change; None: as narrow as
         the longest sequence allows
         """
+        query_lens = [operator.index(query_len) for query_len in query_lens]
         if len(seqs) != len(query_lens):
             raise ValueError(
                 "PagedKVCache.batch: query_lens must have one entry per sequence, "

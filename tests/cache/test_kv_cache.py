@@ -222,6 +222,9 @@ def test_bad_calls_are_named():
         cache.batch(["a"], [1, 1])
     with pytest.raises(ValueError, match="query_lens of 'a' must be between 0 and 5, got 6"):
         cache.batch(["a"], [6])
+    with pytest.raises(TypeError):
+        cache.batch(["a"], [2.5])
+    assert type(cache.batch(["a"], torch.tensor([2])).max_seqlen_q) is int
     with pytest.raises(ValueError, match="max_pages must be at least 2, got 1"):
         cache.batch(["a"], [1], max_pages=1)
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):

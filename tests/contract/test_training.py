@@ -536,6 +536,32 @@ def test_transforms():
     assert leaves.keys() == {"q", "k", "v", "attn_bias", "sinks"}
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_forward_mode_over_reverse_mode():
+    """Products with a Hessian: a tangent that only the outer transform sees is found."""
+    from torch.func import grad, hessian, jvp, vjp, vmap
+
+    _, args, _ = case(seqs=((3, 2),))
+    args = {n: x.detach() if is_float(x) else x for n, x in args.items()}
+    ours = loss_by_q(args, torch_paged_attn.flash_varlen)
+    q, out, lse = args["q"], torch.randn(3, 2, 8), torch.randn(2, 3)
+    one = torch.tensor(1.0)
+    for transform in (
+        lambda: jvp(grad(ours), (q,), (q,)),
+        lambda: jvp(grad(grad(ours)), (q,), (q,)),
+        lambda: jvp(lambda x: vjp(ours, x)[1](one)[0], (q,), (q,)),
+        lambda: jvp(vmap(grad(ours)), (q[None],), (q[None],)),
+        lambda: hessian(ours)(q),
+        lambda: jvp(
+            grad(lambda x: torch_paged_attn.merge_states(x, lse, x, lse)[0].sum()), *2 * [(out,)]
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="carries a tangent of forward-mode AD"):
+            transform()
+    scaled = jvp(lambda x: (grad(ours)(q) * x).sum(), (one,), (one,))[1]
+    assert_same([scaled], [grad(ours)(q).sum()])
+
+
 def test_subclasses():
     from torch.testing._internal.two_tensor import TwoTensor
 

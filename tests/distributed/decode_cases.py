@@ -8,7 +8,9 @@ from worlds import World
 import torch_paged_attn as tpa
 from torch_paged_attn import reference
 from torch_paged_attn.distributed import decode
-from torch_paged_attn.testing import Truth, assert_accurate
+from torch_paged_attn.distributed.combine import COMBINES as MERGES
+from torch_paged_attn.distributed.ranks import Ranks
+from torch_paged_attn.testing import Truth, assert_accurate, assert_same_in_float64
 
 PAGE, DIM = 4, 16
 COMBINES = ("all_gather", "reduce_scatter", "all_to_all")
@@ -79,6 +81,21 @@ def case_combines(world: World) -> None:
                 truth = dealt.truth(q, **options)
                 for combine in COMBINES:
                     assert_accurate(*dealt.attend(q, combine, **options), truth)
+
+
+def case_parts_of_far_logits(world: World) -> None:
+    """Each rank's part has the same weight; the logarithm of their number is lost in float32."""
+    ranks = Ranks.of("test")
+    for far in (1e30, torch.finfo(torch.float32).min):
+        out = torch.full((3, 8, DIM), float(world.rank))
+        lse = torch.full((8, 3), far)
+        lse[:, 1] = -torch.inf  # a row that no rank has keys of
+        wanted = torch.full((3, 8 // world.size, DIM), (world.size - 1) / 2)
+        wanted[1] = 0.0
+        for merge in MERGES.values():
+            merged, merged_lse = merge(out, lse, ranks, torch.float32)
+            assert_same_in_float64(merged.double(), wanted.double())
+            assert torch.equal(merged_lse, lse[: len(merged_lse)])
 
 
 def case_masks_compare_positions_of_the_whole(world: World) -> None:

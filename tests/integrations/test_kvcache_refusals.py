@@ -1,5 +1,6 @@
 """`flash_attn_with_kvcache` on a CPU writes nothing before everything is checked."""
 
+import numpy
 import pytest
 import torch
 from sequences import DIM, HEADS, KV_HEADS, cumulative
@@ -168,6 +169,18 @@ WRONG = {
     "sinks_differ": ({"s_aux": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
     "softcap_negative": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
     "window_negative": ({"window_size": (-2, 0)}, ValueError, "window_size_left is -2"),
+    "hint_negative": (
+        ragged() | {"max_seqlen_q": -1},
+        ValueError,
+        "max_seqlen_q is -1; allowed: at least 0",
+    ),
+    # what an operator's schema would refuse, once the cache is written
+    "hint_of_another_type": (ragged() | {"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q is 2.5;"),
+    "window_of_floats": ({"window_size": (1.5, 0)}, TypeError, r"window_size is \(1.5, 0\);"),
+    "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, r"window_size is \(1, 2, 3\);"),
+    "window_missing": ({"window_size": None}, TypeError, "window_size is None; allowed: a pair"),
+    "scale_of_another_type": ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x'; allowed"),
+    "softcap_of_another_type": ({"softcap": None}, TypeError, "softcap is None; allowed: a number"),
     "query_dtype": (
         {"q": torch.zeros(BATCH, NEW, HEADS, DIM).bfloat16()},
         ValueError,
@@ -247,6 +260,35 @@ def test_no_copy_is_made_of_a_storage_that_was_freed():
     call["q"].untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: q has a storage of 0 bytes"):
         flash_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize("causal", [1, numpy.True_])
+def test_options_of_like_types(causal):
+    """As flash-attn takes them."""
+    given = {"window_size": [numpy.int64(3), None], "softcap": numpy.float32(2), "causal": causal}
+    same = {"window_size": (3, -1), "softcap": 2.0, "causal": True}
+    results = [flash_attn_with_kvcache(**good_call() | options) for options in (given, same)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("cache_batch_idx", [None, int32(2, 0)], ids=["pages", "rows"])
+@pytest.mark.parametrize(
+    "transform, text",
+    [
+        (lambda f, k: torch.func.jvp(f, (k,), (k,)), "key carries a tangent of forward-mode AD"),
+        (lambda f, k: torch.func.grad(f)(k), "key requires grad"),
+        (lambda f, k: torch.func.vmap(f)(k[None]), "vmap came"),
+    ],
+    ids=["jvp", "grad", "vmap"],
+)
+def test_transforms_of_what_is_written(transform, text, cache_batch_idx):
+    """Their tensors have no storage to look at."""
+    rows = {} if cache_batch_idx is None else ROWS
+    call = good_call() | rows | {"cache_batch_idx": cache_batch_idx}
+    before = call["k_cache"].clone()
+    with pytest.raises(NotImplementedError, match=f"^paged_attn::reshape_and_cache: {text}"):
+        transform(lambda k: flash_attn_with_kvcache(**call | {"k": k}).sum(), call["k"])
+    assert torch.equal(call["k_cache"], before)
 
 
 @pytest.mark.parametrize("changed", [{}, ragged()], ids=["dense", "ragged"])

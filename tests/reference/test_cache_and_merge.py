@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+import torch_paged_attn
+from torch_paged_attn.ops.merge_states import composed_list
 from torch_paged_attn.reference import GOLDEN, flash_varlen, merge_states, reshape_and_cache
 from torch_paged_attn.testing import assert_same_in_float64
 from torch_paged_attn.testing.inputs import cumulative
@@ -50,6 +52,28 @@ def test_merge_of_nothing():
     assert out.item() == 2.0 and lse.item() == 0.5
     out, lse = merge_states(nan, none, nan, none)
     assert out.item() == 0.0 and lse.item() == -math.inf
+
+
+@pytest.mark.parametrize("far", [1e30, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_merge_of_far_logits(far, parts):
+    """The mean of parts of one weight, though the logarithm of their number is lost in softmax_lse:
+    a bias of `finfo.min` on all keys gives such rows.
+    """
+    outs = [torch.full((1, 1, 4), float(i)) for i in range(parts)]
+    lses = [torch.full((1, 1), far)] * parts
+    for merge in (merge_states, torch_paged_attn.merge_states, composed_list):
+        out, lse = merge(outs, lses)
+        assert lse.item() == lses[0].item()
+        assert_same_in_float64(out.double(), torch.full((1, 1, 4), (parts - 1) / 2).double())
+
+
+@pytest.mark.parametrize("lse", [math.inf, math.nan])
+def test_merge_of_what_is_not_finite(lse):
+    """Is NaN, and no sum of some of the parts."""
+    parts = [torch.ones(1, 1, 4)] * 2, [torch.tensor([[lse]]), torch.tensor([[0.5]])]
+    for merge in (merge_states, torch_paged_attn.merge_states, composed_list):
+        assert merge(*parts)[0].isnan().all()
 
 
 def test_halves_merge_to_the_whole():

@@ -43,9 +43,13 @@ def by_reduce_scatter(
     """Each rank weights its parts, and a reduce-scatter adds them up."""
     lses = all_gather(lse, ranks).unflatten(0, (ranks.size, -1))
     whole = lses.logsumexp(0)
-    weight = (lse - whole.masked_fill(whole == float("-inf"), 0.0)).exp()[..., None]
+    saw_none = whole == float("-inf")
+    # not exp(lse - whole): beside numbers of 1e8 the logarithm in `whole` is lost
+    shift = lses.amax(0).masked_fill(saw_none, 0.0)
+    total = (lses - shift).exp().sum(0).masked_fill(saw_none, 1.0)
+    weight = ((lse - shift).exp() / total)[..., None]
     # heads are the first dimension, so that each rank's share is contiguous
-    scaled = torch.where(weight > 0.0, weight * out.transpose(0, 1), 0.0)
+    scaled = torch.where(weight == 0.0, 0.0, weight * out.transpose(0, 1))
     own = scaled.new_empty(scaled.shape[0] // ranks.size, *scaled.shape[1:])
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     reduce_scatter(own, scaled, group=ranks.group)

@@ -1,5 +1,6 @@
 """Translation of flash-attn's arguments into those of `flash_varlen`."""
 
+import numbers
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,32 @@ def check_tensors(name: str, **arguments: Any) -> None:
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
+
+
+def both_sides(name: str, window_size: Any) -> tuple[int, int]:
+    """Keys seen before and after a query by flash-attn's `window_size`: -1, as None, is unbounded.
+    TypeError unless it is a pair of integers.
+    """
+    if isinstance(window_size, tuple | list) and len(window_size) == 2:
+        left, right = (-1 if size is None else size for size in window_size)
+        if is_size(left) and is_size(right):
+            return left, right
+    allowed = "a pair (left, right) of integers, None for unbounded"
+    raise TypeError(f"{name}: window_size is {window_size!r:.60}; allowed: {allowed}")
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is an integer, in a graph too."""
+    return isinstance(value, numbers.Integral | torch.SymInt)
+
+
+def _check_numbers(name: str, **arguments: Any) -> None:
+    """TypeError for an option that is no number: an operator would say so by its schema, after
+    `flash_attn_with_kvcache` has written.
+    """
+    for argument, value in arguments.items():
+        if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt | Tensor):
+            raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a number")
 
 
 def asks_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None) -> bool:
@@ -85,6 +112,8 @@ def flash_varlen_arguments(
     arguments: further arguments of `flash_varlen`, which are passed on
     """
     arguments |= {"q": q, "k": k, "v": v}
+    scale = arguments.get("softmax_scale")
+    _check_numbers(name, softmax_scale=1.0 if scale is None else scale, softcap=softcap)
     if dropout_p > 0:
         if return_attn_probs:
             raise NotImplementedError(
@@ -94,12 +123,12 @@ def flash_varlen_arguments(
         rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
         arguments |= {"dropout_p": dropout_p, "rng_state": rng_state}
     if window_size != (-1, -1):
-        left, right = (-1 if size is None else size for size in window_size)
+        left, right = both_sides(name, window_size)
         arguments |= {"window_size_left": left, "window_size_right": right}
     if not deterministic and asks_gradient(q, k, v, s_aux):
         arguments["deterministic"] = False  # of the backward
     if causal:
-        arguments["causal"] = causal
+        arguments["causal"] = True
     if softcap:
         arguments["softcap"] = softcap
     if out is not None:
@@ -111,9 +140,10 @@ def flash_varlen_arguments(
             check_storages(name, s_aux=s_aux)
         arguments["sinks"] = s_aux.float()  # engines keep sinks in the dtype of the model
     # reading a tensor would wait for the device; without the hint the op takes bounds from shapes
-    if not isinstance(max_seqlen_q, Tensor):
-        arguments["max_seqlen_q"] = max_seqlen_q
-    if not isinstance(max_seqlen_k, Tensor):
-        arguments["max_seqlen_k"] = max_seqlen_k
+    for argument, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(hint, Tensor):
+            if hint is not None and not is_size(hint):
+                raise TypeError(f"{name}: {argument} is {hint!r:.60}; allowed: an integer")
+            arguments[argument] = hint
     # passing an argument by name takes 0.2 microseconds
     return {argument: value for argument, value in arguments.items() if value is not None}

@@ -142,8 +142,9 @@ def check_attention(arguments: dict[str, Any]) -> None:
     """Run the checks of `flash_varlen`, which would otherwise run after the cache has been written
     to.
     """
+    check(**arguments)
+    # of values, which hints are not
     call = {name: x for name, x in arguments.items() if not name.startswith("max_seqlen")}
-    check(**call)
     k, table = call["k"], call["block_table"]
     first_keys = _constants.multiples(k.shape[2], table.shape[1], table)[:-1]
     used = first_keys < call["seqused_k"][:, None]

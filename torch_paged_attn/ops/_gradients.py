@@ -124,6 +124,17 @@ class RecordedLists(Recorded):
         return results
 
 
+def _has_tangent(x: Tensor) -> bool:
+    """Whether a tensor has a tangent at any level of forward-mode AD. In `jvp(grad(f))` it is the
+    tensor within the one that `grad` has wrapped.
+    """
+    while forward_ad.unpack_dual(x).tangent is None:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
+    return True
+
+
 class Gate:
     """What stands between the calls of one operator and autograd (see the module's docstring).
 
@@ -260,7 +271,7 @@ class Gate:
         if forward_ad._current_level < 0:
             return
         for name, x in self.named_tensors(args):
-            if forward_ad.unpack_dual(x).tangent is not None:
+            if _has_tangent(x):
                 raise NotImplementedError(
                     f"{self.op._schema.name}: {name} carries a tangent of forward-mode AD, and no"
                     " operator has such a derivative; allowed: its primal"

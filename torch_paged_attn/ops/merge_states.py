@@ -126,13 +126,16 @@ def composed_list(
     """The op in PyTorch operators, for backends without a kernel. Parts are added in order."""
     # torch's operators may round differently for other strides
     outs, lses = [x.contiguous() for x in outs], [x.contiguous() for x in lses]
-    lse = torch.stack(lses).logsumexp(0)
-    shift = lse.masked_fill(lse == float("-inf"), 0.0)
+    stacked = torch.stack(lses)
+    lse = stacked.logsumexp(0)
+    saw_none = lse == float("-inf")
+    # not exp(part - lse): beside numbers of 1e8 the logarithm in `lse` is lost
+    shares = stacked.masked_fill(saw_none, 0.0).softmax(0).masked_fill(saw_none, 0.0)
     merged = torch.zeros_like(outs[0], dtype=torch.float32)
-    for out, part in zip(outs, lses, strict=True):
-        weight = (part - shift).exp().mT[..., None]
+    for out, share in zip(outs, shares, strict=True):
+        weight = share.mT[..., None]
         # the rows of a part that has weight 0 may hold NaN
-        merged = merged + torch.where(weight > 0.0, weight * out.float(), 0.0)
+        merged = merged + torch.where(weight == 0.0, 0.0, weight * out.float())
     return merged.to(out_dtype or outs[0].dtype), lse
 
 

@@ -28,13 +28,15 @@ def _merge(
     outs: Sequence[Any], lses: Sequence[Any], out_dtype: torch.dtype | None, precision: Precision
 ) -> tuple[Tensor, Tensor]:
     like = outs[0]
-    lse = torch.stack([x.to(precision.compute) for x in lses]).logsumexp(0)
-    shift = lse.masked_fill(lse == float("-inf"), 0.0)
+    stacked = torch.stack([x.to(precision.compute) for x in lses])
+    lse = stacked.logsumexp(0)
+    saw_none = lse == float("-inf")
+    # not exp(part - lse): beside numbers of 1e17 the logarithm in `lse` is lost
+    shares = stacked.masked_fill(saw_none, 0.0).softmax(0).masked_fill(saw_none, 0.0)
     merged = torch.zeros(like.shape, dtype=precision.compute, device=like.device)
     weights, values = [], []
-    for out, part in zip(outs, lses, strict=True):
-        weight = (part - shift).exp()
-        seen = (weight > 0.0).mT[..., None]
+    for out, weight in zip(outs, shares, strict=True):
+        seen = (weight != 0.0).mT[..., None]  # of NaN, too
         value = out.to(precision.compute).where(seen, 0.0)
         merged += torch.where(seen, weight.mT[..., None] * value, 0.0)
         weights.append(weight)

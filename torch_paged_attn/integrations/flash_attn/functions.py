@@ -132,7 +132,7 @@ def flash_attn_varlen_func(
     (num_heads, total_q); with return_attn_probs (out, softmax_lse, None).
     """
     refuse("flash_attn_varlen_func", seqused_q=seqused_q, qv=qv, attention_chunk=attention_chunk)
-    check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
+    check_tensors("flash_attn_varlen_func", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     q = with_whole_rows("flash_attn_varlen_func", "q", q)
     k, v = (
         with_whole_rows("flash_attn_varlen_func", "k", k),

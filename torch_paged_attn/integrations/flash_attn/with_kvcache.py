@@ -8,6 +8,7 @@ from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations import _kvcache_checks as checks
 from torch_paged_attn.integrations._arguments import (
     Window,
+    both_sides,
     check_tensors,
     flash_varlen_arguments,
     refuse,
@@ -107,15 +108,15 @@ def flash_attn_with_kvcache(
         rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is q_descale is None
         and cu_seqlens_q is cu_seqlens_k_new is out is None
     ):
-        left, right = window_size
+        left, right = both_sides(name, window_size)
         found = in_one_call(
             (q, k_cache, v_cache, k, v, cache_seqlens, table),
             s_aux,
             (k_descale, v_descale),
             softmax_scale=softmax_scale,
-            causal=causal,
-            window_size_left=-1 if left is None else left,
-            window_size_right=-1 if right is None else right,
+            causal=bool(causal),
+            window_size_left=left,
+            window_size_right=right,
             softcap=softcap,
         )
         if found is not None:
@@ -201,7 +202,7 @@ def flash_attn_with_kvcache(
             new = new._replace(k=rotate(new.k, position, *rotary))
             ragged = None if seqlen_q is not None else cu_seqlens_q
             q_position, owner = positions(starts, ragged, q.shape[0])
-            if not causal and tuple(window_size) in ((-1, -1), (None, None)):
+            if not causal and both_sides(name, window_size) == (-1, -1):
                 first = starts[:, None] if owner is None else starts[owner]
                 q_position = first.expand_as(q_position)
             q = rotate(q, q_position, *rotary)
