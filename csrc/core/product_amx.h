@@ -67,6 +67,18 @@ struct AmxProduct : PairProduct {
   }
 };
 
+// Of probabilities and values in attention_amx.h: keys 16 apart are a pair, so that sixteen keys in
+// a row are one half of a tile's operands. attention_rows_amx_in_order.h makes use of that.
+struct AmxValueProduct : AmxProduct {
+  static constexpr int APART = W;
+  static PAGED_ATTN_INLINE F narrow(const F* x) {
+    typedef uint16_t U16x32 __attribute__((vector_size(64)));
+    U16x32 order;
+    for (int i = 0; i < W; ++i) order[2 * i] = uint16_t(i), order[2 * i + 1] = uint16_t(i + W);
+    return (F)_mm512_permutexvar_epi16((__m512i)order, (__m512i)AmxProduct::narrow(x));
+  }
+};
+
 // Probabilities of single keys: bfloat16 in the lower half of an operand, zero in the upper one.
 struct AmxHalves : PairProduct {
   static constexpr int DEPTH = 1;
