@@ -9,7 +9,8 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
-PIP := $(PYTHON) -m pip install --quiet --constraint constraints.txt
+# bytecode is made where it is imported: of all that is installed it takes half a minute
+PIP := $(PYTHON) -m pip install --quiet --no-compile --constraint constraints.txt
 # installed afresh when a source of the kernels, or what is depended on, has changed
 BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
@@ -18,10 +19,10 @@ export OPENBLAS_NUM_THREADS := 1
 
 # what the CPU kernels could use here, but for the best, which they use by themselves
 SLOWER_ISAS := import torch, torch_paged_attn; \
-  print(*torch.ops.paged_attn.cpu_isas().split()[:-1])
+  print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
 .PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-neuron-emulated test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -46,20 +47,30 @@ train: $(VENV)/built
 # The processes of a suite, which take tests from each other: one for each core. OpenMP's threads must
 # not spin while they wait, or they take the cores of other processes: three times as long.
 PROCESSES ?= logical
-PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest --numprocesses $(PROCESSES) --dist worksteal --durations 15
+ONE_PROCESS := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest
+PYTEST := $(ONE_PROCESS) --numprocesses $(PROCESSES) --dist worksteal --durations 15
+AT_ONCE := --no-print-directory --output-sync=target --jobs $(shell nproc)
 
-# The whole suite on the best instruction set of this machine, then the kernels' suites on the others.
-# Triton's interpreter is on for a whole process or off.
-test: install lint docs
+# What takes a minute or less, in one process each, of one thread but in tests of threads: several would
+# each import and collect everything. Then the whole suite on the best instruction set of this machine
+# (tests/backends is named, so that it says at the end what did not run). Triton's interpreter is on
+# for a whole process or off.
+test: install
 	$(PYTHON) -m torch_paged_attn
-	$(PYTEST) tests --ignore tests/backends --ignore tests/triton --ignore tests/isa/test_aarch64.py
-	$(PYTEST) tests/backends
-	$(PYTEST) tests/triton tests/backends --backend triton-interpreter
-	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief $(PYTEST) \
-	  tests/contract/test_errors.py tests/properties/test_attention.py \
+	slower=$$($(PYTHON) -c "$(SLOWER_ISAS)") && $(MAKE) $(AT_ONCE) lint docs test-neuron-emulated $$slower
+	$(PYTEST) tests/backends tests --ignore tests/triton --ignore tests/isa/test_aarch64.py
+	OMP_NUM_THREADS=1 $(PYTEST) tests/triton tests/backends --backend triton-interpreter
+
+# Neuron's dispatch: CPU tensors go to the emulator.
+test-neuron-emulated: install
+	PYTHONPATH=tools PAGED_ATTN_NEURON_EMULATE=1 PAGED_ATTN_CHECK=1 HYPOTHESIS_PROFILE=brief \
+	  OMP_NUM_THREADS=1 $(ONE_PROCESS) tests/contract/test_errors.py tests/properties/test_attention.py \
 	  tests/properties/test_wild_metadata.py
-	set -e; for isa in $$($(PYTHON) -c "$(SLOWER_ISAS)"); do \
-	  PAGED_ATTN_CPU_ISA=$$isa HYPOTHESIS_PROFILE=brief $(PYTEST) -m "not any_isa" tests/backends tests/properties --backend cpu; done
+
+# The CPU's kernels on an instruction set that this machine has beside its best one: make test-isa-avx2
+test-isa-%: install
+	PAGED_ATTN_CPU_ISA=$* HYPOTHESIS_PROFILE=brief OMP_NUM_THREADS=1 $(ONE_PROCESS) -m "not any_isa" \
+	  tests/backends tests/properties --backend cpu
 
 # The Arm kernels under QEMU (Debian: qemu-user-static, and g++-aarch64-linux-gnu or ziglang from PyPI).
 test-neon: install
@@ -196,10 +207,10 @@ thorough-build: install
 	$(THOROUGH) tests/packaging/test_build.py
 
 thorough-compile: install
-	$(THOROUGH) tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py
+	$(THOROUGH) tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py tests/triton/test_hopper.py
 
 thorough-fuzz: install
-	$(THOROUGH) tests/neuron tests/tpu -k fuzz
+	$(THOROUGH) tests/neuron tests/tpu -k "fuzz or test_reshape_and_cache or cache_passed_whole"
 
 thorough-mutants: install
 	$(PYTHON) tests/neuron/mutants.py

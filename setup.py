@@ -54,7 +54,8 @@ def extension_options() -> dict:
         """Compiles the torch-free ISA files apart from the rest, each with flags of its own."""
 
         def build_extensions(self) -> None:
-            self.compile_plain = self.compiler.compile  # before BuildExtension replaces it
+            self.compile_plain = self.compiler.compile
+            self.compiler.compile = self.compile_at_once
             try:
                 super().build_extensions()
             except failures as error:
@@ -94,6 +95,12 @@ def extension_options() -> dict:
             for isa in compiling.keys() - without.keys():
                 extension.extra_objects += compiling[isa].result()
             super().build_extension(extension)
+
+        def compile_at_once(self, sources, **options) -> list[str]:
+            """As many files at once as there are cores; setuptools compiles one by one."""
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                objects = threads.map(lambda path: self.compile_plain([path], **options), sources)
+            return [path for paths in objects for path in paths]
 
     flags = [
         "-O2",

@@ -1,6 +1,9 @@
 #include "engines.h"
 
 namespace paged_attn {
+
+bool reads_ahead_into_second_level = false;
+
 namespace {
 
 Engines engines;
@@ -61,6 +64,7 @@ void attend_backward(const Backward& b, const BackwardTask& task, float* workspa
 const Kernels& combine(const Engines& set) {
   static Kernels table;
   engines = set;
+  reads_ahead_into_second_level = set.ahead_into_second_level;
   table = *set.rest;
   table.name = set.name;
   table.row_limits = row_limits;

@@ -17,6 +17,7 @@ struct Engines {
   const Kernels* backward;
   const Kernels* half_backward;  // of float16, which is no pair of bfloat16
   const Kernels* rest;
+  bool ahead_into_second_level = false;  // what decode asks for ahead of its use
 };
 
 // Makes one table of a set's engines, which is what the operators call. One set at a time.

@@ -124,6 +124,10 @@ struct Attention {
   float* partials;  // results of split sequences, waiting for the merge
 };
 
+// Where decode asks for keys and values ahead of their use: the second-level cache, or the first.
+// Set once, by engines.cpp, for the processor at hand.
+extern bool reads_ahead_into_second_level;
+
 // A group's rows of queries, which decide what serves them: up to `few` read keys in place, for more
 // the keys are packed, for up to `tile` of them at once.
 struct RowLimits {

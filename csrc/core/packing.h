@@ -31,24 +31,33 @@ inline void pack_keys(const T* k, const int64_t* offset, int count, int64_t head
 }
 
 // The same with the depth along them: (head_dim / PANEL, operand of `max_count` tokens,
-// head_dim % PANEL). `count` is a multiple of DEPTH.
-template <class Product, class T>
+// head_dim % PANEL). `count` is a multiple of DEPTH. The tokens of an operand are APART; where that is
+// more than one, W operands are of the next W * DEPTH tokens, and tokens from `count` on are zeros.
+template <class Product, int APART = 1, class T>
 inline void pack_values(const T* v, const int64_t* offset, int count, int64_t head_dim,
                         int64_t max_count, float* packed) {
   constexpr int DEPTH = Product::DEPTH, STEP = W * DEPTH, PANEL = Product::PANEL;
-  for (int c = 0; c < count; c += DEPTH) {
+  static_assert(APART == 1 || APART == W, "tokens of an operand are neighbours or a vector apart");
+  const int operands = int(APART == 1 ? count : round_up(count, STEP)) / DEPTH;
+  for (int o = 0; o < operands; ++o) {
+    const int first = APART == 1 ? o * DEPTH : o / W * STEP + o % W;
     const T* row[DEPTH];
-    for (int i = 0; i < DEPTH; ++i) row[i] = v + offset[c + i];
+    for (int i = 0; i < DEPTH; ++i) {
+      const int c = first + i * APART;
+      row[i] = APART == 1 || c < count ? v + offset[c] : nullptr;
+    }
     for (int64_t d = 0; d < head_dim; d += STEP) {
       const int n = int(min64(STEP, head_dim - d));
-      F x[DEPTH];
-      for (int i = 0; i < DEPTH; ++i)
+      F x[DEPTH] = {};
+      for (int i = 0; i < DEPTH; ++i) {
+        if (row[i] == nullptr) continue;
         x[i] =
             n == STEP ? Product::load_operands(row[i] + d) : Product::load_operands(row[i] + d, n);
+      }
       Product::interleave(x);
       for (int i = 0; i < DEPTH; ++i) {
         const int64_t dim = d + i * W;
-        store(packed + (dim / PANEL * max_count + c) / DEPTH * PANEL + dim % PANEL, x[i]);
+        store(packed + (dim / PANEL * (max_count / DEPTH) + o) * PANEL + dim % PANEL, x[i]);
       }
     }
   }

@@ -67,11 +67,27 @@ struct AmxProduct : PairProduct {
   }
 };
 
+// Bfloat16 of probabilities in the upper halves: to the nearest, halfway up. They are not negative.
+// An addition takes half a cycle where the processor's own conversion of two vectors takes two.
+PAGED_ATTN_INLINE __m512i round_upper(F x) {
+  return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
+}
+
+// Of probabilities and values in attention_amx.h: keys 16 apart are a pair, so that sixteen keys in
+// a row are one half of a tile's operands. attention_rows_amx_in_order.h makes use of that.
+struct AmxValueProduct : AmxProduct {
+  static constexpr int APART = W;
+  static PAGED_ATTN_INLINE F narrow(const F* x) {
+    const __m512i low = _mm512_srli_epi32(round_upper(x[0]), 16);
+    return (F)_mm512_mask_mov_epi16(low, 0xaaaaaaaa, round_upper(x[1]));
+  }
+};
+
 // Probabilities of single keys: bfloat16 in the lower half of an operand, zero in the upper one.
 struct AmxHalves : PairProduct {
   static constexpr int DEPTH = 1;
   static PAGED_ATTN_INLINE F narrow(const F* x) {
-    return (F)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x[0]));
+    return (F)_mm512_srli_epi32(round_upper(x[0]), 16);
   }
 };
 

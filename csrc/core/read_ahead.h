@@ -21,7 +21,8 @@ class ReadAhead {
         first_head(first_kv_head),
         heads(num_heads),
         columns(chunk_columns),
-        distance(ahead_bytes) {}
+        distance(ahead_bytes),
+        into_second(ahead_bytes > AHEAD_BYTES || paged_attn::reads_ahead_into_second_level) {}
 
   // To where the cursor is when the first key of `block` is about to be read.
   PAGED_ATTN_INLINE void enter(const KeyBlock& block, const KeyBlock& following) {
@@ -63,6 +64,7 @@ class ReadAhead {
   const int64_t first_head;
   const int heads, columns;
   const int64_t distance;
+  const bool into_second;
   const KeyBlock* next;
   Chunk chunk;
   // Where the run begins: the inner index is that of a token's heads where those adjoin in memory,
@@ -71,9 +73,9 @@ class ReadAhead {
   const char *at, *end;
 
   // Into L1 through the other caches: past them (`prefetchnta`) is 1.02 times as fast on Zen 5, and
-  // half as fast on Emerald Rapids. What L1 would lose again goes to L2.
+  // half as fast on Emerald Rapids. What L1 would lose again, or is slow to get, goes to L2.
   PAGED_ATTN_INLINE void ask_for_line(const void* p) const {
-    if (distance > AHEAD_BYTES)
+    if (into_second)
       __builtin_prefetch(p, 0, 2);
     else
       __builtin_prefetch(p);

@@ -237,15 +237,15 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
       for (int r = 0; r < count && !finished; ++r)
         finish_row(a, row_at(r), block, begin, end, scores + r * SCORES);
       if (!a.dropout.enabled) {
-        update_softmax_lazily<AmxProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
-                                                    w.stride_acc, queue);
+        update_softmax_lazily<AmxValueProduct, TOGETHER>(scores, begin, end, late_scale, m, l,
+                                                         acc, w.stride_acc, queue);
         continue;
       }
       update_softmax_lazily<FloatProduct, TOGETHER>(scores, begin, end, late_scale, m, l, acc,
                                                     w.stride_acc, queue);
       for (int r = 0; r < count; ++r) {
         drop_probabilities(a, s, row_at(r), block, begin, end, scores + r * SCORES);
-        narrow<AmxProduct>(scores + r * SCORES, begin, end);
+        narrow<AmxValueProduct>(scores + r * SCORES, begin, end);
       }
     }
     queue.finish();
@@ -271,11 +271,7 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
 
   for_each_block(a, s, task, MAX_COLUMNS, [&](const KeyBlock& block, const KeyBlock& next, bool)
                                      __attribute__((always_inline)) {
-    pack_block<AmxProduct>(a, kv_head, block, w.keys, w.values);
-    // half a tile of keys that are not there
-    for (int64_t d = 0; d < a.head_dim_v && block.num_columns % (2 * W); d += 2 * W)
-      memset(w.values + d * (MAX_COLUMNS / 2) + block.num_columns / 2 * 2 * W, 0,
-             W * W * sizeof(float));
+    pack_block<AmxProduct, AmxValueProduct::APART>(a, kv_head, block, w.keys, w.values);
     attend_block_by_tiles(a, s, task, block, next, w);
   });
   for (int64_t r = 0; r < rows; ++r)

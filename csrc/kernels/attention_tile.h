@@ -13,7 +13,7 @@
 
 namespace {
 
-template <class Product>
+template <class Product, int APART = 1>
 PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const KeyBlock& block,
                                   float* keys, float* values) {
   with_type(a.kv_dtype, [&](auto tag) __attribute__((always_inline)) {
@@ -22,8 +22,8 @@ PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const Key
       pack_keys<Product>((const T*)a.k.data + kv_head * a.k.stride_head, block.k_offset,
                          block.num_columns, a.head_dim, key_depth<Product>(a), keys);
       if (a.latent == nullptr)
-        pack_values<Product>((const T*)a.v.data + kv_head * a.v.stride_head, block.v_offset,
-                             block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
+        pack_values<Product, APART>((const T*)a.v.data + kv_head * a.v.stride_head, block.v_offset,
+                                    block.num_columns, a.head_dim_v, MAX_COLUMNS, values);
     }
   });
 }

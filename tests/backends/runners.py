@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from dispatched import dispatched
+from on_cpu import choose_cpu
 from sampling import IS_THOROUGH
 
 import torch_paged_attn
@@ -252,7 +253,7 @@ class Tpu(Runner):
         return None if importlib.util.find_spec("jax") else "jax is not installed"
 
     def prepare(self):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        choose_cpu()
 
     @contextlib.contextmanager
     def session(self):

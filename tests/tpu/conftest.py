@@ -5,8 +5,9 @@ import importlib.util
 import os
 
 import pytest
+from on_cpu import choose_cpu
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+choose_cpu()
 
 if importlib.util.find_spec("jax") is None:
     collect_ignore_glob = ["test_*.py"]

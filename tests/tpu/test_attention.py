@@ -13,6 +13,8 @@ from same_bits import same_bits
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 from torch_paged_attn.testing.strategies import problems
 
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
 # one launch and two, and what fetches more than keys
 BOTH_MODES = ("llama3_8b/decode_b5/bf16", "t5/bias/f32", "blocksparse/batched/f32")
 
@@ -88,8 +90,9 @@ def _assert_accurate_in_blocks_of(keys, problem, run):
     assert_accurate(*run(call, "on_wait", config=config), call.truth())
 
 
-def test_a_cache_passed_whole_is_read_where_it_is(run):
-    call = build(PROBLEMS["llama3_8b/mixed/bf16"])
+@over(["llama3_8b/decode_b5/bf16", *["llama3_8b/mixed/bf16"] * IS_THOROUGH])
+def test_a_cache_passed_whole_is_read_where_it_is(problem, run):
+    call = build(problem)
     whole = dataclasses.replace(
         call, args=call.args | {"k": torch.stack([call.args["k"], call.args["v"]]), "v": None}
     )
@@ -112,7 +115,7 @@ def test_nobody_reads_the_keys_that_a_bias_hides(op, run):
 
 # every plan is compiled: seconds, half a minute with dropout
 @hypothesis.settings(
-    max_examples=40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 3,
+    max_examples=40 if IS_THOROUGH else 3,
     phases=[hypothesis.Phase.generate],
     suppress_health_check=list(hypothesis.HealthCheck),
 )

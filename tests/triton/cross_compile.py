@@ -584,8 +584,8 @@ def _compile_for_real() -> None:
 
 
 def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes in which `compile_call` works, for one chip: LLVM crashes on float8 for gfx1201 in
-    a process that has compiled for other chips of AMD's.
+    """Processes in which `compile_call` works: for one chip, for those of NVIDIA or for those of
+    gfx9. LLVM crashes on float8 for gfx1201 in a process that has compiled for others of AMD's.
     """
     context = multiprocessing.get_context("spawn")
     return concurrent.futures.ProcessPoolExecutor(processes, context, _compile_for_real)

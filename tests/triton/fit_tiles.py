@@ -45,7 +45,9 @@ def entries_of(arch: str) -> tuple[dict[str, list[str]], list[str]]:
     from torch_paged_attn.backends.triton.tuning import portable as tuning
 
     taken: dict[str, list[str]] = {}
-    both = itertools.product((True, False), cross_compile.CALLS.items())
+    # other chips have no kernels of their own that Gluon would be needed for
+    gluon = (True, False) if arch == "sm90" else (True,)
+    both = itertools.product(gluon, cross_compile.CALLS.items())
     for has_gluon, (name, call) in both:
         if (arch, name) in cross_compile.REFUSED:
             continue

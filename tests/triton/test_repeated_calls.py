@@ -139,25 +139,23 @@ WRITES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-def faults(make, pairs):
-    with cross_compile.workers(1) as pool:
-        return pool.submit(differences, make, pairs).result()
+@pytest.fixture(scope="module")
+def faults():
+    """`differences`, in one process for all tests: its start takes seconds."""
+    with pytest.MonkeyPatch.context() as patch, cross_compile.workers(1) as process:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield lambda make, pairs: process.submit(differences, make, pairs).result()
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_what_launches_are_handed_does_not_depend_on_the_calls_before(part):
+def test_what_launches_are_handed_does_not_depend_on_the_calls_before(part, faults):
     problems = [*(PROBLEMS | cross_compile.MORE | EXTENDED).values()][part::4]
     assert faults(attention, [(x, larger(x)) for x in problems]) == []
 
 
-def test_sizes_that_decide_have_launches_of_their_own():
+def test_sizes_that_decide_have_launches_of_their_own(faults):
     assert faults(attention, [*MODELS, *[(b, a) for a, b in MODELS]]) == []
 
 
-def test_cache_writes():
+def test_cache_writes(faults):
     assert faults(cache_write, WRITES) == []

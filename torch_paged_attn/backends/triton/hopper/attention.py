@@ -123,9 +123,10 @@ def _kind_of_launches(
         return LaunchKind(call, out, config, packed_heads, form)
     # what of the sizes `tiles.options_of` and `scalars_of` go by
     parts = tiles.parts_of(call, config, form)
+    shares = tiles.shares_parts(call, parts, form)
     kinds, key = (
         kind_of(call, _no_launches_yet),
-        (config, packed_heads, form, parts, is_sorted(call)),
+        (config, packed_heads, form, parts, shares, is_sorted(call)),
     )
     if key not in kinds:
         kinds[key] = LaunchKind(call, call.new_results()[0], config, packed_heads, form)

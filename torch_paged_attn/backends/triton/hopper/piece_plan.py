@@ -50,10 +50,11 @@ class Chip(NamedTuple):
     num_kv_heads: int
     window_left: int  # 2**30 where it hides nothing
     # tiles of keys, in the time that another launch takes to begin and to end, that leaving a piece
-    # takes, and that merging one takes
+    # takes, that merging one takes, and the same where all programs merge
     next_cost: float
     piece_cost: float
     merge_cost: float
+    shared_cost: float
 
 
 @triton.jit
@@ -115,7 +116,9 @@ def _time(entries, parts, work, reads, longest, chip, OPTIONS: tl.constexpr):
     is_even = work >= EVEN * tiles.to(tl.float32) * longest
     dealt = tl.where(is_even, float("inf"), tl.maximum(share + 0.3 * run, run))
     time = tl.minimum(waves * run, dealt)
-    time += tl.where(is_cut, chip.merge_cost * pieces, 0.0)
+    # those who left parts merge them if all units are worked on at once (`producer.py`)
+    of_merging = tl.where(units <= chip.programs, chip.shared_cost, chip.merge_cost)
+    time += tl.where(is_cut, of_merging * pieces, 0.0)
     is_possible = (
         (pieces <= longest)
         & (longest <= MOST_LENGTH)

@@ -1,9 +1,9 @@
 """Parts of a tile (`pieces.py`) that are added up by those who left them, each some of its rows.
 
-For few queries, in the rows of one consumer, whose programs most often have one piece each: who has
-nothing else to do waits until all parts of the tile are there. Elsewhere the last one to arrive
-adds up all rows. Parts are added up in the order of the keys, so that the bits do not depend on who
-does it.
+For few queries, few chunks of prompts and mixed batches, whose programs most often have one piece
+each: who has nothing else to do waits until all parts of the tile are there. Elsewhere the last one
+to arrive adds up all rows. Parts are added up in the order of the keys, so that the bits do not
+depend on who does it.
 
 Nobody waits for ever, because it is nowhere said that all programs run at once: who has waited for
 long gives up, and if anybody has, the last one to arrive adds up all rows.
@@ -35,7 +35,8 @@ MOST_LOOKS = gl.constexpr(256)
 @gluon.constexpr_function
 def _rows_together(at_once, options):
     """Of how many rows, with so many parts: as many elements as there are registers for."""
-    return (8192 if options.CONVERTS_V else 16384) // at_once // options.WIDTH_V
+    elements = 16384 if options.REGISTERS >= 240 else 8192
+    return (4096 if options.REGISTERS < 200 else elements) // at_once // options.WIDTH_V
 
 
 @gluon.jit

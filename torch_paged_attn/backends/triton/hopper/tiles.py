@@ -59,6 +59,8 @@ PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 # of that, where parts are added up by several
 SHARED_COST = 0.15
+# they are for chunks of so few tiles, of the chip's multiprocessors: one in so many
+SHARING_TILES = 4
 
 # keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
 # sequence alone
@@ -91,6 +93,18 @@ def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
 
 
+def shares_parts(call: AttentionCall, parts: int, form: Form) -> bool:
+    """Whether pieces of a tile are added up by all who left them, each some rows, and not by the
+    last one to arrive (`shared_pieces.py`). Not for chunks whose tiles are many: these are in few
+    pieces, and the code that shares costs the loop over keys some instructions."""
+    if parts == 0 or call.is_batch_invariant or form.short:
+        return False
+    if form.is_guessed or form.is_mixed or width_of(call.head_dim_v) == 256:
+        return True
+    tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
+    return SHARING_TILES * tiles <= target_of(call.q.device).multiprocessors
+
+
 def options_of(
     call: AttentionCall,
     config: HopperConfig,
@@ -106,7 +120,6 @@ def options_of(
     if is_dealt:
         # of each program
         parts = 2 * target_of(call.q.device).multiprocessors
-    is_shared = parts > 0 and form.is_guessed and not call.is_batch_invariant
     row_groups = 1 if config.SPLITS_KEYS else config.CONSUMERS
     tokens = BLOCK_M // packed_heads
     queries_per_list, keys_per_entry = 0, config.BLOCK_N
@@ -155,7 +168,7 @@ def options_of(
         CONVERTS_K=converts(call) and not is_float8(call),
         CONVERTS_V=converts(call),
         FLOAT32_COLUMNS=call.head_dim_v if is_float32 else 0,
-        MERGED_COLUMNS=call.head_dim_v if is_shared else 0,
+        MERGED_COLUMNS=call.head_dim_v if shares_parts(call, parts, form) else 0,
         STRETCH=STRETCH if call.is_batch_invariant else 0,
     )
     return fit_stages(options, call.q.itemsize, call.k.itemsize)
@@ -295,7 +308,8 @@ def chip_of(call: AttentionCall, options: Options) -> Chip:
         window_left=left if is_bound(left) else UNBOUNDED,
         next_cost=NEXT_COST[width] * units,
         piece_cost=PIECE_COST[width] * units,
-        merge_cost=MERGE_COST[width] * shared * units,
+        merge_cost=MERGE_COST[width] * units,
+        shared_cost=MERGE_COST[width] * shared * units,
     )
 
 

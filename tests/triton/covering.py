@@ -1,0 +1,42 @@
+"""A few problems that have in them what many have."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch_paged_attn.testing import Problem
+
+# what a kernel is told when it runs: that there is one makes another kernel, not how much it is
+AT_RUN_TIME = ("window_size_left", "window_size_right", "softcap", "padding_rows", "density")
+
+
+def values_of(problem: Problem) -> Iterator[tuple[str, str]]:
+    """What a problem asks for: each field, a layout's one by one, with its value."""
+    for field in dataclasses.fields(problem):
+        value = getattr(problem, field.name)
+        if dataclasses.is_dataclass(value):
+            for part in dataclasses.fields(value):
+                yield from _value(value, part, f"{field.name}.{part.name}")
+        elif field.name not in ("name", "num_heads", "num_kv_heads"):
+            yield from _value(problem, field, field.name)
+    yield "group", repr(problem.num_heads // problem.num_kv_heads)
+
+
+def _value(owner: Any, field: dataclasses.Field[Any], name: str) -> Iterator[tuple[str, str]]:
+    value = getattr(owner, field.name)
+    yield name, repr(value != field.default if field.name in AT_RUN_TIME else value)
+
+
+def covering(problems: Iterable[Problem]) -> list[Problem]:
+    """Few of the problems, in their order: every value of every field that is in one of them all is
+    in one of these. The one with the most that is new comes next.
+    """
+    left = {x.name: (x, set(values_of(x))) for x in problems}
+    order = list(left)
+    chosen: dict[str, Problem] = {}
+    while any(new for _, new in left.values()):
+        name = max(left, key=lambda n: len(left[n][1]))
+        chosen[name], new = left.pop(name)
+        for _, others in left.values():
+            others -= new
+    return [chosen[name] for name in order if name in chosen]
