@@ -1,14 +1,16 @@
-"""Sums of stretches of keys, where bits must depend on a sequence alone (`batch_invariant`).
+"""Sums over stretches of keys, for calls whose bits must depend on a sequence alone
+(`batch_invariant`).
 
-Keys are cut at the same positions for all queries: at every STRETCH keys, the first 16 times, then
-at every two, four, ... of them, eight times each; what is long in few pieces, and what is short in
-many. Each stretch is summed up from zero, and the sums of stretches are added up one after the
-other, the last keys first. Who does that is all the same: the consumers that each had one
-stretch of a tile (`pieces.py`), or the one that had them all.
+Keys are cut into stretches at the same positions for all queries: the first 16 stretches have
+STRETCH keys each, the next eight twice as many, the next eight four times, and so on. Long
+sequences then have few stretches, and short ones enough to be divided. Each stretch is summed up
+from zero, and the sums are added one after the other, the last keys first. The result is the same
+whether each stretch had a consumer of its own (`pieces.py`) or one consumer had them all.
 
-That one has no registers for two sums of values. It leaves those of a stretch in memory of its own,
-which stays in the cache, by additions that nobody waits for, while the next scores are computed.
-They are scaled for a reference that the sum of all keeps until a stretch's exceeds it by far.
+A consumer that has them all lacks registers for two sums of values. It adds the sum of a finished
+stretch to its own part of the workspace, which stays in the cache, by additions that it does not
+wait for while it computes the next scores. The sums there are scaled by a reference logit, which
+changes only when a stretch's largest logit exceeds it by far.
 """
 
 import triton
