@@ -32,8 +32,8 @@ BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
 
 # of the ways that were measured, those without which choices were worse
 WAYS = {
-    "d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2", "listed",
-               "dealt", "numbered", "numbered divided"],
+    "d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2",
+               "listed divided", "dealt", "numbered", "numbered divided"],
     "d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
                 "portable 128/8/5/1", "portable 256/8/1/1", "dealt", "numbered",
                 "numbered divided"],

@@ -89,7 +89,7 @@ def parts_of(call: AttentionCall, config: HopperConfig, form: Form) -> int:
     # pieces are merged on the way to a result of 16 bits
     if form.longest or form.is_numbered or call.result_dtype == torch.float32:
         return 0
-    parts = most_parts(call, form.short > 0 or form.is_guessed)
+    parts = most_parts(call, form.short > 0 or form.is_guessed or form.is_mixed)
     return parts * MORE_PARTS if call.is_batch_invariant and config.CONSUMERS == 1 else parts
 
 
