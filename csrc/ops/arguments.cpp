@@ -73,7 +73,7 @@ std::optional<DType> Arguments::optional_dtype() {
 
 StableListHandle Arguments::next_list(size_t* size) {
   lists_[num_lists_] = to<StableListHandle>(next());
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(lists_[num_lists_], size));
+  TORCH_ERROR_CODE_CHECK(torch_list_size(lists_[num_lists_], size));
   return lists_[num_lists_++];
 }
 
@@ -83,7 +83,7 @@ std::vector<TensorView> Arguments::tensor_list() {
   std::vector<TensorView> views;
   for (size_t i = 0; i < size; ++i) {
     StableIValue item;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
     listed_.push_back(to<AtenTensorHandle>(item));
     views.push_back(view(listed_.back()));
   }
@@ -97,7 +97,7 @@ std::array<bool, 5> Arguments::mask() {
   is_malformed_ = size != mask.size();
   for (size_t i = 0; i < mask.size() && !is_malformed_; ++i) {
     StableIValue item;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
     mask[i] = to<bool>(item);
   }
   return mask;

@@ -119,7 +119,7 @@ bool accept(const BackwardArguments& x, Backward& b) {
 // A tensor whose rows are contiguous: the one that is viewed, or a copy.
 Tensor with_contiguous_rows(const TensorView& view) {
   AtenTensorHandle own;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &own));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(view.handle, &own));
   const Tensor tensor(own);
   return view.rows_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }

@@ -53,21 +53,21 @@ bool needs_gradient(AtenTensorHandle handle, bool grad_mode) {
   const void* impl = *reinterpret_cast<const void* const*>(handle);
   if (grad_mode && autograd().requires_grad(impl)) return true;
   bool is_dual;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_is_defined(autograd().tangent(impl, 0, handle), &is_dual));
   return is_dual;
 }
 
 void bump_version(AtenTensorHandle handle) {
   AtenTensorHandle own;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
   StableIValue stack[] = {torch::stable::detail::from(own)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::is_inference", "", stack, TORCH_ABI_VERSION));
   if (torch::stable::detail::to<bool>(stack[0])) return;
   if (autograd().bump_version) return autograd().bump_version(handle);
   // an op in place on none of the tensor moves the version of all of it
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
   Tensor whole(own), nothing = torch::stable::narrow(whole, 0, 0, 0);
   torch::stable::zero_(nothing);
 }

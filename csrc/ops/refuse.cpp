@@ -56,7 +56,7 @@ struct PythonError : torch::PyTorchError {
 // Calls the operator `<op>_<suffix>` with what lies on the stack.
 void call_python(std::string op, const char* suffix, StableIValue* stack) {
   std::replace(op.begin(), op.end(), '.', '_');  // of an overload
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher(("paged_attn::" + op + suffix).c_str(), "", stack, TORCH_ABI_VERSION));
 }
 
@@ -66,10 +66,10 @@ std::string take_string(StableIValue value) {
   const StringHandle handle = torch::stable::detail::to<StringHandle>(value);
   size_t length;
   const char* data;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
   const std::string taken(data, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
   return taken;
 }
 

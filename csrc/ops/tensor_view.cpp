@@ -47,7 +47,7 @@ Tensor empty_tensor(std::initializer_list<int64_t> shape, DType dtype) {
     stride *= shape.begin()[i] > 0 ? shape.begin()[i] : 1;
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.begin(),
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.begin(),
                                                          strides, dtype_codes()[int(dtype)],
                                                          aoti_torch_device_type_cpu(), 0, &handle));
   Tensor tensor(handle);

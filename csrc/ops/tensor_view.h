@@ -27,16 +27,16 @@ struct TensorView {
     int64_t *size_data, *stride_data;
     int32_t code, device;
     bool is_defined;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(handle, &is_defined));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(handle, &is_defined));
     if (!is_defined) {  // None for a tensor that the schema requires
       dim = -1;
       return;
     }
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_data));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_data));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &size_data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &stride_data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
     sizes = size_data;
     strides = stride_data;
     dtype = dtype_of(code);
@@ -50,12 +50,12 @@ struct TensorView {
   int64_t last() const { return sizes[dim - 1]; }
   const void* data() const {
     const void* data = nullptr;
-    if (handle) STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &data));
+    if (handle) TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &data));
     return data;
   }
   void* mutable_data() const {
     void* data;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
+    TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
     return data;
   }
 
@@ -79,12 +79,12 @@ struct TensorView {
   bool holds_elements() const {
     if (dtype == DType::unsupported) return true;  // which every op refuses
     int64_t bytes, last_element;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &last_element));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &last_element));
     for (int64_t i = 0; i < dim; ++i) {
       if (sizes[i] == 0) return true;
       last_element += (sizes[i] - 1) * strides[i];
     }
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
     return (last_element + 1) * bytes_of(dtype) <= bytes;
   }
 };

@@ -29,10 +29,15 @@ def merge_states_list(
 def _merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """The float32 sum of the parts, and softmax_lse."""
     lse = functools.reduce(jnp.logaddexp, lses)
-    shift = jnp.where(lse == -jnp.inf, 0.0, lse)
+    # not exp(part - lse): beside numbers of 1e8 the logarithm in `lse` is lost
+    largest = functools.reduce(jnp.maximum, lses)
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+    shares = [jnp.exp(part - shift) for part in lses]
+    total = sum(shares)
+    divisor = jnp.where(total == 0.0, 1.0, total)
     merged = jnp.zeros(outs[0].shape, jnp.float32)
-    for out, part in zip(outs, lses, strict=True):
-        weight = jnp.exp(part - shift).T[..., None]
+    for out, share in zip(outs, shares, strict=True):
+        weight = (share / divisor).T[..., None]
         # a part without weight may hold anything
         merged = merged + jnp.where(weight > 0.0, weight * out.astype(jnp.float32), 0.0)
     return merged, lse
