@@ -61,7 +61,7 @@ FAR = {"large": 1e30, "small": -1e30, "bias": torch.finfo(torch.float32).min}
 
 @pytest.mark.over(FAR)
 def test_merge_of_far_logits(case, runner):
-    """The mean of parts of one weight, though softmax_lse has lost the logarithm of their number."""
+    """The mean of parts of one weight, though softmax_lse lost the logarithm of their number."""
     outs, lse = [torch.full((3, 2, 4), x) for x in (0.0, 1.0)], torch.full((2, 3), case)
     args = outs[0], lse, outs[1], lse
     assert_accurate(*runner.merge(*args), Truth.of(reference.merge_states, *args))
