@@ -29,8 +29,8 @@ def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
     from torch_paged_attn.attention_call import AttentionCall
     from torch_paged_attn.backends.triton import BACKEND
+    from torch_paged_attn.backends.triton.flash_varlen import why_not_hopper
     from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
-    from torch_paged_attn.backends.triton.hopper import support
 
     call = build(problem)
     args, options = dispatched(call.op, call.to("cuda").args)
@@ -39,7 +39,7 @@ def run(problem: Problem) -> None:
     assert_accurate(*first, truth)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     whole = getattr(AttentionCall, call.op)(*args, **options)
-    if support.unsupported(whole) is None:
+    if why_not_hopper(whole) is None:
         # the operator leaves what is small to the portable kernel
         assert_accurate(*flash_varlen_sm90.attend(whole), truth)
 
@@ -55,7 +55,7 @@ def plain(problem: Problem) -> Problem:
         problem, dtype=torch.bfloat16 if problem.seed % 3 else torch.float16, kv_dtype=None,
         out_dtype=None, out_scale=False, page_size=page_size, head_dim=head_dim,
         head_dim_v=head_dim_v, fused_qkv=False, softmax_scale=None, bias="", descale="",
-        dropout_p=0.0,
+        dropout_p=0.0, v_dtype=None,
     )  # fmt: skip
 
 
