@@ -8,7 +8,6 @@ ROWS = "tests/neuron/test_backward.py", "-k", "come_as_rows or row_of_nan"
 GRADIENTS = suite("gradients_agree and more_queries")
 GRADIENTS_LONG = suite("gradients_agree and training/long")
 GRADIENTS_DROPOUT = suite("gradients_agree and training/dropout")
-GRADIENTS_OPTIONS = suite("gradients_agree and gpt_oss")
 
 FAULTS = (
     Fault(
@@ -44,7 +43,7 @@ FAULTS = (
         BACKWARD,
         "last - first, options.out_scale, tensors.dq",
         "last - first, 1.0, tensors.dq",
-        GRADIENTS_OPTIONS,
+        LAUNCHES,
     ),
     Fault(
         "dq of one product without its scale",

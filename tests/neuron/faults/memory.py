@@ -54,7 +54,7 @@ FAULTS = (
             "            indirect_dim=0,\n"
             "        )\n        nisa.dma_copy(dst=tile"
         ),
-        suite("test_agrees and vllm_cache"),
+        ("tests/neuron/test_attention.py", "-k", "two_programs"),
     ),
     Fault(
         "scatter refuses what it has to skip",
