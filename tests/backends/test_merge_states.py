@@ -67,6 +67,14 @@ def test_merge_of_far_logits(case, runner):
     assert_accurate(*runner.merge(*args), Truth.of(reference.merge_states, *args))
 
 
+@pytest.mark.over({"inf": INF, "nan": float("nan")})
+def test_merge_of_what_is_not_finite(case, runner):
+    """Is NaN, and no sum of some of the parts."""
+    out = torch.ones(3, 2, 4)
+    merged, _ = runner.merge(out, torch.full((2, 3), case), out, torch.full((2, 3), 0.5))
+    assert merged.isnan().all()
+
+
 @pytest.mark.over(DTYPES)
 def test_merge_gradients_agree(case, runner):
     """What a loss hands back for a row that no part sees may be NaN."""

@@ -38,8 +38,8 @@ def _merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     merged = jnp.zeros(outs[0].shape, jnp.float32)
     for out, share in zip(outs, shares, strict=True):
         weight = (share / divisor).T[..., None]
-        # a part without weight may hold anything
-        merged = merged + jnp.where(weight > 0.0, weight * out.astype(jnp.float32), 0.0)
+        # a part without weight may hold anything; a weight that is NaN makes the result NaN
+        merged = merged + jnp.where(weight == 0.0, 0.0, weight * out.astype(jnp.float32))
     return merged, lse
 
 

@@ -59,7 +59,8 @@ PIECE_COST = {64: 1.0, 128: 1.0, 256: 2.0}
 MERGE_COST = {64: 0.75, 128: 0.75, 256: 2.25}
 # of that, where parts are added up by several
 SHARED_COST = 0.15
-# they are for chunks of so few tiles, of the chip's multiprocessors: one in so many
+# of chunks of prompts, parts are added up by several where the chip has at least so many
+# multiprocessors for each tile
 SHARING_TILES = 4
 
 # keys of the shortest stretches, whose sums are added up one after the other where bits depend on a
