@@ -66,6 +66,10 @@ def warmup(
     `max_tokens` queries in all. Compiled kernels do not depend on lengths and strides: calls of
     other sizes use the same ones. On a CPU there is nothing to compile.
 
+    A thread may call it while others serve (`threading.Thread(target=warmup, ...)`): it launches on
+    a stream of its own and waits for that alone. What it has not come to yet is compiled by the
+    call that needs it.
+
     Args:
         num_heads, num_kv_heads, head_dim, head_dim_v: of the model; head_dim_v is head_dim when
             omitted.
@@ -92,8 +96,31 @@ def warmup(
             f"warmup: device is {device}, and torch {torch.__version__} finds {gpus} GPUs here; "
             "allowed: one of these, or a CPU"
         )
-    dims = head_dim, head_dim if head_dim_v is None else head_dim_v
-    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        _make_calls(
+            num_heads, num_kv_heads, (head_dim, head_dim if head_dim_v is None else head_dim_v),
+            dtype, dtype if kv_dtype is None else kv_dtype, page_size, device, max_batch,
+            max_tokens, layout, options,
+        )  # fmt: skip
+    stream.synchronize()
+
+
+def _make_calls(
+    num_heads: int,
+    num_kv_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int | None,
+    device: torch.device,
+    max_batch: int,
+    max_tokens: int,
+    layout: BlockSparseLayout | None,
+    options: dict[str, Any],
+) -> None:
+    """Call the operators with all sizes for which kernels may differ."""
+    head_dim = dims[0]
 
     def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -145,4 +172,3 @@ def warmup(
                         results = op(q, k_cache, v_cache, block_table=table, **lengths, **said)
         if results[0].dtype.itemsize > 1:
             merge_states(*results, *results)
-    torch.cuda.synchronize(device)

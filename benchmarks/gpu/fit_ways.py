@@ -12,6 +12,7 @@ fit, a fifth at a time, and know what the operator knows: sizes, and a rounded b
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,18 @@ BANDWIDTH = {"NVIDIA H200": 4.3e6, "NVIDIA H100 80GB HBM3": 2.95e6}
 # of the ways that were measured, those without which choices were worse
 WAYS = {
     "d64/b2": ["portable 128/4/5/1", "portable 128/4/5/2", "portable 64/4/5/2",
-               "listed divided", "dealt", "numbered", "numbered divided"],
+               "portable 64/4/5/2 all", "listed divided", "dealt", "numbered",
+               "numbered divided"],
     "d128/b2": ["portable 32/1/5/4", "portable 64/4/5/1", "portable 128/4/3/2",
-                "portable 128/8/5/1", "portable 256/8/1/1", "dealt", "numbered",
-                "numbered divided"],
-    "d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "listed", "numbered"],
+                "portable 128/8/5/1", "portable 256/8/1/1", "portable 128/4/3/2 all",
+                "dealt", "numbered", "numbered divided"],
+    "d256/b2": ["portable 32/4/5/2", "portable 64/4/3/2", "portable 64/4/3/2 all", "listed",
+                "numbered"],
     "d64/b1": ["portable 64/2/5/4", "portable 64/4/5/2", "portable 128/8/5/1", "listed",
                "numbered"],
     "d128/b1": ["portable 64/1/5/4", "portable 64/4/5/2", "portable 128/4/3/2",
-                "portable 256/8/1/1", "listed", "dealt tall", "numbered", "numbered tall"],
+                "portable 256/8/1/1", "portable 64/4/5/2 all", "portable 128/4/3/2 all",
+                "listed", "dealt tall", "numbered"],
     "d256/b1": ["portable 64/4/5/2", "portable 128/4/3/2", "portable 128/8/5/1", "listed"],
 }  # fmt: skip
 
@@ -51,7 +55,7 @@ PRIOR = {
     "hopper": Costs(5.0, 0.35, 0.9, 0.02, 0.02, 0.02, 0.3, 1.1, 2.0, 0.1, 2.0, 1.0, 0.0),
 }
 WIDTH = Costs(1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.15, 1.0, 1.0, 1.0, 1.5, 0.0)
-PRIOR_WEIGHT, OUTLIER = 0.05, 0.08
+PRIOR_WEIGHT, LIKE_WEIGHT, OUTLIER = 0.05, 0.2, 0.08
 # rows that are left out at a time, of all; the quantile of errors that is called spread
 PARTS, SPREAD = 5, 0.85
 
@@ -69,6 +73,7 @@ def shape_of(row: Row, longest: int | None = None) -> Shape:
     return Shape(
         row["batch"], row["total_q"], num_kv_heads, num_heads // num_kv_heads, row["longest_q"],
         bound, row["window"], 2 * head_dim * int(kind_of(row)[-1]), row["page_size"] in GATHERED,
+        head_dim,
     )  # fmt: skip
 
 
@@ -87,9 +92,10 @@ def ways_of(row: Row) -> list[str]:
     return [x for x in known if is_low or not ways.is_portable(x)]
 
 
-def fit(way: str, rows: list[Row]) -> Costs:
-    """The costs of a way, from rows of its kind."""
-    prior = PRIOR["portable" if ways.is_portable(way) else "hopper"]
+def fit(way: str, rows: list[Row], like: Costs | None = None) -> Costs:
+    """The costs of a way, from rows of its kind. `like`: those of a way that differs little."""
+    prior = like or PRIOR["portable" if ways.is_portable(way) else "hopper"]
+    weight = PRIOR_WEIGHT if like is None else LIKE_WEIGHT
     start, width = np.log(prior[:-1]), np.array(WIDTH[:-1])
     known = [(shape_of(r, r["keys"][2]), lengths_of(r), BANDWIDTH[r["chip"]]) for r in rows]
     measured = np.log([row["figures"][way] for row in rows])
@@ -103,7 +109,7 @@ def fit(way: str, rows: list[Row]) -> Costs:
         off = errors(logs) / OUTLIER
         # an outlier counts by its size, not by its square
         robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) * OUTLIER
-        return np.concatenate([robust, PRIOR_WEIGHT * (logs - start) / width])
+        return np.concatenate([robust, weight * (logs - start) / width])
 
     found = least_squares(residuals, start).x
     spread = float(np.quantile(np.abs(errors(found)), SPREAD))
@@ -116,7 +122,8 @@ def fit_all(rows: list[Row]) -> dict[str, dict[str, Costs]]:
         of_kind = [row for row in rows if kind_of(row) == kind]
         found[kind] = {}
         for way in names:
-            found[kind][way] = fit(way, [row for row in of_kind if way in ways_of(row)])
+            like = found[kind].get(way.removesuffix(" all")) if way.endswith(" all") else None
+            found[kind][way] = fit(way, [row for row in of_kind if way in ways_of(row)], like)
     return found
 
 
@@ -194,7 +201,7 @@ def rows_of_sweep(path: Path) -> list[Row]:
 
 def _way(name: str) -> str:
     """The name of a way: `forms_sweep.py` says the fewest keys of a piece, too."""
-    return name.rpartition("/")[0] if name.startswith("portable") else name
+    return re.sub(r"/\d+( all)?$", r"\1", name) if name.startswith("portable") else name
 
 
 def main() -> None:

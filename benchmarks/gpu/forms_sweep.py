@@ -13,7 +13,9 @@ import concurrent.futures
 import functools
 import gc
 import itertools
+import math
 import multiprocessing
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +101,7 @@ def on_hopper(form: Form, config: HopperConfig | None = None, heads: str = "") -
     return plan
 
 
-def by_portable(block_m: int, config: tuple[int, ...]) -> Any:
+def by_portable(block_m: int, config: tuple[int, ...], is_merged_by_all: bool) -> Any:
     """A plan of the portable kernel."""
     *numbers, resident, least = config
 
@@ -107,7 +109,7 @@ def by_portable(block_m: int, config: tuple[int, ...]) -> Any:
         busy = min(call.batch, call.total_q)
         slots, keys = resident * MULTIPROCESSORS, portable.key_bound(call)
         splits = plan_splits(call.batch + 1, call.num_kv_heads, busy, keys, slots, True)
-        tile = Config(block_m, *numbers, resident=resident)
+        tile = Config(block_m, *numbers, resident=resident, is_merged_by_all=is_merged_by_all)
         return portable.plan_attention(call, config=tile, splits=SplitPlan(splits.programs, least))
 
     return plan
@@ -185,7 +187,10 @@ def _of_few_queries(step: Step, width: int, group: int) -> Plans:
         block_m = max(16, 1 << (rows - 1).bit_length())
         for config in PORTABLE_8_BIT if is_8_bit else PORTABLE[width]:
             if rows <= 16 or config[1] >= 4:
-                found["portable " + "/".join(map(str, config))] = by_portable(block_m, config)
+                name = "portable " + "/".join(map(str, config))
+                found[name] = by_portable(block_m, config, False)
+                if config[1] > 1:
+                    found[f"{name} all"] = by_portable(block_m, config, True)
     if max(step.queries) * group <= support.BLOCK_M and (step.kind != "decode" or group >= 4):
         forms = {"listed": {}, "dealt": {"is_dealt": True}, "numbered": {"is_numbered": True}}
         for name, options in forms.items():
@@ -229,8 +234,13 @@ def launcher(b: serving.Batch, call: AttentionCall, plan: Plan) -> Callable[[int
     return launch
 
 
-def compile_step(step: Step) -> list[str]:
-    """Launch all plans of a step once, over a small cache; what failed."""
+def named(plans: Plans, only: str) -> Plans:
+    """The plans whose name the pattern matches whole; all, if it is empty."""
+    return {x: plan for x, plan in plans.items() if not only or re.fullmatch(only, x)}
+
+
+def compile_step(step: Step, only: str = "") -> list[str]:
+    """Launch the plans of a step once, over a small cache; what failed."""
     failed = []
     b = serving.Batch(step, 1, serving.SMALL_POOL if step.page_size else serving.POOL_BYTES // 4)
     if step.page_size:
@@ -238,7 +248,7 @@ def compile_step(step: Step) -> list[str]:
         b.used = b.used.clamp(max=1)
     call = call_of(b)
     contenders: dict[str, Any] = {"ours": lambda: serving.ours(b, 0)}
-    for name, plan in plans_of(step).items():
+    for name, plan in named(plans_of(step), only).items():
         contenders[name] = lambda plan=plan: launcher(b, call, plan(call))(0)
     for name, launch in contenders.items():
         try:
@@ -251,7 +261,7 @@ def compile_step(step: Step) -> list[str]:
     return failed
 
 
-def measure(step: Step, fa3: Any) -> dict[str, Any]:
+def measure(step: Step, fa3: Any, only: str = "") -> dict[str, Any]:
     """A row of results."""
     calls = min(max(serving.READ_BYTES // max(step.bytes, 1), serving.LEAST_CALLS), MOST_CALLS)
     b = serving.Batch(step, calls)
@@ -263,7 +273,7 @@ def measure(step: Step, fa3: Any) -> dict[str, Any]:
     except Exception as error:
         refused["FA3"] = str(error)[:120]
     call = call_of(b)
-    for name, plan in plans_of(step).items():
+    for name, plan in named(plans_of(step), only).items():
         try:
             contenders[name] = launcher(b, call, plan(call))
         except Exception as error:
@@ -302,9 +312,17 @@ def class_of(step: Step) -> tuple[str, int, bool]:
     return step.kind, support.width_of(step.head_dim), step.kv_dtype != step.dtype
 
 
-def steps_of(seeds: list[int], draws: int, kinds: list[str]) -> list[Step]:
-    """As many draws of each class of these kinds, classes in turns."""
-    drawn = [s for seed in seeds for s in draw_steps(seed, 600) if is_in_question(s)]
+def steps_of(
+    seeds: list[int], draws: int, kinds: list[str], tiles: float = math.inf, keys: int = 0
+) -> list[Step]:
+    """As many draws of each class of these kinds, classes in turns: those of at most so many tiles
+    whose longest sequence has at least so many keys."""
+    drawn = [
+        s
+        for seed in seeds
+        for s in draw_steps(seed, 600)
+        if is_in_question(s) and s.batch * s.num_kv_heads <= tiles and max(s.keys) >= keys
+    ]
     classes = sorted({class_of(s) for s in drawn if s.kind in kinds})
     of_classes = [[s for s in drawn if class_of(s) == x][:draws] for x in classes]
     return [s for row in itertools.zip_longest(*of_classes) for s in row if s is not None]
@@ -317,6 +335,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--draws", type=int, default=40, help="of each class")
     parser.add_argument("--kinds", nargs="*", default=[*KINDS])
+    parser.add_argument("--tiles", type=float, default=math.inf, help="draws of no more tiles")
+    parser.add_argument("--keys", type=int, default=0, help="draws of no fewer keys")
+    parser.add_argument("--only", default="", help="a pattern of names: force these plans alone")
     parser.add_argument("--processes", type=int, default=serving.PROCESSES, help="that compile")
     parser.add_argument("--seconds", type=float, default=600, help="measure no longer")
     parser.add_argument("--fa3", type=Path, metavar="SO")
@@ -324,10 +345,11 @@ def main() -> None:
     parser.add_argument("--commit", default=gpu_run.git_commit(), help="where git does not say it")
     options = parser.parse_args()
     begun = time.perf_counter()
-    steps = steps_of(options.seeds, options.draws, options.kinds)
+    steps = steps_of(options.seeds, options.draws, options.kinds, options.tiles, options.keys)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
-        for step, failed in zip(steps, pool.map(compile_step, steps), strict=True):
+        each = functools.partial(compile_step, only=options.only)
+        for step, failed in zip(steps, pool.map(each, steps), strict=True):
             for reason in failed:
                 print(f"  {step}: {reason}")
     print(f"{len(steps)} steps compiled after {time.perf_counter() - begun:.0f} s", flush=True)
@@ -339,7 +361,7 @@ def main() -> None:
         if time.perf_counter() - begun > options.seconds:
             print(f"out of time: {len(steps) - len(rows)} steps were not measured")
             break
-        rows.append(describe(step) | measure(step, fa3))
+        rows.append(describe(step) | measure(step, fa3, options.only))
         figures = rows[-1]["figures"]
         best = sorted(figures, key=figures.__getitem__)[:4]
         print(f"{step}: ours {figures.get('ours', 0):.1f};", end=" ")

@@ -46,7 +46,7 @@ def measured():
         shape = ways.Shape(
             row["batch"], row["total_q"], num_kv_heads, num_heads // num_kv_heads,
             row["longest_q"], flash_varlen.said_of_reach(row["keys"][2], False), row["window"],
-            2 * head_dim * size, row["page_size"] in GATHERED,
+            2 * head_dim * size, row["page_size"] in GATHERED, head_dim,
         )  # fmt: skip
         is_low = shape.rows <= few_queries.MOST_PORTABLE
         known = [x for x in table[kind] if x in row["figures"]]
@@ -135,7 +135,7 @@ def test_long_sequences_are_not_left_to_one_program_each():
 def test_more_keys_take_longer():
     for kind, of_kind in ways.ways().items():
         for way, costs in of_kind.items():
-            shape = ways.Shape(7, 7, 8, 4, 1, 0, -1, 512, False)
+            shape = ways.Shape(7, 7, 8, 4, 1, 0, -1, 512, False, 128)
             times = [
                 ways.estimate(way, costs, shape, ways.Lengths(0.9 * keys, keys))
                 for keys in (512, 4096, 32768)

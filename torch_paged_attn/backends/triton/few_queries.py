@@ -57,6 +57,7 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         window=call.window_size_left if support.is_bound(call.window_size_left) else -1,
         key_bytes=(call.head_dim + call.head_dim_v) * call.k.itemsize,
         is_copied=call.page_size in support.GATHERED,
+        columns=call.head_dim_v,
     )
     # of other operands the portable kernel has no costs, but would be one of the ways
     has_costs = call.q.dtype in support.IN_16_BITS and call.q_latent is None

@@ -25,6 +25,9 @@ TABLE = TABLES / "sm90_ways.json"
 BANDWIDTH, MULTIPROCESSORS = 4.3e6, 132
 # keys in a tile of the costs of Hopper's kernel, whatever its tile really is
 HOPPER_KEYS = 128
+# columns of a result that a program adds up where all do (`portable/combine.py`), and how much less
+# a further part costs then
+SHARED_COLUMNS, SHARED_GAIN = 8, 16
 # the fewest keys of a sequence that guesses go by
 LEAST_KEYS = 64
 # how much of a way's usual error is added to its estimates: between two that are as fast, the one
@@ -44,6 +47,7 @@ class Shape(NamedTuple):
     window: int  # keys before its own that a query sees; -1: all
     key_bytes: int  # of a key and its value, of one head
     is_copied: bool  # pages are so small that their rows are loaded one by one
+    columns: int  # of a result's row
 
     @property
     def rows(self) -> int:
@@ -88,9 +92,10 @@ class Division(NamedTuple):
 
 def parse(way: str) -> Config:
     """The tiles of a way of the portable kernel, such as "portable 128/4/3/2": keys of a tile,
-    warps, stages, programs of a multiprocessor."""
-    keys, warps, stages, resident = map(int, way.removeprefix("portable ").split("/"))
-    return Config(16, keys, warps, stages, resident=resident)
+    warps, stages, programs of a multiprocessor. With " all", all programs merge many parts."""
+    numbers, _, merging = way.removeprefix("portable ").partition(" ")
+    keys, warps, stages, resident = map(int, numbers.split("/"))
+    return Config(16, keys, warps, stages, resident=resident, is_merged_by_all=merging == "all")
 
 
 def is_portable(way: str) -> bool:
@@ -188,7 +193,9 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
         parts = (most - 1) / piece
     # queries of sequences that are not alike fill all rows of a tile
     is_even = shape.total_q % shape.batch == 0
-    rows = min(next_power_of_2(shape.rows), 64) if is_even else 16
+    rows: float = min(next_power_of_2(shape.rows), 64) if is_even else 16
+    if config.is_merged_by_all and parts >= next_power_of_2(shape.columns) // SHARED_COLUMNS:
+        rows /= SHARED_GAIN
     busy = math.ceil(total / piece) * shape.num_kv_heads
     return Division(min(piece, total), parts, rows / 8, tiles - 1, busy / slots)
 

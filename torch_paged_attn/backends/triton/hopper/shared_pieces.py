@@ -1,17 +1,15 @@
 """Parts of a tile (`pieces.py`) that are added up by those who left them, each some of its rows.
 
 For few queries, few chunks of prompts and mixed batches, whose programs most often have one piece
-each: who has nothing else to do waits until all parts of the tile are there. Elsewhere the last one
-to arrive adds up all rows. Parts are added up in the order of the keys, so that the bits do not
-depend on who does it.
-
-Nobody waits for ever, because it is nowhere said that all programs run at once: who has waited for
-long gives up, and if anybody has, the last one to arrive adds up all rows.
+each: a program without other work waits until all parts of the tile are there (`arrivals.py`).
+Elsewhere the last one to arrive adds up all rows. Parts are added up in the order of the keys, so
+that the bits do not depend on which program does it.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_paged_attn.backends.triton.arrivals import arrive
 from torch_paged_attn.backends.triton.hopper.pieces import Parts, finite, leave_part, part_number
 from torch_paged_attn.backends.triton.hopper.results import of_heads, store_lse
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
@@ -26,11 +24,6 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
 # of how many parts a consumer asks for rows together: of few rows of many, or of many rows
 MANY, FEW = gl.constexpr(16), gl.constexpr(4)
 
-# a counter's fields: how many have arrived, have given up waiting, and are done
-ARRIVED, GAVE_UP, DONE = gl.constexpr(2**12 - 1), gl.constexpr(2**12), gl.constexpr(2**22)
-# how often somebody looks whether all have arrived, each time for half a microsecond
-MOST_LOOKS = gl.constexpr(256)
-
 
 @gluon.constexpr_function
 def _rows_together(at_once, options):
@@ -40,44 +33,12 @@ def _rows_together(at_once, options):
 
 
 @gluon.jit
-def _give_up(counter, seen, pieces):
-    """Say that nobody waits here any more, unless all have arrived: then that is returned."""
-    expected = seen
-    seen = gl.atomic_cas(counter, expected, expected + GAVE_UP, sem="acq_rel")
-    while (seen != expected) & ((seen & ARRIVED) < pieces):
-        expected = seen
-        seen = gl.atomic_cas(counter, expected, expected + GAVE_UP, sem="acq_rel")
-    return seen
-
-
-@gluon.jit
 def _arrive(counter, piece, pieces, waiting, num_rows, OPTIONS: gl.constexpr):
     """Count a piece. Returns the first row that is to be added up here, and the one after the last;
     all parts of these are there."""
-    seen = gl.atomic_add(counter, 1, sem="acq_rel") + 1
-    is_last = (seen & ARRIVED) == pieces
-    waits = piece < waiting
-    if waits:
-        looks = 0
-        while ((seen & ARRIVED) < pieces) & (looks < MOST_LOOKS):
-            seen = gl.atomic_add(counter, 0, sem="acquire")
-            looks += 1
-        if (seen & ARRIVED) < pieces:
-            seen = _give_up(counter, seen, pieces)
-    # of what has all arrived, nothing changes but how many are done
-    are_there = (seen & ARRIVED) == pieces
-    left = waiting - seen // GAVE_UP % (DONE // GAVE_UP)
-    are_shared = are_there & (left == waiting) & (waiting > 0)
+    is_mine, are_shared = arrive(counter, piece, pieces, waiting, OPTIONS.IS_DEALT)
     first = gl.where(are_shared, num_rows * piece // gl.maximum(waiting, 1), 0)
     stop = gl.where(are_shared, num_rows * (piece + 1) // gl.maximum(waiting, 1), num_rows)
-    is_mine = gl.where(are_shared, waits, is_last)
-    if OPTIONS.IS_DEALT and are_there:
-        # the last one that looks sets it to zero for the next launch
-        others = left
-        if waits:
-            others -= gl.atomic_add(counter, DONE, sem="relaxed") // DONE + 1
-        if others == 0:
-            gl.store(counter, 0)
     return first, gl.where(is_mine, stop, first)
 
 

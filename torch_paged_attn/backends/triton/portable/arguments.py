@@ -20,6 +20,7 @@ from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound, key_bound
 from torch_paged_attn.backends.triton.runtime.target import Target
 from torch_paged_attn.backends.triton.softmax import LOG2E
+from torch_paged_attn.backends.triton.tuning import Config
 
 # elements of partial results that a warp holds while it merges them: 32 registers per thread; on
 # AMD GPUs, whose compiler needs more registers for other values, 8
@@ -165,6 +166,7 @@ class Options(NamedTuple):
     IS_SPLIT: bool
     PART_ROWS: int
     BLOCK_MERGED: int
+    IS_MERGED_BY_ALL: bool  # many parts of a tile are merged by several programs
     FIXED_UNITS: int
     IS_BESIDE: bool  # another kernel computes the tiles in `tile_list` at the same time
     SEARCH_WIDTH: int
@@ -175,6 +177,7 @@ class Options(NamedTuple):
     OUT_FORMAT: str
     IS_V_LIKE_K: bool  # k and v have the same strides, so that they share row offsets
     IS_PAIRED: bool
+    IS_LOADED_FIRST: bool  # a tile's keys and values are both asked for before either is used
     HAS_PTX: bool
     IS_Q_NORMED: bool
     DTYPE: tl.dtype  # of the factors of matrix products
@@ -340,6 +343,13 @@ def sizes(call: AttentionCall) -> Sizes:
     )
 
 
+def _is_loaded_first(call: AttentionCall, formats: Formats, config: Config, target: Target) -> bool:
+    """Where it was measured to pay: small tiles of decodes whose loop over keys has one stage."""
+    is_small = config.BLOCK_M <= 16 and max(call.head_dim, call.head_dim_v) <= 256
+    is_plain = not (formats.is_paired or formats.is_precise or target.is_hip)
+    return config.num_stages == 1 and is_small and is_plain
+
+
 def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target) -> Options:
     """The compile-time constants of a call's kernel."""
     layout, config, bias = call.layout, tiles.config, call.attn_bias
@@ -389,6 +399,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         IS_SPLIT=tiles.is_split,
         PART_ROWS=tiles.part_rows,
         BLOCK_MERGED=merged * config.num_warps,
+        IS_MERGED_BY_ALL=tiles.is_merged_by_all,
         FIXED_UNITS=tiles.fixed_units,
         IS_BESIDE=tiles.is_beside,
         SEARCH_WIDTH=tiles.search_width,
@@ -399,6 +410,7 @@ def options(call: AttentionCall, formats: Formats, tiles: Tiles, target: Target)
         OUT_FORMAT=formats.out,
         IS_V_LIKE_K=_row_strides(call.k) == _row_strides(call.v),
         IS_PAIRED=formats.is_paired,
+        IS_LOADED_FIRST=_is_loaded_first(call, formats, config, target),
         HAS_PTX=target.converts_float8,
         IS_Q_NORMED=formats.is_q_normed,
         DTYPE=formats.product,

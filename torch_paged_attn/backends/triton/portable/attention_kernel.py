@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from torch_paged_attn.backends.triton.portable.arguments import Sizes
-from torch_paged_attn.backends.triton.portable.combine import is_last_arrival, merge_parts, part_of
+from torch_paged_attn.backends.triton.portable.combine import merge_if_there, part_of
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.query_tile import attend_tile, tile_at
 from torch_paged_attn.backends.triton.portable.work_info import (
@@ -70,8 +70,8 @@ def _attend_in_turns(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.con
 
 @triton.jit
 def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr):
-    """The program computes a piece of the keys of all tiles (`work_info.py`), and merges a shared
-    tile if it is the last program to finish its part. With IS_BESIDE, another kernel computes the
+    """The program computes a piece of the keys of all tiles (`work_info.py`), and helps to merge
+    the tiles that it shares with others (`combine.py`). With IS_BESIDE, another kernel computes the
     sequences with more than `lengths.limit` queries.
     """
     # heads are the fastest grid dimension: neighbouring programs read whole tokens of a cache
@@ -110,11 +110,9 @@ def _attend_piece(lengths, pointers, strides, sizes, scalars, OPTIONS: tl.conste
                 # consecutive programs share the tile
                 first_program = tile_start // piece
                 parts = (tile_start + units - 1) // piece - first_program + 1
-                counter = pointers.counters + first_program * heads + head_program
-                if is_last_arrival(counter, parts):
-                    merge_parts(
-                        tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS
-                    )
+                merge_if_there(
+                    tile, program, first_program, parts, heads, pointers, sizes, scalars, OPTIONS
+                )
             at += taken
         goes_on = at < stop
 

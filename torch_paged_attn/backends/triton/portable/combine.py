@@ -1,17 +1,19 @@
-"""Partial results of tiles that several programs share, and how the last program merges them.
+"""Partial results of tiles that several programs share, and how they are merged.
 
 A program writes at most two parts: one of a tile that an earlier program has begun, and one of a
 tile that it does not finish. A part consists of rows of values and their lse. With a bias, whose
 size may make the lse lose the digits of the row's sum, it has maximum and sum instead of the lse.
-Programs that share a tile increment its counter; the last one merges the parts in the order of the
-keys, so that the bits do not depend on which program it is, and resets the counter for the next
-launch. With FIXED_UNITS the bits depend neither on the number of parts nor on which of them are
-empty.
+Parts are merged by the last of the programs that share the tile, or, if there are many and the
+tile's config says so, by several of them, each some columns (`arrivals.py`). They are merged in the
+order of the keys, and by as many at a time, whichever program does it, so that the bits do not
+depend on that. With FIXED_UNITS the bits depend neither on the number of parts nor on which of them
+are empty.
 """
 
 import triton
 import triton.language as tl
 
+from torch_paged_attn.backends.triton.arrivals import arrive
 from torch_paged_attn.backends.triton.dequant import encode
 from torch_paged_attn.backends.triton.softmax import (
     LOG2E,
@@ -19,6 +21,9 @@ from torch_paged_attn.backends.triton.softmax import (
     quotient,
     with_sink,
 )
+
+# columns of a result that a program merges, where several programs merge many parts
+SHARED_COLUMNS = tl.constexpr(8)
 
 
 @triton.jit
@@ -38,30 +43,63 @@ def part_weights(parts_ptr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def is_last_arrival(counter, parts):
-    """Count this program's part; True in the last of `parts` programs, which can read all parts."""
+def merge_if_there(
+    tile, program, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr
+):
+    """Count this program's part of a tile that programs from `first_program` on share, and merge
+    what it has to, now that all parts are there.
+    """
+    ROWS: tl.constexpr = OPTIONS.PART_ROWS
+    WIDTH: tl.constexpr = triton.next_power_of_2(OPTIONS.HEAD_DIM_V)
+    # if the bits must not depend on the number of parts, parts are added one by one
+    IS_FIXED: tl.constexpr = OPTIONS.FIXED_UNITS > 0
+    IS_SHARED: tl.constexpr = OPTIONS.IS_MERGED_BY_ALL and WIDTH > SHARED_COLUMNS
+    BLOCK_D: tl.constexpr = min(WIDTH, max(OPTIONS.BLOCK_MERGED // ROWS, 16))
+    BLOCK_S: tl.constexpr = 1 if IS_FIXED else max(OPTIONS.BLOCK_MERGED // (ROWS * BLOCK_D), 1)
+    CHUNKS: tl.constexpr = WIDTH // SHARED_COLUMNS
+    # fewer parts are merged sooner than programs that wait for each other would begin
+    waiting = 0
+    if IS_SHARED:
+        waiting = tl.where(parts > CHUNKS, CHUNKS, 0)
     # all threads have written their values before the counter is incremented
     tl.debug_barrier()
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
-    tl.store(counter, 0, mask=is_last)
-    return is_last
+    counter = pointers.counters + first_program * heads + tile.head_program
+    number = program - first_program
+    is_mine, are_shared = arrive(counter, number, parts, waiting, True)
+    if IS_SHARED:
+        SHARED_S: tl.constexpr = max(OPTIONS.BLOCK_MERGED // (ROWS * SHARED_COLUMNS), 1)
+        if is_mine & (waiting > 0):
+            begin = tl.where(are_shared, number, 0)
+            stop = tl.where(are_shared, number + 1, CHUNKS)
+            for chunk in tl.range(begin, stop):
+                _merge_columns(
+                    chunk * SHARED_COLUMNS, tile, first_program, parts, heads, pointers, sizes,
+                    scalars, OPTIONS, SHARED_COLUMNS, SHARED_S,
+                )  # fmt: skip
+        is_mine = is_mine & (waiting == 0)
+    if is_mine:
+        for d0 in tl.static_range(0, WIDTH, BLOCK_D):
+            _merge_columns(
+                d0, tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS, BLOCK_D,
+                BLOCK_S,
+            )  # fmt: skip
 
 
 @triton.jit
-def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr):
-    """Merge the parts of a tile, BLOCK_MERGED elements at a time, and write the results."""
+def _merge_columns(
+    d0, tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Merge columns d0 to d0 + BLOCK_D - 1 of the parts of a tile, BLOCK_S parts at a time, and
+    write the results; with column 0 softmax_lse, too.
+    """
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     GROUP_SIZE: tl.constexpr = OPTIONS.GROUP_SIZE
     PACK: tl.constexpr = OPTIONS.PACK
     ROWS: tl.constexpr = OPTIONS.PART_ROWS
-    BLOCK_MERGED: tl.constexpr = OPTIONS.BLOCK_MERGED
     OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
     HEAD_TILES: tl.constexpr = (GROUP_SIZE + PACK - 1) // PACK
-    WIDTH: tl.constexpr = triton.next_power_of_2(HEAD_DIM_V)
-    BLOCK_D: tl.constexpr = min(WIDTH, max(BLOCK_MERGED // ROWS, 16))
-    # if the bits must not depend on the number of parts, parts are added one by one
     IS_FIXED: tl.constexpr = OPTIONS.FIXED_UNITS > 0
-    BLOCK_S: tl.constexpr = 1 if IS_FIXED else max(BLOCK_MERGED // (ROWS * BLOCK_D), 1)
     head_program = tile.head_program
     r = tl.arange(0, ROWS)
     token = tile.first_token + r // PACK
@@ -73,61 +111,58 @@ def merge_parts(tile, first_program, parts, heads, pointers, sizes, scalars, OPT
     row = row.to(tl.int64)
     maxima_ptr, sums_ptr = part_weights(pointers.parts, OPTIONS)
 
-    for d0 in tl.static_range(0, WIDTH, BLOCK_D):
-        dims = d0 + tl.arange(0, BLOCK_D)
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for s0 in tl.range(0, parts, BLOCK_S):
-            s = s0 + tl.arange(0, BLOCK_S)
-            part = part_of(first_program + s, s == 0, heads, head_program)
-            part_row = part[None, :] * ROWS + r[:, None]
-            # other multiprocessors have written these: bypass this one's L1 cache
-            is_part = exists[:, None] & (s < parts)[None, :]
-            part_m = tl.load(
-                maxima_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
-            )
-            values = tl.load(
-                pointers.parts + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
-                mask=is_part[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            # a part without keys has not written its values
-            values = tl.where((part_m > float("-inf"))[:, :, None], values, 0.0)
-            m_new = tl.maximum(m, tl.max(part_m, 1))
-            shift = finite_or_zero(m_new)
-            weight = tl.exp2((part_m - shift[:, None]) * LOG2E)
-            if OPTIONS.BIAS == "float":
-                weight *= tl.load(
-                    sums_ptr + part_row, mask=is_part, other=0.0, cache_modifier=".cg"
-                )
-            shrink = tl.exp2((m - shift) * LOG2E)
-            # the compiler might fuse another product with the sum in some elements
-            acc = tl.fma(acc, shrink[:, None], tl.sum(values * weight[:, :, None], 1))
-            total = total * shrink + tl.sum(weight, 1)
-            m = m_new
-
-        if pointers.sinks is not None:
-            # padding rows belong to no sequence and get no sink
-            sink = tl.load(
-                pointers.sinks + head, mask=exists & (tile.b < sizes.batch), other=float("-inf")
-            )
-            m, total, shrink = with_sink(m, total, sink)
-            acc = acc * shrink[:, None]
-        divisor = tl.where(total == 0.0, 1.0, total)
-        if d0 == 0:
-            lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
-            tl.store(pointers.lse + head.to(tl.int64) * sizes.total_q + row, lse, mask=exists)
-        if pointers.out_scale is not None and not IS_FIXED:
-            divisor = divisor * tl.load(pointers.out_scale)
-        out = acc / divisor[:, None]
-        if IS_FIXED:
-            out = quotient(acc, divisor, OPTIONS.IS_PRECISE)
-        if pointers.out_scale is not None and IS_FIXED:
-            out = out / tl.load(pointers.out_scale)
-        tl.store(
-            pointers.out + ((row * scalars.num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
-            encode(out, pointers.out.dtype.element_ty, OUT_FORMAT),
-            mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
+    dims = d0 + tl.arange(0, BLOCK_D)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for s0 in tl.range(0, parts, BLOCK_S):
+        s = s0 + tl.arange(0, BLOCK_S)
+        part = part_of(first_program + s, s == 0, heads, head_program)
+        part_row = part[None, :] * ROWS + r[:, None]
+        # other multiprocessors have written these: bypass this one's L1 cache
+        is_part = exists[:, None] & (s < parts)[None, :]
+        part_m = tl.load(
+            maxima_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
         )
+        values = tl.load(
+            pointers.parts + (part_row * HEAD_DIM_V)[:, :, None] + dims[None, None, :],
+            mask=is_part[:, :, None] & (dims < HEAD_DIM_V)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        # a part without keys has not written its values
+        values = tl.where((part_m > float("-inf"))[:, :, None], values, 0.0)
+        m_new = tl.maximum(m, tl.max(part_m, 1))
+        shift = finite_or_zero(m_new)
+        weight = tl.exp2((part_m - shift[:, None]) * LOG2E)
+        if OPTIONS.BIAS == "float":
+            weight *= tl.load(sums_ptr + part_row, mask=is_part, other=0.0, cache_modifier=".cg")
+        shrink = tl.exp2((m - shift) * LOG2E)
+        # the compiler might fuse another product with the sum in some elements
+        acc = tl.fma(acc, shrink[:, None], tl.sum(values * weight[:, :, None], 1))
+        total = total * shrink + tl.sum(weight, 1)
+        m = m_new
+
+    if pointers.sinks is not None:
+        # padding rows belong to no sequence and get no sink
+        sink = tl.load(
+            pointers.sinks + head, mask=exists & (tile.b < sizes.batch), other=float("-inf")
+        )
+        m, total, shrink = with_sink(m, total, sink)
+        acc = acc * shrink[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    if d0 == 0:
+        lse = tl.where(total == 0.0, float("-inf"), m + tl.log(divisor))
+        tl.store(pointers.lse + head.to(tl.int64) * sizes.total_q + row, lse, mask=exists)
+    if pointers.out_scale is not None and not IS_FIXED:
+        divisor = divisor * tl.load(pointers.out_scale)
+    out = acc / divisor[:, None]
+    if IS_FIXED:
+        out = quotient(acc, divisor, OPTIONS.IS_PRECISE)
+    if pointers.out_scale is not None and IS_FIXED:
+        out = out / tl.load(pointers.out_scale)
+    tl.store(
+        pointers.out + ((row * scalars.num_heads + head) * HEAD_DIM_V)[:, None] + dims[None, :],
+        encode(out, pointers.out.dtype.element_ty, OUT_FORMAT),
+        mask=exists[:, None] & (dims < HEAD_DIM_V)[None, :],
+    )

@@ -11,9 +11,10 @@ from torch_paged_attn.backends.triton.portable.key_positions import (
     tiles_of_block,
 )
 from torch_paged_attn.backends.triton.portable.load_kv import (
-    fold_latents,
     fold_value_tile,
-    load_latents,
+    fold_values_loaded,
+    load_keys,
+    load_values,
     score_keys,
 )
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled
@@ -128,7 +129,14 @@ def attend_keys(
                 v_offsets = k_offsets
                 if not OPTIONS.IS_V_LIKE_K:
                     v_offsets = page * strides.v_page + slot * strides.v_slot
-                s = score_keys(queries, memory.k, k_offsets, OPTIONS)
+                if OPTIONS.IS_LOADED_FIRST:
+                    loaded = load_keys(memory.k, k_offsets, OPTIONS)
+                    values = load_values(memory.v, v_offsets, OPTIONS)
+                    s = chunk_scores(
+                        (queries.low, queries.high), loaded, OPTIONS.K_HIGH, OPTIONS.CHAIN
+                    )
+                else:
+                    s = score_keys(queries, memory.k, k_offsets, OPTIONS)
                 bias = 0.0
                 if BIAS != "":
                     # loaded after the product, which would otherwise wait for it
@@ -141,9 +149,10 @@ def attend_keys(
                 s = scaled(s, queries.scale, queries.raised, OPTIONS)
                 if HAS_LATENT:
                     # the loaded values serve as keys here and as values below
-                    latents = load_latents(memory.v, v_offsets, OPTIONS)
+                    if not OPTIONS.IS_LOADED_FIRST:
+                        values = load_values(memory.v, v_offsets, OPTIONS)
                     more = chunk_scores(
-                        (queries.latent_low, queries.latent_high), latents, OPTIONS.V_HIGH,
+                        (queries.latent_low, queries.latent_high), values, OPTIONS.V_HIGH,
                         OPTIONS.CHAIN,
                     )  # fmt: skip
                     s += scaled(more, queries.latent_scale, 0.0, OPTIONS)
@@ -169,8 +178,8 @@ def attend_keys(
                 if IS_CAREFUL:
                     keep = tl.max(seen.to(tl.int32), 0) > 0
                 acc = acc_low, acc_high
-                if HAS_LATENT:
-                    acc = fold_latents(acc, shrink, p, latents, keep, OPTIONS, IS_CAREFUL)
+                if HAS_LATENT or OPTIONS.IS_LOADED_FIRST:
+                    acc = fold_values_loaded(acc, shrink, p, values, keep, OPTIONS, IS_CAREFUL)
                 else:
                     acc = fold_value_tile(
                         acc, shrink, p, memory.v, v_offsets, keep, OPTIONS, IS_CAREFUL

@@ -76,8 +76,20 @@ def fold_value_tile(
 
 
 @triton.jit
-def load_latents(v_ptr, offsets, OPTIONS: tl.constexpr):
-    """A tile of values in two chunks, for calls with q_latent, where values serve as keys too."""
+def load_keys(k_ptr, offsets, OPTIONS: tl.constexpr):
+    """A tile of keys in two chunks."""
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    return load_chunks(
+        k_ptr, offsets, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, False, FORMAT,
+        OPTIONS.DTYPE,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_values(v_ptr, offsets, OPTIONS: tl.constexpr):
+    """A tile of values in two chunks, before they are multiplied: with q_latent they serve as keys
+    too, and a loop without stages need not wait twice.
+    """
     FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     return load_chunks(
         v_ptr, offsets, None, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, False,
@@ -86,7 +98,7 @@ def load_latents(v_ptr, offsets, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def fold_latents(
+def fold_values_loaded(
     acc, shrink, p, v, keep, OPTIONS: tl.constexpr, IS_CAREFUL: tl.constexpr
 ):  # fmt: skip
     """`fold_value_tile` for values that have been loaded already."""

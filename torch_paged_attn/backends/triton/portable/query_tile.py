@@ -261,7 +261,7 @@ def _latent_scale(rows, pointers, strides, sizes, scalars, OPTIONS: tl.constexpr
 
 @triton.jit
 def _as_one_part(state, OPTIONS: tl.constexpr):
-    """The state that `merge_parts` computes, before the sink, for a tile that has only one part."""
+    """The state that `combine.py` computes, before the sink, for a tile that has only one part."""
     total = tl.where(state.l == 0.0, 1.0, state.l)
     low = quotient(state.low * state.gain[:, None], total, OPTIONS.IS_PRECISE)
     high = quotient(state.high * state.gain[:, None], total, OPTIONS.IS_PRECISE)

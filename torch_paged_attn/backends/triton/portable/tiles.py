@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torch_paged_attn.attention_call import AttentionCall
+from torch_paged_attn.backends.triton.arrivals import MOST_PARTS
 from torch_paged_attn.backends.triton.dequant import holds_pairs
 from torch_paged_attn.backends.triton.portable.formats import product_type
 from torch_paged_attn.backends.triton.portable.splits import (
@@ -134,13 +135,19 @@ class Tiles:
         return (
             self.config, self.pack, self.tokens, self.block_n, self.gap, self.is_paired,
             self.is_split, self.min_units, self.fixed_units, self.is_beside, self.search_width,
-            self.is_one_look,
+            self.is_one_look, self.is_merged_by_all,
         )  # fmt: skip
 
     @property
     def part_rows(self) -> int:
         """Rows of a partial result."""
         return next_power_of_2(self.tokens * self.pack)
+
+    @property
+    def is_merged_by_all(self) -> bool:
+        """Whether programs that share a tile may wait for each other, to merge it together."""
+        is_possible = self.fixed_units == 0 and self.num_programs <= MOST_PARTS
+        return self.is_split and self.config.is_merged_by_all and is_possible
 
     @property
     def num_programs(self) -> int:

@@ -56,6 +56,8 @@ class Config:
     # elements of a head in one product: several products are divided between warps, each of which
     # then holds less of the queries and keys; 0: the whole head
     chain: int = 0
+    # many parts of a tile are merged by several programs, which wait for each other
+    is_merged_by_all: bool = False
 
 
 @functools.cache
