@@ -1,10 +1,12 @@
 """How many kernels a model takes, whatever it is called with; compiled ahead, none is left."""
 
 import itertools
+import random
 
 import cross_compile
 import pytest
 import torch
+from missed_by_warmup import MOST_SEQUENCES, MOST_TOKENS, missed_by_warmup
 from triton.runtime.jit import JITFunction
 
 import torch_paged_attn
@@ -48,6 +50,25 @@ def test_few_kernels_for_all_batches(specialisations):
     """A kernel for each number of sequences looked at at a time, and each class of tiles."""
     decode = [model([(1, 30 + b % 5)] * b) for b in (1, 2, 3, 5, 8, 11, 21, 32, 47, 90, 130, 200)]
     assert specialisations(decode)["_attention_fwd_kernel"] <= 6
+
+
+def drawn_steps(count):
+    """Decodes, guessed tokens, chunks of prompts, and mixed batches."""
+    g = random.Random(1)
+    for number in range(count):
+        batch = int(MOST_SEQUENCES ** g.random())
+        queries = [1 if number % 2 else g.randint(1, 8)] * batch
+        if number % 4 > 1:
+            queries[-1] = int((MOST_TOKENS - sum(queries[:-1])) ** g.random())
+        longest = int(100 * 1000 ** g.random())
+        yield queries, [n + g.randint(longest // 2, longest) for n in queries]
+
+
+def test_warmup_leaves_nothing_to_compile(compiler):
+    steps = list(drawn_steps(200))
+    warmed, missed = compiler.submit(missed_by_warmup, "sm90", steps).result()
+    assert missed == []
+    assert warmed <= 110
 
 
 def test_warmup_on_cpu():

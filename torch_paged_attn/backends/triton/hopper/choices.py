@@ -11,6 +11,7 @@ from torch_paged_attn.backends.triton.hopper.chunks import (
     MOST_LOW_8_BIT,
     are_few_chunks,
     are_low_8_bit_chunks,
+    has_three_consumers,
     is_divided_chunk,
 )
 from torch_paged_attn.backends.triton.hopper.support import (
@@ -180,7 +181,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     elif is_narrow:
         # the fewer tokens a tile has, the fewer keys a window hides from most of them
         packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
-    elif gathers(call) and not has_few_tiles(call):
+    elif has_three_consumers(call) or (gathers(call) and not has_few_tiles(call)):
         packed = whole_group(call)
     else:
         packed = pack_heads(call)
@@ -220,8 +221,10 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
 def _choose_tall_config(call: AttentionCall, length: int) -> HopperConfig:
     """Tiles of two or three consumers, each of which has rows of its own."""
     width, is_causal = width_of(call.head_dim), call.window_right == 0
+    if has_three_consumers(call):
+        return choose_copied_config(width, consumers=3)
     if gathers(call) and width == 128 and not converts(call):
-        return choose_copied_config()
+        return choose_copied_config(width)
     return choose_hopper_config(width, length, is_causal, call.layout is not None, gathers(call))
 
 
@@ -339,6 +342,8 @@ def _choose_numbered_config(call: AttentionCall) -> HopperConfig:
         if width == 64 and not _has_few_rows(call, MOST_ROWS_NUMBERED):
             return choose_narrow_config(width)
         return choose_guessed_config(width, is_narrow=True)
+    if has_three_consumers(call) and _are_mostly_chunks(call):
+        return choose_copied_config(width, consumers=3)
     # rows of keys that are copied arrive too late for two, unless rows of queries are many
     is_late = gathers(call) and _has_few_rows(call, MOST_ROWS)
     if is_late or not may_divide(call):

@@ -41,7 +41,9 @@ MOST_NUMBERED_8_BIT = 4096
 
 # of several chunks whose tiles fill the chip, keys up to which nobody had better cut them; and of
 # chunks of many tiles where rows of keys are copied
-MOST_NUMBERED_OF_SEVERAL, MANY_COPIED = 1024, range(1025, 4097)
+MOST_NUMBERED_OF_SEVERAL, MANY_COPIED, MANY_OF_THREE = 1024, range(1025, 4097), range(1025, 9743)
+# rows to a multiprocessor from which three consumers share copied rows of keys
+LEAST_OF_THREE = 288
 
 
 def is_divided_chunk(call: AttentionCall) -> bool:
@@ -56,6 +58,15 @@ def is_divided_chunk(call: AttentionCall) -> bool:
     measured = next((rows for keys, rows in ROWS_DIVIDED.items() if reach <= keys), range(0))
     rows = -(-call.total_q * call.num_heads // target_of(call.q.device).multiprocessors)
     return rows in measured
+
+
+def has_three_consumers(call: AttentionCall) -> bool:
+    """Whether three consumers share rows of keys that are copied, which takes about as many
+    instructions as one of them: where rows of queries fill the chip with their tiles."""
+    if not gathers(call) or converts(call) or width_of(call.head_dim) > 128:
+        return False
+    rows = call.total_q * call.num_heads
+    return rows >= LEAST_OF_THREE * target_of(call.q.device).multiprocessors
 
 
 def are_low_8_bit_chunks(call: AttentionCall) -> bool:
@@ -85,6 +96,8 @@ def are_few_chunks(call: AttentionCall) -> bool:
         return False
     if call.batch == 1 and converts(call) and width_of(call.head_dim) == 64:
         return reach_of(call) <= MOST_NUMBERED_8_BIT
+    if has_three_consumers(call) and call.batch <= 2:
+        return reach_of(call) in MANY_OF_THREE
     if not has_few_tiles(call):
         return gathers(call) and not converts(call) and reach_of(call) in MANY_COPIED
     if is_divided_chunk(call):

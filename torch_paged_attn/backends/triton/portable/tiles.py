@@ -45,7 +45,7 @@ MOST_FEW_WARPS, MOST_LOW_ROWS = 2, 16
 
 # how many sequences a program reads at a time to find its work; a few values, since a kernel is
 # compiled for each
-SEARCH_WIDTHS = (4, 16, 64, 256, 1024)
+SEARCH_WIDTHS = (4, 32, 256, 1024)
 
 # batch-invariant calls choose their config as if they had tiles of so many rows, and so many tiles
 INVARIANT_ROWS = 64

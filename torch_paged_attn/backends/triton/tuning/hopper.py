@@ -48,9 +48,12 @@ def choose_hopper_config(
     return HopperConfig(REGISTERS=216 if has_layout else 232, KV_STAGES=stages)
 
 
-def choose_copied_config() -> HopperConfig:
-    """Where producers copy rows of keys for tiles of many rows, of heads of 128: small tiles, of
-    which more are on their way."""
+def choose_copied_config(width: int, consumers: int = 2) -> HopperConfig:
+    """Where producers copy rows of keys for tiles of many rows: small tiles of keys, of which more
+    are on their way."""
+    if consumers == 3:
+        stages = 6 if width == 64 else 5
+        return HopperConfig(BLOCK_N=64, KV_STAGES=stages, Q_STAGES=1, CONSUMERS=3, REGISTERS=160)
     return HopperConfig(BLOCK_N=64, KV_STAGES=5)
 
 

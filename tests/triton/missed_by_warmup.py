@@ -1,0 +1,60 @@
+"""Which kernels a model takes that `warmup` does not compile. Nothing is compiled, and no GPU is
+needed; for a process in which Triton does not interpret."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from cross_compile import elsewhere
+
+HEADS, PAGE_SIZE = (8, 2), 16
+MOST_SEQUENCES, MOST_TOKENS = 64, 2048
+
+# queries and keys of the sequences of a step
+Step = tuple[list[int], list[int]]
+
+
+def missed_by_warmup(arch: str, steps: list[Step]) -> tuple[int, list[str]]:
+    """How many kernels `warmup` compiles for a model, and which steps take another one."""
+    from triton.runtime.jit import JITFunction, compute_cache_key
+
+    from torch_paged_attn import _warmup
+    from torch_paged_attn.backends.triton.flash_varlen import flash_varlen
+
+    keys: set[str] = set()
+    ops = "flash_varlen", "reshape_and_cache", "merge_states"
+
+    def note(kernel, *args, grid, warmup, **kwargs):
+        *_, key_cache, _, _, bind = kernel.device_caches[arch]
+        _, specialization, options = bind(*args, **kwargs, debug=False, instrumentation_mode="")
+        keys.add(kernel.__name__ + compute_cache_key(key_cache, specialization, options))
+
+    def attend(q, k, v, *, cu_seqlens_q, seqused_k, block_table, **options):
+        hints = (options.pop(f"max_seqlen_{x}", 0) for x in "qk")
+        return flash_varlen(q, k, v, cu_seqlens_q, None, *hints, seqused_k, block_table, **options)
+
+    cache = torch.zeros(2, 8, PAGE_SIZE, 2, 128, dtype=torch.bfloat16).transpose(2, 3)
+    missed = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", note))
+        stack.enter_context(elsewhere(arch))
+        for op, stand_in in zip(ops, (attend, *2 * (lambda *args: None,)), strict=True):
+            stack.enter_context(mock.patch.object(_warmup, op, stand_in))
+        _warmup._make_calls(
+            *HEADS, (128, 128), torch.bfloat16, torch.bfloat16, PAGE_SIZE, torch.device("cpu"),
+            MOST_SEQUENCES, MOST_TOKENS, None, {"causal": True},
+        )  # fmt: skip
+        warmed = count = len(keys)
+        for queries, contexts in steps:
+            width = -(-max(contexts) // PAGE_SIZE)
+            attend(
+                torch.zeros(sum(queries), 8, 128, dtype=torch.bfloat16), *cache,
+                cu_seqlens_q=torch.tensor([0, *queries]).cumsum(0).int(),
+                seqused_k=torch.tensor(contexts).int(), causal=True, max_seqlen_q=max(queries),
+                block_table=torch.zeros(len(queries), width, dtype=torch.int32),
+                max_seqlen_k=max(contexts),
+            )  # fmt: skip
+            if len(keys) > count:
+                missed.append(f"{len(queries)} sequences, {max(queries)}, {max(contexts)}")
+                count = len(keys)
+    return warmed, missed
