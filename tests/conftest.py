@@ -29,8 +29,10 @@ THOROUGH_ALONE = {
         "test_attention.py: most fuzzed plans",
     ),
     "tests/tpu": (
-        "test_reshape_and_cache.py: most cases with the DMAs run as they start",
-        "test_attention.py: most fuzzed plans, a cache passed whole to two launches",
+        "test_reshape_and_cache.py: most cases with the DMAs run as they start, one more kind",
+        "test_attention.py: most fuzzed plans, a cache passed whole to two launches, mixed batches "
+        "in steps of several pieces, two cores by the other way of the DMAs",
+        "test_bias.py: low biases in 16 bits; test_packed_rows.py: rows of two keys, groups of 4",
     ),
     "tests/packaging": ("test_build.py: other compilers than the first, and whole objects",),
 }

@@ -21,7 +21,6 @@ import hashlib
 import operator
 import reprlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_paged_attn.page_pool import PagePool
 
 
 class CacheFull(RuntimeError):
@@ -116,11 +117,12 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         separate: bool = False,
     ) -> None:
-        names = ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
-        sizes = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
-        for name, size in zip(names, sizes, strict=True):
-            if size < 1:
-                raise ValueError(f"PagedKVCache: {name} must be at least 1, got {size}")
+        # plain integers, whatever integers came
+        num_layers = _whole("PagedKVCache", "num_layers", num_layers, 1)
+        num_pages = _whole("PagedKVCache", "num_pages", num_pages, 1)
+        num_kv_heads = _whole("PagedKVCache", "num_kv_heads", num_kv_heads, 1)
+        page_size = _whole("PagedKVCache", "page_size", page_size, 1)
+        head_dim = _whole("PagedKVCache", "head_dim", head_dim, 1)
         page = num_pages, num_kv_heads, page_size, head_dim
         self.kv_cache: Any
         if separate:
@@ -131,13 +133,7 @@ class PagedKVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         self._sequences: dict[Hashable, _Sequence] = {}
-        self._ref_counts = [0] * num_pages
-        # a page that no sequence holds is in one of these: in `_evictable`, oldest first, if it can
-        # still be found by its hash, else in `_blank`
-        self._blank = list(reversed(range(num_pages)))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._page_of_hash: dict[bytes, int] = {}
-        self._hash_of_page: dict[int, bytes] = {}
+        self._pool = PagePool(num_pages)
 
     @staticmethod
     def bytes_per_token(
@@ -150,7 +146,9 @@ class PagedKVCache:
     @staticmethod
     def pages_for(lengths: Sequence[int], page_size: int) -> int:
         """Number of pages that sequences of these lengths (in tokens) need if they share none."""
-        return sum(-(-length // page_size) for length in lengths)
+        where = "PagedKVCache.pages_for"
+        page_size = _whole(where, "page_size", page_size, 1)
+        return sum(-(-_whole(where, "a length", n) // page_size) for n in lengths)
 
     def __contains__(self, seq: Hashable) -> bool:
         return seq in self._sequences
@@ -161,7 +159,7 @@ class PagedKVCache:
     @property
     def num_free_pages(self) -> int:
         """Pages that no sequence holds, those that can still be found by their tokens included."""
-        return len(self._blank) + len(self._evictable)
+        return self._pool.num_free
 
     def length(self, seq: Hashable) -> int:
         """Number of tokens of a sequence."""
@@ -173,7 +171,7 @@ class PagedKVCache:
 
     def ref_count(self, page: int) -> int:
         """How many sequences hold a page."""
-        return self._ref_counts[page]
+        return self._pool.ref_counts[page]
 
     def append(self, seq: Hashable, tokens: int | Sequence[int]) -> int:
         """Make room for more tokens of a sequence; return how many of them the cache holds already.
@@ -189,20 +187,15 @@ class PagedKVCache:
         """
         count, ids = _count_tokens(tokens)
         state = self._sequences.get(seq) or _Sequence()
-        page_size = self.page_size
+        page_size, pool = self.page_size, self._pool
         filled = state.length % page_size
         hashes = self._next_hashes(state, ids)
-        hits: list[int] = []
-        if not filled:
-            for digest in hashes[: max(count - 1, 0) // page_size]:
-                if digest not in self._page_of_hash:
-                    break
-                hits.append(self._page_of_hash[digest])
+        hits = [] if filled else pool.find(hashes[: max(count - 1, 0) // page_size])
 
-        copied = bool(filled and count and self._ref_counts[state.pages[-1]] > 1)
+        copied = bool(filled and count and pool.ref_counts[state.pages[-1]] > 1)
         length = state.length + count
         needed = -(-length // page_size) - len(state.pages) - len(hits) + copied
-        available = self.num_free_pages - sum(page in self._evictable for page in hits)
+        available = pool.free_beside(hits)
         if needed > available:
             raise CacheFull(needed, available)
 
@@ -210,20 +203,18 @@ class PagedKVCache:
             self._copy_last_page(state)
         elif filled and count:
             # after a truncate, the page may still be listed under tokens that are now overwritten
-            self._forget(state.pages[-1])
+            pool.forget(state.pages[-1])
         for page in hits:
-            self._share(page)
+            pool.share(page)
         state.pages.extend(hits)
-        state.pages.extend(self._take() for _ in range(needed - copied))
+        state.pages.extend(pool.take() for _ in range(needed - copied))
         state.length = length
         if ids is None and count:
             state.tokens = None
         elif ids and state.tokens is not None:
             state.tokens += ids
         for digest in hashes:
-            page = state.pages[len(state.hashes)]
-            if digest not in self._page_of_hash:
-                self._page_of_hash[digest], self._hash_of_page[page] = page, digest
+            pool.list_under(digest, state.pages[len(state.hashes)])
             state.hashes.append(digest)
         self._sequences[seq] = state
         return len(hits) * page_size
@@ -236,19 +227,16 @@ class PagedKVCache:
             )
         state = self._sequence(parent)
         for page in state.pages:
-            self._share(page)
+            self._pool.share(page)
         tokens = None if state.tokens is None else list(state.tokens)
         self._sequences[child] = _Sequence(state.length, state.pages[:], tokens, list(state.hashes))
 
     def truncate(self, seq: Hashable, length: int) -> None:
         """Shorten a sequence to its first `length` tokens, for example to drop rejected drafts."""
         state = self._sequence(seq)
-        if not 0 <= length <= state.length:
-            raise ValueError(
-                f"PagedKVCache.truncate: length must be between 0 and {state.length}, got {length}"
-            )
+        length = _whole("PagedKVCache.truncate", "length", length, 0, state.length)
         kept = -(-length // self.page_size)
-        self._release(state.pages[kept:])
+        self._pool.release(state.pages[kept:])
         del state.pages[kept:]
         del state.hashes[length // self.page_size :]
         if state.tokens is not None:
@@ -264,14 +252,10 @@ class PagedKVCache:
         """
         state = self._sequence(seq)
         if written is not None:
-            if not 0 <= written <= state.length:
-                raise ValueError(
-                    f"PagedKVCache.free: written must be between 0 and {state.length}, "
-                    f"got {written}"
-                )
+            written = _whole("PagedKVCache.free", "written", written, 0, state.length)
             for page in state.pages[written // self.page_size :]:
-                self._forget(page)
-        self._release(state.pages)
+                self._pool.forget(page)
+        self._pool.release(state.pages)
         del self._sequences[seq]
 
     def batch(
@@ -282,25 +266,20 @@ class PagedKVCache:
         max_pages: width of the block table, for shapes that must not change; None: as narrow as
         the longest sequence allows
         """
-        query_lens = [operator.index(query_len) for query_len in query_lens]
+        where = "PagedKVCache.batch"
         if len(seqs) != len(query_lens):
             raise ValueError(
-                "PagedKVCache.batch: query_lens must have one entry per sequence, "
+                f"{where}: query_lens must have one entry per sequence, "
                 f"got {len(query_lens)} for {len(seqs)} sequences"
             )
         states = [self._sequence(seq) for seq in seqs]
-        for seq, state, query_len in zip(seqs, states, query_lens, strict=True):
-            if not 0 <= query_len <= state.length:
-                raise ValueError(
-                    f"PagedKVCache.batch: query_lens of {seq!r} must be between 0 and "
-                    f"{state.length}, got {query_len}"
-                )
-        longest = max((len(state.pages) for state in states), default=0)
-        width = longest if max_pages is None else max_pages
-        if width < longest:
-            raise ValueError(
-                f"PagedKVCache.batch: max_pages must be at least {longest}, got {max_pages}"
-            )
+        query_lens = [
+            _whole(where, f"query_lens[{b}]", query_len, 0, state.length)
+            for b, (state, query_len) in enumerate(zip(states, query_lens, strict=True))
+        ]
+        width = max((len(state.pages) for state in states), default=0)
+        if max_pages is not None:
+            width = _whole(where, "max_pages", max_pages, width)
 
         # made on the CPU, whatever torch's default device is, and copied to the cache's at the end
         block_table = torch.full((len(states), width), -1, dtype=torch.int32, device="cpu")
@@ -342,37 +321,8 @@ class PagedKVCache:
             hashes.append(digest)
         return hashes
 
-    def _take(self) -> int:
-        """A page for one sequence: a blank one, else the least recently used evictable one."""
-        if self._blank:
-            page = self._blank.pop()
-        else:
-            page, _ = self._evictable.popitem(last=False)
-            self._forget(page)
-        self._ref_counts[page] = 1
-        return page
-
-    def _share(self, page: int) -> None:
-        self._evictable.pop(page, None)
-        self._ref_counts[page] += 1
-
-    def _release(self, pages: Sequence[int]) -> None:
-        # the last page goes in first and is evicted first: a prefix is useless without its start
-        for page in reversed(pages):
-            self._ref_counts[page] -= 1
-            if self._ref_counts[page] == 0:
-                if page in self._hash_of_page:
-                    self._evictable[page] = None
-                else:
-                    self._blank.append(page)
-
-    def _forget(self, page: int) -> None:
-        digest = self._hash_of_page.pop(page, None)
-        if digest is not None:
-            del self._page_of_hash[digest]
-
     def _copy_last_page(self, state: _Sequence) -> None:
-        shared, own = state.pages[-1], self._take()
+        shared, own = state.pages[-1], self._pool.take()
         try:
             # the indices are Python integers, so that nothing waits for the device
             if isinstance(self.kv_cache, Tensor):
@@ -381,9 +331,9 @@ class PagedKVCache:
                 for part in (x for layer in self.kv_cache for x in layer):
                     part[own].copy_(part[shared])
         except BaseException:
-            self._release([own])
+            self._pool.release([own])
             raise
-        self._ref_counts[shared] -= 1
+        self._pool.ref_counts[shared] -= 1
         state.pages[-1] = own
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -391,6 +341,21 @@ class PagedKVCache:
         # a copy from pinned memory does not wait for the stream
         tensor = tensor.pin_memory() if device.type == "cuda" else tensor
         return tensor.to(device, non_blocking=True)
+
+
+def _whole(where: str, name: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    """`value` as an int; ValueError unless it is between `least` and `most`, which may be open.
+
+    where, name: the call and the argument, as errors spell them
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{where}: {name} must be an integer, got {reprlib.repr(value)}") from None
+    if number < least or (most is not None and number > most):
+        allowed = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"{where}: {name} must be {allowed}, got {number}")
+    return number
 
 
 def _count_tokens(tokens: int | Sequence[int]) -> tuple[int, list[int] | None]:

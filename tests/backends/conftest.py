@@ -8,7 +8,18 @@ at the end of the output.
 import pytest
 import torch
 from runners import ALONE, RUNNERS
-from sampling import ALL, ALL_DIFFERENTIABLE, IS_THOROUGH, NEVER, SAMPLES, chosen, no_gradients
+from sampling import (
+    ALL,
+    ALL_DIFFERENTIABLE,
+    IS_THOROUGH,
+    NEVER,
+    REASONS,
+    SAMPLES,
+    chosen,
+    lacked,
+    no_gradients,
+    there_are,
+)
 
 
 def names_of(asked):
@@ -33,11 +44,6 @@ def selected(config):
         else:
             running[name] = RUNNERS[name]
     return running, absent
-
-
-def lacked(runner, case):
-    """The arguments of a problem that a runner refuses; other cases have none."""
-    return getattr(case, "optional", frozenset()) & set(runner.lacks())
 
 
 def pytest_configure(config):
@@ -135,11 +141,11 @@ def pytest_terminal_summary(terminalreporter, config):
             f"{name}: {sample.reason}; HYPOTHESIS_PROFILE=thorough runs what it leaves out:"
         )
         for test, cases in sample.cases.items():
-            if test == "agrees":
-                there = [n for n, p in ALL.items() if not lacked(running[name], p)]
-                left_out = [p for p in there if p not in cases]
-                like = [f"{p} ({sample.like[p]})" if p in sample.like else p for p in left_out]
-                terminalreporter.write_line(f"  agrees: left out {'; '.join(like)}")
+            if (table := REASONS.get(test)) is not None:
+                reasons = getattr(sample, table)
+                left_out = [p for p in there_are(running[name], test) if p not in cases]
+                like = [f"{p} ({reasons[p]})" if p in reasons else p for p in left_out]
+                terminalreporter.write_line(f"  {test}: left out {'; '.join(like)}")
             else:
                 ran = f"only {', '.join(cases)} ran" if cases else "nothing ran"
                 terminalreporter.write_line(f"  {test}: {ran}")

@@ -36,6 +36,8 @@ class Runner:
     last_wins = False
     # products of float8 are added up as Hopper does
     cuts_off = False
+    # tokens of a write: more than Neuron's tile of 128
+    write_tokens = 150
     # (what makes a call impossible, changes to a problem, what the error says)
     refusals = ()
 
@@ -248,6 +250,8 @@ class Tpu(Runner):
     name = "tpu"
     heeds_hints = True
     last_wins = True
+    # each is a run of its own, and its interpreter's clocks take the square of their number
+    write_tokens = 70
 
     def missing(self):
         return None if importlib.util.find_spec("jax") else "jax is not installed"

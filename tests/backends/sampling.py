@@ -8,6 +8,14 @@ import dataclasses
 import functools
 import os
 
+from likenesses import (
+    GRADIENTS_LIKE,
+    GRADIENTS_LIKE_ON_TPU,
+    LIKE,
+    LIKE_ON_TPU,
+    Reasons,
+)
+
 from torch_paged_attn.testing import (
     DIFFERENTIABLE,
     EXTENDED,
@@ -28,64 +36,27 @@ class Sample:
 
     reason: str
     cases: dict[str, tuple[str, ...]]
-    # the reason for each problem of `agrees` that is left out
-    like: dict[str, str] = dataclasses.field(default_factory=dict)
+    # why a problem may be left out of `agrees`, and of `gradients_agree`
+    like: Reasons = dataclasses.field(default_factory=dict)
+    gradients_like: Reasons = dataclasses.field(default_factory=dict)
+    # the runner that runs what is left out
+    rest_on: str = ""
 
-
-# Why a slow runner may leave a problem out: one that it runs, and what is different there.
-LIKE = {
-    "minilm/packed/f32": "as llama3_8b/prefill_ragged, without a mask",
-    "llama3_8b/prefill_ragged/bf16": "as llama3_8b/mixed, packed",
-    "llama3_8b/mixed/f32": "as odd_sizes, even ones",
-    "llama3_8b/mixed/bf16": "as llama3_8b/decode_b5 and prefill_ragged in one",
-    "llama3_8b/mixed/f16": "as sglang/page1, larger pages",
-    "llama3_8b/mixed/kv_e5m2": "as llama3_8b/mixed/kv_e4m3, another format",
-    "llama3_8b/prefill/e4m3": "as llama3_8b/mixed/kv_e4m3, queries in 8 bits too",
-    "llama3_8b/prefill/out_e4m3": "as llama3_8b/prefill_ragged, another store",
-    "llama3_70b_tp8/decode/bf16": "as llama3_8b/decode_b5, more keys",
-    "llama3_8b/prefill_2048/f32": "as llama3_8b/prefill_ragged, longer sums",
-    "gemma2/window_softcap/bf16": "as gpt_oss/sinks_window, with softcap",
-    "mistral/window/f32": "as gpt_oss/sinks_window, without sinks",
-    "mistral/window_both/f32": "as gpt_oss/sinks_window, on both sides",
-    "bloom/alibi/f16": "as mpt/alibi_batch, slopes for all sequences",
-    "t5/bias/f32": "as llama3_8b/speculative, a bias of floats",
-    "deepseek/prefill/bf16": "as llama3_8b/prefill_ragged, narrower values",
-    "vllm_cache/mixed/bf16": "as llama3_8b/decode_b5, other strides",
-    "transformers_cache/mixed/f32": "as llama3_8b/decode_b5, other strides",
-    "nano_vllm/cu_seqlens_k/bf16": "as llama3_8b/decode_b5, lengths in cu_seqlens_k",
-    "torch_varlen/packed_seqused/f32": "as more_queries_than_keys, more keys",
-    "tiny_head/bf16": "as odd_sizes, in 16 bits",
-    "phi3_small/local_strided/bf16": "as blocksparse/shared_layout, a layout for each head",
-    "blocksparse/wide_blocks/f16": "as blocksparse/shared_layout, larger blocks",
-    "ring/zigzag/f32": "as ring/window_alibi, ranges that overlap",
-    "dcp/speculative/bf16": "as dcp/window_alibi, without a window",
-    "dcp/blocksparse/f32": "as cp/blocksparse, a cache that is dealt out",
-    "deepseek_mla/latent/bf16": "as deepseek_mla/latent_e4m3, latents in 16 bits",
-    "latent/grouped/f32": "as deepseek_mla/latent_e4m3, several KV heads",
-    "rl/invariant/f16": "as llama3_8b/mixed, whose bits may depend on more",
-    "tp/dropout_base/f32": "as training/dropout, another part of the mask",
-}
-
-# problems whose results on the TPU another test judges
-LIKE_ON_TPU = LIKE | {
-    "llama3_8b/decode_b5/bf16": "tests/tpu/test_oracle.py has it",
-    "sglang/page1/f16": "test_alone has it",
-    "llama3_8b/mixed/bf16": "tests/tpu/test_attention.py has it, in steps of several pieces",
-    "gemma2/window_softcap/bf16": "tests/tpu/test_attention.py has it, in steps of several pieces",
-    "blocksparse/batched/f32": "tests/tpu/test_attention.py has it, in steps of several pieces",
-    "blocksparse/shared_layout/f32": "as blocksparse/batched, one layout for all",
-}
 
 # Tests that a runner never runs, thorough or not.
 _FUNCTIONS = "the runner calls a backend's functions, which are nothing to the dispatcher"
 _OF_THE_DISPATCHER = dict.fromkeys(("gradients_by_autograd", "gradients_refused"), _FUNCTIONS)
 _OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
+_OF_STRIDES = dict.fromkeys(("gaps", "gradients_gaps"), "an array of JAX has no strides")
 NEVER = {
     runner: _OF_CACHES | _OF_THE_DISPATCHER
-    for runner in ("triton-interpreter", "tpu", "neuron-2", "neuron-3", "neuron-4")
-} | {"reference": _OF_THE_DISPATCHER | {"write_outside": "the formula checks no slot"}}
+    for runner in ("triton-interpreter", "neuron-2", "neuron-3", "neuron-4")
+} | {
+    "tpu": _OF_CACHES | _OF_THE_DISPATCHER | _OF_STRIDES,
+    "reference": _OF_THE_DISPATCHER | {"write_outside": "the formula checks no slot"},
+}
 
-BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays")
+BITS = ("same_bits", "page_order", "alone", "unseen_memory", "nan_stays", "gaps")
 
 _WRITES = (
     "f32-f32-hnd",
@@ -127,6 +98,13 @@ SAMPLES: dict[str, Sample] = {
             "alone": ("sglang/page1/f16",),
             "unseen_memory": ("sglang/page1/f16",),
             "nan_stays": ("sglang/page1/f16",),
+            # of each tensor that is copied one
+            "gaps": (
+                "gpt_oss/sinks_window/bf16",
+                "mpt/alibi_batch/f32",
+                "training/dropout/f32",
+                "ring/window_alibi/bf16",
+            ),
             "write": (*_WRITES, "f16-e5m2-packed_last"),
             "write_every_bfloat16": ("e4m3-0.3",),
             "gradients_agree": (
@@ -145,6 +123,7 @@ SAMPLES: dict[str, Sample] = {
             "gradients_only_read": (),
         },
         LIKE,
+        GRADIENTS_LIKE,
     ),
     "tpu": Sample(
         "a case is seconds of compiling",
@@ -189,6 +168,7 @@ SAMPLES: dict[str, Sample] = {
             "write_twice": (),
         },
         LIKE_ON_TPU,
+        GRADIENTS_LIKE_ON_TPU,
     ),
     "neuron-3": Sample(
         "an emulated call takes a second",
@@ -207,11 +187,13 @@ SAMPLES: dict[str, Sample] = {
             ),
             "unseen_memory": ("llama3_8b/decode_b5/bf16", "blocksparse/batched/f32"),
             "nan_stays": ("llama3_8b/mixed/f32",),
+            "gaps": ("llama3_8b/speculative/bf16", "blocksparse/batched/f32"),
             "write_every_bfloat16": ("e5m2-2.0",),
             "gradients_agree": (
                 "mistral/window_both/f32",
                 "more_queries_than_keys/f32",
                 "tiny_head/bf16",
+                "training/everything/f32",
                 "training/gpt_oss/bf16",
                 "training/bias_of_heads/f32",
                 "training/long/bf16",
@@ -226,11 +208,12 @@ SAMPLES: dict[str, Sample] = {
             "gradients_only_read": (),
             "gradients_of_nothing": ("training/everything/f32",),
         },
+        gradients_like=GRADIENTS_LIKE,
     ),
 }
 _OF_GRADIENTS = (
-    *("same_bits", "at_any_order", "alone", "unseen_memory", "any_strides", "asked_for"),
-    *("of_out_alone", "of_parts", "only_read", "of_nothing", "beside_a_large_sink"),
+    *("same_bits", "at_any_order", "alone", "unseen_memory", "any_strides", "gaps"),
+    *("asked_for", "of_out_alone", "of_parts", "only_read", "of_nothing", "beside_a_large_sink"),
 )
 # what differs between the generations: gathers, transpositions, copies by ScalarE, the room in SBUF
 _OTHER_GENERATIONS = Sample(
@@ -256,6 +239,7 @@ _OTHER_GENERATIONS = Sample(
         **dict.fromkeys((f"gradients_{promise}" for promise in _OF_GRADIENTS), ()),
         "gradients_agree": ("training/sinks_of_rows_without_keys/f32", "tiny_head/bf16"),
     },
+    rest_on="neuron-3",
 )
 SAMPLES |= {"neuron-2": _OTHER_GENERATIONS, "neuron-4": _OTHER_GENERATIONS}
 
@@ -274,3 +258,19 @@ def chosen(runner: str, test: str, cases: tuple[str, ...]) -> tuple[str, ...]:
 def no_gradients(runner, problem):
     """Why a backend has no gradients of a problem, or None."""
     return runner.unsupported_backward(build(problem))
+
+
+def lacked(runner, case):
+    """The arguments of a problem that a runner refuses; other cases have none."""
+    return getattr(case, "optional", frozenset()) & set(runner.lacks())
+
+
+# tests of which every problem that there is runs, or has a reason in this field of `Sample`
+REASONS = {"agrees": "like", "gradients_agree": "gradients_like"}
+
+
+def there_are(runner, test):
+    """The names of the problems of one of these tests that a runner does not refuse."""
+    if test == "agrees":
+        return [name for name, problem in ALL.items() if not lacked(runner, problem)]
+    return [name for name, p in ALL_DIFFERENTIABLE.items() if no_gradients(runner, p) is None]

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from gaps import all_with_gaps, shorter
 from same_bits import assert_same_bits
 from sampling import ALL
 
@@ -20,6 +21,21 @@ INF = float("inf")
 def over(keep):
     """Parametrise over the problems that `keep` picks."""
     return pytest.mark.over({name: p for name, p in ALL.items() if keep(p)})
+
+
+# each argument in one of them
+WITH_GAPS = (
+    "llama3_8b/mixed/kv_e4m3",
+    "llama3_8b/speculative/bf16",
+    "llama3_8b/prefill/out_e4m3",
+    "gpt_oss/sinks_window/bf16",
+    "mpt/alibi_batch/f32",
+    "nano_vllm/cu_seqlens_k/bf16",
+    "training/dropout/f32",
+    "blocksparse/batched/f32",
+    "eagle/tree_verify/bf16",
+    "ring/window_alibi/bf16",
+)
 
 
 @functools.cache
@@ -78,6 +94,13 @@ def test_unseen_memory(case, runner):
     for name in ("q", "k", "v"):
         call.args[name][call.args[name].isnan()] = 0.0
     assert_same_bits(first, runner.attend(call))
+
+
+@over(lambda p: p.name in WITH_GAPS)
+def test_gaps(case, runner):
+    """Lengths, bounds, masks, scales and lists may lie with gaps."""
+    call = build(shorter(case))
+    assert_same_bits(runner.attend(call), runner.attend(all_with_gaps(call)))
 
 
 @over(lambda p: p.dtype.itemsize > 1 and p.page_size is not None)

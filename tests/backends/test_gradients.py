@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from gaps import all_with_gaps, shorter
 from same_bits import assert_same_bits
 from sampling import ALL_DIFFERENTIABLE, no_gradients
 
@@ -129,6 +130,13 @@ def test_gradients_any_strides(case, runner):
     whole = (x.contiguous() for x in expanded)
     wanted = runner.gradients(call, *whole, out, lse)
     assert_same_bits(wanted, runner.gradients(call, *expanded, out, lse))
+
+
+@one
+def test_gradients_gaps(case, runner):
+    """Lengths, bounds, masks and slopes may lie with gaps."""
+    call, *given = forward(shorter(case), runner)
+    assert_same_bits(runner.gradients(call, *given), runner.gradients(all_with_gaps(call), *given))
 
 
 @few

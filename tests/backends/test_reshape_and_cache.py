@@ -87,8 +87,8 @@ def check_write(runner, *args):
 @pytest.mark.over(WRITES)
 def test_write(case, runner):
     dtype, cache_dtype, layout = case
-    args = *make(dtype, cache_dtype, layout, dim_v=17), *scales_of(cache_dtype)
-    check_write(runner, *args)
+    args = make(dtype, cache_dtype, layout, tokens=runner.write_tokens, dim_v=17)
+    check_write(runner, *args, *scales_of(cache_dtype))
 
 
 @pytest.mark.over(

@@ -1,8 +1,15 @@
-"""The table of what runs names what there is, and a reason for each problem that it leaves out."""
+"""The table of what runs names what there is; and every problem runs on every runner, or its
+absence has a reason that leads to one that runs.
+"""
+
+from pathlib import Path
 
 import pytest
+from likenesses import JudgedBy, Like
 from runners import RUNNERS
-from sampling import ALL, ALL_DIFFERENTIABLE, SAMPLES
+from sampling import ALL, ALL_DIFFERENTIABLE, REASONS, SAMPLES, there_are
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -11,8 +18,60 @@ def test_table(name):
     for test, cases in SAMPLES[name].cases.items():
         if not test.startswith("write"):
             assert set(cases) <= set(ALL_DIFFERENTIABLE | ALL), test
-    if name not in ("neuron-2", "neuron-4"):  # neuron-3 runs what they leave out
-        lacks = set(RUNNERS[name].lacks())
-        there_are = {n for n, p in ALL.items() if not p.optional & lacks}
-        left_out = there_are - set(SAMPLES[name].cases.get("agrees", ALL))
-        assert left_out <= set(SAMPLES[name].like)
+
+
+def is_judged(problem, by, cases):
+    """Whether a test outside the sample is there and names the problem, or one inside takes it."""
+    file, _, function = by.test.partition("::")
+    text = (REPOSITORY / file).read_text()
+    if not function.startswith("test_") or f"def {function}(" not in text:
+        return False
+    if file.startswith("tests/backends/"):
+        return problem in cases.get(function.removeprefix("test_"), (problem,))
+    return problem in text
+
+
+def why_absent(problem, reasons, running, cases, seen=()):
+    """What is wrong with the reason why a problem does not run; None if there is nothing wrong."""
+    if problem in running:
+        return None
+    if problem in seen:
+        return f"{' is like '.join(seen)}, which is like {problem} again"
+    reason = reasons.get(problem)
+    if reason is None:
+        return f"{problem} has no reason"
+    if isinstance(reason, JudgedBy):
+        return None if is_judged(problem, reason, cases) else f"{reason.test} has no {problem}"
+    return why_absent(reason.problem, reasons, running, cases, (*seen, problem))
+
+
+@pytest.mark.parametrize("test", REASONS)
+@pytest.mark.parametrize("name", RUNNERS)
+def test_every_problem_runs_or_is_like_one_that_runs(name, test):
+    sample = SAMPLES.get(name)
+    if sample is None or test not in sample.cases:
+        return  # all of them run
+    runner, cases = RUNNERS[name], sample.cases
+    if sample.rest_on:
+        # the same refusals, and what is left out has its reasons there
+        assert there_are(runner, test) == there_are(RUNNERS[sample.rest_on], test)
+        assert not SAMPLES[sample.rest_on].rest_on
+        return
+    reasons = getattr(sample, REASONS[test])
+    wrong = [why_absent(p, reasons, cases[test], cases) for p in there_are(runner, test)]
+    assert not [x for x in wrong if x is not None]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        ({}, "a has no reason"),
+        ({"a": ("b", "")}, "b has no reason"),
+        ({"a": ("b", ""), "b": ("a", "")}, "a is like b, which is like a again"),
+        ({"a": "tests/tpu/test_oracle.py::test_nothing"}, "test_nothing has no a"),
+        ({"a": "tests/tpu/test_oracle.py::attended"}, "attended has no a"),
+    ],
+)
+def test_reasons_that_lead_nowhere(reasons, said):
+    as_reasons = {p: JudgedBy(r) if isinstance(r, str) else Like(*r) for p, r in reasons.items()}
+    assert said in why_absent("a", as_reasons, ("c",), {})

@@ -220,15 +220,50 @@ def test_bad_calls_are_named():
         cache.truncate("a", 6)
     with pytest.raises(ValueError, match="query_lens must have one entry per sequence, got 2 for"):
         cache.batch(["a"], [1, 1])
-    with pytest.raises(ValueError, match="query_lens of 'a' must be between 0 and 5, got 6"):
+    with pytest.raises(ValueError, match=r"query_lens\[0\] must be between 0 and 5, got 6"):
         cache.batch(["a"], [6])
-    with pytest.raises(TypeError):
-        cache.batch(["a"], [2.5])
     assert type(cache.batch(["a"], torch.tensor([2])).max_seqlen_q) is int
     with pytest.raises(ValueError, match="max_pages must be at least 2, got 1"):
         cache.batch(["a"], [1], max_pages=1)
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
         small_cache(page_size=0)
+
+
+@pytest.mark.parametrize("value", [2.5, "2", None, [2]], ids=repr)
+def test_numbers_that_are_no_integers(value):
+    cache = small_cache()
+    cache.append("a", 5)
+    calls = {
+        "PagedKVCache: num_layers": lambda: PagedKVCache(value, 8, 2, 4, 8),
+        "PagedKVCache: num_pages": lambda: PagedKVCache(1, value, 2, 4, 8),
+        "PagedKVCache: num_kv_heads": lambda: PagedKVCache(1, 8, value, 4, 8),
+        "PagedKVCache: page_size": lambda: PagedKVCache(1, 8, 2, value, 8),
+        "PagedKVCache: head_dim": lambda: PagedKVCache(1, 8, 2, 4, value),
+        "truncate: length": lambda: cache.truncate("a", value),
+        r"batch: query_lens\[0\]": lambda: cache.batch(["a"], [value]),
+        "pages_for: a length": lambda: cache.pages_for([value], 4),
+        "pages_for: page_size": lambda: cache.pages_for([5], value),
+    }
+    if value is not None:
+        calls["free: written"] = lambda: cache.free("a", value)
+        calls["batch: max_pages"] = lambda: cache.batch(["a"], [1], value)
+    for what, call in calls.items():
+        with pytest.raises(TypeError, match=f"{what} must be an integer, got "):
+            call()
+    assert cache.length("a") == 5
+
+
+def test_integers_of_other_libraries():
+    """A cache keeps plain integers: a tensor's would change what the next append computes."""
+    cache = PagedKVCache(*map(torch.tensor, (1, 8, 2, 4, 8)))
+    cache.append("a", list(range(7)))
+    cache.truncate("a", torch.tensor(5))
+    assert cache.append("a", [7, 8]) == 0
+    cache.append("b", torch.tensor([0, 1, 2, 3, 9]))
+    assert cache.pages("b")[0] == cache.pages("a")[0]
+    assert type(cache.length("a")) is type(cache.page_size) is type(cache.num_pages) is int
+    batch = cache.batch(["a"], torch.tensor([2]), max_pages=torch.tensor(3))
+    assert type(batch.max_seqlen_q) is int and batch.block_table.shape == (1, 3)
 
 
 def fill(num_pages):

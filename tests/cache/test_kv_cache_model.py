@@ -125,7 +125,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         cache.free(child, written=len(self.tokens[seq]))
 
     def sequences_of_host(self):
-        return copy.deepcopy((self.cache._sequences, self.cache._ref_counts))
+        return copy.deepcopy((self.cache._sequences, self.cache._pool.ref_counts))
 
     @rule(target=sequences, parent=sequences)
     def fork(self, parent):
@@ -175,16 +175,16 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_page_is_lost(self):
-        cache = self.cache
-        unused = [*cache._blank, *cache._evictable]
+        cache, pool = self.cache, self.cache._pool
+        unused = [*pool.blank, *pool.evictable]
         assert sorted(unused) == [p for p in range(cache.num_pages) if not cache.ref_count(p)]
         assert cache.num_free_pages == len(unused)
-        assert {page: digest for digest, page in cache._page_of_hash.items()} == cache._hash_of_page
-        assert set(cache._evictable) <= set(cache._hash_of_page)
+        assert {page: digest for digest, page in pool.page_of_hash.items()} == pool.hash_of_page
+        assert set(pool.evictable) <= set(pool.hash_of_page)
 
     @invariant()
     def a_page_is_found_by_what_it_holds(self):
-        for digest, page in self.cache._page_of_hash.items():
+        for digest, page in self.cache._pool.page_of_hash.items():
             assert torch.equal(
                 self.cache.kv_cache[0, 0, page, 0, :, 0], self.contents_of_hash[digest]
             )

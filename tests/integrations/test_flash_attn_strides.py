@@ -128,6 +128,23 @@ def test_caches_are_written_where_they_lie(layout):
         assert torch.equal(k_cache, contiguous[0]) and torch.equal(v_cache, contiguous[1])
 
 
+def test_padding_in_front_of_pages_of_one_slot():
+    """Such pages lie end to end at any distance: the stride within a page means nothing."""
+    q, new_k, new_v, *caches = tensors(torch.float32, NEW, NEW, NEW, SEQLEN_K, SEQLEN_K)
+    pages = [x.flatten(0, 1)[:, None] for x in caches]
+    options = {
+        "block_table": torch.arange(BATCH * SEQLEN_K, dtype=torch.int32).view(BATCH, SEQLEN_K),
+        "cache_seqlens": torch.tensor([5, 2], dtype=torch.int32),
+        "cache_leftpad": torch.tensor([3, 0], dtype=torch.int32),
+    }
+    contiguous = [x.clone() for x in pages]
+    expected = flash_attn_with_kvcache(q, *contiguous, new_k, new_v, **options)
+    for k_cache, v_cache in each_in(gaps, pages):
+        got = flash_attn_with_kvcache(q, k_cache, v_cache, new_k, new_v, **options)
+        assert torch.equal(got, expected)
+        assert torch.equal(k_cache, contiguous[0]) and torch.equal(v_cache, contiguous[1])
+
+
 def test_a_cache_without_whole_rows_is_refused_unwritten():
     q, new_k, new_v, *caches = tensors(torch.float32, NEW, NEW, NEW, SEQLEN_K, SEQLEN_K)
     for k_cache, v_cache in each_in(dims_before_heads, caches):

@@ -1,6 +1,7 @@
 """Caches whose rows are whole lanes: of several keys, or of one key and zeros."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 SEQS = ((1, 40), (20, 25), (0, 17))
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "head_dim", "page_size"), [(8, 64, 16), (16, 64, 32), (8, 80, 16)]
-)
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+KINDS = [(16, 64, 32), (8, 80, 16), *[(8, 64, 16)] * IS_THOROUGH]
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim", "page_size"), KINDS)
 def test_a_packed_cache_is_read_as_it_lies(num_heads, head_dim, page_size, run):
     from torch_paged_attn.backends.tpu.pages import packed_shape
 

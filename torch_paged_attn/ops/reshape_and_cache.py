@@ -191,7 +191,7 @@ def reshape_and_cache(
         kv_cache: `(2, num_pages, num_kv_heads, page_size, head_dim)`, or a pair
             `(k_cache, v_cache)` of `(num_pages, num_kv_heads, page_size, head_dim)` whose
             head_dim may differ. Of key's dtype, float8_e4m3fn, float8_e5m2 or int8; any strides
-            whose last one is 1.
+            whose last one is 1, by which no two slots share memory.
         slot_mapping: `(<= num_tokens,)` int32 or int64.
         k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted.
 

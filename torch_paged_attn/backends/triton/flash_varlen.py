@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backends.triton import few_queries, mixed
+from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 from torch_paged_attn.backends.triton.hopper import chunks, mla, support
 from torch_paged_attn.backends.triton.hopper.choices import Form, is_numbered, is_one_launch
@@ -218,7 +219,8 @@ class AttentionOp:
         self._call_of = getattr(AttentionCall, name)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
         self._table = next(i for i, x in enumerate(listed) if x.name == "block_table")
-        self._most = len(listed) - 2
+        self._names = [x.name for x in listed if not x.is_hint]
+        self._most = len(self._names)
         self._known_kind_of = functools.lru_cache(MOST_HINTS)(self._kind_of)
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -245,6 +247,13 @@ class AttentionOp:
         `said_of_reach` return.
         """
         tensors = *tensors, *(None,) * (self._most - len(tensors))
+        tensors, copied = without_gaps(self._names, tensors)
+        plan = self._plan_contiguous(longest, reach, tensors, options)
+        return after_copies(plan, copied)
+
+    def _plan_contiguous(
+        self, longest: int, reach: int, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
+    ) -> Plan:
         args = *tensors[: self._hints], 0, reach, *tensors[self._hints :]
         call = self._call_of(*args, **options)
         self._check(call)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.backends.triton.contiguous import after_copies, without_gaps
 from torch_paged_attn.backends.triton.hopper import backward as backward_sm90
 from torch_paged_attn.backends.triton.portable.backward import lacks_room, plan_backward
 from torch_paged_attn.backends.triton.runtime import launch_cache
@@ -29,7 +30,8 @@ class BackwardOp:
         listed = [x for x in arguments(self._name) if not x.keyword_only]
         self._call_of: Callable[..., BackwardCall] = getattr(BackwardCall, forward)
         self._hints = next(i for i, x in enumerate(listed) if x.is_hint)
-        self._most = len(listed) - 2
+        self._names = [x.name for x in listed if not x.is_hint]
+        self._most = len(self._names)
 
     def __call__(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         at = self._hints
@@ -45,6 +47,10 @@ class BackwardOp:
 
     def _plan(self, *tensors: Tensor | None, **options: Any) -> Plan:
         tensors = *tensors, *(None,) * (self._most - len(tensors))
+        tensors, copied = without_gaps(self._names, tensors)
+        return after_copies(self._plan_contiguous(tensors, options), copied)
+
+    def _plan_contiguous(self, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Plan:
         args = *tensors[: self._hints], 0, 0, *tensors[self._hints :]
         self._check(*args, **options)
         call = self._call_of(*args, **options)
