@@ -129,6 +129,10 @@ constexpr Float8Table<2, 15, true> E5M2;
 struct PairProduct : Bfloat16Pairs {
   typedef PairProduct Queries;
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
+#if defined(__clang__) && __clang_major__ < 18
+    // it recurses without end where it sees a shuffle, such as a broadcast, cast to bfloat16
+    asm("" : "+v"(a), "+v"(b));
+#endif
     return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
 
