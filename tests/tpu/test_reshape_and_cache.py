@@ -55,7 +55,8 @@ def tiles(*firsts, size):
 
 def prompts(size):
     """Slots of groups of four tiles, with what may stand between them: runs, a slot of no token, a
-    tile twice in a group, one that an earlier group is writing, one that the cache does not have.
+    tile twice in a group, one that an earlier group is writing, one that the cache does not have;
+    and at last more groups than there are buffers, which share no tile.
     """
     return [
         *tiles(0, 5 * size, 2 * size, 3 * size, size=size),
@@ -65,9 +66,10 @@ def prompts(size):
         *tiles(2 * size, size, 2 * size, 0, size=size),
         *tiles(9 * size, 8 * size, 7 * size, 10 * size, size=size),
         *tiles(10 * size, 11 * size, 3 * size, 12 * size, size=size),
-        *tiles(11 * size, 0, 20 * size, size, size=size),
+        *tiles(11 * size, 0, 40 * size, size, size=size),
         7,
         *range(6 * size - 1, 8 * size - 1),
+        *tiles(*range(0, 20 * size, size), size=size),
     ]
 
 
@@ -87,16 +89,16 @@ KINDS = [
 def test_groups_of_whole_tiles_and_runs(dtype, stored, heads, head_dim, size):
     g = torch.Generator().manual_seed(0)
     groups = prompts(size)
-    shape = 2, 7, heads, 2 * size, head_dim
+    shape = 2, 10, heads, 2 * size, head_dim
     key, value = torch.randn(2, len(groups), *shape[2::2], generator=g).to(getattr(torch, dtype))
     kv_cache = torch.randn(shape, generator=g).to(getattr(torch, stored))
     lies = packed_shape(shape) if head_dim == 64 else shape
     both = ways(size == 8 and head_dim == 128)
     # as many slots, so that nothing is compiled anew
-    for slots in (groups, runs(14 * size, len(groups))):
+    for slots in (groups, runs(20 * size, len(groups))):
         slots = torch.tensor(slots, dtype=torch.int32)
         expected = kv_cache.clone()
-        is_there = slots < 14 * size  # past the end: the reference raises, the kernel skips it
+        is_there = slots < 20 * size  # past the end: the reference raises, the kernel skips it
         reference.reshape_and_cache(key, value, expected, torch.where(is_there, slots, -1))
         tensors = key, value, kv_cache.view(lies), slots
 
