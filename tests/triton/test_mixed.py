@@ -112,7 +112,7 @@ SHORT_STEP = ((1, 20), (1, 9), (1, 15), (1, 16), (1, 7), (300, 6))
         (dict(num_heads=40, seqs=((900, 0), *SHORT_STEP)), 900, (128, 5, 64, 2)),
         (dict(page_size=1), 900, (128, 8, 128, 1)),
         (dict(page_size=1, seqs=SHORT_STEP[:5] * 5 + SHORT_STEP[5:]), 900, None),
-        (dict(page_size=1, seqs=SHORT_STEP * 3), 900, (128, 8, 64, 2)),  # more rows
+        (dict(page_size=1, seqs=SHORT_STEP * 3), 900, (128, 8, 64, 3)),  # more rows
         (dict(head_dim=64), 900, (64, 8, 128, 2)),
         (dict(head_dim=64, window_size_left=127), 900, (64, 8, 64, 1)),
         (dict(head_dim=64, window_size_left=127, seqs=((999, 0), *SHORT_STEP)), 0, (64, 8, 64, 2)),
