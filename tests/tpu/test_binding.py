@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from jax.experimental.pallas import tpu as pltpu
 from jax_arrays import to_jax, to_torch
 
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import arguments
 from torch_paged_attn.backends.tpu import binding, front_ends
-from torch_paged_attn.backends.tpu.cache_memory import whole_of
+from torch_paged_attn.backends.tpu.cache_memory import is_front_of, memory_of, whole_of
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
@@ -37,8 +38,9 @@ def front_end(monkeypatch):
     """Runs JAX functions on copies of torch tensors."""
     monkeypatch.setattr(environment, "TPU_INTERPRET", True)
 
-    def run(function, tensors, _outputs):
-        return tuple(to_torch(x) for x in function(*(to_jax(t) for t in tensors)))
+    def run(function, tensors, outputs):
+        results = function(*(to_jax(x) for x in tensors))
+        return to_torch(results) if outputs == 1 else tuple(map(to_torch, results))
 
     return run
 
@@ -74,6 +76,89 @@ def test_what_is_no_half_is_not_taken_for_one():
     assert whole_of(whole[0], whole[0]) is None
     assert whole_of(*whole.transpose(2, 3).unbind()) is None
     assert whole_of(*whole[:, :3].unbind()) is None
+
+
+def test_views_of_rows_of_whole_lanes_are_known():
+    packed, filled = torch.zeros(2, 4, 2, 8, 128), torch.zeros(4, 2, 16, 128)
+    heads_of_64, heads_of_80 = packed.view(2, 4, 2, 16, 64), filled[..., :80]
+    assert memory_of(heads_of_64) is packed
+    assert memory_of(heads_of_80) is filled
+    assert whole_of(*heads_of_64) is packed
+    assert whole_of(heads_of_64[1], heads_of_64[0]) is None
+    assert is_front_of(filled[..., :64], heads_of_80)
+    for view in (filled[..., :64], filled[..., 8:88], filled[1:], filled[:, :, :8], packed[0]):
+        assert memory_of(view) is view
+    assert not is_front_of(filled[..., 8:72], heads_of_80)
+    assert not is_front_of(torch.zeros(4, 2, 16, 64), heads_of_80)
+
+
+def _packed(x):
+    """A view like x of rows of 128 numbers, which hold one key and zeros, or several keys."""
+    *front, page_size, head_dim = x.shape
+    keys, is_filled = divmod(128, head_dim)
+    if is_filled:
+        rows = torch.zeros(*front, page_size, 128, dtype=x.dtype)
+        view = rows[..., :head_dim]
+    else:
+        rows = torch.zeros(*front, page_size // keys, 128, dtype=x.dtype)
+        view = rows.view(x.shape)
+    view.copy_(x)
+    return rows, view
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "two"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_view_reaches_the_kernels_as_its_rows(head_dim, is_whole, front_end, monkeypatch):
+    """A write and attention of heads that fill no lanes."""
+    # the other interpreter knows no loads with strides
+    monkeypatch.setattr(environment, "TPU_INTERPRET", pltpu.InterpretParams())
+    problem = PROBLEMS["llama3_8b/decode_b5/bf16"]
+    call = build(dataclasses.replace(problem, head_dim=head_dim))
+    stored = torch.stack((call.args["k"], call.args["v"]))
+    if is_whole:
+        rows, view = _packed(stored)
+        arrays, caches = [rows], view.unbind()
+    else:
+        arrays, caches = zip(*map(_packed, stored), strict=True)
+
+    def run(function, tensors, outputs):
+        assert all(sum(x is array for x in tensors) == 1 for array in arrays)
+        assert all(x.shape[-1] != head_dim for x in tensors if x.dim() >= 4)
+        return front_end(function, tensors, outputs)
+
+    new = torch.randn(2, 3, call.args["k"].shape[1], head_dim).to(stored.dtype)
+    slots = torch.tensor([5, -1, 40])
+    _, _, page_size, _ = call.args["k"].shape
+    if is_whole:
+        binding.reshape_and_cache(*new, view, slots, run=run)
+    else:
+        binding.reshape_and_cache_split(*new, *caches, slots, run=run)
+    for cache, x, before in zip(caches, new, stored, strict=True):
+        for token in (0, 2):
+            page, slot = divmod(int(slots[token]), page_size)
+            before[page, :, slot] = x[token]
+        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+    call = dataclasses.replace(call, args=call.args | {"k": stored[0], "v": stored[1]})
+    args, options = dispatched(call, k=caches[0], v=caches[1])
+    out, lse = binding.flash_varlen(*args, run=run, **options)
+    assert_accurate(out, lse, call.truth())
+
+
+def test_values_within_keys_are_loaded_with_them(front_end):
+    """Latent attention: the kernel is told how wide values are, and gets no second cache."""
+    call = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
+    keys = call.args["k"].clone()
+    _, latent = _packed(keys)
+    values = latent[..., :64]
+    args, options = dispatched(call, k=latent, v=values)
+
+    def run(function, tensors, outputs):
+        assert sum(x.dim() == 4 and x.shape[0] > 0 for x in tensors) == 1
+        return front_end(function, tensors, outputs)
+
+    out, lse = binding.flash_varlen(*args, run=run, **options)
+    expected = dataclasses.replace(call, args=call.args | {"v": keys[..., :64]})
+    assert_accurate(out, lse, expected.truth())
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])

@@ -19,7 +19,7 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.attention_gradients import wanted_gradients
 from torch_paged_attn.backends.tpu.buckets import pad_attention, pad_results, pad_tokens
-from torch_paged_attn.backends.tpu.cache_memory import is_alone, whole_of
+from torch_paged_attn.backends.tpu.cache_memory import is_alone, is_front_of, memory_of, whole_of
 from torch_paged_attn.backends.tpu.call import DEFAULTS, Call
 from torch_paged_attn.backends.tpu.config import Config
 from torch_paged_attn.backends.tpu.front_ends import DONATING, Run, current
@@ -100,11 +100,23 @@ def _attend(
     """`args` and `options` are what the dispatcher calls `op` with."""
     refuse_lacking(getattr(AttentionCall, op)(*args, **options), "tpu", OPTIONAL)
     call = _call(op, dict(zip(DEFAULTS[op], args, strict=False)) | options)
-    if call.block_table is not None and (whole := whole_of(call.k, call.v)) is not None:
-        changed: dict[str, Any] = {"k": whole, "v": None}
-        call = dataclasses.replace(call, **changed)
+    if call.block_table is not None:
+        call = _reading_memory(call)
     out, lse = _run(run, attend, [pad_attention(call)], 2, **_sizes())
     return out[: call.total_q], lse[:, : call.total_q]
+
+
+def _reading_memory(call: Call) -> Call:
+    """The call with the tensors that its cache's are views of, where a kernel reads those."""
+    k, v = memory_of(call.k), memory_of(call.v)
+    changed: dict[str, Any] = {"k": k, "v": v}
+    if (whole := whole_of(call.k, call.v)) is not None:
+        changed = {"k": whole, "v": None}
+    elif is_front_of(call.v, call.k):
+        changed["v"] = call.v.new_empty((0, *call.v.shape[1:]))
+    reading = dataclasses.replace(call, **changed)
+    # the width of values is told from their rows, which may end in numbers of no value
+    return reading if reading.head_dim_v == call.v.shape[-1] else call
 
 
 def _call(op: str, given: dict[str, Any]) -> Call:
@@ -174,6 +186,7 @@ def reshape_and_cache(
 ) -> None:
     """As in the op; a new cache is computed and takes the old one's place."""
     key, value, slots = pad_tokens(key, value, _slots(slot_mapping))
+    kv_cache = memory_of(kv_cache)
     tensors = [key, value, kv_cache, slots, k_scale, v_scale]
     _write(run, reshape_and_cache_jax, tensors, (kv_cache,))
 
@@ -191,6 +204,7 @@ def reshape_and_cache_split(
 ) -> None:
     """As in the op; new caches are computed and take the old ones' place."""
     key, value, slots = pad_tokens(key, value, _slots(slot_mapping))
+    k_cache, v_cache = memory_of(k_cache), memory_of(v_cache)
     tensors = [key, value, k_cache, v_cache, slots, k_scale, v_scale]
     _write(run, reshape_and_cache_split_jax, tensors, (k_cache, v_cache))
 

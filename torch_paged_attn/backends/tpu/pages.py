@@ -7,6 +7,7 @@ one more pass over the keys.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -135,35 +136,50 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
 
     shared = call.head_dim_v if call.values_are_keys else 0
     v = None if shared else v
-    if call.keys_of_row > 1 or fold > 1:
-        k = with_rows(k, call.head_dim, packed=fold > 1)
-        v = None if v is None else with_rows(v, call.head_dim_v, packed=fold > 1)
-    num_pages, page_size = k.shape[-4], k.shape[-2] * fold
     batch, max_pages = block_table.shape
     # ids are not checked on the device: a wrong one must not read outside the cache
-    table = jnp.clip(block_table, 0, num_pages - 1)
+    table = jnp.clip(block_table, 0, k.shape[-4] - 1)
+    page_size = k.shape[-2] * call.keys_of_row
     whole = SUBLANES if fold > 1 else 32 // k.dtype.itemsize
-    if k.shape[-2] % whole == 0 and keys_per_step(page_size, fold) <= widest_step:
-        v = None if v is None else to_bits(v)
-        table = table.reshape(-1)
-        return Pages(to_bits(k), v, table, table_stride=max_pages, fold=fold, shared=shared)
-    k = with_rows(k, call.head_dim, packed=False)
-    v = k[..., :shared] if shared else v
-    v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
+    is_readable = page_size // fold % whole == 0 and keys_per_step(page_size, fold) <= widest_step
+    is_packed = fold > 1 and is_readable
+    if call.keys_of_row > 1 and not is_packed:
+        # taken apart, rows of several keys are copied: only those that the call asks for
+        k, v, table = _picked(k, v, table)
+    if is_readable:
+        if call.keys_of_row > 1 or is_packed:
+            k = with_rows(k, call.head_dim, packed=is_packed)
+            v = None if v is None else with_rows(v, call.head_dim_v, packed=is_packed)
+        k, v = to_bits(k), None if v is None else to_bits(v)
+        return Pages(k, v, table.reshape(-1), table_stride=max_pages, fold=fold, shared=shared)
+    if call.keys_of_row > 1:
+        k = with_rows(k, call.head_dim, packed=False)
+        v = None if v is None else with_rows(v, call.head_dim_v, packed=False)
 
-    def stored(cache: tuple[Array, tuple[int, ...]], b: Array, j: Array) -> Array:
-        x, plane = cache
+    def stored(cache: tuple[Array, tuple[int, ...], int], b: Array, j: Array) -> Array:
+        x, plane, width = cache
         column = jnp.minimum(j // page_size, max_pages - 1)
         place = (*plane, table[b, column], slice(None), j % page_size)
-        return x[place]
+        return x[place][..., :width]
 
-    # a plane that is sliced out of a whole cache would be a copy of it
-    caches = ((k, (0,)), (k, (1,))) if v is None else ((k, ()), (v, ()))
+    # what is sliced out of a whole cache, a plane or the beginnings of rows, would be a copy of it
+    planes = ((0,), (1,)) if k.ndim == 5 else ((), ())
+    widths = call.head_dim, call.head_dim_v
+    caches = zip((k, k if v is None else v), planes, widths, strict=True)
     bound = batch * -(-max_pages * page_size // REPAGED)
     return _repage(caches, stored, lengths, bound)
 
 
-def _repage(caches: tuple[Any, Any], stored, lengths: Lengths, bound: int) -> Pages:
+def _picked(k: Array, v: Array | None, table: Array) -> tuple[Array, Array | None, Array]:
+    """Keys and values of the table's pages alone, and their own table."""
+    ids = table.reshape(-1)
+    own = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(table.shape)
+    if k.ndim == 5:  # keys and values as one
+        return k[0, ids], k[1, ids], own
+    return k[ids], None if v is None else v[ids], own
+
+
+def _repage(caches: Iterable[Any], stored, lengths: Lengths, bound: int) -> Pages:
     """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of one of
     the two `caches`.
     """
