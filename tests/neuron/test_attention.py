@@ -182,6 +182,17 @@ def test_a_stack_forgets_the_maxima_of_the_one_before(run, machine):
     assert_accurate(*run(call), call.truth())
 
 
+@pytest.mark.parametrize("machine", GENERATIONS, indirect=True)
+def test_a_stack_leaves_nan_to_the_one_before(run, machine):
+    """Its sums would stay NaN however they are rescaled: 0 * NaN is NaN."""
+    call = build(dataclasses.replace(PROBLEMS["minilm/packed/f32"], seqs=((3, 0), (3, 0))))
+    out, lse = run(call)
+    call.args["q"][:3] = float("nan")
+    found, found_lse = run(call)
+    assert found[:3].isnan().all()
+    assert same_bits([found[3:], found_lse[:, 3:]], [out[3:], lse[:, 3:]])
+
+
 # the first shares its heads, the others have one, or one at a time: these share their items
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @over(

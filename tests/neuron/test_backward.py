@@ -143,6 +143,15 @@ def test_sums_of_several_launches(name, small, machine):
     assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
 
 
+@pytest.mark.parametrize("keys", [1200, 5000], ids=["one item", "several"])
+def test_a_stack_forgets_the_dq_of_the_one_before(keys, machine):
+    """Each sequence is a stack of one item, which clears its dq, or of several: the first does."""
+    call = build(dataclasses.replace(LONG, causal=False, seqs=((10, keys), (10, keys))))
+    backward = given_of(call)
+    found = gradients(backward)
+    assert_accurate_gradients(found, call.gradients(*(backward.args[n] for n in ("dout", "dlse"))))
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_key_that_a_bias_hides_from_all_may_be_nan(name, machine):
     """It lies among keys that rows see, and is loaded with them."""

@@ -5,6 +5,7 @@ from faults.fault import LAUNCHES, Fault, suite
 TILE_BACK, BACKWARD = "kernels/backward_tile.py", "kernels/attention_backward.py"
 SUMS = "kernels/backward_sums.py"
 ROWS = "tests/neuron/test_backward.py", "-k", "come_as_rows or row_of_nan"
+STACKS = "tests/neuron/test_backward.py", "-k", "forgets_the_dq"
 GRADIENTS = suite("gradients_agree and more_queries")
 GRADIENTS_LONG = suite("gradients_agree and training/long")
 GRADIENTS_DROPOUT = suite("gradients_agree and training/dropout")
@@ -134,7 +135,7 @@ FAULTS = (
         BACKWARD,
         "nisa.tensor_copy_predicated(dst=sums, src=0.0, predicate=predicate)",
         "pass",
-        GRADIENTS,
+        STACKS,
     ),
     Fault(
         "launches overwrite what others left",
@@ -260,7 +261,7 @@ FAULTS = (
         BACKWARD,
         "        nisa.memset(dst=sums, value=0.0)\n",
         "        pass\n",
-        GRADIENTS,
+        STACKS,
     ),
     Fault(
         "a program without items loads nothing",
