@@ -1,19 +1,19 @@
 """No copy of a cache, ever: nothing that XLA does around the kernels grows with the cache.
 
 Each family is compiled, a cache write and attention behind it, for two numbers of pages. What runs
-outside our kernels has to be the same operations, of the same bytes and of the same estimated
-cycles; an operation that reads, writes or copies a cache would take twice as many of the larger.
+outside our kernels has to have results as large and take as many cycles, as XLA estimates them, for
+both; an operation that reads, writes or copies a cache would take twice as many for the larger.
 """
 
 import dataclasses
 import math
 import os
-from collections import Counter
 from typing import Any
 
 import aot
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from contenders import config_for
 from generations import GENERATIONS
@@ -32,6 +32,9 @@ from torch_paged_attn.backends.tpu.reshape_and_cache import (
 BATCH, KEYS = 4, 1024
 # both are far larger than all else, and multiples of 128, which XLA likes to have in the lanes
 PAGES = 4096, 8192
+
+# bytes of a result, cycles, bytes of temporaries for each byte of the cache; a copy: 1, 0.01 and 1
+MOST = np.array([1e-3, 1e-5, 1e-3])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +189,9 @@ def _tensors(family, array):
 
 
 def compile_family(family, generation, num_pages):
-    """The cache's bytes, the operations around the kernels and the bytes of temporaries."""
+    """Bytes of the cache, of the largest result around the kernels, cycles of all of them, bytes of
+    temporaries.
+    """
     with aot.target(generation) as device:
         here = SingleDeviceSharding(device)
         there = heads_first(here) if family.held == "nhd" else here
@@ -219,36 +224,28 @@ def compile_family(family, generation, num_pages):
     operations = read_operations(compiled.as_text(), "")
     assert any(operation.is_kernel for operation in operations)
     around = [operation for operation in operations if not operation.is_kernel]
-    cache_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arguments[0])
-    return cache_bytes, around, compiled.memory_analysis().temp_size_in_bytes
+    return np.array([
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in arguments[0]),
+        max(x.result_bytes for x in around),
+        sum(x.cycles or 0 for x in around),
+        compiled.memory_analysis().temp_size_in_bytes,
+    ])  # fmt: skip
 
 
 def _growing(family, generation):
-    """Operations that a larger cache has more of, or whose bytes or cycles are more, and by how
-    many bytes all temporaries grow for each byte of the cache.
-    """
-    (few, operations, temporary), (many, of_larger, of_larger_temporary) = (
-        compile_family(family, generation, num_pages) for num_pages in PAGES
-    )
-
-    def costs(operations):
-        return Counter((x.opcode, x.result_bytes, x.cycles) for x in operations)
-
-    grown = costs(of_larger) - costs(operations)
-    return grown, (of_larger_temporary - temporary) / (many - few)
+    """For each byte that the cache grows by: bytes of a result, cycles, bytes of temporaries."""
+    smaller, larger = (compile_family(family, generation, num_pages) for num_pages in PAGES)
+    cache, *rest = larger - smaller
+    return np.array(rest) / cache
 
 
 @pytest.mark.parametrize(("family", "generation"), JOBS)
 def test_nothing_around_the_kernels_grows_with_the_cache(family, generation):
-    grown, temporaries = _growing(FAMILIES[family], generation)
-    assert not grown
-    # temporaries lie a little differently from one program to the next
-    assert temporaries < 0.001
+    # small operations, and where temporaries lie, differ a little from one program to the next
+    assert (_growing(FAMILIES[family], generation) < MOST).all()
 
 
 @pytest.mark.parametrize("family", COPIED)
 def test_what_is_copied_is_seen_and_known(family):
     """The limits that docs/tpu.md states; it is also what shows that a copy would be seen."""
-    grown, temporaries = _growing(COPIED[family], GENERATIONS["v5e"])
-    assert grown
-    assert temporaries > 0.5
+    assert (_growing(COPIED[family], GENERATIONS["v5e"]) > 100 * MOST).all()
