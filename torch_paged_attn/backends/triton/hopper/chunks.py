@@ -41,7 +41,7 @@ MOST_NUMBERED_8_BIT = 4096
 
 # of several chunks whose tiles fill the chip, keys up to which nobody had better cut them; and of
 # chunks of many tiles where rows of keys are copied
-MOST_NUMBERED_OF_SEVERAL, MANY_COPIED, MANY_OF_THREE = 1024, range(1025, 4097), range(1025, 9743)
+MOST_NUMBERED_OF_SEVERAL, MANY_COPIED, MANY_OF_THREE = 1024, range(1025, 4097), range(1025, 10241)
 # rows to a multiprocessor from which three consumers share copied rows of keys
 LEAST_OF_THREE = 288
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.arrivals import arrive
 from torch_paged_attn.backends.triton.dequant import encode
+from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.softmax import (
     LOG2E,
     finite_or_zero,
@@ -65,6 +66,9 @@ def merge_if_there(
     tl.debug_barrier()
     counter = pointers.counters + first_program * heads + tile.head_program
     number = program - first_program
+    shared = named("first_program parts heads")(
+        first_program=first_program, parts=parts, heads=heads
+    )
     is_mine, are_shared = arrive(counter, number, parts, waiting, True)
     if IS_SHARED:
         SHARED_S: tl.constexpr = max(OPTIONS.BLOCK_MERGED // (ROWS * SHARED_COLUMNS), 1)
@@ -73,22 +77,19 @@ def merge_if_there(
             stop = tl.where(are_shared, number + 1, CHUNKS)
             for chunk in tl.range(begin, stop):
                 _merge_columns(
-                    chunk * SHARED_COLUMNS, tile, first_program, parts, heads, pointers, sizes,
-                    scalars, OPTIONS, SHARED_COLUMNS, SHARED_S,
+                    chunk * SHARED_COLUMNS, tile, shared, pointers, sizes, scalars, OPTIONS,
+                    SHARED_COLUMNS, SHARED_S,
                 )  # fmt: skip
         is_mine = is_mine & (waiting == 0)
     if is_mine:
         for d0 in tl.static_range(0, WIDTH, BLOCK_D):
-            _merge_columns(
-                d0, tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS, BLOCK_D,
-                BLOCK_S,
-            )  # fmt: skip
+            _merge_columns(d0, tile, shared, pointers, sizes, scalars, OPTIONS, BLOCK_D, BLOCK_S)
 
 
 @triton.jit
 def _merge_columns(
-    d0, tile, first_program, parts, heads, pointers, sizes, scalars, OPTIONS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    d0, tile, shared, pointers, sizes, scalars, OPTIONS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Merge columns d0 to d0 + BLOCK_D - 1 of the parts of a tile, BLOCK_S parts at a time, and
     write the results; with column 0 softmax_lse, too.
@@ -115,12 +116,12 @@ def _merge_columns(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for s0 in tl.range(0, parts, BLOCK_S):
+    for s0 in tl.range(0, shared.parts, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        part = part_of(first_program + s, s == 0, heads, head_program)
+        part = part_of(shared.first_program + s, s == 0, shared.heads, head_program)
         part_row = part[None, :] * ROWS + r[:, None]
         # other multiprocessors have written these: bypass this one's L1 cache
-        is_part = exists[:, None] & (s < parts)[None, :]
+        is_part = exists[:, None] & (s < shared.parts)[None, :]
         part_m = tl.load(
             maxima_ptr + part_row, mask=is_part, other=float("-inf"), cache_modifier=".cg"
         )
