@@ -112,8 +112,9 @@ def test_consumers_of_chunks(seqs, heads, reach, consumers):
     "seqs, heads, options, expected",
     [
         # rows of keys are copied: heads of a tile, its keys, and consumers that divide them
-        (((1267, 4000),), (32, 8, 128), dict(page_size=1, reach=8192), (1, 64, False)),
-        (((1267, 4000),), (64, 8, 128), dict(page_size=1, reach=8192), (8, 64, False)),  # many
+        (((1100, 4000),), (32, 8, 128), dict(page_size=1, reach=8192), (1, 64, False)),
+        (((1267, 4000),), (32, 8, 128), dict(page_size=1, reach=8192), (4, 64, False)),  # many
+        (((1267, 4000),), (64, 8, 128), dict(page_size=1, reach=8192), (8, 64, False)),
         (((1267, 4000),), (8, 4, 256), dict(page_size=1, reach=8192), (1, 64, False)),
         (((120, 1400),), (32, 8, 128), dict(window_size_left=127), (4, 64, True)),  # few keys
         (((700, 1400),), (32, 8, 128), dict(window_size_left=127), (4, 64, False)),
@@ -127,8 +128,11 @@ def test_tiles_of_chunks(seqs, heads, options, expected):
         form = flash_varlen.form_of(call, 0)
         config, packed = choices.choose_tiles(call, form)
         assert (packed, config.BLOCK_N, config.SPLITS_KEYS) == expected
+        # three consumers share copied rows, and need no list
+        is_shared = options.get("page_size") == 1 and seqs[0][0] * heads[0] >= 288 * 128
+        assert (config.CONSUMERS == 3) is is_shared
         is_near = "reach" not in options or "kv_dtype" in options
-        assert form.is_numbered is is_near
+        assert form.is_numbered is (is_near or is_shared)
 
 
 def test_stages_of_divided_keys_are_even():
