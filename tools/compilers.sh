@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Debian 13 in a folder, and in FOLDER/wrappers its compilers (GCC 12 to 14, clang 17 to 19), which
 # run there as if they were here. As root:
-#   tools/compilers.sh /tmp/trixie && PATH=/tmp/trixie/wrappers:$PATH make thorough-build
+#   tools/compilers.sh FOLDER && PATH=FOLDER/wrappers:$PATH make thorough-build
 # apt-get install clang-16 brings the oldest clang on Debian 12. `umount FOLDER/REPOSITORY` when done.
 set -euo pipefail
 root=$(realpath -m "${1:?a folder}")

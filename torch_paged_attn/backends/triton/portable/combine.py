@@ -58,10 +58,6 @@ def merge_if_there(
     BLOCK_D: tl.constexpr = min(WIDTH, max(OPTIONS.BLOCK_MERGED // ROWS, 16))
     BLOCK_S: tl.constexpr = 1 if IS_FIXED else max(OPTIONS.BLOCK_MERGED // (ROWS * BLOCK_D), 1)
     CHUNKS: tl.constexpr = WIDTH // SHARED_COLUMNS
-    # fewer parts are merged sooner than programs that wait for each other would begin
-    waiting = 0
-    if IS_SHARED:
-        waiting = tl.where(parts > CHUNKS, CHUNKS, 0)
     # all threads have written their values before the counter is incremented
     tl.debug_barrier()
     counter = pointers.counters + first_program * heads + tile.head_program
@@ -69,8 +65,10 @@ def merge_if_there(
     shared = named("first_program parts heads")(
         first_program=first_program, parts=parts, heads=heads
     )
-    is_mine, are_shared = arrive(counter, number, parts, waiting, True)
     if IS_SHARED:
+        # fewer parts are merged sooner than programs that wait for each other would begin
+        waiting = tl.where(parts > CHUNKS, CHUNKS, 0)
+        is_mine, are_shared = arrive(counter, number, parts, waiting, True)
         SHARED_S: tl.constexpr = max(OPTIONS.BLOCK_MERGED // (ROWS * SHARED_COLUMNS), 1)
         if is_mine & (waiting > 0):
             begin = tl.where(are_shared, number, 0)
@@ -81,6 +79,10 @@ def merge_if_there(
                     SHARED_COLUMNS, SHARED_S,
                 )  # fmt: skip
         is_mine = is_mine & (waiting == 0)
+    else:
+        # parts may be more than `arrive` can count
+        is_mine = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+        tl.store(counter, 0, mask=is_mine)
     if is_mine:
         for d0 in tl.static_range(0, WIDTH, BLOCK_D):
             _merge_columns(d0, tile, shared, pointers, sizes, scalars, OPTIONS, BLOCK_D, BLOCK_S)
