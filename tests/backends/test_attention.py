@@ -98,9 +98,12 @@ def test_unseen_memory(case, runner):
 
 @over(lambda p: p.name in WITH_GAPS)
 def test_gaps(case, runner):
-    """Lengths, bounds, masks, scales and lists may lie with gaps."""
+    """Lengths, bounds, masks, scales and lists may lie with gaps. Bits may differ: on a GPU the
+    compiler sums in another order where a mask's keys lie apart.
+    """
     call = build(shorter(case))
-    assert_same_bits(runner.attend(call), runner.attend(all_with_gaps(call)))
+    out, lse = runner.attend(all_with_gaps(call))
+    assert_accurate(out, lse, call.truth(runner.cuts_off))
 
 
 @over(lambda p: p.dtype.itemsize > 1 and p.page_size is not None)
