@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ RAGGED = (257, 1025)
 # up to so many queries per sequence, kernels also depend on the hints `max_seqlen_q` and
 # `max_seqlen_k`, so that calls are made with and without them
 FEW = 64
+
+# that compile, when nothing is said
+MOST_PROCESSES = 8
 
 
 def _sizes(most: int) -> list[int]:
@@ -57,6 +61,7 @@ def warmup(
     max_batch: int = 256,
     max_tokens: int = 8192,
     layout: BlockSparseLayout | None = None,
+    num_processes: int | None = None,
     **options: Any,
 ) -> None:
     """Compile the GPU kernels that a model needs, before it runs.
@@ -66,9 +71,10 @@ def warmup(
     `max_tokens` queries in all. Compiled kernels do not depend on lengths and strides: calls of
     other sizes use the same ones. On a CPU there is nothing to compile.
 
-    A thread may call it while others serve (`threading.Thread(target=warmup, ...)`): it launches on
-    a stream of its own and waits for that alone. What it has not come to yet is compiled by the
-    call that needs it.
+    Most of it is done by processes without a GPU, which fill Triton's cache on the disk. A thread
+    may call it while others serve (`threading.Thread(target=warmup, ...)`): it launches on a stream
+    of its own and waits for that alone. What it has not come to yet is compiled by the call that
+    needs it.
 
     Args:
         num_heads, num_kv_heads, head_dim, head_dim_v: of the model; head_dim_v is head_dim when
@@ -78,6 +84,8 @@ def warmup(
             head_dim)`, passed transposed; None: keys are packed.
         layout: an example of the layouts that `blocksparse` will get, with the same block sizes and
             number of heads, and with a batch if those have one. Its rows and columns do not matter.
+        num_processes: that compile, each a share of the kernels; one for each core of the host, up
+            to MOST_PROCESSES, when omitted. With 1 no process is started.
         options: further arguments of `flash_varlen` and `blocksparse`, such as `causal=True`.
             Tensors among them must not depend on the batch.
 
@@ -96,13 +104,24 @@ def warmup(
             f"warmup: device is {device}, and torch {torch.__version__} finds {gpus} GPUs here; "
             "allowed: one of these, or a CPU"
         )
+    if num_processes is None:
+        num_processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    if num_processes < 1:
+        raise ValueError(f"warmup: num_processes is {num_processes}; allowed: 1 or more, or None")
+    make_calls = functools.partial(
+        _make_calls,
+        num_heads, num_kv_heads, (head_dim, head_dim if head_dim_v is None else head_dim_v),
+        dtype, dtype if kv_dtype is None else kv_dtype, page_size, max_batch, max_tokens, layout,
+        options,
+    )  # fmt: skip
+    if num_processes > 1:
+        # Triton must not be imported where there is no GPU
+        from torch_paged_attn.backends.triton.runtime.compile_ahead import compile_ahead
+
+        compile_ahead(make_calls, device, num_processes)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        _make_calls(
-            num_heads, num_kv_heads, (head_dim, head_dim if head_dim_v is None else head_dim_v),
-            dtype, dtype if kv_dtype is None else kv_dtype, page_size, device, max_batch,
-            max_tokens, layout, options,
-        )  # fmt: skip
+        make_calls(device)
     stream.synchronize()
 
 
@@ -113,11 +132,11 @@ def _make_calls(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     page_size: int | None,
-    device: torch.device,
     max_batch: int,
     max_tokens: int,
     layout: BlockSparseLayout | None,
     options: dict[str, Any],
+    device: torch.device,
 ) -> None:
     """Call the operators with all sizes for which kernels may differ."""
     head_dim = dims[0]

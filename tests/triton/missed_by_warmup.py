@@ -41,8 +41,8 @@ def missed_by_warmup(arch: str, steps: list[Step]) -> tuple[int, list[str]]:
         for op, stand_in in zip(ops, (attend, *2 * (lambda *args: None,)), strict=True):
             stack.enter_context(mock.patch.object(_warmup, op, stand_in))
         _warmup._make_calls(
-            *HEADS, (128, 128), torch.bfloat16, torch.bfloat16, PAGE_SIZE, torch.device("cpu"),
-            MOST_SEQUENCES, MOST_TOKENS, None, {"causal": True},
+            *HEADS, (128, 128), torch.bfloat16, torch.bfloat16, PAGE_SIZE,
+            MOST_SEQUENCES, MOST_TOKENS, None, {"causal": True}, torch.device("cpu"),
         )  # fmt: skip
         warmed = count = len(keys)
         for queries, contexts in steps:

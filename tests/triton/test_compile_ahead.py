@@ -1,0 +1,49 @@
+"""Processes that compile for a GPU without one."""
+
+import contextlib
+import functools
+import types
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+
+from torch_paged_attn import merge_states
+from torch_paged_attn.backends.triton.runtime import compile_ahead
+from torch_paged_attn.backends.triton.runtime.target import Target
+
+CPU = torch.device("cpu")
+
+
+def merge(dtypes, device):
+    for dtype in dtypes:
+        out = torch.zeros(3, 2, 64, dtype=dtype, device=device)
+        lse = torch.zeros(2, 3, device=device)
+        merge_states(out, lse, out, lse)
+
+
+def refuse(device):
+    raise ValueError(f"nothing to call on {device}")
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """This machine has such a GPU, as far as the process is asked that starts others."""
+    active = types.SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(compile_ahead, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(compile_ahead, "target_of", lambda _: Target.of_arch("sm90", 132))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_each_kernel_once(hopper):
+    dtypes = torch.bfloat16, torch.float16, torch.bfloat16
+    compile_ahead.compile_ahead(functools.partial(merge, dtypes), CPU, 2)
+    assert len(list(hopper.rglob("_merge_kernel.cubin"))) == 2
+
+
+def test_what_fails_is_said(hopper):
+    with pytest.warns(UserWarning, match=r"1 of 1 processes .* nothing to call on cpu"):
+        compile_ahead.compile_ahead(refuse, CPU, 1)
