@@ -139,6 +139,9 @@ def _hopper_backward_keys_kernel(
     values = _new_pipeline(v_desc, STAY_STAGES, 1, 1)
     queries = _new_pipeline(q_desc, FIRST_STAGES, 1, CONSUMERS)
     douts = _new_pipeline(dout_desc, SECOND_STAGES, 1, CONSUMERS)
+    if OPTIONS.ONE_RELEASE:
+        gl.static_assert(FIRST_STAGES == SECOND_STAGES and DQ_SUMS != NONE)
+        douts = Pipeline(douts.tiles, douts.full, queries.empty, SECOND_STAGES)
     statistics = _new_boxes(statistics_desc, FIRST_STAGES)
     p = None
     ds = None
