@@ -227,13 +227,15 @@ def _let_go(queries, douts, tile, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def step(
-    dq, ds, last, n, first_key, rows, params, pipelines, OPTIONS: gl.constexpr,
+    sums, fills, first_key, rows, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr, ENDS: gl.constexpr, BEGINS: gl.constexpr,
 ):  # fmt: skip
-    """ENDS: dq gets what the keys of fill `last` add to it, of which `ds` is. BEGINS: ds is made of
-    the keys of fill n, the first of which is `first_key`, for `rows`; these products are asked for
-    before that one."""
+    """`sums` are dQ and a dS, `fills` those of the keys that this dS is of and that the next will
+    be of. ENDS: the former keys are multiplied by dS and added to dQ. BEGINS: dS is made of the
+    latter, whose first is `first_key`, for `rows`; these products are asked for before that one."""
     gl.static_assert(ENDS or BEGINS)
+    dq, ds = sums
+    last, n = fills
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
@@ -276,7 +278,7 @@ def go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS: gl.constexpr, MAY_
     for i in range(tiles[0], tiles[1]):
         first_key = rows.first_key + i * OPTIONS.PASS
         dq, ds = step(
-            dq, ds, n, n + 1, first_key, rows, params, pipelines, OPTIONS, MAY_HIDE, True, True
+            (dq, ds), (n, n + 1), first_key, rows, params, pipelines, OPTIONS, MAY_HIDE, True, True
         )
         n += 1
     return dq, ds, n

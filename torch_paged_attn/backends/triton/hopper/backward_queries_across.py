@@ -127,18 +127,20 @@ def consume_queries_across(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.c
         first_key += skipped * PASS
         lse = gl.expand_dims(lse_row, 1)
         rows = QueryRows(q_operand, dout_operand, lse, start, slope, first_key, position, key_len)
+        sums = dq, ds
+        fills = last, n
         if seen_before > 0:
             if seen > 0:
                 dq, ds = step(
-                    dq, ds, last, n, first_key, rows, params, pipelines, OPTIONS, True, True, True
+                    sums, fills, first_key, rows, params, pipelines, OPTIONS, True, True, True
                 )
             else:
                 dq, ds = step(
-                    dq, ds, last, n, first_key, rows, params, pipelines, OPTIONS, True, True, False
+                    sums, fills, first_key, rows, params, pipelines, OPTIONS, True, True, False
                 )
         elif seen > 0:
             dq, ds = step(
-                dq, ds, last, n, first_key, rows, params, pipelines, OPTIONS, True, False, True
+                sums, fills, first_key, rows, params, pipelines, OPTIONS, True, False, True
             )
         if tile > 0:
             _store_tile(dq, lse_before, tile - 1, params, pipelines, OPTIONS, INDEX)
