@@ -9,7 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from torch_paged_attn.backends.triton.hopper.backward_work import STATISTICS_ROWS
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
+from torch_paged_attn.backends.triton.hopper.results import seen_as
 from torch_paged_attn.backends.triton.hopper.scores import probabilities
 from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, add_registers, leave_part
 
@@ -54,18 +56,34 @@ def meet():
 
 
 @gluon.jit
+def statistics_of(n, row, like, pipelines, OPTIONS: gl.constexpr, IS_DELTA: gl.constexpr):
+    """lse, or D, of the queries of fill n, from `row` on, laid out like scores. A box has
+    STATISTICS_ROWS of each."""
+    layout: gl.constexpr = like.type.layout
+    PASS: gl.constexpr = OPTIONS.PASS
+    if PASS == STATISTICS_ROWS:
+        box = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
+        return box.slice(PASS if IS_DELTA else 0, PASS, dim=1).load(layout)
+    else:
+        PARTS: gl.constexpr = STATISTICS_ROWS // PASS
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        shape: gl.constexpr = [OPTIONS.FIRST_STAGES * 2 * PARTS, 1, PASS]
+        first = n % OPTIONS.FIRST_STAGES * (2 * PARTS) + (PARTS if IS_DELTA else 0)
+        parts = seen_as(pipelines.statistics, shape, plain)
+        return parts.index(first + row // PASS % PARTS).load(layout)
+
+
+@gluon.jit
 def probabilities_of(
     s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
 ):  # fmt: skip
     """P^T of fill n as an operand, and what the gradient needs of it."""
-    PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
     dtype: gl.constexpr = pipelines.k.tiles.dtype
     first_key, context_len, key_len = keys
-    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-    lse = statistics.slice(0, PASS, dim=1).load(s.type.layout)
+    lse = statistics_of(n, row, s, pipelines, OPTIONS, False)
     position = context_len + row
     p, weight = probabilities(
         s, lse, first_key, position, key_len, slope, params, OPTIONS, True, MAY_HIDE
@@ -83,12 +101,11 @@ def as_operand(ds, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_dp(v, zeros, n, pipelines, OPTIONS: gl.constexpr):
+def ask_for_dp(v, zeros, n, row, pipelines, OPTIONS: gl.constexpr):
     """The product dP^T less D, from which it starts."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
-    statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-    start = zeros - statistics.slice(PASS, PASS, dim=1).load(zeros.type.layout)
+    start = zeros - statistics_of(n, row, zeros, pipelines, OPTIONS, True)
     pipelines.dout.consumer_wait(n)
     dout = pipelines.dout.tile(n).reshape([PASS, WIDTH_V])
     return warpgroup_mma(v, dout.permute((1, 0)), start, is_async=True)

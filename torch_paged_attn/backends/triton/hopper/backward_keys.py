@@ -46,6 +46,14 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     STEPS,
     slope_of,
 )
+from torch_paged_attn.backends.triton.hopper.column_parts import as_operand as as_operand_of_sums
+from torch_paged_attn.backends.triton.hopper.column_parts import (
+    ask_for_sums,
+    new_sums,
+    store_parts,
+    wait_for_scores_and_sums,
+    wait_for_sums,
+)
 from torch_paged_attn.backends.triton.hopper.consumer import clear_before
 from torch_paged_attn.backends.triton.hopper.scores import ask_for_scores
 from torch_paged_attn.backends.triton.hopper.sums import BY_LANE, NONE
@@ -65,7 +73,7 @@ def _gradients_of(
     dv_pending = warpgroup_mma(p16, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_pending])
     ds = (weight * dp).to(pipelines.k.tiles.dtype)
-    ds = as_operand(ds, OPTIONS)
+    ds = as_operand_of_sums(ds, OPTIONS)
     dv, p16 = warpgroup_mma_wait(0, deps=[dv_pending, p16])
     pipelines.dout.consumer_release(n)
     return ds, dv
@@ -99,7 +107,7 @@ def _two_results(
         first += skipped * PASS
         q = wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-        dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+        dp_pending = ask_for_dp(v, zeros, n, first, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         ds, dv = _gradients_of(
             (s, dp_pending), dv, n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
@@ -117,16 +125,15 @@ def _two_results(
             q_was = queries.tile(n_was).reshape([PASS, WIDTH])
             q = wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-            dk_pending = warpgroup_mma(ds, q_was, dk, is_async=True)
-            dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
-            s, dk, ds = warpgroup_mma_wait(1, deps=[s_pending, dk_pending, ds])
+            dk_pending = ask_for_sums(ds, q_was, dk, OPTIONS)
+            dp_pending = ask_for_dp(v, zeros, n, row, pipelines, OPTIONS)
+            s, dk, ds = wait_for_scores_and_sums(s_pending, dk_pending, ds)
             queries.consumer_release(n_was)
             ds, dv = _gradients_of(
                 (s, dp_pending), dv, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE
             )
         q = queries.tile(n).reshape([PASS, WIDTH])
-        dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
-        dk, ds = warpgroup_mma_wait(0, deps=[dk_pending, ds])
+        dk, ds = wait_for_sums(ask_for_sums(ds, q, dk, OPTIONS), ds)
         queries.consumer_release(n)
         n = pass_by(pipelines, n + 1, steps - skipped - seen)
     return dk, dv, n
@@ -175,7 +182,8 @@ def _three_results(
                 ds_tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
             )
             dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
-            douts.consumer_release(n)
+            if not OPTIONS.ONE_RELEASE:
+                douts.consumer_release(n)
             dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[dq_pending])
             number = (head + g) * params.sizes.statistics_tiles + statistics_tile + m
@@ -201,6 +209,8 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+    # whether dK has only those columns that hold numbers
+    IN_PARTS: gl.constexpr = DQ_SUMS == NONE and not OPTIONS.AT_ONCE
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
     dtype: gl.constexpr = pipelines.q.tiles.dtype
     n = 0
@@ -241,10 +251,10 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         if OPTIONS.OPERANDS > 1:
             k_operand = k.load(stays)
         operands = k_operand, v_operand
-        results = (
-            gl.zeros([STAY, WIDTH], gl.float32, of_k),
-            gl.zeros([STAY, WIDTH_V], gl.float32, of_v),
-        )
+        dk = gl.zeros([STAY, WIDTH], gl.float32, of_k)
+        if IN_PARTS:
+            dk = new_sums(STAY, OPTIONS)
+        results = dk, gl.zeros([STAY, WIDTH_V], gl.float32, of_v)
         of_tile = KeyTile(keys, first, steps, first_live, head, b, statistics_tile)
         if DQ_SUMS == NONE:
             used = seen_tiles(first, steps, query_len, keys, params, OPTIONS)
@@ -264,7 +274,10 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
         # results leave from where keys and values lay, once nobody reads those
         if DQ_SUMS != NONE:
             meet()
-        k.store((dk * scalars.scale).to(dtype))
+        if IN_PARTS:
+            store_parts(dk, k, scalars.scale, OPTIONS)
+        else:
+            k.store((dk * scalars.scale).to(dtype))
         v.store(dv.to(dtype))
         fence_async_shared()
         mbarrier.arrive(pipelines.done.index(tile % OPTIONS.STAY_STAGES), count=1)

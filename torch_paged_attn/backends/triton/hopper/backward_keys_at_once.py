@@ -66,7 +66,7 @@ def two_results_at_once(
         first += skipped * PASS
         q = wait_for_queries(pipelines, n, first, first_live, OPTIONS)
         s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-        dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+        dp_pending = ask_for_dp(v, zeros, n, first, pipelines, OPTIONS)
         s = warpgroup_mma_wait(1, deps=[s_pending])
         p16, ds = _start_gradients(
             (s, dp_pending), n, first, keys, slope, params, pipelines, OPTIONS, MAY_HIDE, 0
@@ -83,7 +83,7 @@ def two_results_at_once(
             row = first + m * PASS
             q = wait_for_queries(pipelines, n, row, first_live, OPTIONS)
             s_pending = ask_for_scores(k, q.permute((1, 0)), zeros, OPTIONS)
-            dp_pending = ask_for_dp(v, zeros, n, pipelines, OPTIONS)
+            dp_pending = ask_for_dp(v, zeros, n, row, pipelines, OPTIONS)
             dv_pending = warpgroup_mma(
                 p16, douts.tile(n_was).reshape([PASS, WIDTH_V]), dv, is_async=True
             )

@@ -19,6 +19,7 @@ from torch_paged_attn.backends.triton.hopper.backward_work import (
     KEY_LEN,
     Q_START,
     QUERY_LEN,
+    STATISTICS_ROWS,
     STATISTICS_TILE,
     STEPS,
     STOP_STAY,
@@ -35,6 +36,8 @@ def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
     statistics."""
     TILE: gl.constexpr = OPTIONS.TILE
     PASS: gl.constexpr = OPTIONS.PASS
+    ROWS: gl.constexpr = STATISTICS_ROWS
+    PARTS: gl.constexpr = ROWS // PASS  # fills that have a tile of statistics
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     pointers, scalars, info, claims = (
         params.pointers, params.scalars, pipelines.info, pipelines.claims,
@@ -55,13 +58,14 @@ def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
         stop = query_len
         if OPTIONS.HAS_RIGHT:
             first_live = gl.maximum(-context_len - scalars.window_right, 0)
-            first = gl.maximum(first_key - context_len - scalars.window_right, 0) // PASS * PASS
+            first = gl.maximum(first_key - context_len - scalars.window_right, 0)
+            first = first // ROWS * ROWS
         if OPTIONS.HAS_LEFT:
             last_key = gl.minimum(first_key + TILE, key_len) - 1
             stop = gl.minimum(stop, last_key - context_len + scalars.window_left + 1)
         steps = gl.maximum((stop - first + PASS - 1) // PASS, 0)
         steps = gl.where(first_key < key_len, steps, 0)
-        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // PASS + b + first // PASS
+        statistics_tile = gl.load(pointers.cu_seqlens_q + b) // ROWS + b + first // ROWS
 
         claims.producer_acquire(tile)
         info.put(tile, STEPS, steps)
@@ -92,7 +96,7 @@ def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
                 box = pipelines.q.tile(n)
                 load_rows(params.q_desc, q_start, query_len, first + m * PASS, head, barrier, box)
                 box = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
-                async_load(params.statistics_desc, [of_head + m, 0], barrier, box)
+                async_load(params.statistics_desc, [of_head + m // PARTS, 0], barrier, box)
                 n += 1
         tile += 1
         unit = gl.atomic_add(pointers.tile_list, 1) + programs

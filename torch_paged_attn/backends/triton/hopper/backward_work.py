@@ -20,6 +20,9 @@ Q_START, QUERY_LEN, K_START, KEY_LEN = (gl.constexpr(i) for i in range(4, 8))
 CONTEXT_LEN, STOP_STAY, STATISTICS_TILE, BATCH = (gl.constexpr(i) for i in range(8, 12))
 FIRST_LIVE = gl.constexpr(12)
 
+# rows of a tile of statistics (`backward_statistics.py`)
+STATISTICS_ROWS = gl.constexpr(64)
+
 # tiles of which numbers are kept, so that the next one can be loaded ahead
 TILES_KNOWN = gl.constexpr(2)
 

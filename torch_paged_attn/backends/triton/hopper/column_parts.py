@@ -75,6 +75,30 @@ def wait_for_sums(pending, rows):
 
 
 @gluon.jit
+def wait_for_scores_and_sums(scores, pending, rows):
+    """The same with scores that were asked for before, while one later product is on its way."""
+    if len(pending) == 1:
+        scores, first, rows = warpgroup_mma_wait(1, deps=[scores, pending[0], rows])
+        return scores, (first,), rows
+    else:
+        scores, first, second, rows = warpgroup_mma_wait(
+            1, deps=[scores, pending[0], pending[1], rows]
+        )
+        return scores, (first, second), rows
+
+
+@gluon.jit
+def store_parts(sums, to, scale, OPTIONS: gl.constexpr):
+    """Store sums times scale to shared memory, (rows, WIDTH)."""
+    WIDTH: gl.constexpr = OPTIONS.WIDTH
+    COLUMNS: gl.constexpr = OPTIONS.COLUMNS
+    for i in gl.static_range(len(sums)):
+        to.slice(_first(WIDTH, COLUMNS, i), _size(WIDTH, COLUMNS, i), dim=1).store(
+            (sums[i] * scale).to(to.dtype)
+        )
+
+
+@gluon.jit
 def store_sums(sums, to, seen, scale, OPTIONS: gl.constexpr):
     """Store sums times scale to shared memory, (rows, WIDTH), and 0 in rows that are not seen."""
     WIDTH: gl.constexpr = OPTIONS.WIDTH

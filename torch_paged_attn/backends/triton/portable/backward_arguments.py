@@ -32,11 +32,13 @@ BackwardPointers: Any = _extended(
 BackwardStrides: Any = _extended("BackwardStrides", arguments.Strides, "dout_token", "dout_head")
 
 # LAST_PHASE: the last phase of the loop over queries. IS_SHARED: a tile of keys may contain keys of
-# several sequences. LAYOUT_HEADS: number of heads of a layout
+# several sequences. LAYOUT_HEADS: number of heads of a layout. RELOADS_KEYS: keys and values are
+# loaded for each tile of queries again, as registers do not hold them beside their sums
 BackwardOptions: Any = _extended(
     "BackwardOptions",
     arguments.Options,
     *("LAST_PHASE", "IS_SHARED", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
+    "RELOADS_KEYS",
 )
 
 
@@ -92,6 +94,12 @@ def shares_keys(call: AttentionCall) -> bool:
     return call.k_start is not None or (call.layout is not None and call.key_ranks > 1)
 
 
+def _lacks_registers(call: AttentionCall, target: Target) -> bool:
+    """Whether float32 keys and values do not fit into registers beside their sums. A lane of gfx9
+    has 512 registers, twice as many as elsewhere."""
+    return max(call.head_dim, call.head_dim_v) > 128 and not target.arch.startswith("gfx9")
+
+
 def strides(call: BackwardCall) -> Any:
     """The forward's strides, and those of dout."""
     forward, dout = call.forward, call.dout
@@ -132,5 +140,6 @@ def options(
         IS_SHARED=is_shared,
         DBIAS_FORMAT="" if bias is None else stored_format(bias.dtype, target),
         LAYOUT_HEADS=0 if layout is None else layout.crow_indices.shape[-2],
+        RELOADS_KEYS=keys_stay and formats.is_precise and _lacks_registers(call, target),
         LAYOUT_PER_SEQUENCE=layout is not None and layout.crow_indices.dim() == 3,
     )

@@ -12,12 +12,11 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
-    load_chunks,
     store_chunks,
     zero_chunks,
 )
 from torch_paged_attn.backends.triton.portable.key_positions import key_position, keys_before
-from torch_paged_attn.backends.triton.portable.key_tile import add_sequence
+from torch_paged_attn.backends.triton.portable.key_tile import add_sequence, load_keys_once
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.runtime.launch import gdc_launch_dependents, gdc_wait
 from torch_paged_attn.backends.triton.seqlen_info import (
@@ -25,22 +24,6 @@ from torch_paged_attn.backends.triton.seqlen_info import (
     key_span,
     query_span,
 )
-
-
-@triton.jit
-def _load_keys(row, exists, kv_head, pointers, strides, OPTIONS: tl.constexpr):
-    """Load the program's tile of keys and values; rows that do not exist are 0."""
-    row = row.to(tl.int64)
-    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
-    k = load_chunks(
-        pointers.k, row * strides.k_slot + kv_head * strides.k_head, exists, OPTIONS.K_LOW,
-        OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True, FORMAT, OPTIONS.DTYPE,
-    )  # fmt: skip
-    v = load_chunks(
-        pointers.v, row * strides.v_slot + kv_head * strides.v_head, exists, OPTIONS.V_LOW,
-        OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True, FORMAT, OPTIONS.DTYPE,
-    )  # fmt: skip
-    return k, v
 
 
 @triton.jit
@@ -89,8 +72,9 @@ def _own_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constexpr)
             tail_start=_tail_start(b, key_len, pointers, sizes),
         )
         row = row_start + j
-        k, v = _load_keys(row, j < key_len, head, pointers, strides, OPTIONS)
-        keys = named("span j k v")(span=span, j=j, k=k, v=v)
+        rows = named("row exists head")(row=row, exists=j < key_len, head=head)
+        k, v = load_keys_once(rows, pointers, strides, OPTIONS)
+        keys = named("span j rows k v")(span=span, j=j, rows=rows, k=k, v=v)
         dk = zero_chunks(BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
         dv = zero_chunks(BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
         dk, dv = add_sequence(
@@ -115,7 +99,8 @@ def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constex
     first_row = tl.program_id(0) * BLOCK_N
     row = first_row + tl.arange(0, BLOCK_N)
     exists = row < total_k
-    k, v = _load_keys(row, exists, head, pointers, strides, OPTIONS)
+    rows = named("row exists head")(row=row, exists=exists, head=head)
+    k, v = load_keys_once(rows, pointers, strides, OPTIONS)
     dk = zero_chunks(BLOCK_N, OPTIONS.K_LOW, OPTIONS.K_HIGH)
     dv = zero_chunks(BLOCK_N, OPTIONS.V_LOW, OPTIONS.V_HIGH)
     for b in tl.range(0, sizes.batch):
@@ -146,7 +131,7 @@ def _shared_tile(pointers, strides, sizes, total_k, scalars, OPTIONS: tl.constex
                     key_len=key_len,
                     tail_start=_tail_start(b, key_len, pointers, sizes),
                 )
-                keys = named("span j k v")(span=span, j=j, k=k, v=v)
+                keys = named("span j rows k v")(span=span, j=j, rows=rows, k=k, v=v)
                 dk, dv = add_sequence(
                     dk, dv, keys, kv_head, pointers, strides, sizes, scalars, OPTIONS
                 )  # fmt: skip

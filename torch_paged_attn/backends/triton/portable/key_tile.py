@@ -74,6 +74,31 @@ def _queries_of(span, pointers, sizes, scalars, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def _load_keys(rows, exists, pointers, strides, OPTIONS: tl.constexpr):
+    """The program's tile of keys and values; rows that do not exist are 0."""
+    row = rows.row.to(tl.int64)
+    FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    k = load_chunks(
+        pointers.k, row * strides.k_slot + rows.head * strides.k_head, exists, OPTIONS.K_LOW,
+        OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True, FORMAT, OPTIONS.DTYPE,
+    )  # fmt: skip
+    v = load_chunks(
+        pointers.v, row * strides.v_slot + rows.head * strides.v_head, exists, OPTIONS.V_LOW,
+        OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True, FORMAT, OPTIONS.DTYPE,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
+def load_keys_once(rows, pointers, strides, OPTIONS: tl.constexpr):
+    """Keys and values for all tiles of queries, unless registers do not hold them."""
+    if OPTIONS.RELOADS_KEYS:
+        return 0, 0
+    else:
+        return _load_keys(rows, rows.exists, pointers, strides, OPTIONS)
+
+
+@triton.jit
 def _add_query_tile(
     sums, first_token, memory, keys, queries, pointers, strides, scalars, OPTIONS: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -96,11 +121,16 @@ def _add_query_tile(
         exists = exists & (token >= 0)
         near = tl.maximum(near, queries.start)
     near = near.to(tl.int64)
+    k, v = keys.k, keys.v
+    if OPTIONS.RELOADS_KEYS:
+        # a mask that depends on the loop: the compiler would load them before it
+        exist = keys.rows.exists & (first_token < queries.stop)
+        k, v = _load_keys(keys.rows, exist, pointers, strides, OPTIONS)
     q = load_chunks(
         memory.q, near * strides.q_token, None, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM,
         False, FORMAT, DTYPE,
     )  # fmt: skip
-    s = chunk_scores(keys.k, q, OPTIONS.K_HIGH, OPTIONS.CHAIN)
+    s = chunk_scores(k, q, OPTIONS.K_HIGH, OPTIONS.CHAIN)
     # lse is +inf where there is no query: its probabilities are 0
     if IS_ALIGNED:
         lse = load_statistics_of_tile(memory.statistics, first_token, BLOCK_M, False)
@@ -155,7 +185,7 @@ def _add_query_tile(
         delta = load_statistics_of_tile(memory.statistics, first_token, BLOCK_M, True)
     else:
         delta = far_delta
-    dp = chunk_scores(keys.v, dout, OPTIONS.V_HIGH, OPTIONS.CHAIN)
+    dp = chunk_scores(v, dout, OPTIONS.V_HIGH, OPTIONS.CHAIN)
     dp = dropped(dp, survives, pointers, scalars)
     _, dx = gradient_of_scores(
         p, dp, delta[None, :], seen, capped, scalars.softcap, OPTIONS, IS_MASKED

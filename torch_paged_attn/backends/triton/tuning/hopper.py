@@ -133,6 +133,9 @@ class HopperBackwardConfig:
     - SLOTS: in one pass, tiles of parts of dQ in shared memory
     - AT_ONCE: P and dS of a tile stay in registers until the next tile's scores are issued, so that
       all products run together (`hopper/backward_keys_at_once.py`); not in one pass
+    - ONE_RELEASE: in one pass, consumers release both tiles of the loop by one barrier
+    - ACROSS: the last product of a tile of queries is issued together with the first products of
+      the next tile (`hopper/backward_queries_across.py`)
     """
 
     CONSUMERS: int = 2
@@ -148,6 +151,8 @@ class HopperBackwardConfig:
     DS_STAGES: int = 2
     SLOTS: int = 1
     AT_ONCE: bool = False
+    ONE_RELEASE: bool = False
+    ACROSS: bool = False
 
 
 def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
