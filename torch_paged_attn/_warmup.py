@@ -116,7 +116,7 @@ def warmup(
     )  # fmt: skip
     if num_processes > 1:
         # Triton must not be imported where there is no GPU
-        from torch_paged_attn.backends.triton.runtime.compile_ahead import compile_ahead
+        from torch_paged_attn.backends.triton.compile_ahead import compile_ahead
 
         compile_ahead(make_calls, device, num_processes)
     stream = torch.cuda.Stream(device)

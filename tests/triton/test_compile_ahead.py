@@ -9,7 +9,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from torch_paged_attn import merge_states
-from torch_paged_attn.backends.triton.runtime import compile_ahead
+from torch_paged_attn.backends.triton import compile_ahead
 from torch_paged_attn.backends.triton.runtime.target import Target
 
 CPU = torch.device("cpu")
