@@ -11,6 +11,7 @@ from torch_paged_attn.backends.triton.hopper.chunks import (
     MOST_LOW_8_BIT,
     are_few_chunks,
     are_low_8_bit_chunks,
+    has_small_tiles,
     has_three_consumers,
     is_divided_chunk,
 )
@@ -58,6 +59,10 @@ MOST_ROWS_NARROW_DIVIDED = 60
 # keys of the longest sequence up to which tiles of one consumer are better, if there are few:
 # of head_dim 256, and of 128
 MOST_LOW_WIDE, MOST_LOW = 4096, 4096
+# of the keys of the longest sequence, queries up to which all tiles see about as many keys
+MOST_ALIKE = 0.4
+# rows to a multiprocessor from which on chunks beside decodes of 8 bits have two consumers
+LEAST_ROWS_8_BIT = 2 * BLOCK_M
 # of mixed batches whose tiles are numbered: keys of the longest sequence, rows to a multiprocessor
 # unless a window is narrow, tiles of decodes to one, and where rows of keys are copied; there, of
 # many rows
@@ -166,6 +171,8 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return _choose_invariant_tiles(call, form)
     is_mixed = form.is_numbered and not form.is_guessed and not are_few_chunks(call)
     if (form.is_mixed or is_mixed) and _has_low_8_bit_tiles(call):
+        if form.is_mixed and width == 128 and _has_many_rows_of_chunks(call):
+            return choose_8_bit_config(width, False), whole_group(call)
         config = choose_guessed_8_bit_config(width, reach_of(call) >= LEAST_TALL)
         return config, whole_group(call)
     if form.is_mixed:
@@ -181,7 +188,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     elif is_narrow:
         # the fewer tokens a tile has, the fewer keys a window hides from most of them
         packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
-    elif has_three_consumers(call) or (gathers(call) and not has_few_tiles(call)):
+    elif has_three_consumers(call) or _shares_tiles(call):
         packed = whole_group(call)
     else:
         packed = pack_heads(call)
@@ -211,11 +218,27 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_config(width), packed
     if is_narrow:
         return choose_narrow_config(width), packed
+    if has_small_tiles(call) and not gathers(call):
+        return choose_narrow_config(width), packed
     length = mean_length(call)
     if call.block_table is not None and not has_few_tiles(call):
         # of long contexts, the diagonal is little; of what is said, they have more than half
         length = max(length, call.max_seqlen_k // 2)
     return _choose_tall_config(call, length), packed
+
+
+def _shares_tiles(call: AttentionCall) -> bool:
+    """Whether chunks of prompts have all heads of a group in a tile, which then holds fewer tokens,
+    whose keys differ less, even where one head would fill it."""
+    if gathers(call):
+        return not has_few_tiles(call)
+    if call.block_table is None or call.layout is not None or call.window_right != 0:
+        return False
+    if width_of(call.head_dim) == 256:
+        return False
+    heads = whole_group(call)
+    is_full = BLOCK_M // heads * heads >= (1 - MOST_EMPTY) * BLOCK_M
+    return is_full and (has_few_tiles(call) or has_small_tiles(call))
 
 
 def _choose_tall_config(call: AttentionCall, length: int) -> HopperConfig:
@@ -247,11 +270,14 @@ def _has_low_tiles(call: AttentionCall, packed_heads: int) -> bool:
         return True  # so few that each tile of one consumer is cut in fewer pieces
     if width == 256:
         return reach <= MOST_LOW_WIDE and _has_few_rows(call, 2 * BLOCK_M)
-    # one wave of them, which nobody had better cut
+    # few enough that nobody had better cut them
     tokens = BLOCK_M // packed_heads
     tiles = (call.total_q // tokens + call.batch) * (call.num_heads // packed_heads)
     most = target_of(call.q.device).multiprocessors
-    return reach <= MOST_LOW and tiles <= 2 * most
+    if reach > MOST_LOW or tiles > 2 * most:
+        return False
+    # where all tiles see about as many keys, a second round of them takes as long as the first
+    return tiles <= most or call.total_q > MOST_ALIKE * reach
 
 
 def decodes_of_program(call: AttentionCall) -> float:
@@ -314,6 +340,12 @@ def is_one_launch(call: AttentionCall) -> bool:
 def _has_low_8_bit_tiles(call: AttentionCall) -> bool:
     """Whether tiles of batches of long and short sequences in an 8-bit cache have one consumer."""
     return converts(call) and not is_float8(call) and width_of(call.head_dim) >= 128
+
+
+def _has_many_rows_of_chunks(call: AttentionCall) -> bool:
+    """Whether chunks are most of the work of such a batch, and their rows more than a tile for each
+    multiprocessor."""
+    return _are_mostly_chunks(call) and not _has_few_rows(call, LEAST_ROWS_8_BIT)
 
 
 def _are_mostly_chunks(call: AttentionCall) -> bool:

@@ -33,8 +33,11 @@ MOST_LOW_8_BIT_OF_FEW, MOST_ROWS_8_BIT_OF_FEW = 2048, 32
 # chunks whose keys two consumers divide, by keys of the longest sequence: of so many, rows to a
 # multiprocessor; where rows of keys are copied, the first alone. Of fewer rows, past the first, one
 # consumer's tiles are better
-ROWS_DIVIDED = {2048: range(161), 4160: range(13, 65), 8192: range(13, 25)}
+ROWS_DIVIDED = {1024: range(129), 2048: range(161), 4160: range(13, 65), 8192: range(13, 25)}
+ROWS_DIVIDED_NARROW = ROWS_DIVIDED | {2048: range(201)}  # of narrow heads
 MOST_DIVIDED_OF_CHUNKS = 2048
+# the most such rows where rows of keys are copied for one chunk, and where a window hides most keys
+MOST_ROWS_DIVIDED = 70
 
 # of 8-bit caches of narrow heads, the same limit of one chunk, however many tiles it has
 MOST_NUMBERED_8_BIT = 4096
@@ -42,6 +45,9 @@ MOST_NUMBERED_8_BIT = 4096
 # of several chunks whose tiles fill the chip, keys up to which nobody had better cut them; and of
 # chunks of many tiles where rows of keys are copied
 MOST_NUMBERED_OF_SEVERAL, MANY_COPIED, MANY_OF_THREE = 1024, range(1025, 4097), range(1025, 10241)
+MOST_NUMBERED_OF_TWO = 1536
+# keys up to which chunks have tiles of few keys, of which fewer are past the diagonal
+MOST_SMALL_TILES = 768
 # rows to a multiprocessor from which three consumers share copied rows of keys
 LEAST_OF_THREE = 288
 
@@ -49,15 +55,27 @@ LEAST_OF_THREE = 288
 def is_divided_chunk(call: AttentionCall) -> bool:
     """Whether chunks of prompts have so few rows, for the keys that they see as far as anybody
     says, that two consumers had better divide the keys of a tile."""
-    if not may_divide(call) or call.window_size_left in SMALL:
+    if not may_divide(call) or call.window_size_left in NARROW:
         return False
     reach = reach_of(call)
     if gathers(call) and reach > MOST_DIVIDED_OF_CHUNKS:
         return False
     # of more keys, low tiles read them more often
-    measured = next((rows for keys, rows in ROWS_DIVIDED.items() if reach <= keys), range(0))
+    limits = ROWS_DIVIDED_NARROW if width_of(call.head_dim) == 64 else ROWS_DIVIDED
+    measured = next((rows for keys, rows in limits.items() if reach <= keys), range(0))
     rows = -(-call.total_q * call.num_heads // target_of(call.q.device).multiprocessors)
+    is_copied = gathers(call) and call.batch == 1
+    if is_copied or call.window_size_left in SMALL:
+        measured = measured[: MOST_ROWS_DIVIDED + 1 - measured.start]
     return rows in measured
+
+
+def has_small_tiles(call: AttentionCall) -> bool:
+    """Whether chunks of prompts see so few keys that these had better come few at a time."""
+    if call.block_table is None or call.layout is not None or converts(call):
+        return False
+    is_plain = width_of(call.head_dim) <= 128 and call.window_right == 0
+    return is_plain and reach_of(call) <= MOST_SMALL_TILES
 
 
 def has_three_consumers(call: AttentionCall) -> bool:
@@ -96,8 +114,8 @@ def are_few_chunks(call: AttentionCall) -> bool:
         return False
     if call.batch == 1 and converts(call) and width_of(call.head_dim) == 64:
         return reach_of(call) <= MOST_NUMBERED_8_BIT
-    if has_three_consumers(call) and call.batch <= 2:
-        return reach_of(call) in MANY_OF_THREE
+    if has_three_consumers(call):
+        return call.batch <= 2 and reach_of(call) in MANY_OF_THREE
     if not has_few_tiles(call):
         return gathers(call) and not converts(call) and reach_of(call) in MANY_COPIED
     if is_divided_chunk(call):
@@ -109,6 +127,6 @@ def are_few_chunks(call: AttentionCall) -> bool:
     quarters = min(4 * tiles // target_of(call.q.device).multiprocessors, 4)
     most = MOST_NUMBERED[quarters]
     if call.batch > 1 and quarters == 4:
-        most = MOST_NUMBERED_OF_SEVERAL
+        most = MOST_NUMBERED_OF_TWO if call.batch == 2 else MOST_NUMBERED_OF_SEVERAL
     least = MOST_LOW_8_BIT if are_low_8_bit_chunks(call) else 0
     return reach_of(call) <= max(most, least)
