@@ -8,6 +8,7 @@ from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
+from torch_paged_attn.ops.kinds import refuse_types
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -128,16 +129,10 @@ def flash_varlen(
     if max_seqlen_q is None or max_seqlen_k is None:
         hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
         max_seqlen_q, max_seqlen_k = hints
-    return _flash_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-        block_table,
-        *tensors,
-        **options,
-    )
+    first = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    behind = seqused_k, block_table, *tensors
+    try:
+        return _flash_varlen(*first, *behind, **options)
+    except RuntimeError as error:
+        refuse_types(error, _flash_varlen, (*first, *behind), options)
+        raise

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
+from torch_paged_attn.ops.kinds import refuse_types
 from torch_paged_attn.ops.merge_states import check_parts
 
 OP = "merge_states_backward"
@@ -114,5 +115,9 @@ def merge_states_backward(
         ValueError: a shape, dtype or device outside the above.
         NotImplementedError: autograd differentiates the result; there is no double backward.
     """
-    parts = out_a, lse_a, out_b, lse_b
-    return _merge_states_backward(dout, dlse, *parts, out, softmax_lse)
+    args = dout, dlse, out_a, lse_a, out_b, lse_b, out, softmax_lse
+    try:
+        return _merge_states_backward(*args)
+    except RuntimeError as error:
+        refuse_types(error, _merge_states_backward, args, {})
+        raise
