@@ -4,8 +4,9 @@ import inspect
 
 import pytest
 import torch
+from right_calls import BASES, cached
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wrong_calls import BASES, STATIC, VALUES, cached
+from wrong_calls import STATIC, VALUES
 
 import torch_paged_attn
 
@@ -122,7 +123,7 @@ def test_a_list_for_a_tensor(base):
         wrong = {**args, name: args[name].tolist()}
         if name != "kv_cache":
             text = f"{name} is of type list; allowed: a tensor"
-            raises(op, wrong, ValueError, text, public)
+            raises(op, wrong, TypeError, text, public)
         # the operator itself leaves it to torch
         with pytest.raises(RuntimeError, match=rf"for argument '{name}' but .* type 'list'"):
             overload(op)(**wrong)
@@ -144,7 +145,7 @@ def test_a_list_for_a_tensor(base):
 )
 def test_an_argument_of_the_wrong_type(base, name, value, text):
     op, make = BASES[base]
-    raises(op, make() | {name: value}, ValueError, f"{name} {text}", public)
+    raises(op, make() | {name: value}, TypeError, f"{name} {text}", public)
 
 
 @pytest.mark.parametrize("function", ["flash_varlen_backward", "merge_states_backward"])
@@ -152,7 +153,7 @@ def test_a_gradient_of_the_wrong_type(function):
     parameters = inspect.signature(getattr(torch_paged_attn, function)).parameters.values()
     args = {x.name: torch.ones(1, 1, 8) for x in parameters if x.default is x.empty}
     text = "dout is of type list; allowed: a tensor"
-    raises(function, args | {"dout": [0.0]}, ValueError, text, public)
+    raises(function, args | {"dout": [0.0]}, TypeError, text, public)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +195,11 @@ def test_lists_of_parts(outs, lses, options, text):
 
 
 def test_parts_of_the_wrong_type():
-    with pytest.raises(ValueError, match=r"outs\[1\] is of type int; allowed: a tensor"):
+    with pytest.raises(TypeError, match=r"outs\[1\] is of type int; allowed: a tensor"):
         torch_paged_attn.merge_states([OUT, 3], [LSE, LSE])
-    with pytest.raises(ValueError, match=r"lses\[0\] is None; allowed: a tensor"):
+    with pytest.raises(TypeError, match=r"lses\[0\] is None; allowed: a tensor"):
         torch_paged_attn.merge_states([OUT, OUT], [None, LSE])
-    with pytest.raises(ValueError, match="lses is of type Tensor; allowed: a list or a tuple"):
+    with pytest.raises(TypeError, match="lses is of type Tensor; allowed: a list or a tuple"):
         torch_paged_attn.merge_states([OUT], LSE)
 
 

@@ -5,6 +5,7 @@ import threading
 import types
 import weakref
 
+import compiled_calls
 import cross_compile
 import pytest
 import torch
@@ -379,8 +380,8 @@ def launches(problems):
     launch_cache.current_device = lambda: 0
     try:
         with cross_compile.elsewhere("sm90"):
-            calls = [call() for call in cross_compile.CALLS.values()]
-            for call in (*calls, *map(cross_compile._attention, problems)):
+            calls = [call() for call in compiled_calls.CALLS.values()]
+            for call in (*calls, *map(compiled_calls.attention, problems)):
                 call()
     finally:
         JITFunction.run = run

@@ -113,6 +113,7 @@ def flash_varlen(
         the natural log of the sum of exponentials of the final logits, sink included.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype, device, stride or option outside the above, or (CPU) malformed
             lengths.
         IndexError: (CPU) a page id outside the cache.

@@ -91,6 +91,7 @@ def flash_varlen_backward(
         attn_bias, is an empty tensor `(0,)` of q's dtype.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype, device, stride or option outside the above, or (CPU) malformed
             lengths.
         NotImplementedError: the backend does not support the call; or autograd differentiates the

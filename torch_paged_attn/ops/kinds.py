@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 def refuse_types(
     error: RuntimeError, op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Raise ValueError if `error` is the dispatcher's for an argument of the wrong type. The
+    """Raise TypeError if `error` is the dispatcher's for an argument of the wrong type. The
     dispatcher's own text prints the values and the whole schema.
 
     A public function calls this after its operator has raised, so that right calls do not pay for
@@ -45,8 +45,8 @@ def _refuse(op: str, name: str, value: Any, kind: str) -> None:
     came = "is None" if value is None else f"is of type {type(value).__name__}"
     if kind.startswith("List["):
         if not isinstance(value, tuple | list):
-            fail(op, name, came, "a list or a tuple")
+            fail(op, name, came, "a list or a tuple", TypeError)
         for i, element in enumerate(value):
             _refuse(op, f"{name}[{i}]", element, kind[len("List[") : -1])
     elif not isinstance(value, KINDS[kind][0]):
-        fail(op, name, came, KINDS[kind][1])
+        fail(op, name, came, KINDS[kind][1], TypeError)

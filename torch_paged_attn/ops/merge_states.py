@@ -204,6 +204,7 @@ def merge_states(
         contiguous.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype or device outside the above, or no part at all.
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.

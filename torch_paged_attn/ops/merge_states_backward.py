@@ -112,6 +112,7 @@ def merge_states_backward(
         dout_a, dlse_a, dout_b, dlse_b: like the inputs, contiguous.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype or device outside the above.
         NotImplementedError: autograd differentiates the result; there is no double backward.
     """

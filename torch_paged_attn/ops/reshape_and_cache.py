@@ -198,6 +198,7 @@ def reshape_and_cache(
         k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype, device or stride outside the above.
         IndexError: (CPU) a slot past the end of the cache; nothing has been written. Accelerators
             skip that token.

@@ -14,6 +14,7 @@ import json
 import math
 from typing import NamedTuple
 
+from torch_paged_attn.backends.triton.portable.combine import SHARED_COLUMNS
 from torch_paged_attn.backends.triton.portable.splits import MIN_KEYS, evenly
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
 from torch_paged_attn.backends.triton.tuning import Config
@@ -25,9 +26,8 @@ TABLE = TABLES / "sm90_ways.json"
 BANDWIDTH, MULTIPROCESSORS = 4.3e6, 132
 # keys in a tile of the costs of Hopper's kernel, whatever its tile really is
 HOPPER_KEYS = 128
-# columns of a result that a program adds up where all do (`portable/combine.py`), and how much less
-# a further part costs then
-SHARED_COLUMNS, SHARED_GAIN = 8, 16
+# how much less a further part costs where several programs add up parts, some columns each
+SHARED_GAIN = 16
 # the fewest keys of a sequence that guesses go by
 LEAST_KEYS = 64
 # how much of a way's usual error is added to its estimates: between two that are as fast, the one
@@ -194,7 +194,7 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
     # queries of sequences that are not alike fill all rows of a tile
     is_even = shape.total_q % shape.batch == 0
     rows: float = min(next_power_of_2(shape.rows), 64) if is_even else 16
-    if config.is_merged_by_all and parts >= next_power_of_2(shape.columns) // SHARED_COLUMNS:
+    if config.is_merged_by_all and parts >= next_power_of_2(shape.columns) // SHARED_COLUMNS.value:
         rows /= SHARED_GAIN
     busy = math.ceil(total / piece) * shape.num_kv_heads
     return Division(min(piece, total), parts, rows / 8, tiles - 1, busy / slots)
