@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import backward_call
-from torch_paged_attn.attention_call import AttentionCall, arguments, listed
+from torch_paged_attn.argument import listed
+from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._gradients import ALLOWED

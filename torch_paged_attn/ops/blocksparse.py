@@ -151,9 +151,9 @@ def blocksparse(
         refuse_twice("blocksparse", tensors, options)
     first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
-    behind = seqused_k, block_table, *tensors
+    args = *first, *hints, seqused_k, block_table, *tensors
     try:
-        return _blocksparse(*first, *hints, *behind, **options)
+        return _blocksparse(*args, **options)
     except RuntimeError as error:
-        refuse_types(error, _blocksparse, (*first, *hints, *behind), options)
+        refuse_types(error, _blocksparse, args, options)
         raise

@@ -71,8 +71,9 @@ def blocksparse_backward(
     layout = crow_indices, col_indices
     first = dout, dlse, q, k, v, *layout, out, softmax_lse, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, None, max_seqlen_q, max_seqlen_k)
+    args = *first, *hints, *tensors
     try:
-        return _blocksparse_backward(*first, *hints, *tensors, **options)
+        return _blocksparse_backward(*args, **options)
     except RuntimeError as error:
-        refuse_types(error, _blocksparse_backward, (*first, *hints, *tensors), options)
+        refuse_types(error, _blocksparse_backward, args, options)
         raise

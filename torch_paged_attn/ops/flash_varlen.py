@@ -130,10 +130,10 @@ def flash_varlen(
     if max_seqlen_q is None or max_seqlen_k is None:
         hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
         max_seqlen_q, max_seqlen_k = hints
-    first = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    behind = seqused_k, block_table, *tensors
+    first = q, k, v, cu_seqlens_q, cu_seqlens_k
+    args = *first, max_seqlen_q, max_seqlen_k, seqused_k, block_table, *tensors
     try:
-        return _flash_varlen(*first, *behind, **options)
+        return _flash_varlen(*args, **options)
     except RuntimeError as error:
-        refuse_types(error, _flash_varlen, (*first, *behind), options)
+        refuse_types(error, _flash_varlen, args, options)
         raise

@@ -101,8 +101,9 @@ def flash_varlen_backward(
     """
     first = dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, None, max_seqlen_q, max_seqlen_k)
+    args = *first, *hints, *tensors
     try:
-        return _flash_varlen_backward(*first, *hints, *tensors, **options)
+        return _flash_varlen_backward(*args, **options)
     except RuntimeError as error:
-        refuse_types(error, _flash_varlen_backward, (*first, *hints, *tensors), options)
+        refuse_types(error, _flash_varlen_backward, args, options)
         raise

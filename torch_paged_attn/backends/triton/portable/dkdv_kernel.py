@@ -10,12 +10,12 @@ belong to, and the program visits, in order, all sequences that have some of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
     load_chunks,
     store_chunks,
     zero_chunks,
 )
+from torch_paged_attn.backends.triton.portable.groups import Sizes
 from torch_paged_attn.backends.triton.portable.key_positions import key_position, keys_before
 from torch_paged_attn.backends.triton.portable.key_tile import add_sequence
 from torch_paged_attn.backends.triton.portable.named import named
