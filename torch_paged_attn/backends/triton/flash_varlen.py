@@ -68,7 +68,7 @@ MOST_HINTS = 1024
 REACH_STEP, REACH_IN_STEPS, MOST_REACH = 64, 512, 2**17
 
 
-def why_not_hopper(call: AttentionCall) -> str | None:
+def unsupported_on_hopper(call: AttentionCall) -> str | None:
     """Why Hopper's kernel can run no sequence of a call; None if it can run some."""
     reason = support.unsupported(call)
     if reason is None and call.is_batch_invariant:
@@ -76,7 +76,7 @@ def why_not_hopper(call: AttentionCall) -> str | None:
     return reason
 
 
-def why_not_latent(call: AttentionCall) -> str | None:
+def unsupported_latent(call: AttentionCall) -> str | None:
     """Why the kernel for latent attention cannot run a call; None if it can, provided that the
     values are columns of the keys.
     """
@@ -88,7 +88,7 @@ def why_not_latent(call: AttentionCall) -> str | None:
 
 def way_of(call: AttentionCall, longest: int) -> few_queries.Way | None:
     """The way to run a call of few queries; None for other calls, mixed batches among them."""
-    runs = why_not_hopper(call) is None
+    runs = unsupported_on_hopper(call) is None
     if runs and mixed.is_mixed(call, longest):
         return None
     return few_queries.way_of(call, longest, runs)
@@ -104,7 +104,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     """Why only the portable kernel runs a call; None if Hopper's does, or both. `longest`: the hint
     max_seqlen_q, or 0.
     """
-    reason = why_not_hopper(call)
+    reason = unsupported_on_hopper(call)
     # batch-invariant: if two kernels shared a batch, bits would depend on the other sequences
     if reason is not None or call.is_batch_invariant:
         return reason
@@ -121,7 +121,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 
 def in_turns(call: AttentionCall, longest: int) -> int:
     """`longest` if tiles of a sequence are taken in turns (`seqlen_info.py`), else 0."""
-    if call.is_batch_invariant or why_not_hopper(call) is not None:
+    if call.is_batch_invariant or unsupported_on_hopper(call) is not None:
         return 0
     if support.are_few_short(call, longest):
         return 0
@@ -149,7 +149,7 @@ def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
     """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; and for the last two,
     why not `"hopper"`.
     """
-    if why_not_latent(call) is None:
+    if unsupported_latent(call) is None:
         return "hopper latent", None
     reason = why_portable(call, longest)
     if reason is not None:
