@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_paged_attn.ops.checks import fail
 
 # what a schema calls a type -> the Python types that are right, and their name in an error
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "Tensor": ((Tensor,), "a tensor"),
     "ScalarType": ((torch.dtype,), "a dtype"),
     "bool": ((bool, torch.SymBool), "True or False"),
@@ -48,5 +48,5 @@ def _refuse(op: str, name: str, value: Any, kind: str) -> None:
             fail(op, name, came, "a list or a tuple", TypeError)
         for i, element in enumerate(value):
             _refuse(op, f"{name}[{i}]", element, kind[len("List[") : -1])
-    elif not isinstance(value, KINDS[kind][0]):
-        fail(op, name, came, KINDS[kind][1], TypeError)
+    elif not isinstance(value, TYPES[kind][0]):
+        fail(op, name, came, TYPES[kind][1], TypeError)
