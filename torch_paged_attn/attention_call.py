@@ -7,79 +7,13 @@ meanings from it: a new argument is a new field.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_paged_attn import environment
-
-# Python type of a field -> its type in an operator schema
-KINDS = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    float: "float",
-    float | None: "float?",
-    bool: "bool",
-    torch.dtype | None: "ScalarType?",
-    tuple[bool, bool, bool, bool, bool]: "bool[5]",
-}
-
-
-class Argument(NamedTuple):
-    """One argument of the list."""
-
-    name: str
-    type: Any
-    default: Any  # dataclasses.MISSING where there is none
-    shape: str
-    meaning: str
-    # a tensor with this many dimensions has one entry per sequence in its first dimension
-    per_sequence: int | None
-    # a scheduling hint, on which no result depends. The public functions compute a missing one;
-    # the schema has no default for it
-    is_hint: bool
-    # whether the op's backward takes it as well
-    in_backward: bool
-
-    @property
-    def kind(self) -> str:
-        """The type as the schema writes it, such as `Tensor?` or `SymInt`."""
-        return KINDS[self.type]
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.kind.startswith("Tensor")
-
-    @property
-    def keyword_only(self) -> bool:
-        """Whether it can only be passed by name, as all but tensors and hints are."""
-        return not self.is_tensor and not self.is_hint
-
-
-def argument(
-    default: Any = dataclasses.MISSING,
-    *,
-    shape: str = "",
-    meaning: str,
-    per_sequence: int | None = None,
-    is_hint: bool = False,
-    in_backward: bool = True,
-) -> Any:
-    """A dataclass field that is an argument of the operators.
-
-    Arguments that follow one another with the same shape and meaning share one entry in the
-    generated docstrings (`ops/signature.py`).
-    """
-    metadata = dict(
-        shape=shape,
-        meaning=meaning,
-        per_sequence=per_sequence,
-        is_hint=is_hint,
-        in_backward=in_backward,
-    )
-    return dataclasses.field(default=default, metadata=metadata)
+from torch_paged_attn.argument import Argument, argument, listed
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -385,12 +319,6 @@ class AttentionCall:
 
 # op -> the defaults in which it differs from the fields
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {"flash_varlen": {}, "blocksparse": {"causal": True}}
-
-
-def listed(owner: type) -> tuple[Argument, ...]:
-    """The arguments among the fields of a class."""
-    fields = [field for field in dataclasses.fields(owner) if field.metadata]
-    return tuple(Argument(x.name, x.type, x.default, **x.metadata) for x in fields)
 
 
 @functools.cache

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.attention_call import (
-    Argument,
-    AttentionCall,
-    argument,
-    backward_arguments,
-    listed,
-)
+from torch_paged_attn.argument import Argument, argument, listed
+from torch_paged_attn.attention_call import AttentionCall, backward_arguments
 
 Mask = tuple[bool, bool, bool, bool, bool]
 

@@ -75,7 +75,7 @@ class Runner:
 
     def unsupported_backward(self, call):
         """Why the backend has no gradients of a call, or None."""
-        return self.backend().why_no_gradients(attention_call(call))
+        return self.backend().unsupported_gradients(attention_call(call))
 
     def gradients(self, call, *given, **changes):
         """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and softmax_lse."""

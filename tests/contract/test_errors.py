@@ -1,9 +1,12 @@
 """Wrong calls: each has its named error, eagerly and (where metadata says it) under FakeTensor."""
 
+import inspect
+
 import pytest
 import torch
+from right_calls import BASES, cached
 from torch._subclasses.fake_tensor import FakeTensorMode
-from wrong_calls import BASES, STATIC, VALUES, cached
+from wrong_calls import STATIC, VALUES
 
 import torch_paged_attn
 
@@ -113,15 +116,44 @@ def test_none_for_a_required_tensor(base, function):
             raises(op, {**make(), name: None}, ValueError, f"{name} is None", function)
 
 
-@pytest.mark.parametrize("function", [overload, public])
 @pytest.mark.parametrize("base", BASES)
-def test_a_list_for_a_tensor_is_torchs_own_error(base, function):
+def test_a_list_for_a_tensor(base):
     op, make = BASES[base]
     for name in tensors_of(args := make()):
-        if (name, function) == ("kv_cache", public):
-            continue
+        wrong = {**args, name: args[name].tolist()}
+        if name != "kv_cache":
+            text = f"{name} is of type list; allowed: a tensor"
+            raises(op, wrong, TypeError, text, public)
+        # the operator itself leaves it to torch
         with pytest.raises(RuntimeError, match=rf"for argument '{name}' but .* type 'list'"):
-            function(op)(**{**args, name: args[name].tolist()})
+            overload(op)(**wrong)
+
+
+@pytest.mark.parametrize(
+    "base, name, value, text",
+    [
+        ("packed", "sinks", [1.0], "is of type list; allowed: a tensor"),
+        ("packed", "causal", "yes", "is of type str; allowed: True or False"),
+        ("packed", "softcap", "30", "is of type str; allowed: a number"),
+        ("packed", "window_size_left", 1.5, "is of type float; allowed: an integer"),
+        ("packed", "out_dtype", "float16", "is of type str; allowed: a dtype"),
+        ("sparse", "q_block_size", "16", "is of type str; allowed: an integer"),
+        ("cached", "k_scale", 2.0, "is of type float; allowed: a tensor"),
+        ("split", "v_cache", 3, "is of type int; allowed: a tensor"),
+        ("states", "out_a", 3, "is of type int; allowed: a tensor"),
+    ],
+)
+def test_an_argument_of_the_wrong_type(base, name, value, text):
+    op, make = BASES[base]
+    raises(op, make() | {name: value}, TypeError, f"{name} {text}", public)
+
+
+@pytest.mark.parametrize("function", ["flash_varlen_backward", "merge_states_backward"])
+def test_a_gradient_of_the_wrong_type(function):
+    parameters = inspect.signature(getattr(torch_paged_attn, function)).parameters.values()
+    args = {x.name: torch.ones(1, 1, 8) for x in parameters if x.default is x.empty}
+    text = "dout is of type list; allowed: a tensor"
+    raises(function, args | {"dout": [0.0]}, TypeError, text, public)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +192,15 @@ def test_lists_of_parts(outs, lses, options, text):
         fakes = {"outs": [mode.from_tensor(x) for x in outs]}
         fakes |= {"lses": [mode.from_tensor(x) for x in lses]} | options
         assert raises("merge_states.list", fakes, ValueError, text) == eager
+
+
+def test_parts_of_the_wrong_type():
+    with pytest.raises(TypeError, match=r"outs\[1\] is of type int; allowed: a tensor"):
+        torch_paged_attn.merge_states([OUT, 3], [LSE, LSE])
+    with pytest.raises(TypeError, match=r"lses\[0\] is None; allowed: a tensor"):
+        torch_paged_attn.merge_states([OUT, OUT], [None, LSE])
+    with pytest.raises(TypeError, match="lses is of type Tensor; allowed: a list or a tuple"):
+        torch_paged_attn.merge_states([OUT], LSE)
 
 
 def test_no_parts():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wrong_calls import packed, paged, sparse
+from right_calls import packed, paged, sparse
 
 import torch_paged_attn
 from torch_paged_attn.backends.cpu import Cpu

@@ -4,7 +4,7 @@ name: each tensor of every operator, before anything is read or written.
 
 import pytest
 import torch
-from wrong_calls import cached, ints, packed, paged, sparse, split, states
+from right_calls import cached, ints, packed, paged, sparse, split, states
 
 import torch_paged_attn
 

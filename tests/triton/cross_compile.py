@@ -2,10 +2,8 @@
 
     python tests/triton/cross_compile.py [sm90 gfx942 ...] [--only SUBSTRING] [--processes N]
 
-The calls are the named problems, those of `MORE`, the backward of those that have one and of
-`BACKWARD`, and every kind of cache write, merge and look-up of slots. Tiles, specialisations and
-compiler options are those of a launch, because a launch is what happens, up to the point where a
-kernel would be loaded.
+The calls are in `compiled_calls.py`. Tiles, specialisations and compiler options are those of a
+launch, because a launch is what happens, up to the point where a kernel would be loaded.
 """
 
 import argparse
@@ -19,23 +17,13 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from dispatched import dispatched
+from compiled_calls import BACKWARD, BACKWARDS, CALLS, INVARIANT, attention
 
-from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backward_call import arguments as backward_arguments
-from torch_paged_attn.testing import (
-    EXTENDED,
-    EXTENDED_DIFFERENTIABLE,
-    PROBLEMS,
-    Layout,
-    Problem,
-    build,
-)
-from torch_paged_attn.testing.training_problems import DIFFERENTIABLE
+from torch_paged_attn.testing import Problem
 
 # backend, architecture and warp size as Triton names them; bytes of shared memory (LDS) a program
 # may have; what its matrix instructions are called
@@ -95,190 +83,6 @@ KNOWN_KERNELS = {
     "_hopper_mla_bytes_fwd_kernel": 56,
 }
 
-FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
-
-# what the names of backward's calls begin with
-BACKWARDS = "backward/"
-
-bf16, f32 = torch.bfloat16, torch.float32
-PREFILL = ((200, 72), (130, 0))
-DECODE = ((1, 500), (1, 90))
-SOME, MANY = ((1, 2500), *[(1, 9)] * 19), [(1, 5)] * 520
-LONG = ((1, 5000), *[(1, 9)] * 5)
-# several queries a sequence, as for tokens that were guessed: more than 16 rows for a KV head
-GUESSED, MANY_GUESSED = ((8, 2500), *[(8, 9)] * 39), [(8, 5)] * 520
-
-OF_INT8 = {"dtype": bf16, "kv_dtype": torch.int8, "descale": "heads"}
-
-# what is said of the longest sequence's keys
-SAID = {
-    "d128/said_few_near/bf16": 512,
-    "d128/said_few/bf16": 4096,
-    "d128/said_few_once/bf16": 16384,
-    "d128/said_several_near/bf16": 512,
-    "d128/said_several_once/bf16": 2048,
-    "d128/said_several/bf16": 8192,
-    "d128/said_some_next/bf16": 512,
-    "d128/said_some_near/bf16": 1024,
-    "d128/said_some_mid/bf16": 4096,
-    "d128/said_some/bf16": 8192,
-    "d128/said_wave_next/bf16": 512,
-    "d128/said_wave_mid/bf16": 1024,
-    "d128/said_wave/bf16": 8192,
-    "d128/said_several_once/kv_int8": 2048,
-    "d128/said_several/kv_int8": 8192,
-    "d64/said_several_near/bf16": 512,
-    "d64/said_several/bf16": 4096,
-    "d64/said_few_near/bf16": 512,
-    "d64/said_some/bf16": 512,
-    "d64/said_wave/bf16": 512,
-    "d64/said_several/kv_int8": 4096,
-}
-
-# what the named problems leave out of the sizes and options that choose a kernel's tiles
-MORE = {
-    p.name: p
-    for p in (
-        Problem("d128/prefill_wide_pages/bf16", PREFILL, 8, 2, 128, dtype=bf16, page_size=128),
-        Problem("d128/prefill_full/bf16", PREFILL, 8, 2, 128, dtype=bf16, causal=False),
-        Problem("d128/prefill_bias/bf16", PREFILL, 8, 2, 128, dtype=bf16, bias="float"),
-        Problem("d128/prefill_alibi/bf16", PREFILL, 8, 2, 128, dtype=bf16, alibi="heads"),
-        Problem("d128/prefill_dropout/bf16", PREFILL, 8, 2, 128, dtype=bf16, dropout_p=0.1),
-        Problem(
-            "d128/prefill_layout/bf16", PREFILL, 8, 2, 128, dtype=bf16, layout=Layout(heads="kv")
-        ),
-        Problem("d256/prefill/bf16", PREFILL, 8, 2, 256, dtype=bf16, page_size=16),
-        Problem("d256/prefill/f32", PREFILL, 8, 2, 256, dtype=f32, page_size=16),
-        Problem("d256/decode/bf16", DECODE, 8, 2, 256, dtype=bf16, page_size=16),
-        Problem("d64/decode/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/prefill_bias/bf16", PREFILL, 8, 2, 64, dtype=bf16, bias="float"),
-        Problem("d256/prefill_softcap/bf16", PREFILL, 8, 2, 256, dtype=bf16, softcap=30.0),
-        Problem("d256/latent/bf16", PREFILL, 1, 1, 256, dtype=bf16, page_size=256, latent=True),
-        Problem("d512/decode/f32", DECODE, 8, 2, 512, dtype=f32, page_size=16),
-        Problem("d128/decode_packed/bf16", DECODE, 8, 2, 128, dtype=bf16),
-        Problem("d128/decode_few_medium/bf16", ((1, 3000),), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/decode_few_long/bf16", ((1, 5000),), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/decode_some_narrow/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/decode_some_wide/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=64),
-        Problem("d128/decode_many/bf16", tuple(MANY), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_few_near/bf16", DECODE, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_few/bf16", ((1, 3000),), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_few_once/bf16", ((1, 9000),), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_several_near/bf16", SOME[:6], 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_several_once/bf16", SOME[:6], 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_several/bf16", LONG, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_some_next/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_some_near/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_some_mid/bf16", SOME, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_some/bf16", (*LONG, *SOME), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_wave_next/bf16", SOME * 2, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_wave_mid/bf16", SOME * 2, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_wave/bf16", (*LONG, *SOME * 2), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/said_several_once/kv_int8", SOME[:6], 8, 2, 128, page_size=16, **OF_INT8),
-        Problem("d128/said_several/kv_int8", LONG, 8, 2, 128, page_size=16, **OF_INT8),
-        Problem("d64/said_several_near/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/said_several/bf16", SOME[:6], 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/said_few_near/bf16", DECODE, 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/said_several/kv_int8", SOME[:6], 8, 2, 64, page_size=16, **OF_INT8),
-        Problem("d64/said_wave/bf16", SOME * 2, 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/said_some/bf16", SOME[1:], 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/decode_many/bf16", tuple(MANY), 8, 2, 64, dtype=bf16, page_size=16),
-        Problem("d64/decode/kv_int8", tuple(MANY), 8, 2, 64, page_size=16, **OF_INT8),
-        Problem("d64/decode_several/kv_int8", SOME[:6], 8, 2, 64, page_size=16, **OF_INT8),
-        Problem("d64/decode_few/kv_int8", DECODE, 8, 2, 64, page_size=16, **OF_INT8),
-        Problem("d128/decode_few/kv_int8", DECODE, 8, 2, 128, page_size=16, **OF_INT8),
-        Problem("d128/decode_many/kv_int8", tuple(MANY), 8, 2, 128, page_size=16, **OF_INT8),
-        Problem("d128/guessed_narrow/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/guessed_wide/bf16", GUESSED, 8, 2, 128, dtype=bf16, page_size=64),
-        Problem("d128/guessed_few/bf16", GUESSED[:20], 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/guessed_short/bf16", GUESSED[1:], 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d128/guessed_few_short/bf16", GUESSED[1:21], 8, 2, 128, dtype=bf16, page_size=16),
-        Problem("d256/guessed_few/bf16", GUESSED[:2], 4, 2, 256, dtype=bf16, page_size=16),
-        Problem("d256/guessed_several/bf16", GUESSED[:8], 4, 2, 256, dtype=bf16, page_size=16),
-        Problem("d128/guessed_many/bf16", tuple(MANY_GUESSED), 8, 2, 128, dtype=bf16, page_size=16),
-        Problem(
-            "d128/guessed/kv_int8",
-            GUESSED,
-            8,
-            2,
-            128,
-            dtype=bf16,
-            page_size=16,
-            kv_dtype=torch.int8,
-            descale="heads",
-        ),
-        # few keys are the portable kernel's, on Hopper too
-        Problem(
-            "mla/decode/bf16",
-            ((1, 600), (2, 64), (1, 0)),
-            16,
-            1,
-            576,
-            512,
-            dtype=bf16,
-            page_size=64,
-            cache_layout="mla",
-        ),
-        Problem(
-            "mla/prefill/bf16",
-            PREFILL,
-            16,
-            1,
-            576,
-            512,
-            dtype=bf16,
-            page_size=64,
-            cache_layout="mla",
-        ),
-        *(
-            Problem(
-                f"d128/decode/kv_{name}",
-                SOME,
-                8,
-                2,
-                128,
-                dtype=bf16,
-                page_size=16,
-                kv_dtype=dtype,
-                descale="heads",
-            )
-            for name, dtype in EIGHT_BITS.items()
-        ),
-    )
-}
-
-# options that no kernel of a backward has more of
-EVERYTHING = {
-    "bias": "float",
-    "bias_heads": "all",
-    "softcap": 5.0,
-    "alibi": "heads",
-    "dropout_p": 0.1,
-    "window_size_left": 50,
-    "sinks": True,
-}
-
-# the sizes and options that choose a backward's tiles
-BACKWARD = {
-    p.name: p
-    for p in (
-        *(
-            Problem(f"d{d}/{kind}/{name}", PREFILL, 4, 2, d, head_dim_v, dtype=dtype, **options)
-            for d, head_dim_v in ((64, 64), (128, 128), (256, 256), (576, 512))
-            for name, dtype in (("bf16", bf16), ("f32", f32))
-            for kind, options in (
-                ("causal", {}),
-                ("full", {"causal": False}),
-                ("everything", EVERYTHING),
-                ("one_bias", EVERYTHING | {"bias_heads": "one"}),
-            )
-        ),
-        Problem("d128/layout/f16", PREFILL, 8, 2, 128, dtype=torch.float16, layout=Layout()),
-    )
-}
-
-
 # what shared memory of 99 KiB does not hold, and is refused by name
 REFUSED = {
     (arch, f"{BACKWARDS}{name}")
@@ -325,117 +129,6 @@ class Kernel:
             # which of two it takes differs from row to row of a tile
             found.append(f"{self.fused} sums whose rounding is the compiler's choice")
         return found
-
-
-def _attention(problem: Problem) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton import BACKEND
-
-    call = build(problem)
-    said = {"max_seqlen_k": SAID[problem.name]} if problem.name in SAID else {}
-    args, options = dispatched(call.op, call.args | said)
-    return functools.partial(BACKEND.function(call.op), *args, **options)
-
-
-def _backward(problem: Problem) -> Callable[[], None]:
-    """The backward of a problem's call, whose values matter to nobody."""
-    from torch_paged_attn.backends.triton import BACKEND
-
-    call = build(problem)
-    args, options = dispatched(call.op, call.args)
-    forward = getattr(AttentionCall, call.op)(*args, **options)
-    out, lse = forward.new_results()
-    given = forward.given() | {"dout": out, "dlse": lse, "out": out, "softmax_lse": lse}
-    op = f"{call.op}_backward"
-    listed = backward_arguments(op)
-    args = [given[x.name] for x in listed if not x.keyword_only]
-    options = {x.name: given[x.name] for x in listed if x.keyword_only and x.name in given}
-    return functools.partial(BACKEND.function(op), *args, **options)
-
-
-def _cache_write(source: torch.dtype, stored: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.reshape_and_cache import reshape_and_cache
-
-    new = torch.zeros(9, 8, 128, dtype=source)
-    cache = torch.zeros(2, 4, 8, 16, 128).to(stored)
-    scale = torch.ones(8) if stored.itemsize == 1 else None
-    slots = torch.arange(9)
-    return lambda: reshape_and_cache(new, new, cache, slots, scale, scale)
-
-
-def _merge(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_states import merge_states
-
-    out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
-    return lambda: merge_states(out, lse, out, lse)
-
-
-def _merge_list(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_states import merge_states_list
-
-    out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
-    return lambda: merge_states_list([out] * 3, [lse] * 3)
-
-
-def _merge_remote(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_remote import Slots, merge_remote
-
-    out, lse, numbers = torch.zeros(9, 8, 128), torch.zeros(8, 9), torch.zeros(9, dtype=torch.int32)
-    slots = [torch.zeros(Slots.of(4, 18, 128).elements)] * 4
-    flags = [torch.zeros(Slots.of(4, 18, 128).flags, dtype=torch.int32)] * 4
-    options = {"rank": 1, "out_dtype": dtype, "seconds": 1.0}
-    return lambda: merge_remote(out, lse, numbers, numbers, slots, flags, **options)
-
-
-def _merge_backward(dtype: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.merge_states_backward import merge_states_backward
-
-    out, lse = torch.zeros(9, 8, 128, dtype=dtype), torch.zeros(8, 9)
-    return lambda: merge_states_backward(out, lse, out, lse, out, lse, out, lse)
-
-
-def _append_slots(bounds: list[int] | None) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.append_slots import append_slots
-
-    seqlens, table = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 4, dtype=torch.int32)
-    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    return lambda: append_slots(seqlens, table, cu_seqlens, 16, 18)
-
-
-def _append_and_attend(stored: torch.dtype) -> Callable[[], None]:
-    from torch_paged_attn.backends.triton.append_and_attend import append_and_attend
-
-    q, new = torch.zeros(40, 1, 8, 128, dtype=bf16), torch.zeros(40, 1, 2, 128, dtype=bf16)
-    cache, table = torch.zeros(80, 16, 2, 128).to(stored), torch.zeros(40, 4, dtype=torch.int32)
-    scales = (None, *[torch.ones(2)] * 2) if stored.itemsize == 1 else ()
-    return lambda: append_and_attend(q, cache, cache, new, new, table[:, 0], table, *scales)
-
-
-def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
-    problems = PROBLEMS | MORE | EXTENDED
-    calls = {name: functools.partial(_attention, problems[name]) for name in problems}
-    backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE
-    calls |= {
-        f"{BACKWARDS}{name}": functools.partial(_backward, backwards[name]) for name in backwards
-    }
-    for name, dtype in FLOATS.items():
-        calls[f"merge_states_backward/{name}"] = functools.partial(_merge_backward, dtype)
-        calls[f"merge_states/{name}"] = functools.partial(_merge, dtype)
-        calls[f"merge_states/list/{name}"] = functools.partial(_merge_list, dtype)
-        calls[f"merge_remote/{name}"] = functools.partial(_merge_remote, dtype)
-        for stored_name, stored in {name: dtype, **EIGHT_BITS}.items():
-            write = functools.partial(_cache_write, dtype, stored)
-            calls[f"reshape_and_cache/{name}_to_{stored_name}"] = write
-    calls["append_slots/equal"] = functools.partial(_append_slots, None)
-    for name, stored in {"bf16": bf16, "int8": torch.int8}.items():
-        calls[f"append_and_attend/{name}"] = functools.partial(_append_and_attend, stored)
-    calls["append_slots/ragged"] = functools.partial(_append_slots, list(range(0, 20, 2)))
-    return calls
-
-
-CALLS = _calls()
-
-# calls of which the bits of a row do not depend on the others
-INVARIANT = {n for n, problem in (PROBLEMS | MORE | EXTENDED).items() if problem.batch_invariant}
 
 
 def _local_memory(cubin: bytes) -> tuple[int, int]:
@@ -571,7 +264,7 @@ def specialisations(arch: str, problems: list[Problem]) -> dict[str, int]:
     try:
         with elsewhere(arch):
             for problem in problems:
-                _attention(problem)()
+                attention(problem)()
     finally:
         JITFunction.run = run
     return {name: len(found) for name, found in keys.items()}

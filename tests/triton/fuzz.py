@@ -29,7 +29,7 @@ def run(problem: Problem) -> None:
     """One plan on the GPU against the reference on the CPU."""
     from torch_paged_attn.attention_call import AttentionCall
     from torch_paged_attn.backends.triton import BACKEND
-    from torch_paged_attn.backends.triton.flash_varlen import why_not_hopper
+    from torch_paged_attn.backends.triton.flash_varlen import unsupported_on_hopper
     from torch_paged_attn.backends.triton.hopper import attention as flash_varlen_sm90
 
     call = build(problem)
@@ -39,7 +39,7 @@ def run(problem: Problem) -> None:
     assert_accurate(*first, truth)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     whole = getattr(AttentionCall, call.op)(*args, **options)
-    if why_not_hopper(whole) is None:
+    if unsupported_on_hopper(whole) is None:
         # the operator leaves what is small to the portable kernel
         assert_accurate(*flash_varlen_sm90.attend(whole), truth)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torch_paged_attn.backends.triton import portable
-from torch_paged_attn.backends.triton.portable.arguments import Pointers, Scalars, Sizes
+from torch_paged_attn.backends.triton.portable.groups import Pointers, Scalars, Sizes
 
 # a few functions work on a tile, its rows and what was loaded for it
 MOST_PARAMETERS = 9

@@ -331,7 +331,7 @@ def test_guessed_tokens(problem, kind, compiler):
     )
     with assume(HOPPER):
         call = hopper_call(problem, max_seqlen_k=64)
-        assert flash_varlen.why_not_hopper(call) is None
+        assert flash_varlen.unsupported_on_hopper(call) is None
         assert flash_varlen.way_of(call, 8) is not None or "longer" in problem.name
     is_compiled = problem.name in COMPILED and kind in ("dealt", "listed other")
     assert_agrees(problem, form, compiler if is_compiled else None)

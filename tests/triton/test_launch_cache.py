@@ -1,10 +1,10 @@
 """Which calls share a plan, which launches share a kernel, and what a ready kernel is handed."""
 
 import functools
-import threading
 import types
 import weakref
 
+import compiled_calls
 import cross_compile
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch_paged_attn import environment
 from torch_paged_attn.backends.triton.runtime import guard, launch_cache, workspace
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
-from torch_paged_attn.lru import LRU
 from torch_paged_attn.testing import Problem
 
 STREAM = 7
@@ -153,44 +152,6 @@ def test_clear_drops_plans_and_kernels():
     plans.answer(inputs())
     launch_cache.clear()
     assert plans.answer(inputs()) == 2
-
-
-def test_lru_drops_what_was_used_least_recently():
-    lru = LRU(2)
-    lru.put("a", 1)
-    lru.put("b", 2)
-    assert lru.get("a") == 1
-    lru.put("c", 3)
-    assert [lru.get(x) for x in "abc"] == [1, None, 3]
-    lru.put("c", 4)  # no new entry: nothing makes room for it
-    assert len(lru) == 2 and lru.get("a") == 1 and lru.get("c") == 4
-    lru.clear()
-    assert len(lru) == 0 and lru.get("a") is None
-
-
-def test_threads_that_read_put_and_clear_meet_no_error_and_no_other_value():
-    lru, failures = LRU(8), []
-
-    def work(seed):
-        try:
-            for i in range(3000):
-                key = (i * seed) % 23
-                found = lru.get(key)
-                if found is None:
-                    lru.put(key, key)
-                elif found != key:
-                    failures.append((key, found))
-                if i % 500 == 0:
-                    lru.clear()
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 3, 5, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and len(lru) <= 8
 
 
 class Param:
@@ -379,8 +340,8 @@ def launches(problems):
     launch_cache.current_device = lambda: 0
     try:
         with cross_compile.elsewhere("sm90"):
-            calls = [call() for call in cross_compile.CALLS.values()]
-            for call in (*calls, *map(cross_compile._attention, problems)):
+            calls = [call() for call in compiled_calls.CALLS.values()]
+            for call in (*calls, *map(compiled_calls.attention, problems)):
                 call()
     finally:
         JITFunction.run = run

@@ -7,6 +7,7 @@ launcher's arguments are noted.
 
 import dataclasses
 
+import compiled_calls
 import cross_compile
 import pytest
 import torch
@@ -149,7 +150,7 @@ def faults():
 
 @pytest.mark.parametrize("part", range(4))
 def test_what_launches_are_handed_does_not_depend_on_the_calls_before(part, faults):
-    problems = [*(PROBLEMS | cross_compile.MORE | EXTENDED).values()][part::4]
+    problems = [*(PROBLEMS | compiled_calls.MORE | EXTENDED).values()][part::4]
     assert faults(attention, [(x, larger(x)) for x in problems]) == []
 
 

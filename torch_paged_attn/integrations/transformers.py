@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.integrations._arguments import asks_gradient
+from torch_paged_attn.integrations._transformers_batching import continuous, rows
 from torch_paged_attn.integrations._transformers_masks import make_mask
 from torch_paged_attn.integrations._versions import require
-from torch_paged_attn.ops import flash_varlen, reshape_and_cache
+from torch_paged_attn.ops import flash_varlen
 
 NAME = "torch_paged_attn"
 
@@ -127,7 +128,7 @@ def attention_forward(
             )
         out = _biased(query, key, value, attention_mask, position_bias, options)
     elif cache is not None:
-        out = _continuous(
+        out = continuous(
             module.layer_idx,
             query,
             key,
@@ -162,11 +163,6 @@ def attention_forward(
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(batch, heads, length, head_dim) as (tokens, heads, head_dim)."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
 def _cu_seqlens(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
@@ -198,7 +194,7 @@ def _packed(
 ) -> Tensor:
     cu_seqlens_q = cu_seqlens_q.int()
     cu_seqlens_k = None if cu_seqlens_k is None else cu_seqlens_k.int()
-    q, k, v = _rows(query), _rows(key), _rows(value)
+    q, k, v = rows(query), rows(key), rows(value)
     return flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)[0]
 
 
@@ -225,12 +221,12 @@ def _paged(
     """
     extra = (options.get("attn_bias"), options.get("sinks"))
     if any(asks_gradient(query, key, value, x) for x in extra):
-        q, k, v = _rows(query), _rows(key), _rows(value)
+        q, k, v = rows(query), rows(key), rows(value)
         bounds = _equal_rows(query), _equal_rows(key)
         return flash_varlen(q, k, v, *bounds, seqused_k=lengths, **options)[0]
     pages = torch.arange(len(key), dtype=torch.int32, device=key.device)[:, None]
     return flash_varlen(
-        _rows(query),
+        rows(query),
         key,
         value,
         _equal_rows(query),
@@ -259,7 +255,7 @@ def _masked(
         keys = attention_mask[:, 0, 0].expand(batch, -1)
         k, v = (x.transpose(1, 2)[:, : keys.shape[1]][keys] for x in (key, value))
         cu_seqlens_k = _cu_seqlens(keys.sum(1))
-        return flash_varlen(_rows(query), k, v, _equal_rows(query), cu_seqlens_k, **options)[0]
+        return flash_varlen(rows(query), k, v, _equal_rows(query), cu_seqlens_k, **options)[0]
     return _over_pairs(query, key, value, attention_mask, options)
 
 
@@ -331,77 +327,3 @@ def _padded(
     out = packed.new_zeros(*q.shape[:3], v.shape[3])  # under autocast of packed's type
     out[queries] = packed
     return out
-
-
-def _continuous(
-    layer_idx: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Any,
-    cache: Any,
-    step: dict[str, Any],
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention in a step of `generate_batch`. The row has the new tokens of all sequences; older
-    keys are in Transformers' cache.
-    """
-    group, pages = _pages(cache, layer_idx)
-    max_seqlen_k = step["max_length_k" if "max_length_k" in step else "max_seqlen_k"]  # 5.17
-    if isinstance(cu_seqlens_k, dict):
-        layer_type = "sliding_attention" if pages is None else "full_attention"
-        cu_seqlens_k, max_seqlen_k = cu_seqlens_k[layer_type], max_seqlen_k[layer_type]
-    if pages is None:
-        key, value = _gathered(cache, layer_idx, key, value, step, group)
-        return flash_varlen(_rows(query), key, value, cu_seqlens_q, cu_seqlens_k, **options)[0]
-
-    k_pages, v_pages = pages
-    written, read = step["write_index"][group], step["read_index"][group]
-    reshape_and_cache(_rows(key), _rows(value), pages, written)
-    # if there is nothing to read, every key of these sequences is new
-    slots = read if read.numel() else written
-    return flash_varlen(
-        _rows(query),
-        k_pages,
-        v_pages,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        block_table=_block_table(slots, cu_seqlens_k, k_pages.shape[2], max_seqlen_k),
-        **options,
-    )[0]
-
-
-def _block_table(slots: Tensor, cu_seqlens_k: Tensor, page_size: int, max_seqlen_k: int) -> Tensor:
-    """The block table, computed on the device from the slots of all sequences' keys."""
-    first_keys = torch.arange(0, max_seqlen_k, page_size, device=slots.device)
-    keys = cu_seqlens_k[:-1, None] + first_keys
-    return (slots[keys.clamp_(max=len(slots) - 1)] // page_size).int()
-
-
-def _pages(cache: Any, layer_idx: int) -> tuple[int, tuple[Tensor, Tensor] | None]:
-    """A layer's index in the step's index lists, and its pages (k, v); None for a sliding layer."""
-    if hasattr(cache, "layer_to_allocator"):
-        allocator = cache.layer_to_allocator[layer_idx]
-        if allocator.layer_type == "sliding_attention":
-            return allocator.index, None
-        group, pages = allocator.index, allocator.get_cache_for_block_table(layer_idx)
-    else:  # 5.17
-        group, i = cache.layer_index_to_group_indices[layer_idx]
-        if cache.sliding_windows[layer_idx] != 1:
-            return group, None
-        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-        pages = cache.key_cache[i].view(shape), cache.value_cache[i].view(shape)
-    k_pages, v_pages = pages
-    return group, (k_pages.transpose(1, 2), v_pages.transpose(1, 2))
-
-
-def _gathered(
-    cache: Any, layer_idx: int, key: Tensor, value: Tensor, step: dict[str, Any], group: int
-) -> tuple[Tensor, Tensor]:
-    """Write a sliding layer's new keys and values, and return all rows that its sequences see."""
-    if hasattr(cache, "layer_to_allocator"):
-        indices = step["read_index"][group], step["write_index"][group]
-        allocator = cache.layer_to_allocator[layer_idx]
-        return allocator.update(_rows(key), _rows(value), layer_idx, *indices)
-    return cache.update(key, value, layer_idx, step["read_index"], step["write_index"])  # 5.17

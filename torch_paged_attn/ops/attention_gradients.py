@@ -2,7 +2,7 @@
 
 The backward is an operator of its own. A forward call whose inputs require grad is refused if its
 backward does not exist: on any device (`refuse_gradients`), or on this one
-(`Backend.why_no_gradients`).
+(`Backend.unsupported_gradients`).
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn import backward_call
-from torch_paged_attn.attention_call import AttentionCall, arguments, listed
+from torch_paged_attn.argument import listed
+from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._gradients import ALLOWED
@@ -138,7 +139,7 @@ class AttentionDerivative:
             columns = q.shape[-1] + call.head_dim_v
             wide = [x.new_empty(1).expand(*x.shape[:-1], columns) for x in (q, k)]
             call = dataclasses.replace(call, q=wide[0], k=wide[1], q_latent=None)
-        reason = None if backend is None else backend.why_no_gradients(call)
+        reason = None if backend is None else backend.unsupported_gradients(call)
         if reason is not None:
             came = f"requires grad, and {reason}"
             fail(self.op, required[0], came, ALLOWED, NotImplementedError)

@@ -104,7 +104,7 @@ class Backend:
                 return Path(self.name, None, f"it does not have {name} yet")
         return self.path(op, call, target)
 
-    def why_no_gradients(self, call: AttentionCall) -> str | None:
+    def unsupported_gradients(self, call: AttentionCall) -> str | None:
         """`unsupported_backward`, or the argument that the backward does not support."""
         if (name := lacking(call, self.lacks_in_backward)) is not None:
             return f"the {self.name} backend has no {call.op}_backward with {name} yet"

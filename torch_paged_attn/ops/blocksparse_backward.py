@@ -10,6 +10,7 @@ from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.blocksparse import check_layout, check_layout_values
 from torch_paged_attn.ops.flash_varlen import fill_hints
+from torch_paged_attn.ops.kinds import refuse_types
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -70,4 +71,9 @@ def blocksparse_backward(
     layout = crow_indices, col_indices
     first = dout, dlse, q, k, v, *layout, out, softmax_lse, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, None, max_seqlen_q, max_seqlen_k)
-    return _blocksparse_backward(*first, *hints, *tensors, **options)
+    args = *first, *hints, *tensors
+    try:
+        return _blocksparse_backward(*args, **options)
+    except RuntimeError as error:
+        refuse_types(error, _blocksparse_backward, args, options)
+        raise

@@ -8,6 +8,7 @@ from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
+from torch_paged_attn.ops.kinds import refuse_types
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -112,6 +113,7 @@ def flash_varlen(
         the natural log of the sum of exponentials of the final logits, sink included.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype, device, stride or option outside the above, or (CPU) malformed
             lengths.
         IndexError: (CPU) a page id outside the cache.
@@ -128,16 +130,10 @@ def flash_varlen(
     if max_seqlen_q is None or max_seqlen_k is None:
         hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
         max_seqlen_q, max_seqlen_k = hints
-    return _flash_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-        block_table,
-        *tensors,
-        **options,
-    )
+    first = q, k, v, cu_seqlens_q, cu_seqlens_k
+    args = *first, max_seqlen_q, max_seqlen_k, seqused_k, block_table, *tensors
+    try:
+        return _flash_varlen(*args, **options)
+    except RuntimeError as error:
+        refuse_types(error, _flash_varlen, args, options)
+        raise

@@ -10,6 +10,7 @@ from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention_values
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.flash_varlen import fill_hints
+from torch_paged_attn.ops.kinds import refuse_types
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -90,6 +91,7 @@ def flash_varlen_backward(
         attn_bias, is an empty tensor `(0,)` of q's dtype.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype, device, stride or option outside the above, or (CPU) malformed
             lengths.
         NotImplementedError: the backend does not support the call; or autograd differentiates the
@@ -99,4 +101,9 @@ def flash_varlen_backward(
     """
     first = dout, dlse, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, None, max_seqlen_q, max_seqlen_k)
-    return _flash_varlen_backward(*first, *hints, *tensors, **options)
+    args = *first, *hints, *tensors
+    try:
+        return _flash_varlen_backward(*args, **options)
+    except RuntimeError as error:
+        refuse_types(error, _flash_varlen_backward, args, options)
+        raise

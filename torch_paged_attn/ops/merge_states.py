@@ -17,6 +17,7 @@ from torch_paged_attn.ops.checks import (
     fail,
     names,
 )
+from torch_paged_attn.ops.kinds import refuse_types
 
 OP = "merge_states"
 
@@ -203,14 +204,23 @@ def merge_states(
         contiguous.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype or device outside the above, or no part at all.
 
     Source: FlashInfer (arXiv 2501.01005), section 2.2.
     """
+    operator, options = _merge_states_list, {"out_dtype": out_dtype}
+    args: tuple[Any, ...]
     if isinstance(out_a, tuple | list) and out_b is None and lse_b is None:
         if not out_a:  # torch's dispatcher needs a tensor to find the device
             check_list([], [])
-        return _merge_states_list(out_a, lse_a, out_dtype=out_dtype)
-    if out_dtype is not None and out_b is not None and lse_b is not None:
-        return _merge_states_list([out_a, out_b], [lse_a, lse_b], out_dtype=out_dtype)
-    return _merge_states(out_a, lse_a, out_b, lse_b)
+        args = out_a, lse_a
+    elif out_dtype is not None and out_b is not None and lse_b is not None:
+        args = [out_a, out_b], [lse_a, lse_b]
+    else:
+        operator, args, options = _merge_states, (out_a, lse_a, out_b, lse_b), {}
+    try:
+        return operator(*args, **options)
+    except RuntimeError as error:
+        refuse_types(error, operator, args, options)
+        raise

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
+from torch_paged_attn.ops.kinds import refuse_types
 from torch_paged_attn.ops.merge_states import check_parts
 
 OP = "merge_states_backward"
@@ -111,8 +112,13 @@ def merge_states_backward(
         dout_a, dlse_a, dout_b, dlse_b: like the inputs, contiguous.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype or device outside the above.
         NotImplementedError: autograd differentiates the result; there is no double backward.
     """
-    parts = out_a, lse_a, out_b, lse_b
-    return _merge_states_backward(dout, dlse, *parts, out, softmax_lse)
+    args = dout, dlse, out_a, lse_a, out_b, lse_b, out, softmax_lse
+    try:
+        return _merge_states_backward(*args)
+    except RuntimeError as error:
+        refuse_types(error, _merge_states_backward, args, {})
+        raise

@@ -1,6 +1,7 @@
 """Contract of `paged_attn::reshape_and_cache`: write keys and values into a paged KV cache."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch_paged_attn.ops.checks import (
     check_rows,
     fail,
 )
+from torch_paged_attn.ops.kinds import refuse_types
 
 OP = "reshape_and_cache"
 
@@ -196,14 +198,21 @@ def reshape_and_cache(
         k_scale, v_scale: `()` or `(num_kv_heads,)` float32, for 8-bit caches; 1 when omitted.
 
     Raises:
+        TypeError: an argument of the wrong type, such as a list for a tensor.
         ValueError: a shape, dtype, device or stride outside the above.
         IndexError: (CPU) a slot past the end of the cache; nothing has been written. Accelerators
             skip that token.
     """
+    caches: Sequence[Tensor]
     if isinstance(kv_cache, Tensor):
-        _reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
-        return
-    if not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2:
+        operator, caches = _reshape_and_cache, (kv_cache,)
+    elif isinstance(kv_cache, tuple | list) and len(kv_cache) == 2:
+        operator, caches = _reshape_and_cache_split, kv_cache
+    else:
         came = f"is {kv_cache!r}" if kv_cache is None else f"is a {type(kv_cache).__name__}"
         fail(OP, "kv_cache", came, "a tensor, or a pair (k_cache, v_cache)")
-    _reshape_and_cache_split(key, value, *kv_cache, slot_mapping, k_scale, v_scale)
+    try:
+        operator(key, value, *caches, slot_mapping, k_scale, v_scale)
+    except RuntimeError as error:
+        refuse_types(error, operator, (key, value, *caches, slot_mapping, k_scale, v_scale), {})
+        raise

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torch_paged_attn import attention_call, backward_call
-from torch_paged_attn.attention_call import Argument
+from torch_paged_attn.argument import Argument
 
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,9 +1,9 @@
 """The accuracy rule (`accuracy.py`) for gradients.
 
 The baseline rounds where a kernel does: P and dX to q's dtype as operands of products, and it reads
-the `out` that the forward has rounded; everything else is float32. Both round the result, so that
-the mean error may not be larger for that. Golden uses float64 `out` and softmax_lse, so the error
-that comes from rounding these counts as the backward's.
+the `out` that the forward has rounded; everything else is float32. Baseline and kernel both round
+the result, so the rule adds nothing to the mean error for that. Golden uses float64 `out` and
+softmax_lse, so the error that comes from rounding these counts as the backward's.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ class Gradient:
     """One golden gradient and the errors that a kernel may have; fields as in `accuracy.Truth`.
 
     A gradient with one dimension has shape `(n, 1)` here: each number is a row. `luck_of_mean` is
-    the luck of the mean of all numbers, of which one query may have a part in all.
+    the luck of the mean of all numbers, which are not independent: the errors of one query may be
+    in all of them.
     """
 
     golden: Tensor

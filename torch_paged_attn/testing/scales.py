@@ -5,9 +5,9 @@ Rounding a number changes it by at most half an eps of its size; the standard de
 ever exceed `SURE` standard deviations. If all probabilities of a row are equal, they all have the
 same rounding error, and the sum is off by up to half an eps. The sources of errors:
 
-- Probabilities may be rounded to q's dtype, and exponentials be computed as coarsely. - Sums are
-float32. The exponential, its product with v, the sum and the division are four roundings,
-  of the size of the sum of |p v|, which is larger than the result if terms cancel.
+- Probabilities may be rounded to q's dtype, and exponentials may be computed as coarsely.
+- Sums are float32. The exponential, its product with v, the sum and the division are four
+  roundings, of the size of the sum of |p v|, which is larger than the result if terms cancel.
 - Logits are float32: rounded as dot products, when scaled and when the maximum is subtracted. Sums
   of eight products at a time are more accurate than sums of a hundred, and the baseline may have
   either. So with float32 inputs the baseline's error counts as at least that of four standard
@@ -20,9 +20,8 @@ float32. The exponential, its product with v, the sum and the division are four 
   part of the magnitude (tests/reference/test_float8_sums.py measures 0.1 to 0.4 bits). Truncation
   goes towards 0, so the errors of a row's logits also have a common part: a fifth of a bit.
 - A probability below the smallest normal number of its dtype, relative to the largest of its row,
-is
-  off by up to half the distance of two subnormal numbers, or is lost if it is smaller than that.
-  Dropout's factor magnifies the error.
+  is off by up to half the distance of two subnormal numbers, or is lost if it is smaller than
+  that. Dropout's factor magnifies the error.
 
 The baseline's errors may be small by chance, above all if there are few rows: the numbers of a row
 share the rounding errors of its probabilities and sums. `luck` is two roundings of the sums plus

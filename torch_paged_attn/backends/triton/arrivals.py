@@ -1,11 +1,11 @@
-"""Programs that left parts of a result wait for each other, to add up the parts together.
+"""Programs that have each computed a part of a result wait for each other, to add up the parts.
 
-Each program counts in a counter of the result when its part is in memory. The first `waiting` of
-them wait until all have, and each then adds up its share: of 66 parts, one program would need
-longer to read all of them than it took to compute its own.
+Each program increments the result's counter when its part is in memory. The first `waiting`
+programs wait until all have done so, and each then adds up its share of the result. One program
+alone would take longer to read 66 parts than it took to compute its own.
 
-Nobody waits for ever, because it is nowhere said that all programs run at once: a program that has
-waited for long gives up, and if any has, the last one to arrive adds up everything.
+GPUs do not promise that all programs run at the same time, so no program waits for ever: a
+program that has waited too long gives up, and then the last program to arrive adds up everything.
 """
 
 import triton
@@ -23,7 +23,9 @@ MOST_LOOKS = tl.constexpr(2 if INTERPRETED else 256)
 
 @triton.jit
 def _give_up(counter, seen, parts):
-    """Say that this program waits no more, unless all have arrived: then that is returned."""
+    """Record in the counter that this program no longer waits, unless all have arrived. Returns the
+    counter.
+    """
     expected = seen
     seen = tl.atomic_cas(counter, expected, expected + GAVE_UP, sem="acq_rel")
     while (seen != expected) & ((seen & ARRIVED) < parts):
@@ -34,12 +36,12 @@ def _give_up(counter, seen, parts):
 
 @triton.jit
 def arrive(counter, number, parts, waiting, RESETS: tl.constexpr):
-    """Count part `number` of `parts`; all threads have written it before. The first `waiting`
-    programs wait, none of which has other work.
+    """Count part `number` of `parts`, which all threads have written before. The first `waiting`
+    programs wait; they must have no other work.
 
-    Returns whether this program adds up parts, all of which are there then; and whether it shares
-    that with all that wait, or adds up everything. RESETS: the last one that looks at the counter
-    sets it to 0 for the next launch.
+    Returns whether this program adds up parts (all of them are in memory then), and whether it
+    shares this with the other waiting programs (if not, it adds up everything). RESETS: the last
+    program that reads the counter sets it to 0 for the next launch.
     """
     seen = tl.atomic_add(counter, 1, sem="acq_rel") + 1
     is_last = (seen & ARRIVED) == parts

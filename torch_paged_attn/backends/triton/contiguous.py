@@ -1,8 +1,8 @@
-"""Copies of the small tensors that kernels read end to end.
+"""Copies of small tensors, which kernels read as if they were contiguous.
 
-Kernels take the strides of queries, keys, values, masks, scales and layouts, but none of lengths,
-bounds and sinks, and of a block table only that between its rows. Where such a tensor has gaps, a
-plan is made for a copy without them, and each call copies first.
+Kernels take the strides of queries, keys, values, masks, scales and layouts. They take none for
+lengths, bounds and sinks, and only the row stride of a block table. If such a tensor has gaps, the
+plan is made for a contiguous copy, and each call makes this copy first.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ READ_END_TO_END = frozenset(
 def without_gaps(
     names: list[str], tensors: tuple[Tensor | None, ...]
 ) -> tuple[tuple[Tensor | None, ...], list[int]]:
-    """The tensors of these names, with copies of those that kernels cannot read as they lie; and
-    which of the given ones, those that are not None, are copies.
+    """The tensors of these names, where contiguous copies replace those that kernels cannot read;
+    and the indices of the copies among the tensors that are not None.
     """
     made, copied, number = [], [], 0
     for name, x in zip(names, tensors, strict=True):
@@ -38,7 +38,7 @@ def without_gaps(
 
 
 def after_copies(plan: Plan, copied: list[int]) -> Plan:
-    """The plan, which was made for copies of the given tensors with these numbers."""
+    """The plan with copies made first: of the given tensors with the indices `copied`."""
     if not copied or plan is NotImplemented:
         return plan
 

@@ -14,8 +14,8 @@ from torch_paged_attn.backends.triton.tuning import Config
 
 # rows of a tile of queries up to which the portable kernel is one of the ways
 MOST_PORTABLE = 16
-# where nobody says how many keys the longest sequence has, it is taken for the geometric mean of
-# this number and of what its table has room for
+# without the hint max_seqlen_k, the longest sequence is assumed to have as many keys as the
+# geometric mean of this number and of the keys that the block table has room for
 LEAST_UNSAID = 1024
 
 
@@ -27,13 +27,15 @@ class Way(NamedTuple):
 
 
 def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
-    """The way to run a call of few queries; None for other calls, and where the table of tiles has
-    to do: sizes that are traced, tiles without costs. `longest`: the hint max_seqlen_q, or 0;
-    `hopper_runs`: whether Hopper's kernel can run the call.
+    """The way to run a call of few queries. None for other calls, and if the table of tiles has to
+    be used: because sizes are symbols of a traced graph, or because no costs are known.
+
+    longest: the hint max_seqlen_q, or 0
+    hopper_runs: whether Hopper's kernel can run the call
     """
     if support.unsupported_device(call.q.device) is not None or call.is_batch_invariant:
         return None
-    # where there are no more queries than sequences, these are decodes, whatever the longest has
+    # if there are no more queries than sequences, all are decodes, whatever the hint says
     queries = 1 if call.total_q <= call.batch else longest
     if call.block_table is None or call.layout is not None or queries <= 0 or call.batch == 0:
         return None
@@ -44,7 +46,7 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         return None
     sizes = call.batch, call.total_q, support.key_bound(call), call.max_seqlen_k
     if any(type(x) is not int for x in sizes):
-        # Hopper's kernel is no part of a graph, so that it is planned when sizes are known
+        # a graph calls Hopper's kernel as an opaque node, which is planned when sizes are known
         is_low = queries * call.group_size <= MOST_PORTABLE
         return None if is_low or not hopper_runs else Way(Form(is_guessed=True), None)
     shape = ways.Shape(
@@ -59,7 +61,7 @@ def way_of(call: AttentionCall, longest: int, hopper_runs: bool) -> Way | None:
         is_copied=call.page_size in support.GATHERED,
         columns=call.head_dim_v,
     )
-    # of other operands the portable kernel has no costs, but would be one of the ways
+    # for other operands the portable kernel could be a way, but its costs are not known
     has_costs = call.q.dtype in support.IN_16_BITS and call.q_latent is None
     if shape.rows <= MOST_PORTABLE and not has_costs:
         return None
@@ -82,7 +84,7 @@ def _allowed(
 
 
 def _longest_keys(call: AttentionCall) -> int:
-    """Keys of the longest sequence, as far as anybody says."""
+    """The number of keys of the longest sequence: the hint max_seqlen_k if given, else a guess."""
     bound = support.key_bound(call)
     if 0 < call.max_seqlen_k < bound or bound <= LEAST_UNSAID:
         return max(min(call.max_seqlen_k or bound, bound), 1)

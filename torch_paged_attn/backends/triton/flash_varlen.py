@@ -60,7 +60,7 @@ PLANS: dict[str, Callable[[AttentionCall, int], Plan]] = {
 # up to a multiple of STEP_SAID
 MOST_SAID = STEP_SAID = support.BLOCK_M
 
-# pairs of hints of which it is kept what a plan is told
+# the most pairs of hints whose rounded values are kept
 MOST_HINTS = 1024
 
 # for paged keys, the hint max_seqlen_k is rounded up to a multiple of the first number, above the
@@ -68,7 +68,7 @@ MOST_HINTS = 1024
 REACH_STEP, REACH_IN_STEPS, MOST_REACH = 64, 512, 2**17
 
 
-def why_not_hopper(call: AttentionCall) -> str | None:
+def unsupported_on_hopper(call: AttentionCall) -> str | None:
     """Why Hopper's kernel can run no sequence of a call; None if it can run some."""
     reason = support.unsupported(call)
     if reason is None and call.is_batch_invariant:
@@ -76,7 +76,7 @@ def why_not_hopper(call: AttentionCall) -> str | None:
     return reason
 
 
-def why_not_latent(call: AttentionCall) -> str | None:
+def unsupported_latent(call: AttentionCall) -> str | None:
     """Why the kernel for latent attention cannot run a call; None if it can, provided that the
     values are columns of the keys.
     """
@@ -88,7 +88,7 @@ def why_not_latent(call: AttentionCall) -> str | None:
 
 def way_of(call: AttentionCall, longest: int) -> few_queries.Way | None:
     """The way to run a call of few queries; None for other calls, mixed batches among them."""
-    runs = why_not_hopper(call) is None
+    runs = unsupported_on_hopper(call) is None
     if runs and mixed.is_mixed(call, longest):
         return None
     return few_queries.way_of(call, longest, runs)
@@ -104,7 +104,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
     """Why only the portable kernel runs a call; None if Hopper's does, or both. `longest`: the hint
     max_seqlen_q, or 0.
     """
-    reason = why_not_hopper(call)
+    reason = unsupported_on_hopper(call)
     # batch-invariant: if two kernels shared a batch, bits would depend on the other sequences
     if reason is not None or call.is_batch_invariant:
         return reason
@@ -121,7 +121,7 @@ def why_portable(call: AttentionCall, longest: int = 0) -> str | None:
 
 def in_turns(call: AttentionCall, longest: int) -> int:
     """`longest` if tiles of a sequence are taken in turns (`seqlen_info.py`), else 0."""
-    if call.is_batch_invariant or why_not_hopper(call) is not None:
+    if call.is_batch_invariant or unsupported_on_hopper(call) is not None:
         return 0
     if support.are_few_short(call, longest):
         return 0
@@ -146,10 +146,10 @@ def form_of(call: AttentionCall, longest: int) -> Form:
 
 
 def kernels_of(call: AttentionCall, longest: int = 0) -> tuple[str, str | None]:
-    """`"hopper latent"`, `"hopper"`, `"portable"` or `"hopper and portable"`; and for the last two,
-    why not `"hopper"`.
+    """Which kernels run a call: `"hopper latent"`, `"hopper"`, `"portable"` or
+    `"hopper and portable"`. For the last two also why it is not `"hopper"`.
     """
-    if why_not_latent(call) is None:
+    if unsupported_latent(call) is None:
         return "hopper latent", None
     reason = why_portable(call, longest)
     if reason is not None:
@@ -183,7 +183,7 @@ def said_of_longest(max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool) -> in
     """The hint on the longest sequence on which a plan depends: its number of queries, if it is
     small; for packed sequences, an upper bound of its tokens, if they are short; else 0.
     """
-    # a traced size is no int
+    # while a graph is traced, sizes may be symbols
     if type(max_seqlen_q) is not int:
         return 0
     if not is_packed:
@@ -229,7 +229,7 @@ class AttentionOp:
         if max_seqlen_q < 0 or max_seqlen_k < 0:
             self._check(self._call_of(*args, **options))
         is_packed = len(args) <= self._table or args[self._table] is None
-        # a number that is traced has no hash
+        # symbols of a traced graph cannot be keys of a cache
         find = self._kind_of if is_traced() else self._known_kind_of
         key, plan = find(max_seqlen_q, max_seqlen_k, is_packed)
         return launch_cache.call(key, plan, (*args[:at], *args[at + 2 :]), options)
@@ -237,7 +237,9 @@ class AttentionOp:
     def _kind_of(
         self, max_seqlen_q: Any, max_seqlen_k: Any, is_packed: bool
     ) -> tuple[str, Callable[..., Plan]]:
-        """For calls with these hints: their name in the launch cache, and what plans them."""
+        """The name in the launch cache of calls with these hints, and the function that plans such
+        a call.
+        """
         longest = said_of_longest(max_seqlen_q, max_seqlen_k, is_packed)
         reach = said_of_reach(max_seqlen_k, is_packed)
         return f"{self._name}, {longest}, {reach}", functools.partial(self.plan, longest, reach)

@@ -1,15 +1,14 @@
 """Batches with long and short sequences on Hopper, whose sequences are divided between two kernels.
 
-Hopper's kernel runs the sequences whose queries fill its tiles; the portable kernel, whose speed is
-the memory's, runs the others. If these are very little work, Hopper's kernel runs all. The device
-decides it from the lengths (`hopper/piece_plan.py`), which the host does not know. The second
-kernel starts while the first one still runs, and ends after it.
+Hopper's kernel runs the sequences whose queries fill its tiles. The portable kernel, which is as
+fast as the memory, runs the others; if these are very little work, Hopper's kernel runs them, too.
+The device decides this from the lengths (`hopper/piece_plan.py`), which the host does not know. The
+second kernel starts while the first one still runs, and ends after it.
 
-This is for batches with windows of up to 1024 keys, or with any window over 8-bit caches, for many
-decodes with wide heads, and for 8-bit caches with wide
-or narrow heads. Other mixed batches run on Hopper's kernel alone (`is_one_launch` in
-`hopper/choices.py`), as do those with few keys (`is_numbered`): the decision takes 6 to 8 us, and a
-second kernel some more.
+Two kernels are used for batches with windows of up to 1024 keys, or with any window over 8-bit
+caches; for many decodes with wide heads; and for 8-bit caches with wide or narrow heads. Other
+mixed batches run on Hopper's kernel alone (`is_one_launch` in `hopper/choices.py`), and so do those
+with few keys (`is_numbered`): the decision takes 6 to 8 us, and a second kernel some more.
 """
 
 from typing import Any

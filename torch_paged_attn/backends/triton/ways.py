@@ -14,6 +14,7 @@ import json
 import math
 from typing import NamedTuple
 
+from torch_paged_attn.backends.triton.portable.combine import SHARED_COLUMNS
 from torch_paged_attn.backends.triton.portable.splits import MIN_KEYS, evenly
 from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
 from torch_paged_attn.backends.triton.tuning import Config
@@ -23,15 +24,14 @@ TABLE = TABLES / "sm90_ways.json"
 
 # bytes of memory that an H200 reads in a microsecond, and multiprocessors that costs are fitted for
 BANDWIDTH, MULTIPROCESSORS = 4.3e6, 132
-# keys in a tile of the costs of Hopper's kernel, whatever its tile really is
+# keys per tile that the costs of Hopper's kernel refer to, whatever its tile really is
 HOPPER_KEYS = 128
-# columns of a result that a program adds up where all do (`portable/combine.py`), and how much less
-# a further part costs then
-SHARED_COLUMNS, SHARED_GAIN = 8, 16
-# the fewest keys of a sequence that guesses go by
+# how much less a further part costs where several programs add up parts, some columns each
+SHARED_GAIN = 16
+# the fewest keys of a sequence in a guess of lengths
 LEAST_KEYS = 64
-# how much of a way's usual error is added to its estimates: between two that are as fast, the one
-# that is estimated better is the safer choice
+# how much of a way's usual error is added to its estimates: of two ways with equal estimates, the
+# one whose estimates have the smaller error is the safer choice
 CAUTION = 0.2
 
 
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """A guess of the keys that sequences visit: in the mean, and the most."""
+    """A guess of how many keys the sequences have: the mean and the largest number."""
 
     mean: float
     longest: float
@@ -105,13 +105,15 @@ def is_portable(way: str) -> bool:
 
 @functools.cache
 def ways() -> dict[str, dict[str, Costs]]:
-    """The ways for each width of a head and size of a key's number, such as "d128/b2"."""
+    """Kind -> the ways and their costs. A kind is head_dim and the bytes of a key's number, such as
+    "d128/b2".
+    """
     table = json.loads(TABLE.read_text())
     return {kind: {way: Costs(*x) for way, x in of.items()} for kind, of in table["costs"].items()}
 
 
 def guesses(shape: Shape) -> list[Lengths]:
-    """Lengths are alike, or anything up to the longest (the logarithm is uniform)."""
+    """The guesses: all lengths are alike, or their logarithms are uniform up to the longest."""
     longest = shape.longest
     means = [0.95 * longest, (longest - LEAST_KEYS) / math.log(max(longest / LEAST_KEYS, 1.02))]
     found = [Lengths(max(mean, LEAST_KEYS), longest) for mean in means]
@@ -124,7 +126,7 @@ def guesses(shape: Shape) -> list[Lengths]:
 
 @functools.lru_cache(maxsize=4096)
 def choose_way(kind: str, shape: Shape, allowed: frozenset[str] | None = None) -> str:
-    """The way of the shortest estimate. `kind`: as in `ways`; `allowed`: of these only."""
+    """The way with the shortest estimate, of those that are `allowed`. `kind`: as in `ways`."""
     return min(
         (way for way in ways()[kind] if allowed is None or way in allowed),
         key=lambda way: score(way, ways()[kind][way], shape),
@@ -161,7 +163,7 @@ def estimate(
 
 
 def _tiles_of_keys(keys: int, shape: Shape, lengths: Lengths) -> tuple[float, int]:
-    """Tiles of so many keys that a sequence visits, in the mean and at most."""
+    """How many tiles of `keys` keys a sequence has: the mean and the largest number."""
     most = max(math.ceil(lengths.longest / keys), 1)
     if shape.batch == 1:
         return most, most
@@ -194,14 +196,14 @@ def _divide(config: Config, shape: Shape, lengths: Lengths) -> Division:
     # queries of sequences that are not alike fill all rows of a tile
     is_even = shape.total_q % shape.batch == 0
     rows: float = min(next_power_of_2(shape.rows), 64) if is_even else 16
-    if config.is_merged_by_all and parts >= next_power_of_2(shape.columns) // SHARED_COLUMNS:
+    if config.is_merged_by_all and parts >= next_power_of_2(shape.columns) // SHARED_COLUMNS.value:
         rows /= SHARED_GAIN
     busy = math.ceil(total / piece) * shape.num_kv_heads
     return Division(min(piece, total), parts, rows / 8, tiles - 1, busy / slots)
 
 
 def _number(tiles: int, lengths: Lengths) -> Division:
-    """Hopper's kernel: a program has every so many-th tile, with all of its keys."""
+    """Hopper's kernel: with n programs, each one computes every n-th tile, with all of its keys."""
     of_program = math.ceil(tiles / MULTIPROCESSORS)
     longest, mean = (max(x / HOPPER_KEYS, 0.5) for x in (lengths.longest, lengths.mean))
     return Division(longest + (of_program - 1) * mean, 0.0, 0.0, of_program)

@@ -1,13 +1,8 @@
-"""The arguments of the attention kernel, in groups, made of a checked call.
+"""The arguments of the attention kernel, in the groups of `groups.py`, made of a checked call.
 
-A kernel is compiled for its `Options`; for the types of pointers and numbers; and for which of
-`Pointers`, `Strides` and `Scalars` are None, 1 or multiples of 16 (passing None costs nothing).
-`Sizes` change from call to call, and kernels are not compiled for their values. A later call that
-differs in sizes only needs new `pointers` and `sizes`; with a bias, whose strides depend on its
-size, also new `strides`.
+A later call that differs in sizes only needs new `pointers` and `sizes`; with a bias, whose strides
+depend on its size, also new `strides`.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -17,6 +12,13 @@ from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import as_stored
 from torch_paged_attn.backends.triton.portable.formats import Formats
 from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
+from torch_paged_attn.backends.triton.portable.groups import (
+    Options,
+    Pointers,
+    Scalars,
+    Sizes,
+    Strides,
+)
 from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound, key_bound
 from torch_paged_attn.backends.triton.runtime.target import Target
 from torch_paged_attn.backends.triton.softmax import LOG2E
@@ -34,156 +36,6 @@ FLOAT32_CHAIN = 32
 # up to so many positions from one run of a rank's keys to its next (key_interleave * key_ranks),
 # key positions are computed in 32 bits
 MOST_IN_ROUND = 1 << 16
-
-
-class Pointers(NamedTuple):
-    """The kernel's tensors; None for those that a call does not have."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    parts: Any  # partial results, see `combine.py`
-    counters: Any  # for each shared tile, how many programs have written their part
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_k: Any
-    block_table: Any
-    crow: Any
-    col: Any
-    bias: Any
-    alibi: Any
-    sinks: Any
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-    out_scale: Any
-    rng: Any
-    q_latent: Any
-    tail_mask: Any
-    k_start: Any
-    q_position: Any
-    tile_list: Any  # which tiles the kernel before, that runs at the same time, computes
-
-
-class Strides(NamedTuple):
-    """Strides in elements; 0 for a dimension along which a tensor is broadcast."""
-
-    q_token: Any
-    q_head: Any
-    k_page: Any  # 0 for packed keys, which are one long page
-    k_head: Any
-    k_slot: Any
-    v_page: Any
-    v_head: Any
-    v_slot: Any
-    crow: Any
-    col: Any
-    bias_head: Any
-    bias_token: Any
-    bias_key: Any
-    bias_width: Any  # not a stride: attn_bias.shape[2], for whose divisors kernels are compiled too
-    alibi_batch: Any
-    alibi_head: Any
-    q_descale_batch: Any
-    q_descale_head: Any
-    k_descale_batch: Any
-    k_descale_head: Any
-    v_descale_batch: Any
-    v_descale_head: Any
-    latent_token: Any
-    latent_head: Any
-    tail_token: Any
-    tail_key: Any
-    tail_width: Any  # not a stride: tail_mask.shape[1]
-
-
-class Scalars(NamedTuple):
-    """Numbers that depend on the options of a call."""
-
-    num_heads: Any
-    left: Any
-    right: Any
-    scale: Any  # softmax_scale
-    factor: Any  # exp2(score * factor) is the unnormalised probability
-    softcap: Any
-    dropout_threshold: Any
-    dropout_scale: Any
-    key_rank: Any
-    min_units: Any  # the fewest units of work of a program, see `work_info.py`
-
-
-class Sizes(NamedTuple):
-    """Numbers that change from call to call, for which kernels are not compiled."""
-
-    stride_table: Any
-    stride_crow_batch: Any
-    stride_crow_head: Any
-    stride_col_batch: Any
-    stride_col_head: Any
-    total_q: Any
-    max_keys: Any
-    num_pages: Any
-    batch: Any
-    layout_rows: Any
-    nnz: Any
-
-
-class Options(NamedTuple):
-    """Compile-time constants of a kernel."""
-
-    HEAD_DIM: int
-    K_LOW: int  # chunks of a row, see `gather_scatter.py`; if IS_PAIRED, even and odd elements
-    K_HIGH: int
-    HEAD_DIM_V: int
-    V_LOW: int
-    V_HIGH: int
-    OUT_LOW: int  # chunks of a row of results
-    OUT_HIGH: int
-    GROUP_SIZE: int
-    PACK: int  # heads in a tile
-    TOKENS: int  # queries in a tile
-    GAP: int  # see `seqlen_info.py`  # see `seqlen_info.py`
-    IS_PAGED: bool
-    PAGE_SIZE: int
-    HAS_LAYOUT: bool
-    Q_BLOCK: int
-    K_BLOCK: int
-    LAYOUT_GROUP: int  # query heads that share a layout
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-    KEY_RANKS: int  # see `key_positions.py`
-    KEY_INTERLEAVE: int
-    KEY_POSITION: tl.dtype
-    IS_ALIGNED: bool  # the first key of a tile is a multiple of BLOCK_N
-    HAS_DROPOUT_BASE: bool
-    BIAS: str  # "", "bool" or "float"
-    RAW_SCORES: bool  # scores are not scaled: `factor` contains the scale
-    CHAIN: int
-    FIRST_PHASE: int
-    IS_SPLIT: bool
-    PART_ROWS: int
-    BLOCK_MERGED: int
-    IS_MERGED_BY_ALL: bool  # many parts of a tile are merged by several programs
-    FIXED_UNITS: int
-    IS_BESIDE: bool  # another kernel computes the tiles in `tile_list` at the same time
-    SEARCH_WIDTH: int
-    IS_ONE_LOOK: bool
-    Q_FORMAT: str
-    K_FORMAT: str
-    V_FORMAT: str
-    OUT_FORMAT: str
-    IS_V_LIKE_K: bool  # k and v have the same strides, so that they share row offsets
-    IS_PAIRED: bool
-    IS_LOADED_FIRST: bool  # a tile's keys and values are both asked for before either is used
-    HAS_PTX: bool
-    IS_Q_NORMED: bool
-    DTYPE: tl.dtype  # of the factors of matrix products
-    IS_PRECISE: bool  # float32: sums are short (see CHAIN), and functions are not approximate
-    BLOCK_M: int
-    BLOCK_N: int
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:

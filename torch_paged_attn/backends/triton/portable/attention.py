@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
-from torch_paged_attn.backends.triton.portable import arguments
+from torch_paged_attn.backends.triton.portable import arguments, groups
 from torch_paged_attn.backends.triton.portable.attention_kernel import _attention_fwd_kernel
 from torch_paged_attn.backends.triton.portable.formats import formats_of
 from torch_paged_attn.backends.triton.portable.graph_kernel import (
@@ -196,14 +196,14 @@ class LaunchKind:
             Allocation((self._num_heads, total_q), torch.float32, self._device),
         )
 
-    def pointers(self, tensors: tuple[Any, ...]) -> arguments.Pointers:
+    def pointers(self, tensors: tuple[Any, ...]) -> groups.Pointers:
         """The kernel's pointers, picked from the plan's tensors and viewed in its dtypes."""
         picked = zip(self.pick(tensors), self._stored, strict=True)
         views = [x if t is None or t == x.dtype else x.view(t) for x, t in picked]
-        return arguments.Pointers(*views)
+        return groups.Pointers(*views)
 
     def launch_in_graph(
-        self, pointers: arguments.Pointers, grid: tuple[int, ...], sizes: arguments.Sizes
+        self, pointers: groups.Pointers, grid: tuple[int, ...], sizes: groups.Sizes
     ) -> None:
         """Add the launch to the graph that is being traced."""
         lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "k_start", "q_position")
@@ -214,7 +214,7 @@ class LaunchKind:
 
 
 def _picker(
-    given: list[str], made: list[str], pointers: arguments.Pointers
+    given: list[str], made: list[str], pointers: groups.Pointers
 ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that makes the kernel's pointers of a tuple: the tensors `given`, out, lse, the
     workspace `made` for the launch, and None.

@@ -13,8 +13,8 @@ Scores and sums are float32; probabilities are rounded to DTYPE, the type of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.combine import merge_if_there, part_of
+from torch_paged_attn.backends.triton.portable.groups import Sizes
 from torch_paged_attn.backends.triton.portable.named import named
 from torch_paged_attn.backends.triton.portable.query_tile import attend_tile, tile_at
 from torch_paged_attn.backends.triton.portable.work_info import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backends.triton.dequant import as_stored, stored_format
-from torch_paged_attn.backends.triton.portable import arguments
+from torch_paged_attn.backends.triton.portable import arguments, groups
 from torch_paged_attn.backends.triton.portable.formats import Formats
 from torch_paged_attn.backends.triton.portable.gather_scatter import chunks
 from torch_paged_attn.backends.triton.portable.tiles import Tiles, is_bound
@@ -24,19 +24,19 @@ def _extended(name: str, group: Any, *more: str) -> Any:
 # of `transposed_lists.py`
 BackwardPointers: Any = _extended(
     "BackwardPointers",
-    arguments.Pointers,
+    groups.Pointers,
     *("dout", "statistics", "dq", "dk", "dv", "dbias"),
     *("listing_rows", "listing_starts", "listing_counts"),
 )
 
-BackwardStrides: Any = _extended("BackwardStrides", arguments.Strides, "dout_token", "dout_head")
+BackwardStrides: Any = _extended("BackwardStrides", groups.Strides, "dout_token", "dout_head")
 
 # LAST_PHASE: the last phase of the loop over queries. IS_SHARED: a tile of keys may contain keys of
 # several sequences. LAYOUT_HEADS: number of heads of a layout. RELOADS_KEYS: keys and values are
 # loaded for each tile of queries again, as registers do not hold them beside their sums
 BackwardOptions: Any = _extended(
     "BackwardOptions",
-    arguments.Options,
+    groups.Options,
     *("LAST_PHASE", "IS_SHARED", "DBIAS_FORMAT", "LAYOUT_HEADS", "LAYOUT_PER_SEQUENCE"),
     "RELOADS_KEYS",
 )

@@ -7,7 +7,6 @@ needs no atomics and no (heads, queries, keys) tensor, but has to compute the sc
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.dq_kernel import (
     key_memory,
     key_tile_gradients,
@@ -15,6 +14,7 @@ from torch_paged_attn.backends.triton.portable.dq_kernel import (
     query_tile_of_program,
     store_dbias,
 )
+from torch_paged_attn.backends.triton.portable.groups import Sizes
 from torch_paged_attn.backends.triton.portable.key_positions import tiles_of_block
 from torch_paged_attn.backends.triton.portable.query_tile import find_keys
 from torch_paged_attn.backends.triton.runtime.launch import gdc_wait

@@ -10,11 +10,11 @@ belong to, and the program visits, in order, all sequences that have some of the
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
     store_chunks,
     zero_chunks,
 )
+from torch_paged_attn.backends.triton.portable.groups import Sizes
 from torch_paged_attn.backends.triton.portable.key_positions import key_position, keys_before
 from torch_paged_attn.backends.triton.portable.key_tile import add_sequence, load_keys_once
 from torch_paged_attn.backends.triton.portable.named import named

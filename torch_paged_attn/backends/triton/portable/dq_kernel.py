@@ -10,7 +10,6 @@ import triton.language as tl
 
 from torch_paged_attn.backends.triton.backward_statistics import load_statistics, statistics_of
 from torch_paged_attn.backends.triton.dequant import encode
-from torch_paged_attn.backends.triton.portable.arguments import Sizes
 from torch_paged_attn.backends.triton.portable.gather_scatter import (
     find_pages,
     load_chunks,
@@ -24,6 +23,7 @@ from torch_paged_attn.backends.triton.portable.gradients import (
     probabilities,
     survivors,
 )
+from torch_paged_attn.backends.triton.portable.groups import Sizes
 from torch_paged_attn.backends.triton.portable.key_loop import tile_of_keys
 from torch_paged_attn.backends.triton.portable.key_positions import key_position
 from torch_paged_attn.backends.triton.portable.logits import load_bias, logits, scaled

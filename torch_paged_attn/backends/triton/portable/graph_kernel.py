@@ -11,14 +11,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from torch_paged_attn.backends.triton.portable.arguments import (
+from torch_paged_attn.backends.triton.portable.attention_kernel import attend_batch
+from torch_paged_attn.backends.triton.portable.groups import (
     Options,
     Pointers,
     Scalars,
     Sizes,
     Strides,
 )
-from torch_paged_attn.backends.triton.portable.attention_kernel import attend_batch
 from torch_paged_attn.backends.triton.portable.named import named, named_constants
 
 

@@ -67,7 +67,7 @@ class Guard:
             if tensors[i] is not None:
                 return None
         given = self._pick(tensors)
-        # of anything but tensors, None too, it says no
+        # `_check` returns False for anything that is not a tensor, None included
         if not self._check(*given) or (self._device >= 0 and current_device() != self._device):
             return None
         addresses = list(map(_address_of, given))

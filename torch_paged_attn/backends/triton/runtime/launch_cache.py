@@ -1,20 +1,20 @@
-"""What calls and launches like earlier ones need not work out again.
+"""Caches of what the host works out for a call and for a launch, for later calls that are alike.
 
-Below the dispatcher, which has dealt with modes, subclasses and gradients. Three caches, each with
-an explicit key and a bound:
+This module is below the dispatcher, which has dealt with modes, subclasses and gradients. There are
+three caches, each with an explicit key and a bound:
 
-- A *plan* does all of a call that depends on no value and no address: `make_plan` checks the call
-  and chooses tiles, grids and numbers, once for all layers of a step. Its key is what the tensors
-  are (`described`), the options, and what of the environment a plan depends on. The plans of the
-  last calls are found without it, by a guard.
-- A *kind* is what plans share for calls that differ in sizes alone.
-- A *kernel* is ready to start: Triton's own launcher and the constants that it takes. Its key is
-  what the kernel is compiled for (`compiled_for`), in which no number of tokens, sequences or pages
-  has a place. So the first layer of a step of a new size makes a plan, but looks up no kernel in
-  Triton.
+- A *plan* is a function that runs a call. `make_plan` makes it: it checks the call and chooses
+  tiles, grids and numbers, which depend on no value and no address, once for all layers of a step.
+  Its key is the tensors' shapes, strides and dtypes (`described`), the options, and the environment
+  variables that plans depend on. A guard finds the plans of the last calls without making a key.
+- A *kind* is the part of a plan that calls share which differ in sizes alone.
+- A *kernel* is ready to start: Triton's own launcher, and the constants that the launcher takes.
+  Its key is what the kernel is compiled for (`compiled_for`). Numbers of tokens, sequences and
+  pages are not in it, so the first layer of a step of a new size makes a plan, but looks up no
+  kernel in Triton.
 
-Plans hold no tensors. The launcher is known for one Triton, on NVIDIA's chips; elsewhere, and for
-kernels that need scratch memory of Triton's, every launch is Triton's `kernel[grid](...)`.
+Plans hold no tensors. Only the launcher of one version of Triton is known, on NVIDIA's chips.
+Elsewhere, and for kernels that need Triton's scratch memory, every launch is `kernel[grid](...)`.
 """
 
 import contextlib
@@ -35,15 +35,16 @@ from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 from torch_paged_attn.lru import LRU
 
-# plans of an op that a call looks at first: those of layers that alternate, and of prefill
+# how many of an op's last plans a call tries first: layers may alternate, and so may prefill and
+# decode
 MOST_RECENT = 4
 MOST_PLANS = 1024
 MOST_KINDS = 256
 MOST_KERNELS = 512
-# tensor maps of a kernel
+# the most tensor maps that are kept for a kernel
 MOST_MAPS = 1024
 
-# tensors whose first dimension is a size of the call
+# tensors whose first dimension is a number of tokens, sequences or pages
 SIZED = frozenset(
     (
         *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
@@ -51,22 +52,23 @@ SIZED = frozenset(
     )
 )
 
-# makes a call's results, of the tensors that are given, those it was planned for or others like
-# them, and of their addresses, which a graph does not know (None)
+# A function that returns a call's results. It takes the tensors that are not None, of the call that
+# it was planned for or of one like it, and their addresses (None while a graph is traced)
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
-# the Triton whose launcher `ready_kernel` knows, and its tensor maps: only there `fill_less`
+# whether this is the Triton whose launcher and tensor maps `ready_kernel` and `fill_less` know
 HAS_KNOWN_MAPS = triton.__version__.startswith("3.6.")
 IS_KNOWN = HAS_KNOWN_MAPS and torch.version.cuda is not None and not INTERPRETED
 
-# how many modes such as torch.set_default_device's are on: they see every look at a tensor
+# how many modes such as torch.set_default_device's are on: each attribute of a tensor that is read
+# calls them
 _function_modes: Any = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _without_function_modes: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
 
 _plans = LRU(MOST_PLANS)
 _kinds = LRU(MOST_KINDS)
 _kernels = LRU(MOST_KERNELS)
-# by op, those of the last calls first
+# op -> the plans of its last calls, the latest first
 _recent: dict[str, tuple[tuple[Guard, Plan], ...]] = {}
 
 
@@ -80,7 +82,7 @@ def clear() -> None:
 
 
 class Planned:
-    """A plan, and a guard that tells faster than a key whether a call fits."""
+    """A plan, and a guard that checks faster than a key whether a call fits the plan."""
 
     __slots__ = ("guard", "plan")
 
@@ -110,7 +112,7 @@ def _call(
     tensors: tuple[Tensor | None, ...],
     options: dict[str, Any],
 ) -> Any:
-    # what is traced has types of its own, which no guard knows
+    # no guard matches while a graph is traced: its tensors have other types
     for guard, plan in _recent.get(op, ()):
         if (found := guard.match(tensors, options)) is not None:
             return plan(*found)
@@ -134,13 +136,13 @@ def _call(
 def _guard(
     op: str, planned: Planned, tensors: tuple[Tensor | None, ...], options: dict[str, Any]
 ) -> None:
-    """Have the next call of an op look at this plan first."""
+    """Make this plan the first that the next call of the op tries."""
     guard = planned.guard
     if guard is None or guard.match(tensors, options) is None:
         if Guard.unsupported(tensors) is not None:
             return
         guard = planned.guard = Guard(tensors, options)
-    # another thread may be reading the tuple: it is never changed
+    # another thread may be reading the tuple, so it is replaced and not changed
     others = [x for x in _recent.get(op, ()) if x[1] is not planned.plan]
     _recent[op] = ((guard, planned.plan), *others[: MOST_RECENT - 1])
 
@@ -151,9 +153,9 @@ def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> Any:
-    """What `make_kind` makes of a call that differs from this one in sizes alone: in numbers of
-    queries, keys, sequences and pages, and in hints. It depends on none of these, and keeps no
-    tensor.
+    """`make_kind(call)`, kept for all calls that differ from this one only in sizes: in numbers of
+    queries, keys, sequences and pages, and in hints. The result must depend on none of these, and
+    hold no tensor.
     """
     if is_traced():
         return make_kind(call)
@@ -167,7 +169,7 @@ def kind_of(call: AttentionCall, make_kind: Callable[[AttentionCall], Any]) -> A
 
 
 def _kinds_like(call: AttentionCall, environs: tuple[Any, ...]) -> dict[Any, Any]:
-    """By what made them, the kinds of calls like this one."""
+    """`make_kind` -> what it returned, for calls that differ from this one only in sizes."""
     tensors = [_kind_of_tensor(name, x) for name, x in call.given_tensors().items()]
     options = [getattr(call, name) for name in option_names("flash_varlen")]
     if (layout := call.layout) is not None:
@@ -190,7 +192,7 @@ def _kind_of_tensor(name: str, x: Tensor) -> tuple[Any, ...]:
 
 def described(tensors: tuple[Any, ...]) -> list[Any]:
     """Everything about tensors that a plan may depend on: all but values and addresses. Of an
-    address it is only how far off it lies from a multiple of 16 bytes.
+    address, a plan may only depend on its distance from the last multiple of 16 bytes.
     """
     return [
         None if x is None else (x.dtype, x.device, x.shape, x.stride(), x.data_ptr() & 15)
@@ -219,7 +221,9 @@ def _kind(x: Any) -> Any:
 
 
 def _exactly(x: Any) -> Any:
-    """A number, or a tuple of numbers: 1, 1.0 and True, which are equal, are of other types."""
+    """A number or a tuple of numbers, with their types: 1, 1.0 and True are equal in Python, but
+    kernels are compiled for each of them.
+    """
     return x, tuple(map(type, x)) if isinstance(x, tuple) else type(x)
 
 
@@ -236,8 +240,8 @@ def _are_short(numbers: Iterable[int | None]) -> bool:
 
 
 class Launch:
-    """`kernel[grid](*pointers, **options)` on the current device, called with the pointers:
-    tensors, None, tensor maps, and groups of the first two: tuples, which may hold tuples. Once it
+    """`kernel[grid](*pointers, **options)` on the current device, as an object that is called with
+    the pointers: tensors, None, tensor maps, and groups (nested tuples) of tensors and None. Once
     `is_ready`, `start` takes addresses in place of tensors, and nothing is looked up.
     """
 
@@ -259,8 +263,9 @@ class Launch:
 
     @property
     def map_arguments(self) -> Callable[[int, Any, int], list[Any]]:
-        """Says what `start` takes for the kernel's tensor map of a number: of such boxes, at that
-        address."""
+        """A function that returns what `start` takes for a tensor map: from the map's number among
+        the kernel's, its boxes, and its address.
+        """
         ready: Any = self._ready
         return ready.map_arguments
 
@@ -275,8 +280,8 @@ class Launch:
             self._through_triton(pointers)
 
     def resized(self, grid: tuple[int, ...], **sizes: Any) -> "Launch":
-        """A launch of another grid and other sizes, for which no kernel is compiled: if this one is
-        ready, so is that. Of the sizes the same are None.
+        """The same launch with another grid and other sizes, for whose values no kernel is
+        compiled: it is ready if this one is. None for a size means that it stays the same.
         """
         launch = Launch(self.kernel, grid, **self.options | sizes)
         before = [self.options[name] for name in sizes]
@@ -287,7 +292,7 @@ class Launch:
     def _take(self, ready: "ReadyKernel | None", num_pointers: int) -> None:
         names = self.kernel.arg_names[num_pointers:]
         self._constants = tuple([self.options[name] for name in names])
-        # in this order: another thread may look
+        # in this order, because another thread may be reading
         self._ready = ready
         self.is_ready = True
 
@@ -295,11 +300,11 @@ class Launch:
         return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
-        """Take the kernel that is there, or have Triton find or compile one; and launch it."""
+        """Take a kernel from the cache, or let Triton find or compile one, and launch it."""
         key = compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
         if ready is None:
-            # Triton would launch it with tensor maps of its own making
+            # a launch by Triton would need tensor maps that Triton has made
             compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
             ready = ready_kernel(compiled)
             if ready is None:
@@ -311,9 +316,9 @@ class Launch:
 
 
 class ReadyKernel:
-    """A compiled kernel: `launcher` takes grid, stream, `fixed`, the kernel's addresses and its
-    constants. `describe_map` makes of a tensor map, and of its number among the kernel's, the
-    arguments that the launcher takes for it.
+    """A compiled kernel. `launcher` takes grid, stream, `fixed`, the kernel's addresses and its
+    constants. `describe_map` returns the arguments that the launcher takes for a tensor map, from
+    the map and its number among the kernel's.
     """
 
     __slots__ = ("_describe_map", "_maps", "device", "fixed", "launcher")
@@ -343,7 +348,7 @@ class ReadyKernel:
         return found
 
     def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
-        """The launcher's arguments for the tensor map of such boxes at an address."""
+        """The launcher's arguments for a tensor map with these boxes at an address."""
         found = self._maps.get(key := (number, boxes, address))
         if found is None:
             found = self._describe_map(boxes.at(address), number)
@@ -361,14 +366,16 @@ def _group_addresses(group: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def fill_less(tensor_map: Any, box: tuple[int, ...]) -> None:
-    """Have the accelerator load and store boxes that are smaller than a tensor map's own, which is
-    as Triton has it: powers of two."""
+    """Make the GPU's copy engine load and store boxes of shape `box`, which is smaller than the
+    tensor map's own shape: Triton only has powers of two.
+    """
     tensor_map.filled = box
 
 
 def as_filled(description: Any, tensor_map: Any) -> Any:
-    """What Triton says of a tensor map's boxes, with their own shape. It loads wide ones by columns
-    of a swizzle's width."""
+    """Triton's description of a tensor map, with the shape of the boxes that are filled. Wide boxes
+    are loaded by columns, each as wide as the swizzle.
+    """
     box = getattr(tensor_map, "filled", None)
     if box is None:
         return description
@@ -376,7 +383,9 @@ def as_filled(description: Any, tensor_map: Any) -> Any:
 
 
 def ready_kernel(compiled: Any) -> ReadyKernel | None:
-    """A kernel that Triton has compiled and started once, or None where only Triton knows how."""
+    """The kernel ready to start, after Triton has compiled and started it once; None if only Triton
+    can start it.
+    """
     from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
 
     run = compiled.run
@@ -384,7 +393,7 @@ def ready_kernel(compiled: Any) -> ReadyKernel | None:
         return None
     launcher, descriptions = run.launch, getattr(compiled.metadata, "tensordesc_meta", None)
     if inspect.isfunction(launcher):
-        # it would describe every tensor map anew
+        # this wrapper would describe every tensor map anew at each launch
         launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
     if launcher is None:
         return None

@@ -52,7 +52,8 @@ class Target:
         return OF_DATA_CENTRES.get(self.arch, 101376)
 
     def smallest_chunk(self, block_m: int) -> int:
-        """The fewest columns of an operand of a 16-bit matrix product whose tile has block_m rows.
+        """The least number of columns of an operand of a 16-bit matrix product whose tile has
+        `block_m` rows.
 
         TODO: drop the 64 when Triton multiplies operands of less than 128 bytes a row right with
         the instructions of Hopper's warpgroups, which take 64 rows (3.6 does not).
@@ -104,7 +105,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of a size hold `n`, without the 1.4 us that Triton's takes."""
+    """`n / size`, rounded up. Triton's function of this name takes 1.4 us."""
     return -(-n // size)
 
 

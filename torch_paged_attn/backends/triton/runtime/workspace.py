@@ -1,7 +1,7 @@
 """Memory that a call needs besides its arguments.
 
-`Allocation` makes results, and memory that returns to PyTorch's allocator when the call ends; that
-reuses it in stream order.
+`Allocation` makes results, and memory that is given back to PyTorch's allocator when the call ends.
+The allocator reuses it in stream order.
 
 All launches on a stream, which run one after the other, share `Scratch`: partial results, and
 counters, which are 0 before and after every launch, because kernels reset them. A launch in a CUDA
