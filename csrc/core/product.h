@@ -10,6 +10,9 @@ namespace {
 // What products with float32 sums have in common.
 struct FloatSums {
   static constexpr bool FIXED = false;  // as against product_int16.h
+  // whether operands of T are made of floats, by `pair_up` and `pair_of_bytes`
+  template <class T>
+  static constexpr bool by_floats = false;
   typedef F Sum;
   // lanes of sums of a row's products
   static PAGED_ATTN_INLINE F dots(F sum, const float*) { return sum; }
@@ -128,6 +131,8 @@ constexpr Float8Table<2, 15, true> E5M2;
 // Pairs with float32 sums on AVX-512-BF16.
 struct PairProduct : Bfloat16Pairs {
   typedef PairProduct Queries;
+  template <class T>
+  static constexpr bool by_floats = SAME<T, int8_t>;
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) {
 #if defined(__clang__) && __clang_major__ < 18
     // it recurses without end where it sees a shuffle, such as a broadcast, cast to bfloat16
@@ -147,6 +152,28 @@ struct PairProduct : Bfloat16Pairs {
   static PAGED_ATTN_INLINE F load_operands(const bfloat16* p) { return (F)_mm512_loadu_si512(p); }
   static PAGED_ATTN_INLINE F load_operands(const bfloat16* p, int n) {
     return (F)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << n) - 1), p);
+  }
+
+  // int8: all of it is in the upper halves of its floats
+  static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
+    U16x32 upper;
+    for (int i = 0; i < 32; ++i) upper[i] = uint16_t(2 * i + 1);
+    return (F)_mm512_permutex2var_epi16((__m512i)load(p), (__m512i)upper, (__m512i)load(p + W));
+  }
+  static PAGED_ATTN_INLINE F pair_up(F a, F b) {
+    U16x32 upper;
+    for (int i = 0; i < W; ++i)
+      upper[2 * i] = uint16_t(2 * i + 1), upper[2 * i + 1] = uint16_t(2 * i + 33);
+    return (F)_mm512_permutex2var_epi16((__m512i)a, (__m512i)upper, (__m512i)b);
+  }
+  // an operand of each lane's first or last two of four int8
+  static PAGED_ATTN_INLINE F pair_of_bytes(F bytes, bool last) {
+    const auto number = [&](int i) __attribute__((always_inline)) {
+      const __m512i one = _mm512_set1_epi32(1 << 8 * i);  // in the place of one byte
+      return (F)_mm512_cvtepi32_ps(
+          _mm512_dpbusd_epi32(_mm512_setzero_si512(), one, (__m512i)bytes));
+    };
+    return pair_up(number(2 * last), number(2 * last + 1));
   }
 
   static PAGED_ATTN_INLINE F load_operands(const float8_e4m3fn* p) { return look_up(p, 32, E4M3); }

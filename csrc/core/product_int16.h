@@ -17,6 +17,8 @@ namespace {
 struct FixedProduct {
   typedef PairProduct Queries;  // as which they are read
   static constexpr bool FIXED = true;
+  template <class T>
+  static constexpr bool by_floats = false;
   static constexpr int DEPTH = 2;
   static constexpr int GRAIN = 1;
   static constexpr int ROWS = TILE_ROWS;

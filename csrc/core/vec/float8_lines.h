@@ -49,12 +49,13 @@ PAGED_ATTN_INLINE int64_t convert_lines(const bfloat16* from, void* to, int64_t 
   for (; i + 64 <= count; i += 64) {
     const __m256i low = to_float8<MANTISSA, LARGEST>(_mm512_loadu_si512(from + i), factors);
     const __m256i high = to_float8<MANTISSA, LARGEST>(_mm512_loadu_si512(from + i + 32), factors);
-    const __m512i line = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-    __m512i* target = (__m512i*)((char*)to + i);
-    if (streamed)
-      _mm512_stream_si512(target, line);
-    else
-      _mm512_storeu_si512(target, line);
+    __m256i* target = (__m256i*)((char*)to + i);
+    if (streamed) {
+      stream_halves(target, low, high);
+      continue;
+    }
+    _mm256_storeu_si256(target, low);
+    _mm256_storeu_si256(target + 1, high);
   }
   return i;
 }

@@ -1,0 +1,178 @@
+// The products of few query rows with keys and values that are read in place, once, in the order of
+// memory. The rows of a group share each load and each conversion.
+#pragma once
+
+#include "../core/matrix.h"
+#include "../core/query_rows.h"
+#include "../core/read_ahead.h"
+
+namespace {
+
+constexpr int ROW_COLUMNS = 128;  // keys per softmax update
+static_assert(ROW_COLUMNS == MAX_COLUMNS, "rows add up what tiles do");
+
+// The dot products that are under way together, enough to hide the latency of one.
+constexpr int DOTS = W < 8 ? 8 : W;
+
+// A row's numbers in whole vectors of operands.
+template <class Product>
+PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
+  return round_up(head_dim, W * Product::DEPTH);
+}
+
+// scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
+// time, W of them summed over the lanes in one transpose. With ADD scores become more by that, and
+// nothing is asked for.
+template <class Product, class T, int ROWS, bool ADD = false>
+PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
+                                const float* q, const float* units, int64_t rows,
+                                int64_t head_dim, float scale, float* scores) {
+  constexpr int KEYS = DOTS / ROWS;
+  constexpr int STEP = W * Product::DEPTH;
+  const int64_t stride_q = padded<Product>(head_dim) / Product::DEPTH;
+  const int64_t row_bytes = head_dim * int64_t(sizeof(T));
+  // one claim for all columns where they adjoin, else one for each step of the loop
+  const bool whole = !ADD && ahead.has(columns * row_bytes);
+  const T* first_later = whole ? (const T*)ahead.claim(columns * row_bytes) : nullptr;
+  for (int c = 0; c < columns; c += KEYS) {
+    const T* key[KEYS];
+    for (int i = 0; i < KEYS; ++i) key[i] = k + offset[c + i];
+    const T* later = nullptr;
+    if (!ADD) later = whole ? first_later + c * head_dim : (const T*)ahead.claim(KEYS * row_bytes);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      typename Product::Sum acc[DOTS] = {};
+      const float* x = q + r * stride_q;
+      const auto step = [&](int64_t d, int n, auto load_key) __attribute__((always_inline)) {
+        F row[ROWS];
+#pragma GCC unroll 4
+        for (int i = 0; i < ROWS; ++i) row[i] = load(x + i * stride_q + d / Product::DEPTH);
+#pragma GCC unroll 16
+        for (int j = 0; j < KEYS; ++j) {
+          if (!ADD && r == 0) ahead.ask(later, d * KEYS + j * n, n);
+          const F y = load_key(key[j] + d);
+#pragma GCC unroll 4
+          for (int i = 0; i < ROWS; ++i)
+            acc[i * KEYS + j] = Product::multiply_add(y, row[i], acc[i * KEYS + j]);
+        }
+      };
+      int64_t d = 0;
+#pragma GCC unroll 4
+      for (; d + STEP <= head_dim; d += STEP) {
+        step(d, STEP,
+             [](const T* p) __attribute__((always_inline)) { return Product::load_operands(p); });
+      }
+      if (d < head_dim) {
+        const int n = int(head_dim - d);
+        step(d, n, [n](const T* p) __attribute__((always_inline)) {
+          return Product::load_operands(p, n);
+        });
+      }
+      float sums[DOTS];
+      for (int i = 0; ADD && i < ROWS; ++i)
+        memcpy(sums + i * KEYS, scores + (r + i) * ROW_COLUMNS + c, KEYS * sizeof(float));
+      F dots[DOTS];
+#pragma GCC unroll 16
+      for (int i = 0; i < DOTS; ++i) dots[i] = Product::dots(acc[i], units + (r + i / KEYS) * W);
+      for (int i = 0; i < DOTS; i += W) {
+        const F total = sum_lanes(dots + i) * set1(scale);
+        store(sums + i, ADD ? total + load(sums + i) : total);
+      }
+      for (int i = 0; i < ROWS; ++i)
+        memcpy(scores + (r + i) * ROW_COLUMNS + c, sums + i * KEYS, KEYS * sizeof(float));
+    }
+  }
+}
+
+// VECS vectors of operands down DEPTH rows of values; or of their first n dims.
+template <class Product, int VECS, class T>
+PAGED_ATTN_INLINE void load_down(const T* v, const int64_t* offset, int n, F* x) {
+  constexpr int DEPTH = Product::DEPTH;
+  if constexpr (Product::template by_floats<T>)
+    if (n == VECS * W) {
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; ++j)
+        x[j] = Product::pair_up(load(v + offset[0] + j * W), load(v + offset[1] + j * W));
+      return;
+    }
+#pragma GCC unroll 2
+  for (int i = 0; i < DEPTH; ++i) {
+    const T* row = v + offset[i];
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; j += DEPTH)
+      x[i + j] =
+          n == VECS * W ? Product::load_operands(row + j * W) : Product::load_operands(row, n);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < VECS; j += DEPTH) Product::interleave(x + j);
+}
+
+// acc (ROWS, VECS * W) += p (ROWS, columns) @ v (columns, VECS * W); or the first n dims of them
+template <class Product, class T, int ROWS, int VECS>
+PAGED_ATTN_INLINE void add_values(const T* v, const int64_t* offset, int columns,
+                                  ReadAhead<T>& ahead, bool first, int n, const float* p,
+                                  const float* weight, float* acc, int64_t stride_acc) {
+  constexpr int DEPTH = Product::DEPTH;
+  const T* later = first ? (const T*)ahead.claim(columns * n * int64_t(sizeof(T))) : nullptr;
+  typename Product::Sum sum[ROWS][VECS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j)
+      sum[r][j] = Product::begin(load(acc + r * stride_acc + j * W));
+  for (int c = 0; c < columns; c += DEPTH, p += 1) {
+    F x[VECS];
+    load_down<Product, VECS>(v, offset + c, n, x);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      constexpr int SHARE = DEPTH * VECS * W / ROWS;
+      if (first) ahead.ask(later, c * n + r * SHARE, SHARE);
+      const F weight = set1(p[r * ROW_COLUMNS]);
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; ++j) sum[r][j] = Product::multiply_add(x[j], weight, sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j) {
+      float* to = acc + r * stride_acc + j * W;
+      store(to, Product::add_up(sum[r][j], load(to), weight[r]));
+    }
+}
+
+template <class Product, class T, int ROWS>
+PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int columns,
+                                    ReadAhead<T>& ahead, const float* p, const float* weight,
+                                    int64_t rows, int64_t head_dim, float* acc) {
+  // no more accumulators than the products keep, and enough to hide the latency of one
+  constexpr int VECS = ROWS == 4 ? TILE_VECS : 4;
+  constexpr int FEW = Product::DEPTH, STEP = W * FEW;
+  const int64_t stride_acc = padded<Product>(head_dim);
+  for (int64_t r = 0; r < rows; r += ROWS) {
+    const float* weights = p + r * ROW_COLUMNS;
+    float* to = acc + r * stride_acc;
+    const bool first = r == 0;
+    int64_t d = 0;
+    for (; d + VECS * W <= head_dim; d += VECS * W)
+      add_values<Product, T, ROWS, VECS>(v + d, offset, columns, ahead, first, VECS * W, weights,
+                                         weight + r, to + d, stride_acc);
+    for (; d + STEP <= head_dim; d += STEP)
+      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, STEP, weights,
+                                        weight + r, to + d, stride_acc);
+    if (d < head_dim)
+      add_values<Product, T, ROWS, FEW>(v + d, offset, columns, ahead, first, int(head_dim - d),
+                                        weights, weight + r, to + d, stride_acc);
+  }
+}
+
+// Calls f(head_dim), which is inlined apart for the head_dim that most models have: as a constant
+// it leaves loops without counters and addresses without arithmetic.
+template <class Function>
+PAGED_ATTN_INLINE void with_head_dim(int64_t head_dim, Function f) {
+  if (head_dim == 128)
+    f(128);
+  else
+    f(head_dim);
+}
+
+}  // namespace
