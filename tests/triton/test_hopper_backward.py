@@ -54,6 +54,14 @@ SHAPES = {
             ("d256_options", MIXED, f16, dict(head_dim=256, softcap=50.0, window_size_left=40)),
             ("d192_v128", MIXED, bf16, dict(head_dim=192, head_dim_v=128)),
             ("d192_v128_full", LONG, bf16, dict(head_dim=192, head_dim_v=128, causal=False)),
+            (
+                "d192_v128_options",
+                MIXED,
+                bf16,
+                dict(head_dim=192, head_dim_v=128, softcap=5.0, sinks=True, window_size_left=70),
+            ),
+            ("d192_v128_alibi", MIXED, bf16, dict(head_dim=192, head_dim_v=128, alibi="batch")),
+            ("d160_v128", MIXED, bf16, dict(head_dim=160, head_dim_v=128)),
         )
     )
 }
@@ -64,7 +72,7 @@ WAYS = [(name, NONE) for name in SHAPES] + [
     (name, sums) for name in SHAPES for sums in (BY_BOX, BY_LANE) if SHAPES[name].head_dim <= 128
 ]
 # those with the most in their registers
-FEW = {("d128", NONE), ("d128", BY_BOX)}
+FEW = {("d128", NONE), ("d128", BY_BOX), ("d192_v128", NONE)}
 
 
 def hopper_call(problem, **changes):

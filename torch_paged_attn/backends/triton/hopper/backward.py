@@ -108,7 +108,7 @@ def choose_configs(call: BackwardCall) -> Configs:
     if one_pass is None:
         columns = columns_of(forward.head_dim)
         queries = choose_queries_config(width, width_v, columns, mean_length)
-        return Configs(choose_keys_config(width, width_v), queries)
+        return Configs(choose_keys_config(width, width_v, columns), queries)
     if one_pass.DQ_SUMS == BY_BOX and not HAS_ADD:
         one_pass = dataclasses.replace(one_pass, DQ_SUMS=BY_LANE)
     return Configs(one_pass, None)

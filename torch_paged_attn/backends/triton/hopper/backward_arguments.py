@@ -68,8 +68,6 @@ class BackwardOptions(NamedTuple):
     REGISTERS: int  # of a consumer's thread
     OPERANDS: int  # of the two tiles that stay, how many are kept in registers
     AT_ONCE: bool  # all products of a tile of keys are asked for together
-    ONE_RELEASE: bool  # gradients of the result are let go of with their queries: one pass only
-    ACROSS: bool  # a tile of queries' last product is asked for with the next one's first
 
 
 class BackwardParams(NamedTuple):

@@ -27,7 +27,6 @@ from torch_paged_attn.backends.triton.hopper.backward_queries import (
     produce_gradients_and_values,
     produce_queries_and_keys,
 )
-from torch_paged_attn.backends.triton.hopper.backward_queries_across import consume_queries_across
 from torch_paged_attn.backends.triton.hopper.backward_work import new_claims
 from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline, new_pipeline
 from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, NONE
@@ -70,9 +69,7 @@ def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
 def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
     """A partition of the warps of a program for tiles of queries."""
     OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
-    if OTHER < 0 and OPTIONS.ACROSS:
-        consume_queries_across(params, pipelines, OPTIONS, NUMBER)
-    elif OTHER < 0:
+    if OTHER < 0:
         consume_queries(params, pipelines, OPTIONS, NUMBER)
     elif OTHER == 0:
         produce_queries_and_keys(params, pipelines, OPTIONS)
@@ -139,9 +136,6 @@ def _hopper_backward_keys_kernel(
     values = _new_pipeline(v_desc, STAY_STAGES, 1, 1)
     queries = _new_pipeline(q_desc, FIRST_STAGES, 1, CONSUMERS)
     douts = _new_pipeline(dout_desc, SECOND_STAGES, 1, CONSUMERS)
-    if OPTIONS.ONE_RELEASE:
-        gl.static_assert(FIRST_STAGES == SECOND_STAGES and DQ_SUMS != NONE)
-        douts = Pipeline(douts.tiles, douts.full, queries.empty, SECOND_STAGES)
     statistics = _new_boxes(statistics_desc, FIRST_STAGES)
     p = None
     ds = None

@@ -182,8 +182,7 @@ def _three_results(
                 ds_tile.permute((1, 0)), own, zeros_q, use_acc=False, is_async=True
             )
             dv, p16 = warpgroup_mma_wait(1, deps=[dv_pending, p16])
-            if not OPTIONS.ONE_RELEASE:
-                douts.consumer_release(n)
+            douts.consumer_release(n)
             dk_pending = warpgroup_mma(ds, q, dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[dq_pending])
             number = (head + g) * params.sizes.statistics_tiles + statistics_tile + m

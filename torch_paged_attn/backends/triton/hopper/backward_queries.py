@@ -185,7 +185,7 @@ def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
+def _seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
     """Which of a tile's keys the STAY queries from `first_token` on see: the number of the first
     tile of them, and how many."""
     PASS: gl.constexpr = OPTIONS.PASS
@@ -205,7 +205,7 @@ def seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(pipelines, n, count):
+def _pass_by(pipelines, n, count):
     """Let go of fills that a consumer has no use for."""
     for i in range(n, n + count):
         pipelines.k.consumer_wait(i)
@@ -226,60 +226,38 @@ def _let_go(queries, douts, tile, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    sums, fills, first_key, rows, params, pipelines, OPTIONS: gl.constexpr,
-    MAY_HIDE: gl.constexpr, ENDS: gl.constexpr, BEGINS: gl.constexpr,
-):  # fmt: skip
-    """`sums` are dQ and a dS, `fills` those of the keys that this dS is of and that the next will
-    be of. ENDS: the former keys are multiplied by dS and added to dQ. BEGINS: dS is made of the
-    latter, whose first is `first_key`, for `rows`; these products are asked for before that one."""
-    gl.static_assert(ENDS or BEGINS)
-    dq, ds = sums
-    last, n = fills
+def _go_on(
+    dq, ds, n, tiles, rows, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
+):
+    """A range of tiles of keys, after fill n, of which `ds` is."""
+    q, dout, lse, start, slope, first_key, position, key_len = rows
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     STAY: gl.constexpr = OPTIONS.STAY
-    # products that may be on their way when those of the scores are there
-    AFTER: gl.constexpr = len(dq) if ENDS else 0
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     keys, values = pipelines.k, pipelines.v
-    if BEGINS:
-        keys.consumer_wait(n)
-        k_next = keys.tile(n).reshape([PASS, WIDTH])
-        zeros = gl.zeros([STAY, PASS], gl.float32, scores)
-        s_pending = ask_for_scores(rows.q, k_next.permute((1, 0)), zeros, OPTIONS)
-        values.consumer_wait(n)
-        v = values.tile(n).reshape([PASS, WIDTH_V])
-        dp_pending = warpgroup_mma(rows.dout, v.permute((1, 0)), rows.start, is_async=True)
-    if ENDS:
-        k = keys.tile(last).reshape([PASS, WIDTH])
-        dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
-    if BEGINS:
-        s = warpgroup_mma_wait(1 + AFTER, deps=[s_pending])
-        _, weight = probabilities(
-            s, rows.lse, first_key, rows.position, rows.key_len, rows.slope, params, OPTIONS,
-            False, MAY_HIDE,
-        )  # fmt: skip
-        dp = warpgroup_mma_wait(AFTER, deps=[dp_pending])
-        values.consumer_release(n)
-        ds_next = (weight * dp).to(keys.tiles.dtype)
-    if ENDS:
-        dq, ds = wait_for_sums(dq_pending, ds)
-        keys.consumer_release(last)
-    if BEGINS:
-        ds = as_operand(ds_next, OPTIONS)
-    return dq, ds
-
-
-@gluon.jit
-def go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr):
-    """A range of tiles of keys, after fill n, of which `ds` is."""
+    dtype: gl.constexpr = keys.tiles.dtype
+    zeros = gl.zeros([STAY, PASS], gl.float32, scores)
     for i in range(tiles[0], tiles[1]):
-        first_key = rows.first_key + i * OPTIONS.PASS
-        dq, ds = step(
-            (dq, ds), (n, n + 1), first_key, rows, params, pipelines, OPTIONS, MAY_HIDE, True, True
+        keys.consumer_wait(n + 1)
+        k_next = keys.tile(n + 1).reshape([PASS, WIDTH])
+        s_pending = ask_for_scores(q, k_next.permute((1, 0)), zeros, OPTIONS)
+        values.consumer_wait(n + 1)
+        v = values.tile(n + 1).reshape([PASS, WIDTH_V])
+        dp_pending = warpgroup_mma(dout, v.permute((1, 0)), start, is_async=True)
+        k = keys.tile(n).reshape([PASS, WIDTH])
+        dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
+        s = warpgroup_mma_wait(1 + len(dq_pending), deps=[s_pending])
+        _, weight = probabilities(
+            s, lse, first_key + i * PASS, position, key_len, slope, params, OPTIONS, False, MAY_HIDE
         )
+        dp = warpgroup_mma_wait(len(dq_pending), deps=[dp_pending])
+        values.consumer_release(n + 1)
+        ds_next = (weight * dp).to(dtype)
+        dq, ds = wait_for_sums(dq_pending, ds)
+        keys.consumer_release(n)
+        ds = as_operand(ds_next, OPTIONS)
         n += 1
     return dq, ds, n
 
@@ -313,7 +291,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
         first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
         position = info.get(tile, CONTEXT_LEN) + first_token
         head, stop_token = info.get(tile, HEAD), info.get(tile, STOP_STAY)
-        skipped, seen_steps = seen_tiles(info, tile, first_token, params, OPTIONS)
+        skipped, seen_steps = _seen_tiles(info, tile, first_token, params, OPTIONS)
         unseen = steps - skipped - seen_steps
         number = head * params.sizes.statistics_tiles + info.get(tile, STATISTICS_TILE)
         b = 0
@@ -340,7 +318,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             q_operand = q.load(stays)
             queries.consumer_release(tile)
         dq = new_sums(STAY, OPTIONS)
-        n = pass_by(pipelines, n, skipped)
+        n = _pass_by(pipelines, n, skipped)
         first_key += skipped * PASS
         if seen_steps > 0:
             keys.consumer_wait(n)
@@ -368,9 +346,9 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             if OPTIONS.IS_APART:
                 whole = gl.minimum(gl.maximum((key_len - first_key) // PASS, 1), seen_steps)
                 tiles = 1, whole
-                dq, ds, n = go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, False)
+                dq, ds, n = _go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, False)
             tiles = whole, seen_steps
-            dq, ds, n = go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, True)
+            dq, ds, n = _go_on(dq, ds, n, tiles, rows, params, pipelines, OPTIONS, True)
             k = keys.tile(n).reshape([PASS, WIDTH])
             dq_pending = ask_for_sums(ds, k, dq, OPTIONS)
             _let_go(queries, douts, tile, OPTIONS)
@@ -382,7 +360,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 tma.store_wait(0)
                 queries.consumer_release(tile - 1)
             _let_go(queries, douts, tile, OPTIONS)
-        n = pass_by(pipelines, n, unseen)
+        n = _pass_by(pipelines, n, unseen)
         # read again: registers are wanted for the tiles
         first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
         q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)

@@ -133,9 +133,6 @@ class HopperBackwardConfig:
     - SLOTS: in one pass, tiles of parts of dQ in shared memory
     - AT_ONCE: P and dS of a tile stay in registers until the next tile's scores are issued, so that
       all products run together (`hopper/backward_keys_at_once.py`); not in one pass
-    - ONE_RELEASE: in one pass, consumers release both tiles of the loop by one barrier
-    - ACROSS: the last product of a tile of queries is issued together with the first products of
-      the next tile (`hopper/backward_queries_across.py`)
     """
 
     CONSUMERS: int = 2
@@ -151,17 +148,18 @@ class HopperBackwardConfig:
     DS_STAGES: int = 2
     SLOTS: int = 1
     AT_ONCE: bool = False
-    ONE_RELEASE: bool = False
-    ACROSS: bool = False
 
 
-def choose_keys_config(width: int, width_v: int) -> HopperBackwardConfig:
+def choose_keys_config(width: int, width_v: int, columns: int) -> HopperBackwardConfig:
     """The configuration for dK and dV. `width`, `width_v`: head_dim and head_dim_v rounded up to
-    64, 128 or 256, as in shared memory.
+    64, 128 or 256, as in shared memory. `columns`: how many of the `width` columns are used.
     """
     if width == 256:
         if width_v == 256:
             return HopperBackwardConfig(IS_SPLIT=True)
+        if width_v == 128 and columns <= 192:
+            # both sums of a consumer's own keys fit into registers
+            return HopperBackwardConfig(PASS=32, FIRST_STAGES=5, SECOND_STAGES=5)
         return HopperBackwardConfig(IS_SPLIT=True, FIRST_STAGES=3, SECOND_STAGES=3, OPERANDS=1)
     if width == 64:
         return HopperBackwardConfig(
