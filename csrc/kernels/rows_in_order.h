@@ -32,8 +32,11 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadA
       F keys[HEADS][W];
 #pragma GCC unroll 4
       for (int h = 0; h < HEADS; ++h)
-        turn(h, d, 2 * STEP, keys[h],
-             [](const T* p) __attribute__((always_inline)) { return load((const float*)p); });
+        turn(h, d, 2 * STEP, keys[h], [](const T* p) __attribute__((always_inline)) {
+          F bytes;
+          memcpy(&bytes, p, sizeof bytes);
+          return bytes;
+        });
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half)
         f(0, Count<HEADS>(), d / Product::DEPTH + half * W, [&](int h, int i)
@@ -146,11 +149,11 @@ PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, ReadAhe
 // Heads whose dot products are under way together. One head's are a chain of sums for each row,
 // and each sum waits for the one before it.
 template <class Product, class T, int ROWS>
-constexpr int HEADS_IN_ORDER = W < 16 || Product::DEPTH == 1       ? 1
-                               : Product::template by_floats<T>    ? 2
-                               : sizeof(T) == 1                    ? 1
-                               : ROWS == 4                         ? 2
-                                                                   : 4;
+constexpr int HEADS_IN_ORDER = W < 16 || Product::DEPTH == 1    ? 1
+                               : Product::template by_floats<T> ? (ROWS == 4 ? 2 : 1)
+                               : sizeof(T) == 1                 ? 1
+                               : ROWS == 4                      ? 2
+                                                                : 4;
 
 // dot_keys where each score is a lane's sum over the dims in their order, for HEADS heads.
 template <class Product, int HEADS, class T, int ROWS>
