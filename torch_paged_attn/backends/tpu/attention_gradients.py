@@ -253,10 +253,12 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     widths = call.head_dim, call.head_dim_v
     itemsize, num_kv_heads = compute_dtype_of(call).itemsize, call.num_kv_heads
     least_rows = max(LANES, LEAST_TOKENS * call.group_size)
-    fitting = config.fit_backward(num_kv_heads, widths, itemsize, least_rows)
+    # a softcap's slope, a bias by distance
+    sizes = itemsize, least_rows, (call.softcap > 0) + (call.alibi_slopes is not None)
+    fitting = config.fit_backward(num_kv_heads, widths, *sizes)
     while fitting is None and num_kv_heads > 1:
         num_kv_heads = max(n for n in range(1, num_kv_heads) if call.num_kv_heads % n == 0)
-        fitting = config.fit_backward(num_kv_heads, widths, itemsize, least_rows)
+        fitting = config.fit_backward(num_kv_heads, widths, *sizes)
     if fitting is None:
         least = f"{least_rows} rows and {LANES} keys of {max(widths)} numbers"
         refuse(f"{call.op}_backward", f"tiles of {least} do not fit {config.vmem_bytes} bytes")

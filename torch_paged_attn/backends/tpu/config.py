@@ -72,11 +72,17 @@ class Config:
         return dataclasses.replace(self, block_k=block_k) if fits else self
 
     def fit_backward(
-        self, num_kv_heads: int, widths: tuple[int, int], computed: int, least_rows: int
+        self,
+        num_kv_heads: int,
+        widths: tuple[int, int],
+        computed: int,
+        least_rows: int,
+        more_floats: int = 0,
     ) -> "Config | None":
         """Halve tiles until either kernel of the backward fits VMEM; None if the smallest do not.
 
-        Arguments are as in `fit`; a tile has `least_rows` at least.
+        Arguments are as in `fit`; a tile has `least_rows` at least. `more_floats`: that options of
+        the call keep for each score.
         """
         width = sum(-(-n // LANES) * LANES for n in widths)
         width_q = -(-widths[0] // LANES) * LANES
@@ -87,7 +93,8 @@ class Config:
         passing = [n * self.num_buffers * computed * width for n in (self.block_k, tile_rows)]
         tiles = num_kv_heads * max(query + passing[0], key + passing[1])
         in_flight = min(num_kv_heads, MOST_HEADS) * tile_rows
-        scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * (8 + 2 * computed)
+        of_score = 8 + 2 * computed + 4 * more_floats
+        scores = min(max(MOST_ROWS, tile_rows), in_flight) * self.step_k * of_score
         if tiles + scores <= self.vmem_bytes:
             return self
         if self.tile_rows > least_rows and (query >= key or self.block_k <= LEAST_KEYS):
@@ -97,7 +104,7 @@ class Config:
             smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
         else:
             return None
-        return smaller.fit_backward(num_kv_heads, widths, computed, least_rows)
+        return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
 
     def with_bias(self) -> "Config":
         """Smaller sizes for a call with a bias, of which a block has a float for each score."""
