@@ -62,6 +62,32 @@ def chunks(seqs, heads=(32, 8, 128), page_size=16, reach=0, **options):
 
 
 @pytest.mark.parametrize(
+    "seqs, heads, options, reach, expected",
+    [
+        # all tiles see about as many keys: one round of two consumers' tiles, not two of one's
+        (((379, 2115),), (40, 8, 128), {}, 2560, (False, 2, 128, False, 1)),
+        (((1406, 1147),), (8, 1, 128), {}, 2560, (False, 1, 128, False, 1)),
+        # where one head would fill tiles, too
+        (((870, 218),), (32, 8, 128), {}, 1280, (True, 2, 128, False, 4)),
+        (((375, 70),), (64, 8, 128), {}, 512, (True, 2, 64, False, 8)),
+        (((130, 5256),), (16, 4, 128), dict(window_size_left=1023), 6144, (True, 2, 64, True, 4)),
+        (((1217, 825),), (16, 4, 128), dict(page_size=1), 2048, (True, 2, 64, False, 4)),
+        (((300, 900),) * 4, (64, 8, 64), dict(page_size=1), 1280, (False, 3, 64, False, 8)),
+        (((500, 600),) * 2, (32, 8, 128), {}, 1280, (True, 2, 128, False, 4)),
+        (((500, 600),) * 4, (32, 8, 128), {}, 1280, (False, 2, 128, False, 4)),
+    ],
+)
+def test_chunks(seqs, heads, options, reach, expected):
+    """Whether tiles are numbered, consumers, keys, whether these are divided, and heads."""
+    with assume(HOPPER):
+        call = chunks(seqs, heads, reach=reach, **options)
+        form = flash_varlen.form_of(call, 0)
+        config, packed = choices.choose_tiles(call, form)
+        found = form.is_numbered, config.CONSUMERS, config.BLOCK_N, config.SPLITS_KEYS, packed
+    assert found == expected
+
+
+@pytest.mark.parametrize(
     "queries, heads, reach, is_numbered, is_sorted",
     [
         (1008, (32, 32, 128), 2048, True, True),
@@ -219,6 +245,7 @@ def test_what_is_said_of_its_keys(keys, is_packed, said):
         (dict(head_dim=256, page_size=1), 16384, (2, 64, 224)),  # producers copy rows
         (dict(kv_dtype=e4m3), 2048, (1, 64, 216)),
         (dict(kv_dtype=e4m3), 4096, (1, 128, 216)),
+        (dict(kv_dtype=e4m3, num_heads=64, num_kv_heads=1), 4096, (2, 128, 208)),  # mostly chunks
         (dict(), 4096, (2, 64, 208)),
     ],
 )

@@ -188,7 +188,7 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     elif is_narrow:
         # the fewer tokens a tile has, the fewer keys a window hides from most of them
         packed = even_heads(call) if is_even(call.group_size) else whole_group(call)
-    elif has_three_consumers(call) or _shares_tiles(call):
+    elif has_three_consumers(call) or (gathers(call) and not has_few_tiles(call)):
         packed = whole_group(call)
     else:
         packed = pack_heads(call)
@@ -196,8 +196,9 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
         return choose_guessed_8_bit_config(width, form.is_tall), packed
     if are_low_8_bit_chunks(call) and not form.short:
         return choose_guessed_8_bit_config(width, False), whole_group(call)
+    shared = whole_group(call) if _shares_tiles(call) and not form.short else packed
     if converts(call):
-        return choose_8_bit_config(width, is_float8(call)), packed
+        return choose_8_bit_config(width, is_float8(call)), shared
     if form.are_few:
         return choose_guessed_config(width), whole_group(call)
     if form.longest:
@@ -219,22 +220,20 @@ def choose_tiles(call: AttentionCall, form: Form = FORM) -> tuple[HopperConfig, 
     if is_narrow:
         return choose_narrow_config(width), packed
     if has_small_tiles(call) and not gathers(call):
-        return choose_narrow_config(width), packed
+        return choose_narrow_config(width), shared
     length = mean_length(call)
     if call.block_table is not None and not has_few_tiles(call):
         # of long contexts, the diagonal is little; of what is said, they have more than half
         length = max(length, call.max_seqlen_k // 2)
-    return _choose_tall_config(call, length), packed
+    return _choose_tall_config(call, length), shared
 
 
 def _shares_tiles(call: AttentionCall) -> bool:
-    """Whether chunks of prompts have all heads of a group in a tile, which then holds fewer tokens,
-    whose keys differ less, even where one head would fill it."""
-    if gathers(call):
-        return not has_few_tiles(call)
+    """Whether chunks of prompts have all heads of a group in a tile of two consumers, which then
+    holds fewer tokens, whose keys differ less, even where one head would fill it."""
     if call.block_table is None or call.layout is not None or call.window_right != 0:
         return False
-    if width_of(call.head_dim) == 256:
+    if width_of(call.head_dim) == 256 or gathers(call):
         return False
     heads = whole_group(call)
     is_full = BLOCK_M // heads * heads >= (1 - MOST_EMPTY) * BLOCK_M
