@@ -72,6 +72,8 @@ WAYS = [(name, NONE) for name in SHAPES] + [
     (name, sums) for name in SHAPES for sums in (BY_BOX, BY_LANE) if SHAPES[name].head_dim <= 128
 ]
 # those with the most in their registers
+# of these the keys' kernel spills less than others may
+NARROWER_VALUES = "d192_v128", "d160_v128"
 FEW = {("d128", NONE), ("d128", BY_BOX), ("d192_v128", NONE)}
 
 
@@ -138,6 +140,8 @@ def test_compiles_to_products(name, sums, compiler):
     for kernel in (keys, *kernels.values()):
         assert kernel.faults("sm90", name) == []
         assert kernel.matrix_instructions > 0
+    if name.startswith(NARROWER_VALUES):
+        assert keys.spills <= 128
 
 
 @pytest.mark.parametrize(
