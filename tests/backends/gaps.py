@@ -13,10 +13,10 @@ def with_gaps(x):
     return larger[(slice(None, None, 2),) * x.dim()].copy_(x)
 
 
-def all_with_gaps(call):
-    """A call with copies of its lengths, bounds, masks, scales and lists."""
+def all_with_gaps(call, without=()):
+    """A call with copies of its lengths, bounds, masks, scales and lists, but those named."""
     args = {
-        name: with_gaps(x) if isinstance(x, torch.Tensor) and name not in ROWS else x
+        name: with_gaps(x) if isinstance(x, torch.Tensor) and name not in (*ROWS, *without) else x
         for name, x in call.args.items()
     }
     return dataclasses.replace(call, args=args)
