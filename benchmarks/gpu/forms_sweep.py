@@ -191,7 +191,7 @@ def _of_few_queries(step: Step, width: int, group: int) -> Plans:
                 found[name] = by_portable(block_m, config, False)
                 if config[1] > 1:
                     found[f"{name} all"] = by_portable(block_m, config, True)
-    if max(step.queries) * group <= support.BLOCK_M and (step.kind != "decode" or group >= 4):
+    if max(step.queries) * group <= support.BLOCK_M:
         forms = {"listed": {}, "dealt": {"is_dealt": True}, "numbered": {"is_numbered": True}}
         for name, options in forms.items():
             form = Form(is_guessed=True, **options)
@@ -313,15 +313,21 @@ def class_of(step: Step) -> tuple[str, int, bool]:
 
 
 def steps_of(
-    seeds: list[int], draws: int, kinds: list[str], tiles: float = math.inf, keys: int = 0
+    seeds: list[int],
+    draws: int,
+    kinds: list[str],
+    tiles: float = math.inf,
+    keys: int = 0,
+    heads: tuple[str, ...] = (),
 ) -> list[Step]:
     """As many draws of each class of these kinds, classes in turns: those of at most so many tiles
-    whose longest sequence has at least so many keys."""
+    whose longest sequence has at least so many keys, of these numbers of heads or of all."""
     drawn = [
         s
         for seed in seeds
         for s in draw_steps(seed, 600)
         if is_in_question(s) and s.batch * s.num_kv_heads <= tiles and max(s.keys) >= keys
+        if not heads or f"{s.num_heads}/{s.num_kv_heads}" in heads
     ]
     classes = sorted({class_of(s) for s in drawn if s.kind in kinds})
     of_classes = [[s for s in drawn if class_of(s) == x][:draws] for x in classes]
@@ -337,6 +343,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=[*KINDS])
     parser.add_argument("--tiles", type=float, default=math.inf, help="draws of no more tiles")
     parser.add_argument("--keys", type=int, default=0, help="draws of no fewer keys")
+    parser.add_argument("--heads", nargs="*", default=[], help="draws of these, such as 32/32")
     parser.add_argument("--only", default="", help="a pattern of names: force these plans alone")
     parser.add_argument("--processes", type=int, default=serving.PROCESSES, help="that compile")
     parser.add_argument("--seconds", type=float, default=600, help="measure no longer")
@@ -345,7 +352,9 @@ def main() -> None:
     parser.add_argument("--commit", default=gpu_run.git_commit(), help="where git does not say it")
     options = parser.parse_args()
     begun = time.perf_counter()
-    steps = steps_of(options.seeds, options.draws, options.kinds, options.tiles, options.keys)
+    steps = steps_of(
+        options.seeds, options.draws, options.kinds, options.tiles, options.keys, (*options.heads,)
+    )
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=context) as pool:
         each = functools.partial(compile_step, only=options.only)
