@@ -4,9 +4,10 @@
     ENV/bin/python benchmarks/gpu/fa4/build.py build/fa4
     python benchmarks/gpu/run.py --only backward --fa4 build/fa4/fa4.so
 
-The folder gets fa4.so, fa4.json (which function is whose) and fa4_peer.py. They fit any Python; the
-machine that runs them needs apache-tvm-ffi and a torch whose CUDA has the number of the extra.
-bfloat16, sequences of one length of more than one tile, no windows.
+The folder gets fa4.so, fa4.json (which function is whose) and fa4_peer.py, fit for any Python. The
+machine that runs them needs apache-tvm-ffi, and a driver as new as the extra's CUDA: without the
+extra, kernels are compiled by CUDA 12. For bfloat16, not deterministic, without windows, sequences
+of one length and of more than one tile.
 """
 
 import argparse
@@ -68,16 +69,11 @@ class Exports:
 
 def compile_case(dim: int, dim_v: int, group: int, causal: bool) -> None:
     """What one case needs and no case before has needed."""
+    heads_kv = 8 // group
+    shapes = ((8, dim), (heads_kv, dim), (heads_kv, dim_v), (8, dim_v), (8, dim_v))
     with FakeTensorMode():
         q, k, v, out, dout = (
-            torch.empty(2, 1024, heads, d, dtype=torch.bfloat16, device="cuda")
-            for heads, d in (
-                (8, dim),
-                (8 // group, dim),
-                (8 // group, dim_v),
-                (8, dim_v),
-                (8, dim_v),
-            )
+            torch.empty(2, 1024, *shape, dtype=torch.bfloat16, device="cuda") for shape in shapes
         )
         lse = torch.empty(2, 8, 1024, device="cuda")
         interface._flash_attn_bwd(q, k, v, out, dout, lse, causal=causal)
