@@ -92,10 +92,12 @@ def test_good_kernel(keys, rows, seed, dtype):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("first", [1.0, 16.0], ids=["rows alike", "one large row"])
+@pytest.mark.parametrize(
+    "first", [1.0, 16.0, 256.0], ids=["alike", "one large row", "one huge row"]
+)
 def test_mistake(dtype, mistake, first):
-    """Also where one row of 64 has a fifth of all error. A row that has most of it is one draw of
-    luck, among which dQ that was added up in 16 bits cannot be told, as in a call of one row."""
+    """Also where one row of 64 has a fifth of all error, or most of it. In a call of one row, dQ
+    that was added up in 16 bits cannot be told among luck."""
     call, dout, dlse, truth = problem(2048, 64, 0, dtype, first)
     with pytest.raises(AssertionError, match=r"^d[qkv]: ((max|mean) error|row )"):
         assert_accurate_gradients(kernel(call, dout, dlse, mistake=mistake), truth)
