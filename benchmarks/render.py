@@ -163,6 +163,7 @@ def main() -> int:
             *("cuda/h200_step.json", "cuda/h200_others.json"),
             *("cuda/h200_gradients.json", "cuda/h200_float8.json"),
         ),
+        "NVIDIA H100": ("cuda/serving_h100.json", "cuda/h100.json", "cuda/h100_gradients.json"),
         "AMD EPYC (Zen 5), 2 threads": ("cpu/epyc_zen5.json",),
         "Intel Xeon with AMX, 2 threads": ("cpu/xeon_emerald_rapids.json",),
     }
