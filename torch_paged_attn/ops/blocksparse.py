@@ -11,7 +11,7 @@ from torch_paged_attn.ops.attention_checks import check_attention, check_attenti
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.checks import check_dtype, fail
 from torch_paged_attn.ops.flash_varlen import fill_hints, refuse_twice
-from torch_paged_attn.ops.kinds import refuse_types
+from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.signature import described, schema
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -152,8 +152,4 @@ def blocksparse(
     first = q, k, v, crow_indices, col_indices, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, block_table, max_seqlen_q, max_seqlen_k)
     args = *first, *hints, seqused_k, block_table, *tensors
-    try:
-        return _blocksparse(*args, **options)
-    except RuntimeError as error:
-        refuse_types(error, _blocksparse, args, options)
-        raise
+    return call_operator(_blocksparse, args, options)

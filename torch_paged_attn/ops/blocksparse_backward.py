@@ -10,7 +10,7 @@ from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_gradients import check_backward
 from torch_paged_attn.ops.blocksparse import check_layout, check_layout_values
 from torch_paged_attn.ops.flash_varlen import fill_hints
-from torch_paged_attn.ops.kinds import refuse_types
+from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -72,8 +72,4 @@ def blocksparse_backward(
     first = dout, dlse, q, k, v, *layout, out, softmax_lse, cu_seqlens_q, cu_seqlens_k
     hints = fill_hints(q, k, None, max_seqlen_q, max_seqlen_k)
     args = *first, *hints, *tensors
-    try:
-        return _blocksparse_backward(*args, **options)
-    except RuntimeError as error:
-        refuse_types(error, _blocksparse_backward, args, options)
-        raise
+    return call_operator(_blocksparse_backward, args, options)

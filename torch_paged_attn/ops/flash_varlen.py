@@ -8,7 +8,7 @@ from torch_paged_attn.attention_call import AttentionCall, tensor_names
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
-from torch_paged_attn.ops.kinds import refuse_types
+from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.signature import described, schema
 
 
@@ -132,8 +132,4 @@ def flash_varlen(
         max_seqlen_q, max_seqlen_k = hints
     first = q, k, v, cu_seqlens_q, cu_seqlens_k
     args = *first, max_seqlen_q, max_seqlen_k, seqused_k, block_table, *tensors
-    try:
-        return _flash_varlen(*args, **options)
-    except RuntimeError as error:
-        refuse_types(error, _flash_varlen, args, options)
-        raise
+    return call_operator(_flash_varlen, args, options)

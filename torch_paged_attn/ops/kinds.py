@@ -18,14 +18,24 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def refuse_types(
+def call_operator(op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What the operator returns for arguments by position and by name.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+    """
+    try:
+        return op(*args, **options)
+    except RuntimeError as error:
+        _refuse_types(error, op, args, options)
+        raise
+
+
+def _refuse_types(
     error: RuntimeError, op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     """Raise TypeError if `error` is the dispatcher's for an argument of the wrong type. The
     dispatcher's own text prints the values and the whole schema.
-
-    A public function calls this after its operator has raised, so that right calls do not pay for
-    it.
     """
     refused = re.search(r"Expected a value of type .* for argument '(\w+)'", str(error))
     if refused is None:

@@ -17,7 +17,7 @@ from torch_paged_attn.ops.checks import (
     fail,
     names,
 )
-from torch_paged_attn.ops.kinds import refuse_types
+from torch_paged_attn.ops.kinds import call_operator
 
 OP = "merge_states"
 
@@ -219,8 +219,4 @@ def merge_states(
         args = [out_a, out_b], [lse_a, lse_b]
     else:
         operator, args, options = _merge_states, (out_a, lse_a, out_b, lse_b), {}
-    try:
-        return operator(*args, **options)
-    except RuntimeError as error:
-        refuse_types(error, operator, args, options)
-        raise
+    return call_operator(operator, args, options)

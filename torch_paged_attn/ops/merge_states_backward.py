@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_paged_attn.ops._gradients import OnceDifferentiable
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.checks import check_devices, check_dtype, check_shape
-from torch_paged_attn.ops.kinds import refuse_types
+from torch_paged_attn.ops.kinds import call_operator
 from torch_paged_attn.ops.merge_states import check_parts
 
 OP = "merge_states_backward"
@@ -117,8 +117,4 @@ def merge_states_backward(
         NotImplementedError: autograd differentiates the result; there is no double backward.
     """
     args = dout, dlse, out_a, lse_a, out_b, lse_b, out, softmax_lse
-    try:
-        return _merge_states_backward(*args)
-    except RuntimeError as error:
-        refuse_types(error, _merge_states_backward, args, {})
-        raise
+    return call_operator(_merge_states_backward, args, {})

@@ -16,7 +16,7 @@ from torch_paged_attn.ops.checks import (
     check_rows,
     fail,
 )
-from torch_paged_attn.ops.kinds import refuse_types
+from torch_paged_attn.ops.kinds import call_operator
 
 OP = "reshape_and_cache"
 
@@ -211,8 +211,4 @@ def reshape_and_cache(
     else:
         came = f"is {kv_cache!r}" if kv_cache is None else f"is a {type(kv_cache).__name__}"
         fail(OP, "kv_cache", came, "a tensor, or a pair (k_cache, v_cache)")
-    try:
-        operator(key, value, *caches, slot_mapping, k_scale, v_scale)
-    except RuntimeError as error:
-        refuse_types(error, operator, (key, value, *caches, slot_mapping, k_scale, v_scale), {})
-        raise
+    call_operator(operator, (key, value, *caches, slot_mapping, k_scale, v_scale), {})
