@@ -24,6 +24,7 @@ from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pa
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
+from torch_paged_attn.backends.tpu.token_rows import heads_of_word
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -82,9 +83,8 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
         )
         for tile_q in tile_sizes
     ]
-    of_tokens = [_paired(options) for options in launches]
-    if all(reads_tokens(call, pages, options) for options in of_tokens):
-        out, lse = _attend_tokens(call, q, pages, lengths, factors, of_tokens)
+    if all(reads_tokens(call, pages, options) for options in launches):
+        out, lse = _attend_tokens(call, q, pages, lengths, factors, launches)
         return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
     q = _filled(q, pages)
     is_short = lengths.query <= tile_sizes[0]
@@ -220,12 +220,6 @@ def choose_options(
     )
 
 
-def _paired(options: Options) -> Options:
-    """As `token_rows.py` has rows: of numbers of 16 bits, two share a register's row."""
-    paired = 4 // options.compute_dtype.itemsize if options.tile_q > 1 else 1
-    return dataclasses.replace(options, paired=paired)
-
-
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
     rows = options.group_size * options.tile_q
@@ -241,7 +235,8 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         and rows * pages.fold % SUBLANES == 0
         # loads with strides are of whole registers, and of rows of 128 numbers
         and (options.tile_q == 1 or (options.tile_q >= SUBLANES and set(pages.widths) == {LANES}))
-        and options.group_size % options.paired == 0
+        # and of words of 32 bits, with the numbers of as many heads
+        and (options.tile_q == 1 or call.num_heads % heads_of_word(options.compute_dtype) == 0)
     )
 
 
@@ -271,7 +266,6 @@ def _attend_tokens(
             options.group_size,
             options.tile_q,
             unit=math.gcd(SUBLANES, options.group_size * options.tile_q),
-            paired=options.paired,
         )
         modifiers = _modifiers(call, heads, factors, fold)
         bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key

@@ -214,7 +214,7 @@ def attend_tokens(
         inputs["earlier_lse"] = results[1], anywhere
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_lse = (rows if tile_q == 1 else tile_q * options.paired, LANES)
+    of_lse = (rows if tile_q == 1 else tile_q, LANES)
     of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
     if pages.shared:
         of_values = {}
