@@ -19,11 +19,13 @@ from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
 from torch_paged_attn.backends.tpu.heads import SUBLANES, Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
-from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles
+from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles, layout_words
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.scalar_memory import MOST_WORDS
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
+from torch_paged_attn.backends.tpu.token_bias import readable
 from torch_paged_attn.backends.tpu.token_rows import heads_of_word
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
@@ -223,11 +225,14 @@ def choose_options(
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
     rows = options.group_size * options.tile_q
-    slopes = call.alibi_slopes
+    slopes, layout = call.alibi_slopes, call.layout
+    if layout is not None:
+        # its words lie in the scalar core's memory, beside other tables
+        is_small = 4 * layout.num_words(options.block_k) <= MOST_WORDS
+        if layout.num_heads > 1 or not is_small:
+            return False
     return (
-        call.layout is None
-        and call.attn_bias is None
-        and all(width % LANES == 0 for width in pages.widths)
+        all(width % LANES == 0 for width in pages.widths)
         and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
         and options.compute_dtype == options.out_dtype
@@ -267,9 +272,14 @@ def _attend_tokens(
             options.tile_q,
             unit=math.gcd(SUBLANES, options.group_size * options.tile_q),
         )
-        modifiers = _modifiers(call, heads, factors, fold)
+        modifiers, words = _modifiers(call, heads, factors, fold), None
+        if call.attn_bias is not None:
+            bias = readable(call.attn_bias, options.tile_q, options.block_k)
+            modifiers = modifiers._replace(bias=bias)
+        if call.layout is not None:
+            words = layout_words(call.layout, options.block_k)
         bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
-        results = attend_tokens(q, results, pages, bounds, modifiers, options)
+        results = attend_tokens(q, results, pages, bounds, modifiers, words, options)
     assert results is not None
     out, lse = results
     return out[..., : call.head_dim_v], lse[:, 0, : call.num_heads]

@@ -35,6 +35,7 @@ class Options:
     least_queries: int = 1  # of the sequences that the launch is for
     most_queries: int = 2**30
     clears_padding: bool = False
+    layout_shape: tuple[int, int] = (0, 0)  # rows and words of each, of a layout as it lies
 
 
 class Refs(NamedTuple):
@@ -55,7 +56,8 @@ class Refs(NamedTuple):
     out_factor: Any = None  # (batch * num_kv_heads,)
     sinks: Any = None  # (1, num_kv_heads, rows, 1), in base 2, as are slopes and bias
     slopes: Any = None  # (1, num_kv_heads, rows, 1)
-    bias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys)
+    # (num_tiles, 1 or num_kv_heads, rows, keys); with tokens as they lie (1 or heads, tokens, keys)
+    bias: Any = None
     rng: Any = None  # the seed's low and high word, and the offset
     # outputs of a tile
     out: Any = None  # (1, num_kv_heads, rows, head_dim_v)
@@ -82,6 +84,8 @@ class Refs(NamedTuple):
     lse_tokens: Any = None  # (tile_q, 1, LANES)
     earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch
     earlier_lse: Any = None
+    layout_words: Any = None  # (layouts * rows * blocks,); `layout` is of one tile and block then
+    bias_rows: Any = None  # (1 or num_heads, tile_q, block_k), of one token (1, heads, block_k)
     lse_m: Any = None  # (rows, LANES) maxima and sums of the heads, each in its lane
     lse_l: Any = None
     token_semaphores: Any = None  # of queries, of out, of lse

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.layout_mask import list_blocks
 
 UPPER = -(1 << 16)  # of a word of 32 bits
 
@@ -49,6 +50,8 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
             tiles.full_start[count] = window.start(last)
             tiles.full_stop[count] = window.stop(position, key_len)
             tiles.stop[count] = jnp.where(is_busy, stop, 0)
+            if refs.layout_words is not None:
+                list_blocks(refs, options, count)
             return count + 1
 
         of_sequence = lax.div(length + (tile_q - 1), jnp.int32(tile_q))
@@ -67,6 +70,8 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
     def find_busy(i: Array, _: None) -> None:
         tile = count - 1 - i
         is_busy = tiles.start[tile] < tiles.stop[tile]
+        if refs.layout_words is not None:
+            is_busy = refs.num_visits[tile] > 0
         tiles.busy_from[tile] = jnp.where(is_busy, tile, tiles.busy_from[tile + num_cores])
 
     lax.fori_loop(0, count, find_busy, None)
