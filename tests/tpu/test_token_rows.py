@@ -11,6 +11,7 @@ from torch_paged_attn.testing.problem import Layout
 # sequences of one token, and longer ones that begin and end anywhere, in several tiles
 SEQS = ((1, 300), (37, 91), (1, 5), (0, 17), (21, 1))
 MIXED = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], seqs=SEQS)
+WINDOW = {"window_size_left": 60}
 FLOAT32 = {"dtype": torch.float32, "page_size": 8}
 
 CASES = {
@@ -18,7 +19,7 @@ CASES = {
     "bias_of_heads": {"bias": "float", "bias_heads": "all"},
     "mask_float32": {"bias": "bool", "causal": False, **FLOAT32},
     "layout": {"layout": Layout(16, 32, "one")},
-    "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), "window_size_left": 60, **FLOAT32},
+    "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
     "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
     # pairs of heads of 16 bits are of two KV heads
     "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},

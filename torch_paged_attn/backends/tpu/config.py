@@ -32,12 +32,18 @@ class Config:
     vmem_bytes: int = 100 * MIB
     low_products_only: bool = False  # vectors multiply 32 x 32 bits, but for the high half
 
-    def fit(self, num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int]) -> "Config":
+    def fit(
+        self,
+        num_kv_heads: int,
+        widths: tuple[int, int],
+        sizes: tuple[int, int],
+        share_bias: int = 0,
+    ) -> "Config":
         """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
         smallest do not, there are fewer blocks at a time.
 
         `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
-        of one that is stored.
+        of one that is stored. `share_bias`: how many rows of a tile read the same row of a bias.
         """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
@@ -47,7 +53,10 @@ class Config:
         block = self.num_buffers * num_kv_heads * self.block_k * stored * (width + width_v)
         in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
         scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
-        if tile + block + scores <= self.vmem_bytes:
+        bias = 0
+        if share_bias:
+            bias = 4 * self.tile_rows // share_bias * self.block_k * (self.num_buffers + 1)
+        if tile + block + scores + bias <= self.vmem_bytes:
             return self
         if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
             smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
@@ -58,7 +67,7 @@ class Config:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
         else:
             return self
-        return smaller.fit(num_kv_heads, widths, sizes)
+        return smaller.fit(num_kv_heads, widths, sizes, share_bias)
 
     def with_longer_blocks(
         self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
