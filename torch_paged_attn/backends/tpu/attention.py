@@ -109,14 +109,14 @@ def _plan(
     """The keys, and what the call's launches are compiled for."""
     layout, bias = call.layout, call.attn_bias
     if bias is not None and bias.shape[0] > 1:
-        config = config.with_bias()
+        config = config.with_bias(256, 512)
     widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
     pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
     config = config.fit(
         call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
         pages.widths,
         (compute_dtype_of(call).itemsize, pages.k.dtype.itemsize),
-        0 if bias is None else call.group_size,
+        (0 if bias is None else bias.shape[0], call.group_size),
     )
     tile_sizes = _tile_sizes(call.max_seqlen_q or call.total_q, call.group_size, config)
     return pages, [

@@ -37,13 +37,14 @@ class Config:
         num_kv_heads: int,
         widths: tuple[int, int],
         sizes: tuple[int, int],
-        share_bias: int = 0,
+        of_bias: tuple[int, int] = (0, 1),
     ) -> "Config":
         """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
         smallest do not, there are fewer blocks at a time.
 
         `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
-        of one that is stored. `share_bias`: how many rows of a tile read the same row of a bias.
+        of one that is stored. `of_bias`: the heads of a bias that is read where it
+        lies, and the heads of a token's rows in a tile.
         """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
@@ -53,9 +54,9 @@ class Config:
         block = self.num_buffers * num_kv_heads * self.block_k * stored * (width + width_v)
         in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
         scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
-        bias = 0
-        if share_bias:
-            bias = 4 * self.tile_rows // share_bias * self.block_k * (self.num_buffers + 1)
+        bias_heads, group_size = of_bias
+        bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
+        bias = 4 * bias_rows * self.block_k
         if tile + block + scores + bias <= self.vmem_bytes:
             return self
         if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
@@ -67,7 +68,7 @@ class Config:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
         else:
             return self
-        return smaller.fit(num_kv_heads, widths, sizes, share_bias)
+        return smaller.fit(num_kv_heads, widths, sizes, of_bias)
 
     def with_longer_blocks(
         self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
@@ -115,12 +116,11 @@ class Config:
             return None
         return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
 
-    def with_bias(self) -> "Config":
+    def with_bias(self, tile_rows: int = 128, block_k: int = 256) -> "Config":
         """Smaller sizes for a call with a bias, of which a block has a float for each score."""
-        block_k = min(self.block_k, 256)
-        return dataclasses.replace(
-            self, block_k=block_k, step_k=min(self.step_k, block_k), tile_rows=128
-        )
+        block_k = min(self.block_k, block_k)
+        step_k = min(self.step_k, block_k)
+        return dataclasses.replace(self, block_k=block_k, step_k=step_k, tile_rows=tile_rows)
 
 
 # by `device_kind`
