@@ -13,7 +13,7 @@ SEQS = ((1, 40), (20, 25), (0, 17))
 
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-KINDS = [(16, 64, 32), (8, 80, 16), *[(8, 64, 16)] * IS_THOROUGH]
+KINDS = [(16, 64, 32), (8, 80, 16), (8, 8, 128), *[(8, 64, 16)] * IS_THOROUGH]
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim", "page_size"), KINDS)

@@ -117,6 +117,7 @@ def _plan(
         pages.widths,
         (compute_dtype_of(call).itemsize, pages.k.dtype.itemsize),
         (0 if bias is None else bias.shape[0], call.group_size),
+        pages.fold,
     )
     tile_sizes = _tile_sizes(call.max_seqlen_q or call.total_q, call.group_size, config)
     return pages, [

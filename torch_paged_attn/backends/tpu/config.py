@@ -38,20 +38,23 @@ class Config:
         widths: tuple[int, int],
         sizes: tuple[int, int],
         of_bias: tuple[int, int] = (0, 1),
+        fold: int = 1,
     ) -> "Config":
         """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
         smallest do not, there are fewer blocks at a time.
 
         `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
-        of one that is stored. `of_bias`: the heads of a bias that is read where it
-        lies, and the heads of a token's rows in a tile.
+        of one that is stored. `of_bias`: the heads of a bias that is read where it lies, and the
+        heads that share a row of a bias of one. `fold`: keys of a row, for each of which queries
+        stand in a tile once more.
         """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
         # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
-        row = 2 * computed * (width + width_v) + 4 * (2 * LANES + width_v)
+        row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
         tile = num_kv_heads * self.tile_rows * row
-        block = self.num_buffers * num_kv_heads * self.block_k * stored * (width + width_v)
+        block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
+        block = block_rows * stored * (width + width_v)
         in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
         scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
         bias_heads, group_size = of_bias
@@ -68,7 +71,7 @@ class Config:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
         else:
             return self
-        return smaller.fit(num_kv_heads, widths, sizes, of_bias)
+        return smaller.fit(num_kv_heads, widths, sizes, of_bias, fold)
 
     def with_longer_blocks(
         self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
