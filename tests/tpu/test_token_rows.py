@@ -21,6 +21,8 @@ CASES = {
     "layout": {"layout": Layout(16, 32, "one")},
     "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
     "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
+    "wide": {"head_dim": 256, "bias": "float"},
+    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
     # pairs of heads of 16 bits are of two KV heads
     "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
 }  # fmt: skip

@@ -259,8 +259,8 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
         and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
         and rows * pages.fold % SUBLANES == 0
-        # loads with strides are of whole registers, and of rows of 128 numbers
-        and (options.tile_q == 1 or (options.tile_q >= SUBLANES and set(pages.widths) == {LANES}))
+        # loads with strides are of whole registers
+        and (options.tile_q == 1 or (options.tile_q >= SUBLANES))
         # and of words of 32 bits, with the numbers of as many heads
         and (options.tile_q == 1 or call.num_heads % heads_of_word(options.compute_dtype) == 0)
     )

@@ -77,9 +77,10 @@ class Refs(NamedTuple):
     cu_seqlens: Any = None  # (batch + 1,)
     key_lens: Any = None  # (batch,)
     num_tiles: Any = None  # (1,)
-    q_tokens: Any = None  # (tile_q, num_heads, head_dim), or the heads of a token as (kv, rows)
+    # (head_dim // LANES, tile_q, num_heads, LANES), of one token (1, kv, rows, head_dim)
+    q_tokens: Any = None
     out_hbm: Any = None  # (total_q, num_heads, head_dim_v), or heads as above
-    out_tokens: Any = None  # (tile_q, ...) of it
+    out_tokens: Any = None  # as `q_tokens`
     lse_hbm: Any = None  # (total_q, 1, LANES), in base 2, a lane for a head
     lse_tokens: Any = None  # (tile_q, 1, LANES)
     earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch

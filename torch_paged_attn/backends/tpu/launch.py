@@ -222,6 +222,10 @@ def attend_tokens(
         inputs["earlier_out"] = results[0].reshape(out.shape), anywhere
         inputs["earlier_lse"] = results[1], anywhere
 
+    def in_parts(heads: tuple[int, ...], width: int) -> tuple[int, ...]:
+        of_tile = tile_q, *heads
+        return (*of_tile, width) if tile_q == 1 else (width // LANES, *of_tile, LANES)
+
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
     of_lse = (rows if tile_q == 1 else tile_q, LANES)
     of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
@@ -230,9 +234,9 @@ def attend_tokens(
     scratch: dict[str, Any] = {
         **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
-        "q_tokens": pltpu.VMEM((tile_q, *of_queries, q.shape[-1]), q.dtype),
+        "q_tokens": pltpu.VMEM(in_parts(of_queries, q.shape[-1]), q.dtype),
         "q": pltpu.VMEM((1, heads, rows * options.fold, width_k), q.dtype),
-        "out_tokens": pltpu.VMEM((tile_q, *of_token, width_v), options.out_dtype),
+        "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
         "lse_m": pltpu.VMEM(of_lse, jnp.float32),
         "lse_l": pltpu.VMEM(of_lse, jnp.float32),

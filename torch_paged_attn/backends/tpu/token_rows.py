@@ -2,8 +2,8 @@
 
 The kernel works out its tiles by itself, on the scalar core, so that XLA has nothing to do before
 it. A DMA brings a tile's tokens, all heads of each; what a KV head computes on is picked out of
-them by loads with strides. These load words of 32 bits: of numbers of 16 bits, two heads at a time,
-which are taken apart.
+them by loads with strides. These want rows of 128 numbers: wider heads arrive in parts. They load
+words of 32 bits: of numbers of 16 bits, two heads at a time, which are taken apart.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import list_blocks
 
@@ -23,6 +24,11 @@ UPPER = -(1 << 16)  # of a word of 32 bits
 def heads_of_word(dtype: Any) -> int:
     """Heads of a token whose numbers share words of 32 bits."""
     return 4 // jnp.dtype(dtype).itemsize
+
+
+def _lanes(parts: int) -> list[tuple[int, Any]]:
+    """Parts of 128 numbers, as loads with strides take them."""
+    return [(i, pl.ds(i * LANES, LANES)) for i in range(parts)]
 
 
 def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
@@ -97,12 +103,22 @@ class TokenRows:
         refs = self.refs
         here, there = pl.ds(first, count), pl.ds(at, count)
         if kind == "queries":
-            pair = refs.q_hbm.at[there], refs.q_tokens.at[here]
-            return [pltpu.make_async_copy(*pair, refs.token_semaphores.at[0])]
-        results = (refs.out_tokens, refs.out_hbm), (refs.lse_tokens, refs.lse_hbm)
+            done = refs.token_semaphores.at[0]
+            parts = self._parts(refs.q_tokens, here, refs.q_hbm, there)
+            return [pltpu.make_async_copy(hbm, x, done) for x, hbm in parts]
+        done, lse_done = (refs.token_semaphores.at[i] for i in (1, 2))
+        parts = self._parts(refs.out_tokens, here, refs.out_hbm, there)
         return [
-            pltpu.make_async_copy(x.at[here], hbm.at[there], refs.token_semaphores.at[1 + i])
-            for i, (x, hbm) in enumerate(results)
+            *(pltpu.make_async_copy(x, hbm, done) for x, hbm in parts),
+            pltpu.make_async_copy(refs.lse_tokens.at[here], refs.lse_hbm.at[there], lse_done),
+        ]
+
+    def _parts(self, tokens: Any, here: Any, hbm: Any, there: Any) -> list[tuple[Any, Any]]:
+        """Some tokens here and in HBM: of longer tiles, 128 numbers of each head at a time."""
+        if self.options.tile_q == 1:
+            return [(tokens.at[here], hbm.at[there])]
+        return [
+            (tokens.at[i, here], hbm.at[there, :, lanes]) for i, lanes in _lanes(tokens.shape[0])
         ]
 
     def _move(self, kind: str, do: str) -> None:
@@ -136,10 +152,12 @@ class TokenRows:
             refs.q[0, :, :, :width] = refs.q_tokens[0]
             return
 
-        for word in self._words(refs.q_tokens):
-            for i, x in enumerate(self._load(refs.q_tokens, word)):
-                head, rows = self._rows_of(refs.q_tokens, word, i)
-                refs.q[0, head, rows] = x
+        for part, lanes in _lanes(refs.q_tokens.shape[0]):
+            tokens = refs.q_tokens.at[part]
+            for word in self._words(tokens):
+                for i, x in enumerate(self._load(tokens, word)):
+                    head, rows = self._rows_of(tokens, word, i)
+                    refs.q[0, head, rows, lanes] = x
 
     def _words(self, tokens: Any) -> range:
         """The words of a token: query heads, or pairs of them. Strides want to begin at numbers."""
@@ -224,12 +242,13 @@ class TokenRows:
         """Start the copies of the tile's results; the core's last tile waits for them."""
         refs, options = self.refs, self.options
         if options.tile_q > 1:
-            width = refs.out_tokens.shape[2]
             count = heads_of_word(refs.out_tokens.dtype)
-            for word in self._words(refs.out_tokens):
-                places = [self._rows_of(refs.out_tokens, word, i) for i in range(count)]
-                heads = [refs.q[0, head, rows, :width] for head, rows in places]
-                self._store(refs.out_tokens, word, heads)
+            for part, lanes in _lanes(refs.out_tokens.shape[0]):
+                tokens = refs.out_tokens.at[part]
+                for word in self._words(tokens):
+                    places = [self._rows_of(tokens, word, i) for i in range(count)]
+                    heads = [refs.q[0, head, rows, lanes] for head, rows in places]
+                    self._store(tokens, word, heads)
         total = refs.lse_l[...]
         lse = refs.lse_m[...] + jnp.log2(jnp.where(total == 0.0, 1.0, total))  # NaN stay
         if options.tile_q == 1:
@@ -245,7 +264,7 @@ class TokenRows:
 
 def clear_padding(refs: Refs, options: Options, absent: float) -> None:
     """Tokens behind the last sequence: zeros, and `absent` for lse."""
-    total_q, size = refs.out_hbm.shape[0], refs.out_tokens.shape[0]
+    total_q, size = refs.out_hbm.shape[0], options.tile_q
     first = refs.cu_seqlens[refs.cu_seqlens.shape[0] - 1]
 
     @pl.when(first < total_q)
