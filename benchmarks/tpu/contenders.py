@@ -147,6 +147,50 @@ def blocksparse_causal(tokens: int, num_heads: int, head_dim: int, block: int) -
     return Problem(name, contenders, 2 * 2 * tokens * num_heads * head_dim)
 
 
+def with_bias(name: str, batch: Batch, heads: int = 1) -> Problem:
+    """Serving with a bias of one head or of all, bfloat16: no peer takes one."""
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = config_for(generation)
+
+        def call(q: Any, cache: Any, bias: Any, *tables: Any) -> Any:
+            cu_seqlens, seqused_k, block_table = tables
+            return flash_varlen(
+                q, cache, None, cu_seqlens, None, seqused_k, block_table, attn_bias=bias,
+                max_seqlen_q=max(batch.queries), causal=True, config=config,
+            )  # fmt: skip
+
+        bias = ShapeDtypeStruct((heads, batch.tokens, max(batch.keys)), jnp.bfloat16)
+        tables = batch.cu_seqlens, batch.seqused_k, batch.block_table
+        return call, (batch.q, batch.cache, bias, *tables)
+
+    return Problem(name, {"ours": build}, batch.live_bytes)
+
+
+def with_layout(name: str, batch: Batch, block: int) -> Problem:
+    """Serving with a block-sparse layout of all heads: the causal one."""
+    num_blocks = max(batch.keys) // block
+    rows = [np.arange(row + 1, dtype=np.int32) for row in range(num_blocks)]
+    crow = np.cumsum([0, *map(len, rows)]).astype(np.int32)[None]
+    col = np.concatenate(rows)[None]
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = config_for(generation)
+
+        def call(q: Any, cache: Any, crow: Any, col: Any, *tables: Any) -> Any:
+            cu_seqlens, seqused_k, block_table = tables
+            return blocksparse(
+                q, cache, None, crow, col, cu_seqlens, None, seqused_k, block_table,
+                q_block_size=block, k_block_size=block, max_seqlen_q=max(batch.queries),
+                causal=True, config=config,
+            )  # fmt: skip
+
+        tables = batch.cu_seqlens, batch.seqused_k, batch.block_table
+        return call, (batch.q, batch.cache, crow, col, *tables)
+
+    return Problem(name, {"ours": build}, batch.live_bytes)
+
+
 def backward_causal(tokens: int, num_heads: int, head_dim: int, block: int) -> Problem:
     """Gradients of q, k and v, packed: blocks of `block` keys, of which ours are computed on in
     steps of 512 as always, and splash's tiles of as many queries.
@@ -235,6 +279,11 @@ PROBLEMS = [
         Batch.equal(16, 4096, 1, 16, num_heads=128, num_kv_heads=1, head_dim=576),
         512,
     ),
+    with_bias("bias_mixed_63_and_512_page16", SERVED["mixed_63_and_512_page16"]),
+    with_bias("bias_prefill_b2_2048_page16", SERVED["prefill_b2_2048_page16"]),
+    with_bias("bias_of_heads_chunk_512_kv2048_page16", Batch((2048,), (512,), 16), heads=32),
+    with_layout("layout_mixed_63_and_512_block64", SERVED["mixed_63_and_512_page16"], 64),
+    with_layout("layout_prefill_b2_2048_block128", SERVED["prefill_b2_2048_page16"], 128),
     blocksparse_causal(4096, 8, 128, 512),
     blocksparse_causal(4096, 8, 128, 1024),
     backward_causal(4096, 8, 128, 512),

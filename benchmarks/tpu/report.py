@@ -29,6 +29,14 @@ CALLS = {
     ),
     MLA: ("latent decode 16 x 4096, 128 heads, 576/512", 1.0),
 }
+# without a peer: none takes a bias or a layout as it comes
+ALONE = {
+    "bias_mixed_63_and_512_page16": "63 decodes and a chunk of 512, bias of one head",
+    "bias_prefill_b2_2048_page16": "prefill 2 x 2048, bias of one head",
+    "bias_of_heads_chunk_512_kv2048_page16": "chunk of 512 at 2048, bias of 32 heads",
+    "layout_mixed_63_and_512_block64": "63 decodes and a chunk of 512, layout of blocks of 64",
+    "layout_prefill_b2_2048_block128": "prefill 2 x 2048, layout of blocks of 128",
+}
 CHIPS = ("v5e", "v6e", "tpu7x")
 
 
@@ -54,12 +62,30 @@ def _compared(
     return f"less than {ratio:.2f}", verdict if verdict == "met" else "open"
 
 
-def table() -> tuple[list[str], dict[str, set[str]]]:
-    """The table's lines, and the commits that ours and the peers' programs were counted at."""
+def _counted() -> dict[str, dict[str, Any]]:
+    """What was counted of each problem, by chips."""
     rows = {}
     for chip in CHIPS:
         document = json.loads((RESULTS / f"tpu-{chip}" / "schedules.json").read_text())
         rows[chip] = {row["problem"]: row for row in document["results"]}
+    return rows
+
+
+def alone() -> tuple[list[str], set[str]]:
+    """The lines of the table of calls without a peer, and the commits that they were counted at."""
+    rows = _counted()
+    shown = [f"| call, page 16 | {' | '.join(CHIPS)} |", "|---" * (1 + len(CHIPS)) + "|"]
+    commits = set()
+    for problem, call in ALONE.items():
+        counts = [rows[chip].get(problem, {}).get("ours") for chip in CHIPS]
+        commits |= {x["commit"] if x else "none" for x in counts}
+        shown.append(f"| {call} | {' | '.join(map(_shown, counts))} |")
+    return shown, commits
+
+
+def table() -> tuple[list[str], dict[str, set[str]]]:
+    """The table's lines, and the commits that ours and the peers' programs were counted at."""
+    rows = _counted()
     shown = [
         "| call | chip | ours: kernels + around | peer: kernels + around | ours / peer | bar | |",
         "|---|---|---|---|---|---|---|",
@@ -87,6 +113,9 @@ def table() -> tuple[list[str], dict[str, set[str]]]:
 def main() -> None:
     shown, commits = table()
     print(*shown, "", sep="\n")
+    without_peer, counted_at = alone()
+    print(*without_peer, "", sep="\n")
+    commits["those without a peer"] = counted_at
     for who, counted_at in commits.items():
         print(f"{who}: counted at {', '.join(sorted(counted_at))}")
 

@@ -20,3 +20,9 @@ def test_the_table_is_the_report_of_what_was_counted():
     assert "\n".join(lines) in (ROOT / "docs" / "tpu.md").read_text()
     assert "none" not in commits["ours"] | commits["peers"]
     assert all("not counted" not in line for line in lines)
+
+
+def test_calls_without_a_peer_are_those_that_were_counted():
+    lines, commits = _report().alone()
+    assert "\n".join(lines) in (ROOT / "docs" / "tpu.md").read_text()
+    assert "none" not in commits

@@ -87,6 +87,7 @@ FAMILIES = {
     "e4m3": Family(page_size=32, dtype=jnp.float8_e4m3fn, options=NARROW),
     "int8": Family(page_size=32, dtype=jnp.int8, options=NARROW),
     # by the width of rows
+    "d8": Family(8, page_size=128),
     "d16": Family(16, page_size=64),
     "d32": Family(32, page_size=64),
     "d64": Family(64),
@@ -96,6 +97,8 @@ FAMILIES = {
     "d192": Family(192),
     "d256": Family(256),
     "d512": Family(512),
+    "mixed_d8": Family(8, page_size=128, queries=100),
+    "mixed_d16": Family(16, page_size=64, queries=100),
     "mixed_d64": Family(64, page_size=32, queries=100),
     "mixed_d80": Family(80, queries=100),
     "mixed_d256": Family(256, queries=100),

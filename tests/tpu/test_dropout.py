@@ -12,9 +12,8 @@ GROUP, FIRST_KEY, SEQUENCE, FIRST_QUERY = 2, 128, 3, 5
 
 @pytest.mark.parametrize("tile_q, keys", [(8, 256), (128, 256), (64, 512), (256, 512)])
 @pytest.mark.parametrize("low_products_only", [False, True])
-@pytest.mark.parametrize("paired", [1, 2])
 @pytest.mark.parametrize("query_axis", [0, 1], ids=["queries_stay", "keys_stay"])
-def test_kernels_keep_what_the_reference_keeps(query_axis, paired, low_products_only, tile_q, keys):
+def test_kernels_keep_what_the_reference_keeps(query_axis, low_products_only, tile_q, keys):
     import jax.numpy as jnp
     import numpy as np
 
@@ -28,15 +27,14 @@ def test_kernels_keep_what_the_reference_keeps(query_axis, paired, low_products_
     )
     refs = types.SimpleNamespace(rng=[jnp.uint32(x) for x in words], tiles=tiles)
     options = types.SimpleNamespace(
-        tile_q=tile_q, paired=paired, group_size=GROUP, first_head=0, dropout_p=p, fold=1,
+        tile_q=tile_q, group_size=GROUP, first_head=0, dropout_p=p, fold=1,
         config=Config(low_products_only=low_products_only),
     )  # fmt: skip
     sizes = (tile_q * GROUP, keys)
     piece = Scores.of_piece(refs, options, 0, jnp.int32(FIRST_KEY), sizes, query_axis)
     kept = torch.from_numpy(np.array(piece.keep(1)) != 0)  # of the second KV head
     kept = kept if query_axis == 0 else kept.T
-    pairs = kept.reshape(GROUP // paired, tile_q, paired, keys)
-    heads = pairs.transpose(1, 2).reshape(GROUP, tile_q, keys)
+    heads = kept.reshape(GROUP, tile_q, keys)
     state = torch.tensor([seed, offset])
     query_len, key_len = FIRST_QUERY + tile_q, FIRST_KEY + keys
     expected = dropout_keep(state, p, SEQUENCE, 2 * GROUP, query_len, key_len)

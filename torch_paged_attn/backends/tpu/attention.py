@@ -19,11 +19,14 @@ from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
 from torch_paged_attn.backends.tpu.heads import SUBLANES, Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
-from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles
+from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles, layout_words
 from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
 from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.scalar_memory import MOST_WORDS
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
+from torch_paged_attn.backends.tpu.token_bias import readable
+from torch_paged_attn.backends.tpu.token_rows import heads_of_word
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -55,55 +58,41 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     if (reason := unsupported(call)) is not None:
         refuse(call.op, reason)
     total_q, num_heads, batch = call.total_q, call.num_heads, call.batch
-    layout = call.layout
     if total_q == 0 or batch == 0:
         out = jnp.zeros((total_q, num_heads, call.head_dim_v), call.result_dtype)
         return out, jnp.full((num_heads, total_q), -jnp.inf, jnp.float32)
 
     config = choose_config(config)
-    if call.attn_bias is not None:
-        config = config.with_bias()
     lengths, first_key = lengths_of(call)
-    widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
-    pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
-    compute_dtype = compute_dtype_of(call)
-    config = config.fit(
-        call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
-        pages.widths,
-        (compute_dtype.itemsize, pages.k.dtype.itemsize),
-    )
-    q = call.q.astype(compute_dtype)
+    pages, launches = _plan(call, config, lengths, first_key, interpret)
+    can_read = all(reads_tokens(call, pages, options) for options in launches)
+    if call.attn_bias is not None and not can_read:
+        # for each row of a tile
+        config = config.with_bias()
+        pages, launches = _plan(call, config, lengths, first_key, interpret)
+    q = call.q.astype(compute_dtype_of(call))
     factors = _factors(call)
-    tile_sizes = _tile_sizes(call.max_seqlen_q or total_q, call.group_size, config)
-    launches = [
-        dataclasses.replace(
-            _options_of_pages(call, config, pages, tile_q, interpret),
-            table_stride=pages.table_stride,
-        )
-        for tile_q in tile_sizes
-    ]
-    of_tokens = [_paired(options) for options in launches]
-    if all(reads_tokens(call, pages, options) for options in of_tokens):
-        out, lse = _attend_tokens(call, q, pages, lengths, factors, of_tokens)
+    if can_read:
+        out, lse = _attend_tokens(call, q, pages, lengths, factors, launches)
         return _to_storage(out, call.result_dtype, call.out_scale), base_e(lse).T
     q = _filled(q, pages)
-    is_short = lengths.query <= tile_sizes[0]
+    is_short = lengths.query <= launches[0].tile_q
 
     results = []
-    for tile_q, options in zip(tile_sizes, launches, strict=True):
-        is_whole = len(tile_sizes) > 1 and tile_q == tile_sizes[0]
+    for i, options in enumerate(launches):
+        is_whole = i < len(launches) - 1
         cut = cut_queries(
             lengths,
-            is_short if is_whole else (~is_short | (len(tile_sizes) == 1)),
+            is_short if is_whole else (~is_short | (len(launches) == 1)),
             total_q,
-            tile_q=tile_q,
+            tile_q=options.tile_q,
             is_whole=is_whole,
             window=call.window,
             num_cores=config.num_cores,
         )
         results.append(_attend_cut(call, q, pages, cut, factors, options))
     out, lse = results[-1]
-    if len(tile_sizes) > 1:
+    if len(launches) > 1:
         starts = call.cu_seqlens_q[1:]
         of_token = jnp.searchsorted(starts, jnp.arange(total_q), side="right")
         chosen = is_short[jnp.minimum(of_token, batch - 1)][:, None, None]
@@ -112,6 +101,32 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     out = out[..., : call.head_dim_v]
     out, lse = jnp.where(is_padding, 0, out), jnp.where(is_padding, -jnp.inf, base_e(lse))
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
+
+
+def _plan(
+    call: Call, config: Config, lengths: Lengths, first_key: Array, interpret: Any
+) -> tuple[Pages, list[Options]]:
+    """The keys, and what the call's launches are compiled for."""
+    layout, bias = call.layout, call.attn_bias
+    if bias is not None and bias.shape[0] > 1:
+        config = config.with_bias(256, 512)
+    widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
+    pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
+    config = config.fit(
+        call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
+        pages.widths,
+        (compute_dtype_of(call).itemsize, pages.k.dtype.itemsize),
+        (0 if bias is None else bias.shape[0], call.group_size),
+        pages.fold,
+    )
+    tile_sizes = _tile_sizes(call.max_seqlen_q or call.total_q, call.group_size, config)
+    return pages, [
+        dataclasses.replace(
+            _options_of_pages(call, config, pages, tile_q, interpret),
+            table_stride=pages.table_stride,
+        )
+        for tile_q in tile_sizes
+    ]
 
 
 def _filled(q: Array, pages: Pages) -> Array:
@@ -192,19 +207,14 @@ def choose_options(
         most_k = min(most_k, -(-(call.window.left + tile_q) // unit) * unit)
     block_k = max(1, most_k // unit) * unit
     step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
-    block_k, edge_k = block_k // step_k * step_k, step_k
-    # with a bias every step is masked
-    while call.attn_bias is None and edge_k % (2 * unit) == 0:
-        edge_k //= 2
-        if edge_k <= config.step_k:
-            break
-    return Options(
+    block_k = block_k // step_k * step_k
+    options = Options(
         tile_q=tile_q,
         group_size=group_size,
         stack=stack,
         block_k=block_k,
         step_k=step_k,
-        edge_k=edge_k,
+        edge_k=step_k,
         config=config,
         softmax_scale=call.scale,
         softcap=float(call.softcap),
@@ -218,30 +228,41 @@ def choose_options(
         interpret=interpret,
         fold=fold,
     )
+    # with a bias laid out for every row, steps are masked as they are
+    edge_k = step_k if call.attn_bias is not None else _halved(options, unit)
+    return dataclasses.replace(options, edge_k=edge_k)
 
 
-def _paired(options: Options) -> Options:
-    """As `token_rows.py` has rows: of numbers of 16 bits, two share a register's row."""
-    paired = 4 // options.compute_dtype.itemsize if options.tile_q > 1 else 1
-    return dataclasses.replace(options, paired=paired)
+def _halved(options: Options, unit: int) -> int:
+    """Keys of a step that is masked: multiples of `unit`, half of a step or less."""
+    edge_k = options.step_k
+    while edge_k % (2 * unit) == 0:
+        edge_k //= 2
+        if edge_k <= options.config.step_k:
+            break
+    return edge_k
 
 
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
     rows = options.group_size * options.tile_q
-    slopes = call.alibi_slopes
+    slopes, layout = call.alibi_slopes, call.layout
+    if layout is not None:
+        # its words lie in the scalar core's memory, beside other tables
+        is_small = 4 * layout.num_words(options.block_k) <= MOST_WORDS
+        if layout.num_heads > 1 or not is_small:
+            return False
     return (
-        call.layout is None
-        and call.attn_bias is None
-        and all(width % LANES == 0 for width in pages.widths)
+        all(width % LANES == 0 for width in pages.widths)
         and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
         and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
         and rows * pages.fold % SUBLANES == 0
-        # loads with strides are of whole registers, and of rows of 128 numbers
-        and (options.tile_q == 1 or (options.tile_q >= SUBLANES and set(pages.widths) == {LANES}))
-        and options.group_size % options.paired == 0
+        # loads with strides are of whole registers
+        and (options.tile_q == 1 or (options.tile_q >= SUBLANES))
+        # and of words of 32 bits, with the numbers of as many heads
+        and (options.tile_q == 1 or call.num_heads % heads_of_word(options.compute_dtype) == 0)
     )
 
 
@@ -271,11 +292,18 @@ def _attend_tokens(
             options.group_size,
             options.tile_q,
             unit=math.gcd(SUBLANES, options.group_size * options.tile_q),
-            paired=options.paired,
         )
-        modifiers = _modifiers(call, heads, factors, fold)
+        if call.attn_bias is not None:
+            unit = math.lcm(keys_per_step(pages.page_size, fold), options.block_sizes[1])
+            options = dataclasses.replace(options, edge_k=_halved(options, unit))
+        modifiers, words = _modifiers(call, heads, factors, fold), None
+        if call.attn_bias is not None:
+            bias = readable(call.attn_bias, options.tile_q, options.block_k)
+            modifiers = modifiers._replace(bias=bias)
+        if call.layout is not None:
+            words = layout_words(call.layout, options.block_k)
         bounds = call.cu_seqlens_q.astype(jnp.int32), lengths.key
-        results = attend_tokens(q, results, pages, bounds, modifiers, options)
+        results = attend_tokens(q, results, pages, bounds, modifiers, words, options)
     assert results is not None
     out, lse = results
     return out[..., : call.head_dim_v], lse[:, 0, : call.num_heads]

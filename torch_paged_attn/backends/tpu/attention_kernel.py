@@ -23,11 +23,12 @@ from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu.dropout import kept
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
-from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.layout_mask import LayoutMask, word_of
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
 from torch_paged_attn.backends.tpu.scores import Scores
 from torch_paged_attn.backends.tpu.softmax import FLOOR, MASKED, Softmax, across, product
+from torch_paged_attn.backends.tpu.token_bias import TokenBias
 from torch_paged_attn.backends.tpu.token_rows import TokenRows, clear_padding, plan_tiles
 
 
@@ -133,7 +134,13 @@ class TileAttention:
 
     def attend_block(self, block: Array, slot: Array, turn: Array) -> None:
         """Fold the block of keys that lies in buffer `slot` into the softmax."""
-        first = block * self.loader.block_k
+        refs, first = self.refs, block * self.loader.block_k
+        if refs.bias_rows is not None:
+            TokenBias(refs, self.options, self.tile).arrange(slot)
+        if refs.layout_words is not None:
+            for i in range(refs.layout.shape[2]):
+                refs.layout[0, 0, i] = word_of(refs, self.options, self.tile, block, i)
+            turn = jnp.int32(0)
 
         def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
             self._attend(first, slot, place, width, layout, masked)
@@ -173,10 +180,11 @@ class TileAttention:
             ]
 
         def attend_heads(heads: list[Any]) -> None:
-            biases = [
-                loader.bias_of(slot, head, place, width) if refs.bias is not None else None
-                for head in heads
-            ]
+            biases: list[Array | None] = [None] * len(heads)
+            if refs.bias_rows is not None:
+                biases = [TokenBias(refs, options, self.tile).of(x, place, width) for x in heads]
+            elif refs.bias is not None:
+                biases = [loader.bias_of(slot, head, place, width) for head in heads]
             keys = [stored(refs.k_buffers, head) for head in heads]
             if refs.v_buffers is None:
                 width_v = self.softmax.acc.shape[2]

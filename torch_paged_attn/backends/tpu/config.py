@@ -32,22 +32,35 @@ class Config:
     vmem_bytes: int = 100 * MIB
     low_products_only: bool = False  # vectors multiply 32 x 32 bits, but for the high half
 
-    def fit(self, num_kv_heads: int, widths: tuple[int, int], sizes: tuple[int, int]) -> "Config":
+    def fit(
+        self,
+        num_kv_heads: int,
+        widths: tuple[int, int],
+        sizes: tuple[int, int],
+        of_bias: tuple[int, int] = (0, 1),
+        fold: int = 1,
+    ) -> "Config":
         """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
         smallest do not, there are fewer blocks at a time.
 
         `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
-        of one that is stored.
+        of one that is stored. `of_bias`: the heads of a bias that is read where it lies, and the
+        heads that share a row of a bias of one. `fold`: keys of a row, for each of which queries
+        stand in a tile once more.
         """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
         # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
-        row = 2 * computed * (width + width_v) + 4 * (2 * LANES + width_v)
+        row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
         tile = num_kv_heads * self.tile_rows * row
-        block = self.num_buffers * num_kv_heads * self.block_k * stored * (width + width_v)
+        block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
+        block = block_rows * stored * (width + width_v)
         in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
         scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
-        if tile + block + scores <= self.vmem_bytes:
+        bias_heads, group_size = of_bias
+        bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
+        bias = 4 * bias_rows * self.block_k
+        if tile + block + scores + bias <= self.vmem_bytes:
             return self
         if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
             smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
@@ -58,7 +71,7 @@ class Config:
             smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
         else:
             return self
-        return smaller.fit(num_kv_heads, widths, sizes)
+        return smaller.fit(num_kv_heads, widths, sizes, of_bias, fold)
 
     def with_longer_blocks(
         self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
@@ -106,12 +119,11 @@ class Config:
             return None
         return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
 
-    def with_bias(self) -> "Config":
+    def with_bias(self, tile_rows: int = 128, block_k: int = 256) -> "Config":
         """Smaller sizes for a call with a bias, of which a block has a float for each score."""
-        block_k = min(self.block_k, 256)
-        return dataclasses.replace(
-            self, block_k=block_k, step_k=min(self.step_k, block_k), tile_rows=128
-        )
+        block_k = min(self.block_k, block_k)
+        step_k = min(self.step_k, block_k)
+        return dataclasses.replace(self, block_k=block_k, step_k=step_k, tile_rows=tile_rows)
 
 
 # by `device_kind`

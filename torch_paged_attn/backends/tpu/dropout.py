@@ -86,8 +86,7 @@ class Dropout:
             of_rows = OfRows(
                 *(jnp.where(part < j, x, y) for x, y in zip(of_rows, others, strict=True))
             )
-        if self.options.tile_q * self.options.paired % LANES == 0:
-            # rows of one head, or of two in turns
+        if self.options.tile_q % LANES == 0:  # rows of one head
             row = lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 0) + first_row
             first = self._of_rows(row + part * height).first
             of_rows = of_rows._replace(first=first[None])
@@ -142,10 +141,9 @@ class Dropout:
         return counter.astype(jnp.uint32)
 
     def _of_rows(self, row: Array) -> OfRows:
-        tile_q, paired, tiles = self.options.tile_q, self.options.paired, self.refs.tiles
-        query = tiles.first_query[self.tile] + ((row >> (paired - 1)) & (tile_q - 1))
-        of_group = lax.shift_right_logical(row, (tile_q * paired).bit_length() - 1)
-        of_group = of_group * paired + (row & (paired - 1))
+        tile_q, tiles = self.options.tile_q, self.refs.tiles
+        query = tiles.first_query[self.tile] + (row & (tile_q - 1))
+        of_group = lax.shift_right_logical(row, tile_q.bit_length() - 1)
         head = self.options.first_head + self.head * self.options.group_size + of_group
         head = (tiles.sequence[self.tile] << 16) | head
         return self._philox.of_rows(query.astype(jnp.uint32), head.astype(jnp.uint32))

@@ -23,7 +23,6 @@ class Heads:
     group_size: int
     tile_q: int
     unit: int = SUBLANES  # rows are padded to multiples of it
-    paired: int = 1  # heads of a group whose rows stand alternately
 
     def pad(self, rows: Array, value: float = 0.0) -> Array:
         """(..., rows, n), padded to whole units."""
@@ -63,9 +62,8 @@ class Heads:
 
     def of_heads(self, values: Array, fold: int = 1) -> Array:
         """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1), all rows `fold` times."""
-        pairs = self.group_size // self.paired, 1, self.paired
-        x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, *pairs)
-        x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q, self.paired))
+        x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, self.group_size, 1)
+        x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q))
         return jnp.tile(self.pad(x.reshape(*x.shape[:2], -1, 1)), (1, 1, fold, 1))
 
     def of_bias(self, bias: Array, cut: Cut, block_k: int) -> Array:

@@ -32,10 +32,10 @@ class Options:
     fold: int = 1  # keys of a row of `k_buffers`
     table_stride: int = 0  # entries of each sequence in the table; `table_start` has others
     # where the kernel reads tokens as they lie (`token_rows.py`)
-    paired: int = 1  # query heads whose rows stand alternately
     least_queries: int = 1  # of the sequences that the launch is for
     most_queries: int = 2**30
     clears_padding: bool = False
+    layout_shape: tuple[int, int] = (0, 0)  # rows and words of each, of a layout as it lies
 
 
 class Refs(NamedTuple):
@@ -56,7 +56,8 @@ class Refs(NamedTuple):
     out_factor: Any = None  # (batch * num_kv_heads,)
     sinks: Any = None  # (1, num_kv_heads, rows, 1), in base 2, as are slopes and bias
     slopes: Any = None  # (1, num_kv_heads, rows, 1)
-    bias: Any = None  # (num_tiles, 1 or num_kv_heads, rows, keys)
+    # (num_tiles, 1 or num_kv_heads, rows, keys); with tokens as they lie (1 or heads, tokens, keys)
+    bias: Any = None
     rng: Any = None  # the seed's low and high word, and the offset
     # outputs of a tile
     out: Any = None  # (1, num_kv_heads, rows, head_dim_v)
@@ -76,13 +77,16 @@ class Refs(NamedTuple):
     cu_seqlens: Any = None  # (batch + 1,)
     key_lens: Any = None  # (batch,)
     num_tiles: Any = None  # (1,)
-    q_tokens: Any = None  # (tile_q, num_heads, head_dim), or the heads of a token as (kv, rows)
+    # (head_dim // LANES, tile_q, num_heads, LANES), of one token (1, kv, rows, head_dim)
+    q_tokens: Any = None
     out_hbm: Any = None  # (total_q, num_heads, head_dim_v), or heads as above
-    out_tokens: Any = None  # (tile_q, ...) of it
+    out_tokens: Any = None  # as `q_tokens`
     lse_hbm: Any = None  # (total_q, 1, LANES), in base 2, a lane for a head
     lse_tokens: Any = None  # (tile_q, 1, LANES)
     earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch
     earlier_lse: Any = None
+    layout_words: Any = None  # (layouts * rows * blocks,); `layout` is of one tile and block then
+    bias_rows: Any = None  # (1 or num_heads, tile_q, block_k), of one token (1, heads, block_k)
     lse_m: Any = None  # (rows, LANES) maxima and sums of the heads, each in its lane
     lse_l: Any = None
     token_semaphores: Any = None  # of queries, of out, of lse

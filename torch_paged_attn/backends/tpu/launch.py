@@ -1,5 +1,6 @@
 """The launch of the attention kernel: where each operand lies, and which part a grid step gets."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -15,11 +16,12 @@ from torch_paged_attn.backends.tpu.attention_kernel import (
 )
 from torch_paged_attn.backends.tpu.config import LANES, Config
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.layout_mask import TileLayout
+from torch_paged_attn.backends.tpu.layout_mask import TileLayout, num_rows
 from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.ring import Cursor
 from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import Tiles
+from torch_paged_attn.backends.tpu.token_bias import rows_of_copy
 
 
 class Modifiers(NamedTuple):
@@ -28,7 +30,8 @@ class Modifiers(NamedTuple):
     Stacked KV heads count as one, but in `score_scale` and `out_factor`.
     """
 
-    bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2
+    # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2; or of tokens as they lie
+    bias: Array | None
     sinks: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
     slopes: Array | None  # (1 or batch, num_kv_heads, rows, 1), in base 2
     score_scale: Array | None  # (batch * num_kv_heads,)
@@ -162,6 +165,7 @@ def attend_tokens(
     pages: Pages,
     lengths: tuple[Array, Array],
     modifiers: Modifiers,
+    words: Array | None,
     options: Options,
 ) -> tuple[Array, Array]:
     """`q` (total_q, num_heads, head_dim) to out of that shape, and to base-2 lse
@@ -170,6 +174,8 @@ def attend_tokens(
 
     Where a row of keys holds several, a KV head's queries stand there as often (`Heads.folded`),
     and a row of out begins with the values' width.
+
+    `words` are those of `layout_words`. The bias is `token_bias.readable`.
 
     What an earlier launch has written is in `results`, whose memory is given away. `lengths` are
     cu_seqlens_q and the numbers of keys.
@@ -195,13 +201,16 @@ def attend_tokens(
         "cu_seqlens": cu_seqlens,
         "key_lens": key_lens,
     }
+    if words is not None:
+        options = dataclasses.replace(options, layout_shape=(words.shape[1], words.shape[2]))
+        scalars["layout_words"] = words.reshape(-1)
     inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), anywhere)}
     inputs["k_hbm"] = pages.k, anywhere
     if pages.v is not None:
         inputs["v_hbm"] = pages.v, anywhere
     for name, x in modifiers._asdict().items():
         if x is not None:
-            spec = pl.BlockSpec(memory_space=pltpu.SMEM)
+            spec = anywhere if name == "bias" else pl.BlockSpec(memory_space=pltpu.SMEM)
             if name in ("sinks", "slopes"):
                 spec = pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
             inputs[name] = x, spec
@@ -213,17 +222,21 @@ def attend_tokens(
         inputs["earlier_out"] = results[0].reshape(out.shape), anywhere
         inputs["earlier_lse"] = results[1], anywhere
 
+    def in_parts(heads: tuple[int, ...], width: int) -> tuple[int, ...]:
+        of_tile = tile_q, *heads
+        return (*of_tile, width) if tile_q == 1 else (width // LANES, *of_tile, LANES)
+
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_lse = (rows if tile_q == 1 else tile_q * options.paired, LANES)
+    of_lse = (rows if tile_q == 1 else tile_q, LANES)
     of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
     if pages.shared:
         of_values = {}
     scratch: dict[str, Any] = {
         **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
-        "q_tokens": pltpu.VMEM((tile_q, *of_queries, q.shape[-1]), q.dtype),
+        "q_tokens": pltpu.VMEM(in_parts(of_queries, q.shape[-1]), q.dtype),
         "q": pltpu.VMEM((1, heads, rows * options.fold, width_k), q.dtype),
-        "out_tokens": pltpu.VMEM((tile_q, *of_token, width_v), options.out_dtype),
+        "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
         "lse_m": pltpu.VMEM(of_lse, jnp.float32),
         "lse_l": pltpu.VMEM(of_lse, jnp.float32),
@@ -236,7 +249,22 @@ def attend_tokens(
         "acc": pltpu.VMEM((heads, rows * options.fold, width_v), jnp.float32),
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
-    require_room("flash_varlen", scalars, inputs, scratch)
+    if words is not None:
+        touched = num_rows(tile_q, options.block_sizes[0])
+        scratch |= {
+            "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
+            "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
+            "layout": pltpu.SMEM((1, 1, touched), jnp.int32),
+        }
+    if modifiers.bias is not None:
+        of_bias, dtype = modifiers.bias.shape[0], modifiers.bias.dtype
+        copied = rows_of_copy(tile_q, dtype)
+        arranged = (1, of_bias) if tile_q == 1 else (of_bias, tile_q)
+        copied_shape = num_buffers, of_bias, copied, options.block_k
+        scratch["bias_buffers"] = pltpu.VMEM(copied_shape, dtype)
+        scratch["bias_rows"] = pltpu.VMEM((*arranged, options.block_k), jnp.float32)
+    op = "flash_varlen" if words is None else "blocksparse"
+    require_room(op, scalars, inputs, scratch)
     names = (*scalars, *inputs, "out_hbm", "lse_hbm", *scratch)
     out, lse = pl.pallas_call(
         functools.partial(
@@ -253,6 +281,6 @@ def attend_tokens(
         input_output_aliases=aliases,
         compiler_params=compiler_params(config),
         interpret=options.interpret,
-        name=f"paged_attn_flash_varlen_q{tile_q}",
+        name=f"paged_attn_{op}_q{tile_q}",
     )(*scalars.values(), *(x for x, _ in inputs.values()))
     return out.reshape(total_q, num_heads, width_v), lse

@@ -6,13 +6,16 @@ computed on the device, and take a bit of memory for each block of the layout.
 """
 
 import dataclasses
+import functools
+import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
+from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.tiles import Tiles, busy_from
 
 WORD = 32
@@ -30,6 +33,15 @@ class Layout(NamedTuple):
     @property
     def num_heads(self) -> int:
         return self.crow.shape[-2]
+
+    def num_words(self, block_k: int) -> int:
+        """How many numbers `layout_words` has."""
+        *layouts, bounds = self.crow.shape
+        return math.prod(layouts) * (bounds - 1) * self.num_blocks(block_k)
+
+    def num_blocks(self, block_k: int) -> int:
+        """Blocks of `block_k` keys."""
+        return max(1, -(-self.max_keys // block_k))
 
 
 class TileLayout(NamedTuple):
@@ -66,7 +78,7 @@ def lay_out_tiles(
 ) -> tuple[Tiles, TileLayout]:
     """The tiles, repeated for each of the layout's heads, and the blocks that they visit."""
     q_block_size, k_block_size = layout.q_block_size, layout.k_block_size
-    num_blocks = max(1, -(-layout.max_keys // block_k))
+    num_blocks = layout.num_blocks(block_k)
     words = _words(layout.crow, layout.col, num_blocks, block_k // k_block_size)
     words = words if words.ndim == 4 else words[None]
     of_batch = tiles.sequence if words.shape[0] > 1 else jnp.zeros_like(tiles.sequence)
@@ -96,6 +108,52 @@ def lay_out_tiles(
         num_visits,
         of_turn.reshape(num_tiles * heads, num_blocks, -1),
     )
+
+
+def layout_words(layout: Layout, block_k: int) -> Array:
+    """A layout of all heads as (layouts, rows, words), a word for each block of keys: of no tile,
+    so that XLA computes it once for all layers.
+    """
+    num_blocks = layout.num_blocks(block_k)
+    words = _words(layout.crow, layout.col, num_blocks, block_k // layout.k_block_size)
+    return words.reshape(-1, *words.shape[-2:])
+
+
+def word_of(refs: Refs, options: Options, tile: Array, block: Array, i: int) -> Array:
+    """The block's word of the i-th row of the layout that the tile may touch, from those of
+    `layout_words`.
+    """
+    tiles, (num_rows, num_blocks) = refs.tiles, options.layout_shape
+    position, shift = tiles.position[tile], options.block_sizes[0].bit_length() - 1
+    row = (position >> shift) + i
+    # rows behind the tile's last position are not its own
+    is_row = (row >= 0) & (row < num_rows)
+    is_row &= row <= (position + (options.tile_q - 1)) >> shift
+    first = jnp.int32(0)
+    if refs.layout_words.shape[0] > num_rows * num_blocks:
+        first = tiles.sequence[tile] * num_rows
+    word = refs.layout_words[(first + jnp.clip(row, 0, num_rows - 1)) * num_blocks + block]
+    return jnp.where(is_row, word, 0)
+
+
+def list_blocks(refs: Refs, options: Options, tile: Array) -> Array:
+    """Write `refs.visits` of the tile, the blocks of keys that it sees; how many there are."""
+    tiles, (_, num_blocks) = refs.tiles, options.layout_shape
+    rows = range(num_rows(options.tile_q, options.block_sizes[0]))
+    block_k = jnp.int32(options.block_k)
+
+    def look(block: Array, count: Array) -> Array:
+        words = [word_of(refs, options, tile, block, i) for i in rows]
+        is_visited = functools.reduce(operator.or_, words) != 0
+        # written over by the next one that is visited
+        refs.visits[tile * num_blocks + count] = block
+        return count + jnp.where(is_visited, 1, 0)
+
+    first = lax.div(tiles.start[tile], block_k)
+    stop = lax.div(tiles.stop[tile] + (block_k - 1), block_k)
+    count = lax.fori_loop(first, stop, look, jnp.int32(0))
+    refs.num_visits[tile] = count
+    return count
 
 
 @dataclasses.dataclass(frozen=True)

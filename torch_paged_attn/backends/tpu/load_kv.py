@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.ring import Ring
+from torch_paged_attn.backends.tpu.token_bias import TokenBias
 
 # of a block: copies of so many are started without a look whether any of them is needed
 MOST_PAGES = 64
@@ -96,6 +97,8 @@ class KvLoader(Ring):
         return self.refs.bias_buffers[slot, head, :, pl.ds(place * width, width)]
 
     def _bias_copy(self, tile: Array, block: Array, slot: Array) -> Any:
+        if self.refs.bias_rows is not None:
+            return TokenBias(self.refs, self.options, tile).copy(block, slot)
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
         heads = pl.ds(0, self.refs.bias.shape[1])
         if self.options.heads_apart > 1:

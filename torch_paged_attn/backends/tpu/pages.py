@@ -1,9 +1,9 @@
 """Keys and values are laid out as pages, which one DMA loads whole, all heads of a page together.
 
-A paged cache is read where it is. Rows of 64, 32 or 16 numbers are read as rows of whole lanes that
-hold several keys each: the same memory where it was allocated as such rows (`packed_shape`). Packed
-sequences, and pages that are no whole number of register tiles, are copied into pages by XLA first:
-one more pass over the keys.
+A paged cache is read where it is. Rows of 64, 32, 16 or 8 numbers are read as rows of whole lanes,
+which hold several keys each: the same memory where it was allocated as such rows (`packed_shape`).
+Packed sequences, and pages that are no whole number of register tiles, are copied into pages by XLA
+first: one more pass over the keys.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
 REPAGED = 128  # keys in a page of our own
 SUBLANES = 8
-LEAST_NUMBERS = 16  # of a row that is packed with others
+LEAST_NUMBERS = 8  # of a row that is packed with others
 
 
 class Pages(NamedTuple):

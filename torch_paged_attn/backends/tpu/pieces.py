@@ -52,7 +52,8 @@ class Pieces:
         self, first: Array, turn: Array, attend: Attend, place: Array, width: int
     ) -> None:
         """A piece of which every row sees every key is attended to at once; of others the halves
-        are looked at in the same way, and at last those of `edge_k` keys are masked.
+        are looked at in the same way, and at last those of `edge_k` keys are masked. A bias, which
+        may hide any key, masks every piece.
         """
         tiles, edge_k = self.refs.tiles, self.options.edge_k
         first_key = first + place * width
@@ -81,10 +82,11 @@ class Pieces:
             body = walk_half if is_large else attend_edge
             lax.fori_loop(before + start, before + stop, body, None)
 
-        if self.refs.bias is not None:
+        reads_bias = self.refs.bias_rows is not None
+        if self.refs.bias is not None and not reads_bias:
             walk_parts()
         else:
-            pl.when(is_full)(lambda: attend(place, width, None, False))
+            pl.when(is_full)(lambda: attend(place, width, None, reads_bias))
             pl.when(~is_full)(walk_parts)
 
 

@@ -54,10 +54,7 @@ class Scores:
     @property
     def token(self) -> Array:
         """The row's token within the tile."""
-        return self._token_of(self.row)
-
-    def _token_of(self, row: Array) -> Array:
-        return (row >> (self.options.paired - 1)) & (self.options.tile_q - 1)
+        return self.row & (self.options.tile_q - 1)
 
     def of(
         self, head: Any, products: Array, scale: Any, bias: Array | None

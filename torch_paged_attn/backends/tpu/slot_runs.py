@@ -183,8 +183,8 @@ class RunWriter(CacheWriter):
         _, most, per_token, numbers = rows.shape
         paired = 2 if rows.dtype == jnp.bfloat16 else 1
         if self.interpret or numbers != LANES:  # which knows no refs of another shape or type
-            these = pl.ds(first, self.height, stride=self.fold) if self.fold > 1 else slice(None)
-            found = [rows[slot, these, i].astype(jnp.float32) for i in range(per_token)]
+            these = slice(first, first + self.height * self.fold, self.fold)
+            found = [rows[slot, :, i][these].astype(jnp.float32) for i in range(per_token)]
         else:
             flat = rows.at[slot]
             if paired > 1:

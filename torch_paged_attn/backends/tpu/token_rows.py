@@ -2,8 +2,8 @@
 
 The kernel works out its tiles by itself, on the scalar core, so that XLA has nothing to do before
 it. A DMA brings a tile's tokens, all heads of each; what a KV head computes on is picked out of
-them by loads with strides. Two heads of 16 bits share a register's row: where numbers have 16 bits,
-the rows of a KV head are `(pair of heads, token, head of the pair)`, else `(head, token)`.
+them by loads with strides. These want rows of 128 numbers: wider heads arrive in parts. They load
+words of 32 bits: of numbers of 16 bits, two heads at a time, which are taken apart.
 """
 
 import dataclasses
@@ -14,7 +14,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.layout_mask import list_blocks
+
+UPPER = -(1 << 16)  # of a word of 32 bits
+
+
+def heads_of_word(dtype: Any) -> int:
+    """Heads of a token whose numbers share words of 32 bits."""
+    return 4 // jnp.dtype(dtype).itemsize
+
+
+def _lanes(parts: int) -> list[tuple[int, Any]]:
+    """Parts of 128 numbers, as loads with strides take them."""
+    return [(i, pl.ds(i * LANES, LANES)) for i in range(parts)]
 
 
 def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
@@ -42,6 +56,8 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
             tiles.full_start[count] = window.start(last)
             tiles.full_stop[count] = window.stop(position, key_len)
             tiles.stop[count] = jnp.where(is_busy, stop, 0)
+            if refs.layout_words is not None:
+                list_blocks(refs, options, count)
             return count + 1
 
         of_sequence = lax.div(length + (tile_q - 1), jnp.int32(tile_q))
@@ -60,6 +76,8 @@ def plan_tiles(refs: Refs, options: Options, num_tiles: int) -> None:
     def find_busy(i: Array, _: None) -> None:
         tile = count - 1 - i
         is_busy = tiles.start[tile] < tiles.stop[tile]
+        if refs.layout_words is not None:
+            is_busy = refs.num_visits[tile] > 0
         tiles.busy_from[tile] = jnp.where(is_busy, tile, tiles.busy_from[tile + num_cores])
 
     lax.fori_loop(0, count, find_busy, None)
@@ -85,12 +103,22 @@ class TokenRows:
         refs = self.refs
         here, there = pl.ds(first, count), pl.ds(at, count)
         if kind == "queries":
-            pair = refs.q_hbm.at[there], refs.q_tokens.at[here]
-            return [pltpu.make_async_copy(*pair, refs.token_semaphores.at[0])]
-        results = (refs.out_tokens, refs.out_hbm), (refs.lse_tokens, refs.lse_hbm)
+            done = refs.token_semaphores.at[0]
+            parts = self._parts(refs.q_tokens, here, refs.q_hbm, there)
+            return [pltpu.make_async_copy(hbm, x, done) for x, hbm in parts]
+        done, lse_done = (refs.token_semaphores.at[i] for i in (1, 2))
+        parts = self._parts(refs.out_tokens, here, refs.out_hbm, there)
         return [
-            pltpu.make_async_copy(x.at[here], hbm.at[there], refs.token_semaphores.at[1 + i])
-            for i, (x, hbm) in enumerate(results)
+            *(pltpu.make_async_copy(x, hbm, done) for x, hbm in parts),
+            pltpu.make_async_copy(refs.lse_tokens.at[here], refs.lse_hbm.at[there], lse_done),
+        ]
+
+    def _parts(self, tokens: Any, here: Any, hbm: Any, there: Any) -> list[tuple[Any, Any]]:
+        """Some tokens here and in HBM: of longer tiles, 128 numbers of each head at a time."""
+        if self.options.tile_q == 1:
+            return [(tokens.at[here], hbm.at[there])]
+        return [
+            (tokens.at[i, here], hbm.at[there, :, lanes]) for i, lanes in _lanes(tokens.shape[0])
         ]
 
     def _move(self, kind: str, do: str) -> None:
@@ -124,50 +152,58 @@ class TokenRows:
             refs.q[0, :, :, :width] = refs.q_tokens[0]
             return
 
-        for head, i in self._runs(refs.q_tokens):
-            refs.q[0, head, self._part(i)] = self._load(refs.q_tokens, head, i)
+        for part, lanes in _lanes(refs.q_tokens.shape[0]):
+            tokens = refs.q_tokens.at[part]
+            for word in self._words(tokens):
+                for i, x in enumerate(self._load(tokens, word)):
+                    head, rows = self._rows_of(tokens, word, i)
+                    refs.q[0, head, rows, lanes] = x
 
-    def _per_head(self, tokens: Any) -> int:
-        """Query heads, or pairs of them, that these tokens have for a KV head."""
-        return tokens.shape[1] // self.refs.q.shape[1] // self.options.paired
+    def _words(self, tokens: Any) -> range:
+        """The words of a token: query heads, or pairs of them. Strides want to begin at numbers."""
+        return range(tokens.shape[1] // heads_of_word(tokens.dtype))
 
-    def _runs(self, tokens: Any) -> list[tuple[int, int]]:
-        """KV heads, and the query heads or the pairs of each: strides want to begin at numbers."""
-        per_head = range(self._per_head(tokens))
-        return [(head, i) for head in range(self.refs.q.shape[1]) for i in per_head]
+    def _rows_of(self, tokens: Any, word: int, i: int) -> tuple[int, slice]:
+        """The KV head of a word's i-th query head, and this one's rows there."""
+        per_head = tokens.shape[1] // self.refs.q.shape[1]
+        head, of_group = divmod(word * heads_of_word(tokens.dtype) + i, per_head)
+        tile_q = self.options.tile_q
+        return head, slice(of_group * tile_q, (of_group + 1) * tile_q)
 
-    def _part(self, i: int) -> slice:
-        """Rows of the i-th query head of a group, or of its i-th pair."""
-        size = self.options.tile_q * self.options.paired
-        return slice(i * size, (i + 1) * size)
-
-    def _strided(self, tokens: Any, head: int, i: int) -> tuple[Any, Any]:
-        """Tokens as rows of 32 bits, and those of one head, or of a pair."""
-        options, (tile_q, num_heads, width) = self.options, tokens.shape
-        per_token = num_heads // options.paired
-        first = head * self._per_head(tokens) + i
-        if options.paired > 1:
+    def _strided(self, tokens: Any, word: int) -> tuple[Any, Any]:
+        """Tokens as rows of words of 32 bits, and the rows of one word."""
+        tile_q, num_heads, width = tokens.shape
+        num_words = num_heads // heads_of_word(tokens.dtype)
+        if num_words < num_heads:
             tokens = tokens.bitcast(jnp.int32)
-        return tokens.reshape(tile_q * per_token, width), pl.ds(first, tile_q, stride=per_token)
+        return tokens.reshape(tile_q * num_words, width), pl.ds(word, tile_q, stride=num_words)
 
-    def _load(self, tokens: Any, head: int, i: int) -> Array:
-        options = self.options
-        if options.interpret:  # which knows no refs of another shape or type
-            first = (head * self._per_head(tokens) + i) * options.paired
-            return tokens[:, pl.ds(first, options.paired)].reshape(-1, tokens.shape[2])
-        rows, which = self._strided(tokens, head, i)
+    def _load(self, tokens: Any, word: int) -> list[Array]:
+        """The rows (tile_q, n) of a word's heads."""
+        count = heads_of_word(tokens.dtype)
+        if self.options.interpret:  # which knows no refs of another shape or type
+            return [tokens[:, word * count + i] for i in range(count)]
+        rows, which = self._strided(tokens, word)
         x = rows[which, :]
-        return pltpu.bitcast(x, tokens.dtype) if options.paired > 1 else x
+        if count == 1:
+            return [x]
+        # bfloat16 is the upper half of a float32
+        halves = x << 16, x & UPPER
+        return [lax.bitcast_convert_type(x, jnp.float32).astype(tokens.dtype) for x in halves]
 
-    def _store(self, tokens: Any, head: int, i: int, x: Array) -> None:
-        options = self.options
-        if options.interpret:
-            first = (head * self._per_head(tokens) + i) * options.paired
-            x = x.reshape(options.tile_q, options.paired, -1)
-            tokens[:, pl.ds(first, options.paired)] = x
+    def _store(self, tokens: Any, word: int, heads: list[Array]) -> None:
+        """Write what `_load` reads."""
+        count = heads_of_word(tokens.dtype)
+        if self.options.interpret:
+            for i, x in enumerate(heads):
+                tokens[:, word * count + i] = x
             return
-        rows, which = self._strided(tokens, head, i)
-        rows[which, :] = pltpu.bitcast(x, jnp.int32) if options.paired > 1 else x
+        rows, which = self._strided(tokens, word)
+        if count == 1:
+            [rows[which, :]] = heads
+            return
+        lower, upper = (lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in heads)
+        rows[which, :] = lax.shift_right_logical(lower, 16) | upper
 
     def begin_results(self, has_earlier: Array) -> None:
         """Wait for the results of the core's tile before this one, whose memory is needed."""
@@ -183,47 +219,42 @@ class TokenRows:
     def put(self, head: Any, out: Array, m: Array, total: Array) -> None:
         """Results of one KV head: `out` (rows, n), maxima and sums (rows, LANES), lanes alike."""
         refs, options = self.refs, self.options
-        lane, row = self._lane_and_row()
+        lane, row = (lax.broadcasted_iota(jnp.int32, refs.lse_m.shape, axis) for axis in (1, 0))
         if options.tile_q == 1:
             refs.out_tokens[0, head, :, : out.shape[1]] = out.astype(refs.out_tokens.dtype)
-            parts = [(slice(None), head * out.shape[0])]
+            parts = [(slice(None), row + head * out.shape[0])]
         else:
             # the queries are not needed any more
             refs.q[0, head, : out.shape[0], : out.shape[1]] = out.astype(refs.q.dtype)
-            firsts = range(0, options.group_size, options.paired)
-            first = head * options.group_size
-            parts = [(self._part(i), first + at) for i, at in enumerate(firsts)]
+            tile_q, first = options.tile_q, head * options.group_size
+            parts = [
+                (slice(i * tile_q, (i + 1) * tile_q), first + i) for i in range(options.group_size)
+            ]
         # a query head's statistics go to its lane
         whole_m, whole_l = refs.lse_m[...], refs.lse_l[...]
-        for part, first_head in parts:
-            is_own = lane == row + first_head
+        for part, query_head in parts:
+            is_own = lane == query_head
             whole_m = jnp.where(is_own, m[part], whole_m)
             whole_l = jnp.where(is_own, total[part], whole_l)
         refs.lse_m[...], refs.lse_l[...] = whole_m, whole_l
-
-    def _lane_and_row(self) -> tuple[Array, Array]:
-        """Lanes of the statistics, and which of the heads that take turns a row belongs to."""
-        shape = self.refs.lse_m.shape
-        lane, row = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 0))
-        return lane, row if self.options.tile_q == 1 else row & (self.options.paired - 1)
 
     def write_results(self, is_last: Array) -> None:
         """Start the copies of the tile's results; the core's last tile waits for them."""
         refs, options = self.refs, self.options
         if options.tile_q > 1:
-            width = refs.out_tokens.shape[2]
-            for head, i in self._runs(refs.out_tokens):
-                self._store(refs.out_tokens, head, i, refs.q[0, head, self._part(i), :width])
+            count = heads_of_word(refs.out_tokens.dtype)
+            for part, lanes in _lanes(refs.out_tokens.shape[0]):
+                tokens = refs.out_tokens.at[part]
+                for word in self._words(tokens):
+                    places = [self._rows_of(tokens, word, i) for i in range(count)]
+                    heads = [refs.q[0, head, rows, lanes] for head, rows in places]
+                    self._store(tokens, word, heads)
         total = refs.lse_l[...]
         lse = refs.lse_m[...] + jnp.log2(jnp.where(total == 0.0, 1.0, total))  # NaN stay
         if options.tile_q == 1:
             refs.lse_tokens[0] = jnp.sum(lse, axis=0, keepdims=True)
-        elif options.paired == 1:
-            refs.lse_tokens[:, 0, :] = lse
         else:
-            refs.lse_m[...] = lse
-            one, other = (refs.lse_m[pl.ds(i, options.tile_q, stride=2), :] for i in range(2))
-            refs.lse_tokens[:, 0, :] = one + other
+            refs.lse_tokens[:, 0, :] = lse
         self._move("results", "start")
         pl.when(is_last)(self.wait_for_results)
 
@@ -233,7 +264,7 @@ class TokenRows:
 
 def clear_padding(refs: Refs, options: Options, absent: float) -> None:
     """Tokens behind the last sequence: zeros, and `absent` for lse."""
-    total_q, size = refs.out_hbm.shape[0], refs.out_tokens.shape[0]
+    total_q, size = refs.out_hbm.shape[0], options.tile_q
     first = refs.cu_seqlens[refs.cu_seqlens.shape[0] - 1]
 
     @pl.when(first < total_q)

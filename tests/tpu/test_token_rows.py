@@ -1,0 +1,45 @@
+"""Calls with a bias or a layout read queries, and the bias, where they lie."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
+from torch_paged_attn.testing.problem import Layout
+
+# sequences of one token, and longer ones that begin and end anywhere, in several tiles
+SEQS = ((1, 300), (37, 91), (1, 5), (0, 17), (21, 1))
+MIXED = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], seqs=SEQS)
+WINDOW = {"window_size_left": 60}
+FLOAT32 = {"dtype": torch.float32, "page_size": 8}
+
+CASES = {
+    "bias": {"bias": "float"},
+    "bias_of_heads": {"bias": "float", "bias_heads": "all"},
+    "mask_float32": {"bias": "bool", "causal": False, **FLOAT32},
+    "layout": {"layout": Layout(16, 32, "one")},
+    "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
+    "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
+    "wide": {"head_dim": 256, "bias": "float"},
+    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
+    # pairs of heads of 16 bits are of two KV heads
+    "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
+    from torch_paged_attn.backends.tpu import attention
+
+    # what lays tiles out around the kernel
+    monkeypatch.delattr(attention, "attend_tiles")
+    call = build(dataclasses.replace(MIXED, **CASES[case]))
+    assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+def test_a_bias_of_few_tokens(run):
+    """Fewer than a copy has rows; one token more than whole tiles of memory."""
+    for seqs in (((1, 30),), ((17, 4),), ((8, 40), (9, 3))):
+        call = build(dataclasses.replace(MIXED, seqs=seqs, bias="float"))
+        assert_accurate(*run(call, "on_wait"), call.truth())
