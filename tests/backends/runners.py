@@ -265,6 +265,12 @@ class Tpu(Runner):
         faulthandler.dump_traceback_later(3600 if IS_THOROUGH else 600, exit=True)
         yield
         faulthandler.cancel_dump_traceback_later()
+        if IS_THOROUGH:
+            import jax
+
+            # a program maps memory in some 500 pieces, of which Linux grants a process 65,530:
+            # one more, and LLVM ends by a segmentation fault
+            jax.clear_caches()
 
     def attend(self, call, **changes):
         from jax_arrays import rng_words, to_jax
