@@ -84,7 +84,7 @@ class Rows(NamedTuple):
     first_token: Any
     head: Any
     box: Any  # in shared memory: the queries, and later the result
-    is_sequence: Any  # by row: no slope and no sink belong to rows that are nobody's
+    is_sequence: Any  # by row: whether a sequence has it; other rows have no slope and no sink
     context_len: Any
     position: Any  # by row
     slope: Any  # by row
@@ -95,7 +95,7 @@ class Rows(NamedTuple):
     list_ptr: Any
     num_entries: Any
     row_mask: Any
-    # of 8 bits: what scores, but for its sign, and what values are multiplied by
+    # of 8-bit operands: whether the factor of scores is negative, its size, the factor of values
     is_turned: Any
     descale: Any
     v_descale: Any
@@ -212,7 +212,7 @@ def leave_result(
     sums, place, at, rows, params, pipelines, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
     """Leave the result of a tile, or of a piece of one, in `place`, in shared memory, or write it.
-    Returns the token at which the tile stops for who stores what is there.
+    Returns the token before which `store_result` has rows to write: 0 if there are none.
 
     `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
     sums of weights; `at` is as for `results.store_lse`."""

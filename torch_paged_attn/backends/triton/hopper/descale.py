@@ -60,7 +60,7 @@ def factor_of_scores(scale_log2, descale):
 
 @gluon.jit
 def _turned(q):
-    """-q."""
+    """Queries with the other sign."""
     if q.dtype == gl.float8e4nv:
         bits = gl.inline_asm_elementwise(
             "xor.b32 $0, $1, 0x80808080;", "=r,r", [q.to(gl.int8, bitcast=True)], gl.int8, True, 4

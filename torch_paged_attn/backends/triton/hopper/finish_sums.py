@@ -18,7 +18,7 @@ def _finish_sums_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program for a consumer's columns of a tile of a head."""
+    """A program finishes the columns of one consumer, of a tile of queries of a head."""
     number, part, head = tl.program_id(0) // 2, tl.program_id(0) % 2, tl.program_id(1)
     tiles = tl.num_programs(0) // 2
     b, place = find_tile(number, cu_seqlens_q_ptr, batch, ROWS, 1)

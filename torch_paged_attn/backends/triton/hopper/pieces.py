@@ -41,8 +41,8 @@ def unpack_piece(word):
 
 @gluon.jit
 def pack_pieces(pieces, waiting, OPTIONS: gl.constexpr):
-    """A word: how many pieces a tile has; and how many of them, the first ones, are waited for by
-    who had them, where parts are added up by several."""
+    """A word: how many pieces a tile has; and, where several programs add up its parts, how many
+    wait for all of them: those of the first pieces."""
     if OPTIONS.MERGED_COLUMNS > 0:
         pieces = waiting << 16 | pieces
     return pieces
@@ -120,7 +120,7 @@ def leave_part(acc, m_i, total, part, rows, pointers, references, OPTIONS: gl.co
     r = gl.arange(0, ROWS, m_i.type.layout)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, result)), 0)
-    # rows past the tile's last token are nobody's
+    # rows past the tile's last token belong to no sequence
     exists = of_heads(
         rows.first_token + row // OPTIONS.PACKED_HEADS < rows.stop_token, row, OPTIONS
     )
@@ -198,8 +198,8 @@ def merge_pieces(
 
 @gluon.jit
 def _place_of(i, pieces, OPTIONS: gl.constexpr):
-    """Which piece is number i, or the last, of those that are added up: stretches begin at the last
-    keys."""
+    """The piece that is added up as number i, or the last one: stretches are added up from the last
+    keys on."""
     i = gl.minimum(i, pieces - 1)
     if OPTIONS.STRETCH > 0:
         i = pieces - 1 - i

@@ -55,7 +55,8 @@ from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 @gluon.jit
 def wait_for_kernel_before():
-    """Wait for the kernel that lists the tiles to end. The others wait for what it is told here."""
+    """Wait for the kernel that lists the tiles to end. Only the producer of queries has to: other
+    warps wait for the tiles that it publishes."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [gl.program_id(0)], gl.int32, False, 1
     )
@@ -84,7 +85,7 @@ class QueryTile(NamedTuple):
     key_len: Any
     stop_token: Any
     piece: Any = 0  # of `dealt_work.py`, where units of keys are dealt out
-    is_last: Any = 0  # whether the program surely has no tile after this one
+    is_last: Any = 0  # whether it is known that the program has no tile after this one
 
 
 @gluon.jit
@@ -220,9 +221,9 @@ def _produce_tile(at, tile, n, key_loader, params, pipelines, OPTIONS: gl.conste
 
 @gluon.jit
 def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
-    """What loads part number PART of tiles of keys."""
+    """The loader of part number PART of each tile of keys."""
     scalars = params.scalars
-    # numbers where no rows are copied: what is kept cannot be None
+    # a field of an aggregate cannot be None: where no rows are copied, it is any number
     first = scalars.k_page_rows
     found = scalars.k_page_rows
     if OPTIONS.GATHERS:
@@ -238,9 +239,9 @@ def loader_of_keys(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr)
 
 @gluon.jit
 def loader_of_values(params, pipelines, OPTIONS: gl.constexpr, PART: gl.constexpr):
-    """The same of values."""
+    """The loader of part number PART of each tile of values."""
     scalars = params.scalars
-    # numbers where no rows are copied: what is kept cannot be None
+    # a field of an aggregate cannot be None: where no rows are copied, it is any number
     first = scalars.v_page_rows
     found = scalars.v_page_rows
     if OPTIONS.GATHERS:

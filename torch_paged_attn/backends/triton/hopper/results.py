@@ -22,7 +22,8 @@ def seen_as(smem, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def of_heads(mask, r, OPTIONS: gl.constexpr):
-    """A mask of rows without those that are left over."""
+    """A mask of a tile's rows, false in those that hold no head: BLOCK_M may be no multiple of the
+    heads that share a tile."""
     ROWS: gl.constexpr = OPTIONS.TOKENS * OPTIONS.PACKED_HEADS
     if ROWS < OPTIONS.BLOCK_M:
         mask = mask & (r < ROWS)
@@ -31,8 +32,8 @@ def of_heads(mask, r, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def store_lse(m_i, total, at, rows, params, OPTIONS: gl.constexpr):
-    """Write rows' logsumexp; returns what divides their results. `at` are their numbers, tokens,
-    whether they exist, and whether they are a sequence's: others have no sink."""
+    """Write rows' logsumexp; returns the factor of their sums of values. `at` are the rows' numbers
+    and tokens, whether they exist, and whether a sequence has them: others have no sink."""
     r, token, exists, is_sequence = at
     pointers = params.pointers
     gain = 1.0
@@ -60,7 +61,7 @@ def place_of_result(box, out_desc):
 
 @gluon.jit
 def store_result(out, rows, stop_token, params, OPTIONS: gl.constexpr):
-    """Write the result from there."""
+    """Write the result of a tile, which lies in shared memory, before `stop_token`."""
     out_desc = params.out_desc
     box_shape: gl.constexpr = out_desc.block_shape
     box_layout: gl.constexpr = out_desc.layout

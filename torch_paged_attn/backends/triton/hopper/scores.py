@@ -87,7 +87,7 @@ def _softcap(s, softcap_scale_log2, IS_CLOSE: gl.constexpr):
 
 @gluon.jit
 def _add_alibi(s, starts, position, slope, IS_CAUSAL: gl.constexpr):
-    """Take off `slope` for each step between a row's position and a key. Runs of keys begin at
+    """Subtract `slope` times the distance of a row's position and a key. Runs of keys begin at
     `starts`."""
     grouped = _grouped(s)
     PER_RUN: gl.constexpr = grouped.shape[1] // len(starts)
@@ -185,10 +185,10 @@ def probabilities(
     s, lse, first_key, position, key_len, slope, params, OPTIONS: gl.constexpr,
     OF_KEYS: gl.constexpr, MAY_HIDE: gl.constexpr = True,
 ):  # fmt: skip
-    """Probabilities of keys from `first_key` on and queries from `position` on, by lse in base two;
-    rows are keys if OF_KEYS. Also the factor from their gradient, less its mean, to that of q . k
-    times its scale: these, but for softcap.
-    Without MAY_HIDE each of the queries sees each of the keys."""
+    """Probabilities P of keys from `first_key` on and queries from `position` on, by lse in base
+    two; rows are keys if OF_KEYS. Also what dP - D is multiplied by to give dS: P itself or, with a
+    softcap, P times the derivative of the cap. Without MAY_HIDE each of the queries sees each of
+    the keys."""
     ROWS: gl.constexpr = s.shape[0]
     COLUMNS: gl.constexpr = s.shape[1]
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT

@@ -23,7 +23,7 @@ COPYING = 4
 
 
 def bytes_of(options: Options, q_itemsize: int, kv_itemsize: int) -> int:
-    """An upper bound."""
+    """Bytes of shared memory that a program takes, an upper bound."""
     rows = options.ROW_GROUPS * options.BLOCK_M
     of_queries = rows * options.WIDTH * q_itemsize + OF_Q_STAGE
     tile = options.BLOCK_N * (options.WIDTH + options.WIDTH_V)

@@ -21,13 +21,13 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     thread_barrier,
 )
 
-# of how many parts a consumer asks for rows together: of few rows of many, or of many rows
+# how many parts a consumer asks for together: MANY of few rows, or FEW of many rows
 MANY, FEW = gl.constexpr(16), gl.constexpr(4)
 
 
 @gluon.constexpr_function
 def _rows_together(at_once, options):
-    """Of how many rows, with so many parts: as many elements as there are registers for."""
+    """How many rows of so many parts are asked for together: their elements lie in registers."""
     elements = 16384 if options.REGISTERS >= 240 else 8192
     return (4096 if options.REGISTERS < 200 else elements) // at_once // options.WIDTH_V
 
@@ -45,7 +45,7 @@ def _arrive(counter, piece, pieces, waiting, num_rows, OPTIONS: gl.constexpr):
 @gluon.jit
 def merge_shared(sums, rows, params, work_info, tile, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     """Leave this piece's part, and add up what is to be added up here: write these rows' logsumexp
-    and results. Returns the token at which the tile stops for who writes results of whole tiles: 0.
+    and results. Returns 0, as the token before which `store_result` has rows to write.
 
     `sums` are weighted sums of values (rows, width), the rows' references in base two, and their
     sums of weights.

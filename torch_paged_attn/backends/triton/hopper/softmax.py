@@ -35,7 +35,8 @@ def _pin(x):
 
 @gluon.jit
 def _row_max(s):
-    """In two steps: every thread has twice as many chains of maxima to work on at once."""
+    """Maxima of rows, in two steps, so that a thread has twice as many chains of maxima that do not
+    wait for each other."""
     partial = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partial, 1), gl.SliceLayout(1, s.type.layout), True)
 
@@ -50,8 +51,9 @@ def partial_sum(p):
 @gluon.jit
 def update_softmax(s, m_i, l_i, scale_log2, IS_FUSED: gl.constexpr = True):
     """Fold a tile of scores into the rows' references, which are near their maxima (scaled by
-    `scale_log2`), and partial sums. Returns the probabilities, both, and what the tiles before
-    shrink by. Unless IS_FUSED, the compiler fuses no product with a sum by itself."""
+    `scale_log2`), and partial sums. Returns the probabilities, the new references and sums, and the
+    factors by which the sums of values of earlier tiles are to be multiplied. Unless IS_FUSED, the
+    compiler fuses no product with a sum by itself."""
     m_new = gl.maximum(m_i, _row_max(s) * scale_log2)
     m_new = _pin(gl.where(m_new > m_i + RESCALE_THRESHOLD, m_new, m_i))
     # a row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf
@@ -85,7 +87,8 @@ def _multiply_unless_one(n):
 
 @gluon.constexpr_function
 def _in_place(n):
-    """The operands of that: results, which are the first n arguments, and factors."""
+    """The constraints of that program's operands: n results, which are the first n arguments, and
+    n factors."""
     return ",".join(("=f",) * n + tuple(str(i) for i in range(n)) + ("f",) * n)
 
 
@@ -108,8 +111,8 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def with_sink(m_i, total, sink):
-    """Reference and sum of a row with one more logit, and what its values shrink by. In base e: in
-    base two some finite sinks would be infinite.
+    """Reference and sum of weights of a row with one more logit, and the factor of its sum of
+    values. In base e: in base two some finite sinks would be infinite.
     """
     m_new = gl.maximum(m_i, sink)
     # a row that sees no key keeps m = -inf; shifting by 0 instead avoids inf - inf

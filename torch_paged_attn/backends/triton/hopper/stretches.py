@@ -23,8 +23,9 @@ from triton.language.core import _aggregate as aggregate
 MOST_APART = gl.constexpr(16.0)
 _ONE, _SIXTEEN = gl.constexpr("0f3F800000"), gl.constexpr("0f41800000")
 
-# what is pending of a consumer's sums: nothing, and nothing was left; the first of a tile; nothing,
-# but some were left; one more
+# the state of a consumer's sums of finished stretches. NONE_LEFT: there are none. FIRST: those of
+# the tile's first stretch are to be written next. SOME_LEFT: all are written. ONE_MORE: some are
+# written, and those of one more stretch are to be added next
 NONE_LEFT, FIRST, SOME_LEFT, ONE_MORE = (gl.constexpr(i) for i in range(4))
 
 
@@ -60,7 +61,8 @@ def first_key_with(key, STRETCH: tl.constexpr):
 
 @aggregate
 class Left:
-    """What consumers have left, by row: references in base two, and sums of weights."""
+    """Of the stretches that consumers have finished, by row: references in base two, and sums of
+    weights."""
 
     references: gl.shared_memory_descriptor
     totals: gl.shared_memory_descriptor
