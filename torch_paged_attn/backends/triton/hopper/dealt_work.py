@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
 # sequences that are looked at at a time
-LOOKED_AT = gl.constexpr(256)
+COUNTED_AT_ONCE = gl.constexpr(256)
 
 # shares are larger by up to one in so many, where no tile is cut then, or all in as many pieces
 LEAST_EVEN = gl.constexpr(16)
@@ -85,14 +85,14 @@ def sequence_of(b, params, OPTIONS: gl.constexpr):
 @gluon.jit
 def share_of(program, programs, params, OPTIONS: gl.constexpr):
     """The units of a program, as a warp."""
-    by_lane: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0])
+    by_lane: gl.constexpr = gl.BlockedLayout([COUNTED_AT_ONCE // 32], [32], [1], [0])
     heads = params.scalars.num_heads // OPTIONS.PACKED_HEADS
     batch = params.sizes.batch
-    b = gl.arange(0, LOOKED_AT, by_lane)
+    b = gl.arange(0, COUNTED_AT_ONCE, by_lane)
     total = b * 0
     tiles = b * 0
     longest = b * 0
-    for b0 in range(0, batch + 1, LOOKED_AT):
+    for b0 in range(0, batch + 1, COUNTED_AT_ONCE):
         found = sequence_of(b0 + b, params, OPTIONS)
         total += found.tiles * found.units
         tiles += found.tiles
@@ -114,7 +114,7 @@ def share_of(program, programs, params, OPTIONS: gl.constexpr):
     first = b * 0
     ended_before = b * 0
     before = gl.to_tensor(0)
-    for b0 in range(0, batch + 1, LOOKED_AT):
+    for b0 in range(0, batch + 1, COUNTED_AT_ONCE):
         found = sequence_of(b0 + b, params, OPTIONS)
         work = found.tiles * found.units * heads
         ended = before + gl.associative_scan(work, 0, _add) <= begin

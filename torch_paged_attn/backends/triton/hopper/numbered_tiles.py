@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from torch_paged_attn.backends.triton.hopper.dealt_work import sequence_of
 
 # sequences that are looked at at a time
-LOOKED_AT = gl.constexpr(128)
+SEARCHED_AT_ONCE = gl.constexpr(128)
 
 
 class Numbered(NamedTuple):
@@ -37,12 +37,12 @@ def numbers_of_tiles(params, OPTIONS: gl.constexpr):
 @gluon.jit
 def find_numbered(number, params, OPTIONS: gl.constexpr):
     """Tile number `number`, found by a warp; none where it is negative."""
-    by_lane: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [1], [0])
+    by_lane: gl.constexpr = gl.BlockedLayout([SEARCHED_AT_ONCE // 32], [32], [1], [0])
     STEP: gl.constexpr = OPTIONS.ROW_GROUPS * OPTIONS.TOKENS
     batch = params.sizes.batch
-    lane = gl.arange(0, LOOKED_AT, by_lane)
+    lane = gl.arange(0, SEARCHED_AT_ONCE, by_lane)
     started = lane * 0
-    for b0 in range(0, batch + 1, LOOKED_AT):
+    for b0 in range(0, batch + 1, SEARCHED_AT_ONCE):
         other = b0 + lane
         bound = gl.load(params.pointers.cu_seqlens_q + other, mask=other <= batch, other=0)
         started += ((other <= batch) & (bound // STEP + other <= number)).to(gl.int32)

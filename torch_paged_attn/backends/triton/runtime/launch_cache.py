@@ -29,6 +29,7 @@ from torch import Tensor
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, option_names
 from torch_paged_attn.backends.triton.runtime import workspace
+from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
 from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
@@ -297,6 +298,7 @@ class Launch:
         self.is_ready = True
 
     def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
+        settle_key(self.kernel)
         return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
@@ -304,6 +306,7 @@ class Launch:
         key = compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
         if ready is None:
+            settle_key(self.kernel)
             # a launch by Triton would need tensor maps that Triton has made
             compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
             ready = ready_kernel(compiled)
