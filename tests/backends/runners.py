@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -271,6 +272,7 @@ class Tpu(Runner):
             # a program maps memory in some 500 pieces, of which Linux grants a process 65,530:
             # one more, and LLVM ends by a segmentation fault
             jax.clear_caches()
+            gc.collect()
 
     def attend(self, call, **changes):
         from jax_arrays import rng_words, to_jax
