@@ -1,6 +1,7 @@
 """Calls with a bias or a layout read queries, and the bias, where they lie."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -43,3 +44,25 @@ def test_a_bias_of_few_tokens(run):
     for seqs in (((1, 30),), ((17, 4),), ((8, 40), (9, 3))):
         call = build(dataclasses.replace(MIXED, seqs=seqs, bias="float"))
         assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+def test_a_layout_without_room_for_its_words_goes_by_tiles():
+    """On v4, whose tables of a layout of 60,000 tokens leave no room for words beside them."""
+    import jax
+    import jax.numpy as jnp
+
+    from torch_paged_attn.backends.tpu.blocksparse import blocksparse
+    from torch_paged_attn.backends.tpu.config import CHIPS
+
+    tokens, block = 60000, 128
+    rows = -(-tokens // block)
+    queries, keys = (jax.ShapeDtypeStruct((tokens, n, 128), jnp.bfloat16) for n in (32, 8))
+    crow, col, cu_seqlens = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, rows + 1), (1, rows * rows), (2,))
+    )
+    call = functools.partial(
+        blocksparse, q_block_size=block, k_block_size=block, max_seqlen_q=tokens, causal=True,
+        config=CHIPS["TPU v4"],
+    )  # fmt: skip
+    out, _ = jax.eval_shape(call, queries, keys, keys, crow, col, cu_seqlens)
+    assert out.shape == queries.shape

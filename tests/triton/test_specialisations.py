@@ -10,7 +10,7 @@ from missed_by_warmup import MOST_SEQUENCES, MOST_TOKENS, missed_by_warmup
 from triton.runtime.jit import JITFunction
 
 import torch_paged_attn
-from torch_paged_attn import BlockSparseLayout
+from torch_paged_attn import BlockSparseLayout, _warmup
 from torch_paged_attn.testing import Layout, Problem
 
 BF16 = torch.bfloat16
@@ -144,3 +144,9 @@ def test_warmup_compiles_everything(layout, max_batch, max_tokens, monkeypatch):
             state = torch_paged_attn.blocksparse(**arguments, **listed)
         torch_paged_attn.merge_states(*state, *state)
     assert compiled == []
+
+
+def test_cores_are_counted_where_linux_does_not_say_which_are_allowed(monkeypatch):
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    assert _warmup._usable_cores() == 6

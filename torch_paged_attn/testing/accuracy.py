@@ -132,8 +132,8 @@ def assert_close_as_baseline(
     error, size = (result - golden).abs(), golden.abs()
     rows = max(1, int(luck.any(-1).sum()))  # rows that see no key have no luck
     max_allowed = 2.0 * (allowed.max() + eps * size.max() + luck.max())
-    mean_allowed = 1.1 * allowed.mean() + (luck_of_mean(luck) if of_mean is None else of_mean)
-    mean_allowed += (slack + 1 / rows) * eps * size.mean()
+    of_mean = luck_of_mean(luck) if of_mean is None else of_mean
+    mean_allowed = _allowed_mean(allowed, of_mean, (slack + 1 / rows) * eps * size)
     where = _largest(error)
     assert error.max() <= max_allowed, (
         f"max error {error.max():.3g} at {where}, allowed {max_allowed:.3g}:"
@@ -142,6 +142,30 @@ def assert_close_as_baseline(
     assert error.mean() <= mean_allowed, (
         f"mean error {error.mean():.3g}, allowed {mean_allowed:.3g}"
     )
+
+
+def _allowed_mean(allowed: Tensor, luck: float, rounding: Tensor) -> Tensor:
+    """The largest mean error: a tenth more than the baseline's, and what luck and rounding add."""
+    return 1.1 * allowed.mean() + luck + rounding.mean()
+
+
+def assert_rows_alike(actual: Tensor, golden: Tensor, allowed: Tensor, luck: Tensor) -> None:
+    """Raise AssertionError unless the mean fulfils the rule where rows are divided by the size of
+    their own errors: in the plain mean a row with many times the others' numbers hides theirs.
+
+    golden, allowed, luck: as in `assert_close_as_baseline`; the rows' errors are independent
+    """
+    info = torch.finfo(actual.dtype)
+    is_seen = luck.any(-1)
+    if not is_seen.any():
+        return
+    size = (luck + allowed).mean(-1, keepdim=True) + info.tiny * info.eps
+    error, allowed, luck, golden = (
+        (x / size)[is_seen] for x in (actual.cpu().double() - golden, allowed, luck, golden)
+    )
+    rounding = info.eps / len(error) * golden.abs()
+    most, found = _allowed_mean(allowed, luck_of_mean(luck), rounding), error.abs().mean()
+    assert found <= most, f"mean error of rows {found:.3g} of their size, allowed {most:.3g}"
 
 
 def assert_as_right_as(actual: Tensor, golden: Tensor, peer: Tensor) -> None:

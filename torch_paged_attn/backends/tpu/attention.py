@@ -246,11 +246,14 @@ def _halved(options: Options, unit: int) -> int:
 def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
     rows = options.group_size * options.tile_q
-    slopes, layout = call.alibi_slopes, call.layout
+    slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
     if layout is not None:
-        # its words lie in the scalar core's memory, beside other tables
-        is_small = 4 * layout.num_words(options.block_k) <= MOST_WORDS
-        if layout.num_heads > 1 or not is_small:
+        # its words lie in the scalar core's memory, beside each tile's blocks and the page ids
+        num_tiles = (call.total_q + call.batch * (tile_q - 1)) // tile_q
+        num_tiles = min(num_tiles, call.batch) if tile_q == 1 else num_tiles
+        numbers = layout.num_words(options.block_k) + pages.table.size
+        numbers += num_tiles * layout.num_blocks(options.block_k)
+        if layout.num_heads > 1 or 2 * numbers > MOST_WORDS:
             return False
     return (
         all(width % LANES == 0 for width in pages.widths)
