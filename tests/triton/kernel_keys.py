@@ -1,14 +1,17 @@
-"""Print the keys of all functions of kernels, computed in the order of their names or, with an
-argument, the other way round; and the constants whose order in a key Triton leaves to chance."""
+"""Print the keys under which Triton looks for each function of our kernels when a `Launch` asks for
+it, in the order of their names or, with an argument, the other way round; and the constants whose
+order in a key Triton leaves to chance. Nothing is compiled, and no GPU is needed."""
 
+import contextlib
 import importlib
 import json
 import pkgutil
 import sys
 
-from triton.runtime.jit import JITCallable
+from triton.runtime.jit import JITCallable, JITFunction
 
 from torch_paged_attn.backends import triton as backend
+from torch_paged_attn.backends.triton.runtime import launch_cache
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
 
 
@@ -30,10 +33,30 @@ def clashes(function: JITCallable) -> list[str]:
     return [name for name, of_modules in values.items() if len(of_modules) > 1]
 
 
+class _NotCompiled(Exception):
+    """Triton was asked for a kernel."""
+
+
+def _ask(*_: object, **__: object) -> None:
+    raise _NotCompiled
+
+
+def launch(function: JITCallable) -> None:
+    """What the first launch does until Triton is asked; other functions than kernels, too."""
+    if not isinstance(function, JITFunction):
+        settle_key(function)
+        return
+    with contextlib.suppress(_NotCompiled):
+        launch_cache.Launch(function, (1,))()
+
+
 if __name__ == "__main__":
+    JITFunction.warmup = JITFunction.run = _ask  # type: ignore[method-assign]
+    # as on a GPU
+    launch_cache.IS_KNOWN, launch_cache.current_device = True, lambda: 0
     found = functions()
     for name in sorted(found, reverse=len(sys.argv) > 1):
-        settle_key(found[name])
+        launch(found[name])
     keys = {name: function.cache_key for name, function in found.items()}
     wrong = {name for function in found.values() for name in clashes(function)}
     print(json.dumps({"keys": keys, "clashes": sorted(wrong)}))

@@ -303,10 +303,10 @@ class Launch:
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
         """Take a kernel from the cache, or let Triton find or compile one, and launch it."""
+        settle_key(self.kernel)  # before it is hashed: a kernel's hash is that of its key
         key = compiled_for(self.kernel, pointers, self.options)
         ready = _kernels.get(key)
         if ready is None:
-            settle_key(self.kernel)
             # a launch by Triton would need tensor maps that Triton has made
             compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
             ready = ready_kernel(compiled)
