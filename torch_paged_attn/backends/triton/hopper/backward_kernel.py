@@ -6,7 +6,7 @@ tiles: of keys, for dK and dV (`backward_keys.py`), and of queries, for dQ (`bac
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardParams,
@@ -28,7 +28,11 @@ from torch_paged_attn.backends.triton.hopper.backward_queries import (
     produce_queries_and_keys,
 )
 from torch_paged_attn.backends.triton.hopper.backward_work import new_claims
-from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline, new_pipeline
+from torch_paged_attn.backends.triton.hopper.pipeline import (
+    Pipeline,
+    new_barriers,
+    new_pipeline,
+)
 from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, NONE
 
 
@@ -81,16 +85,6 @@ def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
         )
-
-
-@gluon.jit
-def _new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each completed by ARRIVALS arrivals."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.constexpr_function
@@ -152,10 +146,10 @@ def _hopper_backward_keys_kernel(
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
     if DQ_SUMS == BY_BOX:
         boxes = _new_boxes(sums_desc, CONSUMERS * SLOTS)
-        full = _new_barriers(CONSUMERS * SLOTS, 1)
-        empty = _new_barriers(CONSUMERS * SLOTS, 1)
+        full = new_barriers(CONSUMERS * SLOTS, 1)
+        empty = new_barriers(CONSUMERS * SLOTS, 1)
         sums = Pipeline(boxes, full, empty, CONSUMERS * SLOTS)
-    done = _new_barriers(STAY_STAGES, CONSUMERS)
+    done = new_barriers(STAY_STAGES, CONSUMERS)
     info, claims = new_claims(CONSUMERS + OTHERS - 1)
     pipelines = KeyPipelines(
         keys, values, queries, douts, statistics, p, ds, sums, done, info, claims
