@@ -33,10 +33,10 @@ struct InstructionSet {
   std::string missing;
 };
 
-// All work by one table.
+// Engines that are all the same table.
 Engines only(const Kernels& k) { return {k.name, &k, &k, &k, &k, &k, &k, &k, &k}; }
 
-// setup.py defines PAGED_ATTN_WITHOUT_<name> for what the compiler refused.
+// setup.py defines PAGED_ATTN_WITHOUT_<name> for each ISA whose file the compiler refused.
 [[maybe_unused]] std::string not_built(const char* name) {
   return std::string("not built: the compiler refused csrc/isa/") + name + ".cpp";
 }
@@ -65,15 +65,16 @@ bool is_model_with_amx() {
          (x.model == 143 || x.model == 207 || x.model == 173 || x.model == 174);
 }
 
-// Zen 4 waits for memory with few lines at a time in its first-level cache: what decode asks for
-// ahead goes to the second level there, 1.5 to 1.9 times as fast. On Zen 5 and on Emerald Rapids the
-// first level is faster, by a tenth to a quarter.
+// The first-level cache of Zen 4 can wait for few lines at a time. There decode prefetches into the
+// second level, which is 1.5 to 1.9 times as fast. On Zen 5 and on Emerald Rapids the first level
+// is faster, by a tenth to a quarter.
 bool has_slow_first_level() {
   return is_vendor("AuthenticAMD") && model_here().family == 25 &&
          __builtin_cpu_supports("avx512f");  // which Zen 3, of the same family, lacks
 }
 
-// A process gets tile registers from the system, which Linux wants to be asked for.
+// Why this process cannot use AMX-BF16; empty if it can. On Linux a process has to ask the system
+// for tile registers.
 std::string missing_amx() {
   constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
   unsigned eax, ebx, ecx, edx;
@@ -96,7 +97,8 @@ std::string missing_amx() {
 
 #if !defined(PAGED_ATTN_WITHOUT_avx512) && !defined(PAGED_ATTN_WITHOUT_avx512bf16)
 
-// The smallest of a few times that a table takes for some products of bfloat16 numbers.
+// Seconds that a table takes for some products of bfloat16 numbers: the least of a few
+// measurements.
 double product_seconds(const Kernels& table) {
   alignas(64) static float memory[3 * SAMPLE_FLOATS];
   double best = 1;
@@ -138,7 +140,8 @@ bool has_bf16() {
 }
 #endif
 
-// From the slowest to the fastest. Which engine serves which calls is written here and nowhere else.
+// From the slowest to the fastest. Which engine serves which calls is written here and nowhere
+// else.
 std::vector<InstructionSet> find_instruction_sets() {
   std::vector<InstructionSet> sets = {{only(kernels_generic), ""}};
 #if defined(__x86_64__)
@@ -171,7 +174,7 @@ std::vector<InstructionSet> find_instruction_sets() {
 #if !defined(PAGED_ATTN_WITHOUT_avx512)
   if (has_pairs && !pairs_pay()) {
     std::swap(sets[sets.size() - 1], sets[sets.size() - 2]);
-    // where converting keys takes longer than multiplying them, pairs pay still
+    // with few rows, converting keys takes longer than multiplying them: pairs are still faster
     Engines& avx512 = sets.back().engines;
     avx512.one_row = avx512.int8_rows = avx512.float8_rows = &kernels_avx512bf16;
     amx = avx512;
@@ -181,7 +184,7 @@ std::vector<InstructionSet> find_instruction_sets() {
 #if defined(PAGED_ATTN_WITHOUT_amx)
   sets.push_back({amx, not_built("amx")});
 #else
-  // int8 stays with products of 16 bits: tiles would look it up as bfloat16
+  // int8 keys stay with products of 16-bit integers: for tiles they would be converted to bfloat16
   amx.few_rows = amx.float8_rows = amx.tiles = amx.backward = &kernels_amx;
   amx.half_backward = &kernels_amx;
   sets.push_back({amx, has_pairs ? missing_amx() : absent});

@@ -1,4 +1,5 @@
-// What the library says of its ISAs. Apart from kernels.h, which the ISA files include: no STL there.
+// The names of ISAs, for messages. Not in kernels.h, which the ISA files include: these must not
+// include the STL.
 #pragma once
 
 #include <string>

@@ -1,12 +1,13 @@
-// Which kernels serve which calls: the one place that says so.
+// Which kernels serve which calls: the kinds of calls, and a table of kernels that chooses by them.
+// Which kernels an instruction set has for each kind, dispatch.cpp says.
 #pragma once
 
 #include "kernels.h"
 
 namespace paged_attn {
 
-// The engines of an instruction set. What multiplies as pairs of bfloat16 has one for each kind of
-// work, and so have gradients of float16; everything else is done by `rest`.
+// The engines of an instruction set: a table of kernels for each kind of work with pairs of
+// bfloat16 (`multiply_as_pairs`) and for gradients of float16. `rest` does everything else.
 struct Engines {
   const char* name;
   const Kernels* one_row;      // one or two query rows of bfloat16 keys: decode without groups
@@ -17,10 +18,11 @@ struct Engines {
   const Kernels* backward;
   const Kernels* half_backward;  // of float16, which is no pair of bfloat16
   const Kernels* rest;
-  bool ahead_into_second_level = false;  // what decode asks for ahead of its use
+  bool ahead_into_second_level = false;  // decode prefetches into the second-level cache
 };
 
-// Makes one table of a set's engines, which is what the operators call. One set at a time.
+// A table of kernels, which the operators call, that chooses among a set's engines. There is one at
+// a time: a later call replaces it.
 const Kernels& combine(const Engines&);
 
 }  // namespace paged_attn

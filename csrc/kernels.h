@@ -1,4 +1,5 @@
-// The kernels of one ISA, as a table: the library holds one per ISA and picks at run time.
+// The kernels of one ISA as a table of functions. The library has a table for each ISA and picks
+// one at run time.
 #pragma once
 
 #include "core/attention.h"
@@ -18,7 +19,8 @@ struct Kernels {
                               int64_t tile_rows);
   void (*attend)(const Attention&, const Task&, float* workspace);
   void (*merge_splits)(const Attention&, const MergeTask&, float* head_dim_v_floats);
-  // of query tokens [begin, end) of a sequence; all of them before any task of the backward
+  // of query tokens [begin, end) of a sequence; has to end for all tokens before any task of
+  // `attend_backward` begins
   void (*backward_statistics)(const Backward&, int64_t sequence, int64_t begin, int64_t end);
   int64_t (*backward_floats)(const Backward&);  // float32 scratch of a task
   void (*attend_backward)(const Backward&, const BackwardTask&, float* workspace);

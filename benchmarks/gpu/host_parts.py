@@ -193,7 +193,7 @@ PLANNING = (
     ("hopper.tiles", "scalars_of"),
     ("runtime.launch_cache", "Launch._make_ready"),
     ("runtime.launch_cache", "compiled_for"),
-    ("runtime.launch_cache", "ReadyKernel.map_arguments"),
+    ("runtime.launcher", "ReadyKernel.map_arguments"),
     ("runtime.launch_cache", "Launch.__call__"),
 )
 

@@ -19,17 +19,19 @@ struct QueryTile {
 // A row of the block layout that lists columns of a key tile.
 struct LayoutEntry {
   int32_t row;         // counted from the sequence's first one
-  int32_t rank, count;  // which of the row's key tiles this is, and how many there are
+  int32_t rank, count;  // number of this key tile among those that the row lists; how many it lists
   uint32_t granules;   // bit i: columns [i, i + 1) * ALIGN of the key tile are listed
 };
 
 struct BackwardSequence {
-  int64_t tiles, num_tiles;  // its part of Backward::tiles
+  int64_t tiles, num_tiles;  // its first tile in Backward::tiles, and how many it has
   int64_t rows;              // of one group's sums; whole register tiles
-  int64_t sums, turns;       // of its first group
+  int64_t sums, turns;       // of its first group: its first row of sums, its first turn
   int64_t num_key_tiles;
-  // with a block layout: its first row and how many there are; their first tiles and one more;
-  // where lists of entries begin, (layout head, key tile); key tiles of (layout head, row)
+  // With a block layout: how many of its rows the sequence's queries have; and the place of this
+  // sequence's numbers in arrays of Backward. `row_tiles`: the first query tile of each row, and
+  // the number of tiles. `lists`, (layout head, key tile): where the list of entries begins.
+  // `row_counts`, (layout head, row): how many key tiles the row lists.
   int64_t num_rows, row_tiles, lists, row_counts;
 };
 
@@ -46,12 +48,13 @@ struct Backward {
   // Where sequences share keys: the row of dk and dv, in float32, where each one's part begins.
   const int64_t* part_rows;
 
-  // Of each (head, token): lse in base 2, +inf where nothing passes a gradient to keys; the row sum
-  // of dout * out less dlse; the gradient of the sink.
+  // Of each (head, token): lse in base 2, +inf if no key gets a gradient from it;
+  // rowsum(dout * out) - dlse; its part of the gradient of the sink.
   float *lse_2, *delta, *dsink;
   float* dq_sums;     // (row of a group, head_dim in whole vectors)
   float* dbias_sums;  // of a bias of one head; the result itself in float32
-  // How many key tiles have added to a query tile of a group. The next one in order waits for it.
+  // How many key tiles have added their part of dQ to a query tile of a group. The next one in
+  // order waits for that number.
   int32_t* turns;
   // With a bias of one head, tasks that are done, by (sequence, KV head, key tile): a key tile's
   // heads add to its gradient in order.
@@ -66,7 +69,7 @@ struct Backward {
 };
 
 // The keys of one tile under one KV head, with all queries that see them. It waits only for tasks
-// that stand before it in the plan.
+// that come before it in the plan.
 struct BackwardTask {
   int32_t sequence, kv_head, key_tile;
   int64_t done;  // its place in Backward::done; the KV head before it is `done_before`, or -1

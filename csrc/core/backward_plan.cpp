@@ -45,8 +45,8 @@ void add_tiles(const Attention& a, const Sequence& s, BackwardSequence& x, Backw
   plan.turns += x.num_tiles * a.num_groups;
 }
 
-// The layout by columns: for each key tile the rows that list some of it, in ascending order. What
-// is read here was checked before, but may be another's by now: only columns that exist count.
+// The layout by columns: for each key tile the rows that list some of it, in ascending order. The
+// layout was checked before, but may have changed since: only columns that exist count.
 void transpose_layout(const Attention& a, const Sequence& s, BackwardSequence& x,
                       BackwardPlan& plan) {
   const BlockLayout& l = a.layout;

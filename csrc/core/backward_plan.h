@@ -1,9 +1,10 @@
 // Cuts the backward of one attention call into tasks.
 //
-// Key tiles lie at multiples of KEY_TILE and query tiles follow from a sequence's own lengths and
-// static shapes alone. A key tile's gradients are summed over query tiles in a fixed order by one
-// task; a query tile's over key tiles in ascending order, whoever computes them: each waits for its
-// turn. So no bit depends on threads or batch, and every product is computed once.
+// Key tiles begin at multiples of KEY_TILE; query tiles follow from a sequence's own lengths and
+// static shapes alone. One task sums up a key tile's gradients over query tiles, in a fixed order.
+// A query tile's gradients are summed up over key tiles by several tasks, in ascending order: each
+// task waits for its turn. So no bit depends on threads or batch, and every product is computed
+// once.
 #pragma once
 
 #include <vector>
@@ -27,13 +28,14 @@ struct BackwardPlan {
 // `ordered_heads`: KV heads add to one gradient, in order.
 void make_backward_plan(const Attention&, int64_t threads, bool ordered_heads, BackwardPlan&);
 
-// Lets the tasks find their tiles and lists.
+// Points `Backward` at the plan's tiles and lists, which the tasks use.
 void follow_plan(const BackwardPlan&, Backward&);
 
-// Gradients of rows that are no sequence's: queries past the last one, keys that are not in use.
+// Sets the gradients of rows that belong to no sequence to zero: of queries after the last
+// sequence, and of keys that no sequence uses.
 void zero_unused(const Backward&, int64_t total_k);
 
-// Each head's sum over all tokens, in their order, when the statistics are there.
+// Gradients of the sinks: sums of `Backward::dsink` over all tokens, in their order.
 void sum_sinks(const Backward&, float* dsinks);
 
 }  // namespace paged_attn

@@ -5,14 +5,14 @@
 
 namespace {
 
-// Which row of scores a row of a task is.
+// The row of scores of a task's row under a group.
 PAGED_ATTN_INLINE ScoreRow row_of(const Attention& a, const Sequence& s,
                                   const paged_attn::Task& task, int64_t group, int64_t row) {
   return score_row(a, s, token_of(a, task, row), head_of(a, group, row));
 }
 
-// Calls attend(block, next, more) for the blocks of a task's keys in their order, but for those that
-// every row is blind to; `next` is empty when there are no `more`.
+// Calls attend(block, next, more) for the blocks of a task's keys in their order, without those of
+// which no row sees a key. `next` is the block after it, empty if there is no `more`.
 template <class Function>
 PAGED_ATTN_INLINE void for_each_block(const Attention& a, const Sequence& s,
                                       const paged_attn::Task& task, int columns, Function attend) {

@@ -1,8 +1,8 @@
-// What stands between a dot product and the softmax: softcap, ALiBi, bias, and the masks.
+// From dot products to the logits that the softmax takes: softcap, ALiBi, bias, and masks.
 //
-// Dot products arrive times logit_scale: as logits in base 2 (times log2 e), or, under a softcap,
-// as logits over the cap. What leaves is a base-2 logit, -inf where the row may not look. Masks
-// select, they never add: a NaN under a mask is gone.
+// Dot products come multiplied by logit_scale: as logits in base 2 (times log2 e) or, with a
+// softcap, as logits divided by the cap. Results are logits in base 2, -inf where the row does not
+// see the key. Masks select and never add, so a NaN of a hidden key is gone.
 #pragma once
 
 #include "paged_kv.h"
@@ -12,10 +12,10 @@ namespace {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Times log2 e, a finite bias can leave the range of float32: masks hold torch.finfo(dtype).min,
-// and a row whose keys all carry it is the mean of their values. Logits past 2^127 are therefore
-// converted with half the slope. Floats are 2^104 apart there: either equal, or infinitely far for
-// an exponential.
+// Times log2 e, a finite bias may be too large for float32: masks hold torch.finfo(dtype).min, and
+// the result of a row whose keys all have that bias is the mean of their values. So logits past
+// 2^127 are multiplied by 1/2 instead, and moved by BEND. Floats are 2^104 apart there:
+// exponentials of differences are 0 or 1 with either factor.
 constexpr float STEEP = 0x1p127f, BEND = STEEP * (LOG2_E - 0.5f), LARGEST = 0x1.fffffep127f;
 
 PAGED_ATTN_INLINE float base_2(float logit) {
@@ -41,7 +41,8 @@ struct ScoreRow {
   int64_t first_tail;
 };
 
-// Of products with keys, or with values, whose descale it is.
+// What dot products with keys (or with values, for latent queries) are multiplied by, whose descale
+// is given: see the top.
 PAGED_ATTN_INLINE float product_scale(const Attention& a, const Sequence& s, int64_t kv_head,
                                       const paged_attn::Strided<float>& descale) {
   double scale = a.softmax_scale;
@@ -153,7 +154,7 @@ PAGED_ATTN_APART F finish_logits(const Attention& a, const ScoreRow& row, int64_
   return select(keep, x, set1(-INFINITY));
 }
 
-// Whether a logit is its dot product, but for masks that follow from positions.
+// Whether a logit is its scaled dot product, but for masks that follow from positions.
 PAGED_ATTN_INLINE bool is_plain(const Attention& a) {
   return !(a.softcap > 0) && !a.alibi_slopes && !a.bias;
 }
@@ -163,7 +164,7 @@ PAGED_ATTN_INLINE bool has_ragged_blocks(const Attention& a) {
   return a.layout.crow && a.key_span != a.key_run;
 }
 
-// The row as the keys of a segment are seen by it.
+// The row with those keys as visible that it sees of a segment.
 PAGED_ATTN_INLINE ScoreRow in_segment(const Attention& a, const ScoreRow& row,
                                       const Segment& segment) {
   ScoreRow found = row;
@@ -180,7 +181,8 @@ PAGED_ATTN_INLINE bool all_visible(const Attention& a, const Sequence& s, int64_
   const KeyRange of_last = visible_keys(a, s, last);
   KeyRange of_first = visible_keys(a, s, first);
   if (a.tail) of_first.end = min64(of_first.end, s.k_len - s.q_len);
-  // the last tokens may see nothing: windows that lie past all keys, or between keys dealt out
+  // the last tokens may see nothing: if their windows are past all keys, or between keys of this
+  // rank
   bool all = !has_ragged_blocks(a) && of_last.end > of_last.begin;
   for (int i = 0; i < block.num_segments; ++i) {
     const Segment& segment = block.segments[i];
@@ -243,8 +245,9 @@ inline void mark_seen(const Attention& a, const Sequence& s, const paged_attn::T
 // Whether some keys are hidden by more than positions.
 PAGED_ATTN_INLINE bool has_holes(const Attention& a) { return a.bias || a.tail; }
 
-// A bias can hide a key from every row of a task; such a column borrows the value row of one that
-// is seen, so that nothing in the hidden one can reach an output. Returns false if all are hidden.
+// A bias may hide a key from every row of a task. Such a column gets the address of the values of
+// one that is seen, so that a NaN in the hidden one cannot reach a result. Returns false if all
+// columns are hidden.
 inline bool borrow_hidden_values(const Attention& a, const Sequence& s,
                                  const paged_attn::Task& task, KeyBlock& block) {
   I seen[MAX_COLUMNS / W] = {};

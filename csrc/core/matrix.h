@@ -11,11 +11,11 @@ struct Count {
   static constexpr int value = N;
 };
 
-// a longer chain of float32 sums would round more often than the sums of a good library
+// operands of a chain of float32 sums, at most: a longer one would round more than a good library's
 constexpr int64_t MAX_CHAIN = 128;
 
-// C (TILE_ROWS, VECS * W) becomes scale A (TILE_ROWS, depth) @ B (depth, one panel), plus
-// diag(keep) C if there is a `keep`. Depth counts operands.
+// C (TILE_ROWS, VECS * W) becomes scale * A (TILE_ROWS, depth) @ B (depth, one panel), plus
+// diag(keep) @ C if `keep` is not null. `depth` is in operands.
 template <class Product, int VECS>
 inline void multiply_tile(const float* a, int64_t stride_a, const float* b, float* c,
                           int64_t stride_c, int64_t depth, float scale, const float* keep) {
@@ -56,8 +56,8 @@ PAGED_ATTN_INLINE void multiply(int vecs, const float* a, int64_t stride_a, cons
   return vecs == 2 ? tile(Count<2>()) : tile(Count<1>());
 }
 
-// Memory that is asked for while a product runs, some lines a register tile: rows r, `step` bytes
-// from one to the next, but `jump` bytes after every `group` of them.
+// Memory that is prefetched while a product runs, `pace` cache lines for each register tile: `rows`
+// rows of `row_bytes`, with `step` bytes from one to the next, but `jump` bytes after each `group`.
 struct Fetch {
   const char* at = nullptr;
   int64_t row_bytes = 0, step = 0, jump = 0, group = 1, rows = 0;
@@ -80,8 +80,9 @@ template <class Product>
 struct Matrix {
   static constexpr int ROW_STEP = Product::ROWS;
 
-  // C (rows, columns [begin, end)) = A (rows, depth) @ B, or C += that. B lies in panels, `stride_b`
-  // floats apart; columns are whole vectors, and A and C have room for rows in whole steps.
+  // C (rows, columns [begin, end)) = A (rows, depth) @ B, or C += that. B lies in panels,
+  // `stride_b` floats apart; columns are whole vectors, and A and C have room for rows in whole
+  // steps.
   static inline void multiply(const float* a, int64_t stride_a, int64_t rows, const float* b,
                               int64_t stride_b, int64_t begin, int64_t end, float* c,
                               int64_t stride_c, int64_t depth, bool add,

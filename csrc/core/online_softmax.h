@@ -8,11 +8,12 @@
 namespace {
 
 // Replaces the logits of columns [begin, end) of ROWS rows by probabilities relative to a row's new
-// maximum, as operands of a product. `rescale` brings a row's earlier sums to that maximum. Rows
-// take every step together: one alone would wait for its own reductions.
+// maximum, as operands of a product. Earlier sums of a row have to be multiplied by its `rescale`
+// to be relative to that maximum. Each step is done for all rows before the next one: a single row
+// would wait for its own reductions.
 //
-// In fixed point they are relative to the row's maximum in these columns, and `weight` brings the
-// sums of their products to the new maximum.
+// In fixed point, probabilities are relative to the row's maximum in these columns, and the sums of
+// their products have to be multiplied by `weight` to be relative to the new maximum.
 template <class Product, int ROWS>
 PAGED_ATTN_INLINE void update_softmax(float* scores, int64_t stride, int begin, int end, float* m,
                                       float* l, float* rescale, float* weight) {
@@ -69,7 +70,7 @@ PAGED_ATTN_INLINE void narrow(float* scores, int begin, int end) {
   }
 }
 
-// Drops probabilities after they entered the sum.
+// Applies dropout to a row's probabilities, which are in the sum already.
 PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s,
                                           const ScoreRow& row, const KeyBlock& block, int begin,
                                           int end, float* scores) {
@@ -83,7 +84,8 @@ PAGED_ATTN_INLINE void drop_probabilities(const Attention& a, const Sequence& s,
 }
 
 // Mask, softmax and dropout of the first `count` of ROWS rows over columns [begin, end) of a block;
-// the others only fill a register tile. row_at(r) says which row of scores the r-th is.
+// the other rows only fill a register tile. row_at(r) is the r-th row of scores. `finished`: the
+// scores need no mask.
 template <class Product, int ROWS, class RowAt>
 PAGED_ATTN_INLINE void softmax_rows(const Attention& a, const Sequence& s, const KeyBlock& block,
                                     int begin, int end, bool finished, int count, RowAt row_at,
@@ -100,11 +102,11 @@ PAGED_ATTN_INLINE void softmax_rows(const Attention& a, const Sequence& s, const
   }
 }
 
-// Rows of a head lie further apart than the processor's own prefetcher looks, so those of this many
-// tokens on are asked for while one is read or written.
+// A head's rows are further apart than the processor's own prefetcher looks: while one is read or
+// written, the row this many tokens later is prefetched.
 constexpr int TOKENS_AHEAD = 4;
 
-// Normalises a finished accumulator and writes it out with its lse.
+// Divides a row's sums of values by its sum of weights, and writes the result and the lse.
 inline void write_row(const Attention& a, const Sequence& s, int64_t token, int64_t head,
                       const float* acc, float m, float l) {
   float lse = l > 0 ? base_e(m) + logf(l) : (l == 0 ? -INFINITY : l);

@@ -1,4 +1,4 @@
-// Rows of tokens become operands of matrix products: as rows on the left, as panels on the right.
+// Packs rows of tokens, keys or values, into panels: right-hand sides of matrix products.
 #pragma once
 
 #include "product.h"
@@ -6,8 +6,9 @@
 
 namespace {
 
-// Rows of `count` tokens, the depth of a product across them, as its right-hand side:
-// (token / PANEL, operand of head_dim, token % PANEL). `count` is a multiple of W.
+// Packs `count` tokens as the right-hand side of a product whose depth is head_dim:
+// (token / PANEL, operand of head_dim, token % PANEL). `count` is a multiple of W; `depth` is in
+// operands.
 template <class Product, class T>
 inline void pack_keys(const T* k, const int64_t* offset, int count, int64_t head_dim, int64_t depth,
                       float* packed) {
@@ -30,9 +31,10 @@ inline void pack_keys(const T* k, const int64_t* offset, int count, int64_t head
   }
 }
 
-// The same with the depth along them: (head_dim / PANEL, operand of `max_count` tokens,
-// head_dim % PANEL). `count` is a multiple of DEPTH. The tokens of an operand are APART; where that is
-// more than one, W operands are of the next W * DEPTH tokens, and tokens from `count` on are zeros.
+// Packs tokens as the right-hand side of a product whose depth is the tokens: (head_dim / PANEL,
+// operand of `max_count` tokens, head_dim % PANEL). `count` is a multiple of DEPTH. The tokens of
+// an operand are APART from each other. If that is more than one, W operands hold the next W *
+// DEPTH tokens, and tokens from `count` on are zeros.
 template <class Product, int APART = 1, class T>
 inline void pack_values(const T* v, const int64_t* offset, int count, int64_t head_dim,
                         int64_t max_count, float* packed) {

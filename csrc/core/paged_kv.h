@@ -1,8 +1,9 @@
 // Walks the keys of a task in blocks of columns, and says where in memory each column's key lies.
 //
 // A block is made of segments, runs of consecutive keys. Segments start at multiples of ALIGN in
-// both keys and columns. A column that no query of the task may see borrows the address of one that
-// may, so kernels load whole vectors of columns without ever touching memory that is not theirs.
+// both keys and columns. A column that no query of the task may see gets the address of one that
+// some query may see, so that kernels load whole vectors of columns and touch no memory outside the
+// keys.
 #pragma once
 
 #include "seqlen_info.h"
@@ -43,9 +44,9 @@ struct KeyWalk {
   int max_columns;
 };
 
-// Metadata that a guard has checked may be another's when it is read again, if a thread writes it
-// meanwhile. Lengths are copied; page ids and layouts can be many, so what is read here is kept
-// inside their tensors instead: whatever the values become, a call stays within its memory.
+// Metadata that a guard has checked may have changed when it is read again, if another thread
+// writes it. Lengths are copied. Page ids and layouts may be many, so they are not: what is read
+// here is clamped instead, and a call stays within its memory whatever the values are.
 PAGED_ATTN_INLINE int64_t page_at(const Attention& a, int64_t sequence, int64_t entry) {
   return min64(uint32_t(read_once(a.block_table.at(sequence, entry))), a.num_pages - 1);
 }
@@ -87,7 +88,8 @@ PAGED_ATTN_INLINE KeyWalk walk_keys(const Attention& a, const Sequence& s,
   return walk;
 }
 
-// Fills the columns of one segment with the addresses of keys [begin, end), seen from `key` on.
+// Adds a segment of so many columns, the first of which is `key`, with the addresses of the keys in
+// `seen`.
 PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64_t key, int columns,
                                      KeyRange seen) {
   const Attention& a = *walk.attention;
@@ -127,7 +129,7 @@ PAGED_ATTN_INLINE void place_segment(const KeyWalk& walk, KeyBlock& block, int64
   block.num_columns = segment.end;
 }
 
-// Places as much of keys [key, end) as still fits; returns the first key left over.
+// Adds to a block as many of keys [key, end) as fit; returns the first key that does not.
 PAGED_ATTN_INLINE int64_t place_keys(const KeyWalk& walk, KeyBlock& block, int64_t key,
                                      int64_t end) {
   const int64_t first = key / ALIGN * ALIGN;
@@ -162,7 +164,7 @@ inline bool next_block(KeyWalk& walk, KeyBlock& block) {
     const int64_t key = walk.next_key >= 0 ? walk.next_key : max64(first, walk.visible.begin);
     if (key < end) walk.next_key = place_keys(walk, block, key, end);
     if (key >= end || walk.next_key >= end) ++walk.part, walk.next_key = -1;
-    // a block of its own for each entry, so that no sum depends on what others see of theirs
+    // one block for each entry, so that no sum depends on which other entries there are
     if (a.batch_invariant && block.num_columns > 0) break;
   }
   return block.num_columns > 0;

@@ -1,5 +1,5 @@
-// Philox-4x32-10 (Salmon et al., SC'11): the dropout mask as a pure function of where a probability
-// stands, so that every device draws the same one.
+// Philox-4x32-10 (Salmon et al., SC'11): the dropout mask as a function of a probability's
+// sequence, head, row and column alone, so that every device draws the same one.
 #pragma once
 
 #include "attention.h"
@@ -32,7 +32,7 @@ PAGED_ATTN_INLINE void philox(U* words, uint32_t k0, uint32_t k1) {
 PAGED_ATTN_INLINE void draw_kept(const paged_attn::Dropout& dropout, uint32_t place, int64_t row,
                                  int64_t column, uint8_t* bytes) {
   const U lane = __builtin_convertvector(lane_index(), U);
-  // a draw decides on four neighbours
+  // a draw is for four neighbouring columns
   U words[4] = {set1(uint32_t(column / 4)) + lane, set1(uint32_t(row)), set1(place),
                 set1(dropout.offset)};
   philox(words, dropout.seed[0], dropout.seed[1]);

@@ -1,6 +1,6 @@
-// What the matrix products multiply. An operand takes the place of one float32 and holds DEPTH
-// numbers that are neighbours along the depth of a product: dims of queries and keys, keys of
-// probabilities and values.
+// The operands of matrix products. An operand has the size of a float32 and holds DEPTH numbers
+// that are neighbours along the depth of a product: along head_dim in products of queries and keys,
+// along keys in products of probabilities and values.
 #pragma once
 
 #include "vec/convert.h"
@@ -9,14 +9,14 @@ namespace {
 
 // What products with float32 sums have in common.
 struct FloatSums {
-  static constexpr bool FIXED = false;  // as against product_int16.h
-  // whether operands of T are made of floats, by `pair_up` and `pair_of_bytes`
+  static constexpr bool FIXED = false;  // true only in product_int16.h
+  // whether numbers of type T become operands by way of floats, by `pair_up` and `pair_of_bytes`
   template <class T>
   static constexpr bool by_floats = false;
   typedef F Sum;
-  // lanes of sums of a row's products
+  // the float32 sums of a row's products
   static PAGED_ATTN_INLINE F dots(F sum, const float*) { return sum; }
-  // what `acc` becomes by sums that began with `begin(acc)`
+  // sums begin with `begin(acc)`; `add_up` is `acc` with them added
   static PAGED_ATTN_INLINE F begin(F acc) { return acc; }
   static PAGED_ATTN_INLINE F add_up(F sum, F, float) { return sum; }
 };
@@ -26,9 +26,9 @@ constexpr bool SAME = false;
 template <class A>
 constexpr bool SAME<A, A> = true;
 
-// What the engines ask of a Product, said when it is not so. Besides: `accepts<T>`, `load_operands`
-// of W operands or fewer, `interleave`, `narrow`, `exp2_for_operand`, and the Product that reads its
-// `Queries`.
+// What the engines need of a Product, checked while compiling. Besides: `accepts<T>`,
+// `load_operands` of W operands or fewer, `interleave`, `narrow`, `exp2_for_operand`, and
+// `Queries`, the Product whose operands queries are loaded as.
 template <class Product>
 constexpr bool is_product() {
   typedef typename Product::Sum Sum;
@@ -45,7 +45,7 @@ constexpr bool is_product() {
   return true;
 }
 
-// Any dtypes: float32, one number an operand.
+// For any dtypes: an operand is one float32.
 struct FloatProduct : FloatSums {
   typedef FloatProduct Queries;
   static constexpr int DEPTH = 1;
@@ -58,7 +58,7 @@ struct FloatProduct : FloatSums {
 
   static PAGED_ATTN_INLINE F multiply_add(F a, F b, F sum) { return fma(a, b, sum); }
 
-  // W operands of neighbours in memory; with `n`, of the first n numbers and zeros
+  // W operands from numbers at `p` and after it; with `n`, from the first n numbers, then zeros
   template <class T>
   static PAGED_ATTN_INLINE F load_operands(const T* p) {
     return load(p);
@@ -67,9 +67,10 @@ struct FloatProduct : FloatSums {
   static PAGED_ATTN_INLINE F load_operands(const T* p, int n) {
     return load(p, n);
   }
-  // DEPTH vectors, each of operands of one row, become operands down the rows, in order
+  // DEPTH vectors, of operands of one row each, become DEPTH vectors of operands of one number of
+  // each row, in order
   static PAGED_ATTN_INLINE void interleave(F*) {}
-  // W operands of DEPTH * W numbers
+  // W operands from DEPTH * W float32 numbers
   static PAGED_ATTN_INLINE F narrow(const F* x) { return x[0]; }
   // 2^x about as exact as an operand holds it
   static PAGED_ATTN_INLINE F exp2_for_operand(F x) {
@@ -105,7 +106,8 @@ constexpr bool Bfloat16Pairs::accepts<bfloat16> = true;
 #if defined(__AVX512BF16__)
 #define PAGED_ATTN_PAIR_PRODUCT
 
-// The bfloat16 of every magnitude an 8-bit float of MANTISSA bits can have, in bytes.
+// The bfloat16 of each magnitude of an 8-bit float with MANTISSA bits, as a table of low bytes and
+// one of high bytes.
 template <int MANTISSA, int BIAS, bool INFINITE>
 struct Float8Table {
   alignas(64) uint8_t low[128], high[128];
@@ -154,7 +156,7 @@ struct PairProduct : Bfloat16Pairs {
     return (F)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << n) - 1), p);
   }
 
-  // int8: all of it is in the upper halves of its floats
+  // int8: the upper half of a number's float32 holds it exactly
   static PAGED_ATTN_INLINE F load_operands(const int8_t* p) {
     U16x32 upper;
     for (int i = 0; i < 32; ++i) upper[i] = uint16_t(2 * i + 1);

@@ -1,4 +1,4 @@
-// Pairs of bfloat16 on Intel's tile registers (AMX-BF16): what the vectors of AVX-512-BF16 pack,
+// Pairs of bfloat16 on Intel's tile registers (AMX-BF16): operands as AVX-512-BF16 has them,
 // multiplied 16 rows x 16 columns x 16 operands at a time.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// The bfloat16 of 0 to 127, in bytes.
+// The bfloat16 of 0 to 127, as a table of low bytes and one of high bytes.
 struct IntegerTable {
   alignas(64) uint8_t low[128], high[128];
   constexpr IntegerTable() : low(), high() {
@@ -44,14 +44,15 @@ struct AmxProduct : PairProduct {
   }
 
  private:
-  // in the order from which bytes unpack to their own order
+  // in the order from which `unpacklo` and `unpackhi` restore the original one
   static PAGED_ATTN_INLINE __m512i load_bytes(const void* p, int n) {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __mmask64 some = ~uint64_t(0) >> (64 - n);
     return _mm512_permutexvar_epi64(
         order, n == 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(some, p));
   }
-  // codes of 7 bits; the eighth says in `is_128` only that the magnitude is 128
+  // `code`: 7 bits of each byte, by which the tables are read; `is_128`: bytes of magnitude 128,
+  // which has no 7 bits
   template <class Table>
   static PAGED_ATTN_INLINE void look_up_line(__m512i code, __m512i sign, __mmask64 is_128,
                                              const Table& table, F* x) {
@@ -67,14 +68,16 @@ struct AmxProduct : PairProduct {
   }
 };
 
-// Bfloat16 of probabilities in the upper halves: to the nearest, halfway up. They are not negative.
-// An addition takes half a cycle where the processor's own conversion of two vectors takes two.
+// The upper half is the bfloat16 of a probability, rounded to the nearest, halfway up;
+// probabilities are not negative. An addition takes half a cycle, the processor's own conversion of
+// two vectors two.
 PAGED_ATTN_INLINE __m512i round_upper(F x) {
   return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 }
 
-// Of probabilities and values in attention_amx.h: keys 16 apart are a pair, so that sixteen keys in
-// a row are one half of a tile's operands. attention_rows_amx_in_order.h makes use of that.
+// The product of probabilities and values in attention_amx.h: keys 16 apart are a pair, so that
+// sixteen consecutive keys are the same half of all operands of a tile.
+// attention_rows_amx_in_order.h depends on that.
 struct AmxValueProduct : AmxProduct {
   static constexpr int APART = W;
   static PAGED_ATTN_INLINE F narrow(const F* x) {
@@ -83,7 +86,7 @@ struct AmxValueProduct : AmxProduct {
   }
 };
 
-// Probabilities of single keys: bfloat16 in the lower half of an operand, zero in the upper one.
+// Operands of one probability each: bfloat16 in the lower half, zero in the upper one.
 struct AmxHalves : PairProduct {
   static constexpr int DEPTH = 1;
   static PAGED_ATTN_INLINE F narrow(const F* x) {
@@ -96,7 +99,8 @@ PAGED_ATTN_INLINE F merge_lanes(F a, F b, I order) {
   return (F)_mm512_permutex2var_ps((__m512)a, (__m512i)order, (__m512)b);
 }
 
-// N vectors, read as (N, W), become (W, N); N is a power of two. One perfect shuffle each time.
+// Transposes N vectors, an (N, W) matrix, to (W, N); N is a power of two. Each step is a perfect
+// shuffle.
 template <int N>
 PAGED_ATTN_INLINE void interleave(F* x) {
   constexpr I LOW = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, HIGH = LOW + 8;
@@ -113,7 +117,7 @@ PAGED_ATTN_INLINE void interleave(F* x) {
   }
 }
 
-// The reverse: (W, N) become (N, W).
+// The reverse: transposes (W, N) to (N, W).
 template <int N>
 PAGED_ATTN_INLINE void uninterleave(F* x) {
   constexpr I EVEN = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, ODD = EVEN + 1;
@@ -137,8 +141,8 @@ struct alignas(64) AmxRegisters {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// For attention_rows_amx.h with that many rows: keys or values; queries and scores, (16, ROWS);
-// probabilities and sums, the rows twice or as many of these as fit.
+// Registers for attention_rows_amx.h with that many rows. 0: keys or values. 1 and 2: queries and
+// scores, (16, ROWS). 3 to 7: probabilities and sums, each row twice, 16 rows at most.
 template <int ROWS>
 struct AmxRowsRegisters : AmxRegisters {
   constexpr AmxRowsRegisters() {
@@ -147,8 +151,8 @@ struct AmxRowsRegisters : AmxRegisters {
   }
 };
 
-// GCC's load of a tile does not say that it reads memory. What says so stands on either side of it:
-// neither does a store that comes before move behind the load, nor the reverse.
+// GCC's intrinsic that loads a tile does not tell the compiler that it reads memory. This does,
+// before and after the load, so that no store is moved across it.
 PAGED_ATTN_INLINE void declare_read(const void* from) {
   asm volatile("" : : "m"(*(const char(*)[1 << 16])from));
 }
@@ -160,8 +164,8 @@ PAGED_ATTN_INLINE void declare_read(const void* from) {
   } while (0)
 
 // C (16 x rows, 16 x panels) = A (16 x rows, 16 x steps) @ B, or C += that, by squares of 32 x 32.
-// It is taken a step at a time, so that vector instructions can stand between the steps, which run
-// beside them. All rows take two panels while these are in L1.
+// The caller runs it step by step, with vector instructions between the steps, which run at the
+// same time. Two panels are multiplied by all rows while they are in L1.
 struct AmxWork {
   const float* a;
   int64_t stride_a;
@@ -233,7 +237,7 @@ struct AmxWork {
   }
 };
 
-// In one go, for what has nothing else to do meanwhile.
+// All steps at once, for callers that have nothing else to compute meanwhile.
 template <>
 struct Matrix<AmxProduct> {
   static constexpr int ROW_STEP = W;

@@ -1,9 +1,9 @@
-// Products of float16 on tiles that multiply bfloat16 (AMX-BF16): a number is the sum of two, of
-// which the second is what the first lacks. Of float16 nothing is lost, of float32 what lies 16 bits
-// below the leading one: less than a rounding to float16 takes.
+// Products of float16 on tiles that multiply bfloat16 (AMX-BF16). A number is the sum of two of
+// bfloat16: its upper bits, and the rest. That is exact for float16; float32 numbers lose what is
+// 16 bits below the leading one, which is less than rounding to float16 takes.
 //
-// An operand is such a pair, so one tile product gives high * high + low * low, and a second one, by
-// columns whose pairs are turned, high * low + low * high.
+// An operand is such a pair. So one tile product gives high * high + low * low, and a second one,
+// by columns whose pairs are swapped, high * low + low * high.
 #pragma once
 
 #include "product_amx.h"
@@ -55,7 +55,7 @@ struct Matrix<AmxHalfProduct> {
     fetch.pace = (fetch.lines() + beats - 1) / beats;
     alignas(64) float space[MAX_CHAIN * PANEL];
     float* turned = space;
-    asm("" : "+r"(turned));  // what says that a tile is read says so of more than this
+    asm("" : "+r"(turned));  // hides its size: `declare_read` reads more bytes than this array has
     for (int64_t i = begin, n; i < end; i += n) {
       n = min64(PANEL - i % PANEL, end - i);
       for (int64_t d = 0; d < depth; d += MAX_CHAIN) {
@@ -74,7 +74,7 @@ struct Matrix<AmxHalfProduct> {
   }
 
  private:
-  // high and low of each pair in turned order
+  // swaps high and low of each pair
   static PAGED_ATTN_INLINE F turn(F x) { return (F)_mm512_rol_epi32((__m512i)x, 16); }
 
   // Two vectors of columns if `wide`, twice 16 rows if `tall`.

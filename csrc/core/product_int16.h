@@ -1,11 +1,11 @@
-// Products of 8-bit integers with 16-bit ones on AVX-512-VNNI: keys and values of an int8 cache with
-// queries and probabilities in fixed point. Bytes are widened by one instruction, where bfloat16
-// would take five, and sums are exact.
+// Products of 8-bit integers with 16-bit ones on AVX-512-VNNI: keys and values of an int8 cache
+// with queries and probabilities in fixed point. Bytes are widened by one instruction, where
+// bfloat16 would take five, and sums are exact.
 //
-// A lane of a row's queries has a unit of its own, a power of two: what is within 2^-7 of the lane's
-// largest number is exact if it is a bfloat16. What that takes away is a second row of integers, for
-// the rare queries that lose too much without it. Probabilities are multiples of 1/32767 of the largest
-// one of a row in a block of keys, where bfloat16 has 8 bits.
+// Each lane of a row's queries has a unit of its own, a power of two. Numbers of bfloat16 of at
+// least 2^-7 of the lane's largest are exact. What rounding takes away from others is kept as a
+// second row of integers, for the rare queries whose logits would be off too far. Probabilities are
+// multiples of 1/32767 of the largest one of a row in a block of keys; bfloat16 has 8 bits.
 #pragma once
 
 #include "product.h"
@@ -15,7 +15,7 @@
 namespace {
 
 struct FixedProduct {
-  typedef PairProduct Queries;  // as which they are read
+  typedef PairProduct Queries;  // queries are loaded as its operands
   static constexpr bool FIXED = true;
   template <class T>
   static constexpr bool by_floats = false;
@@ -62,9 +62,10 @@ struct FixedProduct {
     return fma(to_float(sum), set1(weight), acc);
   }
 
-  // A row of operands of bfloat16 pairs becomes one of integers, in place, with the units of its
-  // lanes, and one of what that rounding took away in `low`, with units 2^15 times as small. Returns
-  // the sum of the squares of what was taken away; not a finite number if the row has one.
+  // Turns a row of operands of bfloat16 pairs into one of integers, in place, and writes the units
+  // of its lanes. `low`: what that rounding took away, as integers with units 2^15 times as small.
+  // Returns the sum of squares of what was taken away; it is not finite if some number of the row
+  // is not.
   static inline float fix_row(float* row, int64_t operands, float* units, float* low,
                               float* low_units) {
     const auto numbers = [&](int64_t d, F* x) __attribute__((always_inline)) {
@@ -105,7 +106,7 @@ struct FixedProduct {
   }
 
  private:
-  // GCC would compute it anew for every product that it enters
+  // keeps GCC from computing it anew for every product
   static PAGED_ATTN_INLINE F once(F x) {
     asm("" : "+v"(x));
     return x;

@@ -1,5 +1,5 @@
-// How the rows of a task enter an engine and leave it: row r of a group is the task's query token
-// r / group_size under the group's head r % group_size.
+// How an engine loads the rows of a task and stores their results. Row r of a group is the task's
+// query token r / group_size under the group's head r % group_size.
 #pragma once
 
 #include "key_loop.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Operands along head_dim.
+// How many operands hold a row of head_dim numbers.
 template <class Product>
 PAGED_ATTN_INLINE int64_t depth_of(int64_t head_dim) {
   return round_up(head_dim, Product::DEPTH * Product::GRAIN) / Product::DEPTH;
@@ -19,7 +19,7 @@ PAGED_ATTN_INLINE int64_t key_depth(const Attention& a) {
   return depth_of<Product>(a.head_dim);
 }
 
-// A row's numbers as operands.
+// Stores a row's numbers as operands.
 template <class Product, class T>
 PAGED_ATTN_INLINE void load_row(const T* from, int64_t head_dim, float* to) {
   constexpr int STEP = W * Product::DEPTH;
@@ -59,7 +59,8 @@ inline void load_queries(const Attention& a, const Sequence& s, const paged_attn
   });
 }
 
-// Row r of a group is final, or waits for the sequence's other splits.
+// Writes the result of row r of a group or, if the task is one of several splits, its sums for the
+// merge.
 PAGED_ATTN_APART void finish(const Attention& a, const Sequence& s, const paged_attn::Task& task,
                              int64_t group, int64_t r, const float* acc, float m, float l) {
   if (task.partial < 0) {

@@ -1,8 +1,8 @@
-// Asks for the keys and values of a task a fixed distance ahead of their use.
+// Prefetches the keys and values of a task a fixed distance ahead of their use.
 //
 // Blocks are read chunk by chunk, some columns under every head, first the keys, then the values.
-// The cursor takes the same way through memory, a line for each line that is read: a burst of
-// prefetches would hold up the loads behind it.
+// The cursor of prefetches goes through memory in the same order, by one line for each line that is
+// read: a burst of prefetches would delay the loads after it.
 #pragma once
 
 #include "paged_kv.h"
@@ -24,7 +24,7 @@ class ReadAhead {
         distance(ahead_bytes),
         into_second(ahead_bytes > AHEAD_BYTES || paged_attn::reads_ahead_into_second_level) {}
 
-  // To where the cursor is when the first key of `block` is about to be read.
+  // Puts the cursor where it has to be when the first key of `block` is about to be read.
   PAGED_ATTN_INLINE void enter(const KeyBlock& block, const KeyBlock& following) {
     next = &following;
     chunk = {&block, false, 0};
@@ -33,10 +33,11 @@ class ReadAhead {
     for (int64_t left = distance; left > 0; next_run()) left -= end - at;
   }
 
-  // Whether the next `bytes` of the way have no gap.
+  // Whether the next `bytes` from the cursor on are contiguous.
   PAGED_ATTN_INLINE bool has(int64_t bytes) const { return end - at >= bytes; }
 
-  // The next `bytes` of the way, for the caller to ask for, line by line, as it reads as many.
+  // The next `bytes` from the cursor on, which moves past them. The caller prefetches them line by
+  // line while it reads as many.
   PAGED_ATTN_INLINE const char* claim(int64_t bytes) {
     const char* from = at;
     at += bytes;
@@ -44,7 +45,8 @@ class ReadAhead {
     return from;
   }
 
-  // Asks for the lines that begin among elements [begin, begin + n) of what starts with a line.
+  // Prefetches the lines that begin among elements [begin, begin + n) after `start`, where a line
+  // begins.
   PAGED_ATTN_INLINE void ask(const T* start, int64_t begin, int n) const {
     constexpr int LINE = CACHE_LINE / int(sizeof(T));
     if (n < LINE && begin % LINE >= n) return;
@@ -72,8 +74,9 @@ class ReadAhead {
   int outer, inner, rows;
   const char *at, *end;
 
-  // Into L1 through the other caches: past them (`prefetchnta`) is 1.02 times as fast on Zen 5, and
-  // half as fast on Emerald Rapids. What L1 would lose again, or is slow to get, goes to L2.
+  // Into L1 by way of the other caches: past them (`prefetchnta`) is 1.02 times as fast on Zen 5,
+  // and half as fast on Emerald Rapids. Into L2 where L1 would evict the line before it is read, or
+  // is slow to load it.
   PAGED_ATTN_INLINE void ask_for_line(const void* p) const {
     if (into_second)
       __builtin_prefetch(p, 0, 2);
@@ -112,7 +115,8 @@ class ReadAhead {
     at = (const char*)first;
     end = (const char*)(first + rows * row_elements);
   }
-  // What was claimed past the end of the run lies in the next ones, and is asked for at once.
+  // Bytes that were claimed past the end of the run are in the next runs: they are prefetched at
+  // once.
   inline void leave_run() {
     int64_t left = at - end;
     for (next_run(); left > 0 && left >= end - at; next_run()) {

@@ -9,8 +9,8 @@ namespace paged_attn {
 namespace {
 
 constexpr int64_t FULL_ROWS = 48;        // multiples of it fill the register tiles of every ISA
-constexpr int64_t MANY_TILES = 8;        // that a long sequence is cut into, for threads to share
-constexpr int64_t PACKED_ROWS = 256;     // fewer do not pay for packing the keys, threads or not
+constexpr int64_t MANY_TILES = 8;        // of a long sequence, at least, for threads to share
+constexpr int64_t PACKED_ROWS = 256;     // with fewer, packing the keys takes too large a part
 constexpr int64_t SPLIT_ROWS = 512;  // rows of a sequence above which tiles alone keep threads busy
 constexpr int64_t MAX_SPLITS = 32;
 
@@ -30,8 +30,9 @@ int64_t tile_tokens(const Attention& a, const Sequence& s, int64_t rows) {
   return tokens < step ? tokens : (tokens + step / 2) / step * step;
 }
 
-// Token after the last one of the tile that starts at `token`. Under a block layout tiles end at
-// multiples of the tile in positions, so none crosses a layout row; negative positions stay apart.
+// The token after the last one of the tile that starts at `token`. With a block layout, tiles end
+// at positions that are multiples of `tokens`, so that none crosses a layout row; tokens with
+// negative positions have tiles of their own.
 int64_t tile_end(const Attention& a, const Sequence& s, int64_t token, int64_t tokens) {
   int64_t end = token + tokens;
   if (a.layout.crow) {

@@ -46,7 +46,7 @@ PAGED_ATTN_INLINE int64_t key_position(const Attention& a, int64_t key) {
   return key / a.key_run * a.key_span + a.key_offset + key % a.key_run;
 }
 
-// How many of a sequence's keys stand before a position.
+// How many of a sequence's keys have positions before this one.
 PAGED_ATTN_INLINE int64_t keys_before(const Attention& a, const Sequence& s, int64_t position) {
   if (position <= 0) return 0;
   if (a.key_span != a.key_run) {

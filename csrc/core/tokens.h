@@ -14,7 +14,7 @@ struct CacheWrite {
   DType from_dtype, to_dtype;
   int64_t head_dim;
   Strided<float> scale;  // (1, head)
-  bool streamed;         // around the caches; rows of `to` are whole cache lines then
+  bool streamed;         // written around the processor's caches; rows are whole cache lines then
 };
 
 struct ReshapeAndCache {
@@ -23,12 +23,12 @@ struct ReshapeAndCache {
   int64_t slot_stride;
   bool slots_are_int64;
   int64_t num_tokens, num_heads, page_size, num_slots;
-  // one task of 2 * residues writes keys or values, and those whose slots have its residue: two
-  // tokens for one slot never race
+  // There are 2 * residues tasks. Each writes keys or values, of the tokens whose slots have its
+  // residue: so tokens with the same slot are written by one task, in order.
   int64_t residues;
 };
 
-// Slots are read where they are used too, and may have changed since they were checked.
+// The slot of a token, which may have changed since it was checked: callers check it again.
 PAGED_ATTN_INLINE int64_t slot_at(const ReshapeAndCache& r, int64_t token) {
   const int64_t i = token * r.slot_stride;
   return r.slots_are_int64 ? read_once(static_cast<const int64_t*>(r.slots) + i)

@@ -1,4 +1,5 @@
-// AMX-BF16 multiplies pairs of bfloat16 by tiles. What has no finite sum is AVX-512-BF16's.
+// AMX-BF16 multiplies pairs of bfloat16 by tiles. Few rows whose sums are not finite are computed
+// again by AVX-512-BF16.
 #include "../core/product_amx_halves.h"
 #include "../kernels.h"
 #include "../kernels/attention_amx.h"
@@ -10,8 +11,9 @@ namespace {
 
 const paged_attn::Kernels& vectors = paged_attn::kernels_avx512bf16;
 
-// Denormal numbers count as zero, as they do in the products of bfloat16 pairs: an exponential that
-// underflows would otherwise be handed to microcode, which takes as long as hundreds of others.
+// While it exists, denormal numbers count as zero, as they do in products of bfloat16 pairs.
+// Otherwise an exponential that underflows would go to microcode, which takes as long as hundreds
+// of others.
 class DenormalsAreZero {
  public:
   DenormalsAreZero() { _mm_setcsr(before_ | FLUSH_RESULTS | IGNORE_INPUTS); }
@@ -22,7 +24,7 @@ class DenormalsAreZero {
   const unsigned before_ = _mm_getcsr();
 };
 
-// Its processors have second-level caches of 2 MiB.
+// Processors with AMX have second-level caches of 2 MiB: hence twice the rows of attention.h.
 paged_attn::RowLimits row_limits(const Attention& a) {
   return {few_rows(a), rows_in_cache(a, 1024)};
 }
@@ -58,7 +60,7 @@ void attend_few_rows(const Attention& a, const paged_attn::Task& task, float* wo
                                   : attend_rows_if_finite<16>(a, task, workspace);
   if (done) return;
   if (task.group_end - task.group_begin == 1) return vectors.attend(a, task, workspace);
-  // each group for itself: no result may depend on what else is in a task
+  // one group at a time: no result may depend on which groups share a task
   paged_attn::Task piece = task;
   for (int32_t group = task.group_begin; group < task.group_end; ++group) {
     piece.group_begin = group;
@@ -97,7 +99,7 @@ void attend_backward_by_tiles(const Backward& b, const BackwardTask& task, float
 
 }  // namespace
 
-// What multiplies pairs; engines.cpp sends all else to another table.
+// Only the kernels that multiply pairs; engines.cpp takes all others from another table.
 const paged_attn::Kernels paged_attn::kernels_amx = {
     "amx",
     row_limits,

@@ -22,15 +22,15 @@ PAGED_ATTN_INLINE auto with_product(const Attention& a, Function f) {
 
 #if defined(PAGED_ATTN_FIXED_PRODUCT)
 
-// Whether few rows are multiplied in fixed point; dropout rounds probabilities in another place, and
-// tiles add up in another way.
+// Whether few rows are multiplied in fixed point. Not with dropout, which rounds probabilities in
+// another place, and not if results have to be those of tiles, which add up in another order.
 PAGED_ATTN_INLINE bool suits_fixed(const Attention& a) {
   return a.kv_dtype == paged_attn::DType::int8 && !a.dropout.enabled && !a.batch_invariant &&
          paged_attn::multiply_as_pairs(a.q_dtype, a.kv_dtype);
 }
 
-// Groups whose queries do not fit are done in floating point, each for itself: no result may depend
-// on what else is in a task.
+// A group whose queries do not fit fixed point is done in floating point, each group alone: no
+// result may depend on which groups share a task.
 void attend_rows_in_fixed_point(const Attention& a, const Sequence& s, paged_attn::Task task,
                                 float* workspace) {
   if (attend_rows<FixedProduct>(a, s, task, workspace)) return;
@@ -119,7 +119,7 @@ void attend_backward(const Backward& b, const BackwardTask& task, float* memory)
   });
 }
 
-// Multiplies bfloat16 numbers that a first-level cache holds, as tiles do: what dispatch.cpp times.
+// Multiplies bfloat16 numbers from a first-level cache, as tiles do; dispatch.cpp times it.
 void multiply_sample(const float* left, const float* right, float* result) {
   constexpr auto BFLOAT16 = paged_attn::DType::bfloat16;
   with_product(BFLOAT16, BFLOAT16, [&](auto product) __attribute__((always_inline)) {

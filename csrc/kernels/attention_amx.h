@@ -1,10 +1,10 @@
 // Many query rows on AMX: attention_tile.h's tasks, packing and order, with another inner loop.
 //
-// Multiplying 32 rows by 128 keys keeps the tile unit about as busy as their softmax keeps the
-// vector units, and the two do not share ports. So between the steps of one row tile's softmax
-// stand those of the products of its neighbours: the tile before it with the values, the tile after
-// it with the keys. Sums stay relative to an old maximum until a row outgrows it, the lazy rescaling
-// of FlashAttention-4, and so accumulate in place.
+// Multiplying 32 rows by 128 keys takes the tile unit about as long as their softmax takes the
+// vector units, and the two share no ports. So the steps of one row tile's softmax alternate with
+// steps of its neighbours' products: of the tile before it with the values, of the tile after it
+// with the keys. Sums stay relative to an old maximum until a row's maximum exceeds it by HEADROOM
+// (the lazy rescaling of FlashAttention-4), so that they are added up in place.
 #pragma once
 
 #include "../core/product_amx.h"
@@ -15,8 +15,8 @@ namespace {
 // By how much, in powers of two, a row's maximum may exceed what its sums are relative to.
 constexpr float HEADROOM = 8.f;
 
-// From one row to the next. Rows a power of two apart would share a few sets of the first-level
-// cache, and a tile is a line of each of sixteen.
+// Floats between one row and the next. Rows a power of two apart would share a few sets of the
+// first-level cache, and a tile is one line of each of sixteen rows.
 constexpr int64_t PADDING = W;
 constexpr int SCORES = MAX_COLUMNS + int(PADDING);
 
@@ -43,12 +43,12 @@ PAGED_ATTN_INLINE AmxWorkspace amx_workspace(const Attention& a, int64_t rows, f
   return w;
 }
 
-// Products that run beside something else: first one, then the other.
+// Two products, one after the other, that run beside vector instructions.
 struct AmxQueue {
   AmxWork work[2];
   int next = 2, pace = 0;
 
-  // What there is to do until the `beats` of what runs beside it are over.
+  // Spreads all steps evenly over `beats` calls of `beat`.
   PAGED_ATTN_INLINE void spread(int beats) {
     int left = 0;
     for (int i = next; i < 2; ++i) left += work[i].left();
@@ -71,7 +71,7 @@ struct AmxQueue {
   }
 };
 
-// Rows that outgrew what their sums are relative to.
+// Makes rows' sums relative to their new maxima, where these exceed the old ones by HEADROOM.
 template <int ROWS>
 PAGED_ATTN_APART void raise_references(const F* top, float scale, float* m, float* l, float* acc,
                                        int64_t stride_acc) {
@@ -91,7 +91,7 @@ PAGED_ATTN_APART void raise_references(const F* top, float scale, float* m, floa
   }
 }
 
-// As update_softmax, of logits that are the scores times a positive scale.
+// As update_softmax, for logits that are the scores times a positive scale.
 template <class Product, int ROWS>
 PAGED_ATTN_INLINE void update_softmax_lazily(float* scores, int begin, int end, float scale,
                                              float* m, float* l, float* acc, int64_t stride_acc,
@@ -151,7 +151,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
   const int64_t rows = rows_of(a, task);
   const int64_t depth = key_depth<AmxProduct>(a);
   const float scale = logit_scale(a, s, kv_head);
-  // what masks alone change is scaled on the way into the exponential
+  // scores that only masks change are scaled when their exponentials are computed
   const float late_scale = is_plain(a) && scale > 0 ? scale : 1.f;
 
   int64_t row = 0;
@@ -219,7 +219,7 @@ inline void attend_block_by_tiles(const Attention& a, const Sequence& s,
                                    block, begin, end);
     const int chunks = int(tile.rows + TOGETHER - 1) / TOGETHER;
     queue.spread(chunks * ((end - begin + STEP - 1) / STEP));
-    // a tile whose rows have all seen nothing has nothing to add to
+    // a tile none of whose rows has seen a key has no sums yet
     I seen = {};
     for (int i = 0; i < ROWS; i += W) seen |= (I)(load(w.m + tile.first + i) != set1(-INFINITY));
     const bool add = _mm512_test_epi32_mask((__m512i)seen, (__m512i)seen);
@@ -264,7 +264,7 @@ inline void attend_by_tiles(const Attention& a, const Sequence& s, const paged_a
   const int64_t kv_head = kv_head_of(a, task.group_begin);
   const AmxWorkspace w = amx_workspace(a, rows, memory);
   load_queries<AmxProduct>(a, s, task, task.group_begin, w.q, w.stride_q);
-  // rows that only fill the last register tile see zeros
+  // rows that only fill the last register tile are zeros
   memset(w.q + rows * w.stride_q, 0, (w.rows - rows) * w.stride_q * sizeof(float));
   memset(w.l, 0, w.rows * W * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY;

@@ -1,9 +1,9 @@
 // Gradients of q, k and v: a task is a key tile of one KV head with all queries that see it.
 //
-// Keys and values are packed once. For each tile of queries, S = Q K^T and dP = dO V^T are computed
-// again; their rows become P and dX (backward_rows.h), rounded to what a product multiplies; then
-// dV += P^T dO and dK += dX^T Q stay with the task, and dQ += dX K goes to sums in memory when the
-// key tiles before this one have added theirs (core/backward_plan.h). Five products in all.
+// Keys and values are packed once. For each tile of queries, S = Q K^T and dP = dO V^T are
+// computed; their rows become P and dX (backward_rows.h), rounded to operands. Then dV += P^T dO
+// and dK += dX^T Q are added up by the task alone, and dQ += dX K in memory, after the key tiles
+// before this one have added theirs (core/backward_plan.h). These are five products.
 #pragma once
 
 #include <sched.h>
@@ -83,10 +83,11 @@ class BackwardOfTask {
   const BackwardSequence& x;
   const BackwardWorkspace w;
   KeyTile keys;
-  // of the query tile at hand: what it has, and that in whole steps across and along rows
+  // rows of the present query tile, and these rounded up to whole steps of products across rows and
+  // along rows
   int64_t rows, rows_across, rows_along;
 
-  // Another thread has taken what is waited for, and is at work on it.
+  // Waits until *p is `value`. Another thread is at work on it: tasks are taken in their order.
   static PAGED_ATTN_APART void wait(const int32_t* p, int32_t value) {
     for (int i = 0; __atomic_load_n(p, __ATOMIC_ACQUIRE) != value; ++i)
       if (i >= 1024) sched_yield();
@@ -114,8 +115,8 @@ class BackwardOfTask {
     });
   }
 
-  // Rows of a tile as operands. One that sees no key borrows the place of one that does: its
-  // probabilities are 0, but what stands there may be no number. False if none sees any.
+  // Loads the rows of a tile as operands. In place of a row that sees no key, one that sees some is
+  // loaded: its probabilities are 0, but its own numbers may be NaN. False if no row sees any.
   inline bool load_tile(const QueryTile& tile, int64_t group) {
     rows_across = round_up(rows, Matrix<Product>::ROW_STEP);
     rows_along = round_up(rows, W * Product::DEPTH);
@@ -203,8 +204,8 @@ class BackwardOfTask {
     return fetch;
   }
 
-  // scores = Q K^T, gradients = dO V^T; meanwhile the rows of the tile before this one, which comes
-  // next, are asked for
+  // scores = Q K^T, gradients = dO V^T. Meanwhile the rows of the tile before this one, which is
+  // computed next, are prefetched
   PAGED_ATTN_INLINE void multiply_rows(const QueryTile* next, int64_t group) {
     for (int j = 0; j < keys.num_runs; ++j) {
       const Columns& run = keys.runs[j];
@@ -251,7 +252,7 @@ class BackwardOfTask {
     }
   }
 
-  // dV += P^T dO, dK += dX^T Q; meanwhile the sums of dQ are asked for
+  // dV += P^T dO, dK += dX^T Q. Meanwhile the sums of dQ are prefetched
   PAGED_ATTN_INLINE void add_to_keys(const float* sums) {
     for (int j = 0; j < keys.num_runs; ++j) {
       const Columns& run = keys.runs[j];
@@ -301,7 +302,7 @@ class BackwardOfTask {
     });
   }
 
-  // Queries that no key tile comes to.
+  // Sets dQ of queries to zero to which no key tile adds.
   inline void zero_blind_queries() {
     if (!b.dq) return;
     const int64_t groups = a.num_groups / a.num_kv_heads;

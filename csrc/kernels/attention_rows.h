@@ -10,7 +10,8 @@
 
 namespace {
 
-// Rows of a group that are better served without packing keys; latents have one engine.
+// Rows of a group, at most, for which keys are not packed. Latent queries have one engine only,
+// which packs.
 PAGED_ATTN_INLINE int64_t few_rows(const Attention& a) { return a.latent ? 0 : 16; }
 
 struct RowsWorkspace {
@@ -18,12 +19,13 @@ struct RowsWorkspace {
   int64_t stride_q, stride_acc;
   float *q, *acc, *m, *l, *scores;
   float* scale;  // of a group's dot products
-  // where sums are those of attention_tile.h: of a block's values alone, and keys that were turned
+  // only where sums have to be those of attention_tile.h: sums over a block, and transposed keys
   float *sums, *turned;
-  // the units of a row's probabilities in a block (in fixed point), or what brings its earlier sums
-  // to the new maximum (where sums are of a block alone)
+  // in fixed point, the units of a row's probabilities in a block; where sums are over a block
+  // alone, the factor by which its earlier sums become relative to the new maximum
   float* weight;
-  // in fixed point: the units of a row's lanes, what the queries have lost, and whether that counts
+  // in fixed point: the units of a row's lanes, what rounding took away from queries as integers
+  // and their units, and whether it has to be multiplied, too
   float *units, *low, *low_units, *loses;
   int64_t floats;
 };
@@ -53,8 +55,8 @@ PAGED_ATTN_INLINE RowsWorkspace rows_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
-// Columns of a chunk. Where a token's heads adjoin, memory is asked for in another order than it is
-// read in: what has been asked for must stay in L1 until the last head has read its part.
+// Columns of a chunk. Where a token's heads adjoin in memory, it is prefetched in another order
+// than it is read in: so a chunk must stay in L1 until the last head has read its part.
 template <class T>
 PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
   constexpr int64_t BYTES = 8192;  // of two chunks and everything else in 32 KiB
@@ -65,7 +67,7 @@ PAGED_ATTN_INLINE int chunk_columns(const Attention& a, int heads, int fewest) {
   return columns;
 }
 
-// Scores of all heads for a chunk of keys, to the last bit as tiles have them.
+// Scores of all heads for a chunk of keys, with the same bits as tiles' scores.
 template <class Product, class T, int ROWS>
 PAGED_ATTN_APART void score_in_order(const Attention& a, const paged_attn::Task& task,
                                      const int64_t* offset, int column, int columns,
@@ -98,7 +100,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   // a chunk of keys fills the lanes, or else the sums, of a dot product
   const bool in_order = !Product::FIXED && a.batch_invariant;
   const int step = chunk_columns<T>(a, groups, in_order ? W : DOTS / ROWS);
-  // where a token's heads adjoin, all of a chunk is asked for before its last head is read
+  // where a token's heads adjoin, all of a chunk is prefetched before its last head is read
   const int64_t chunk = step * groups * max64(a.head_dim, a.head_dim_v) * int64_t(sizeof(T));
   const bool beside = in_order && a.k.stride_head < a.k.stride_token;
   ReadAhead<T> ahead(a, kv_head_of(a, task.group_begin), groups, step,
@@ -151,7 +153,7 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
   if (in_order) memset(w.sums, 0, floats * sizeof(float));
   for (int c = 0; c < columns; c += step) {
     for (int g = 0; g < groups; ++g) {
-      if (c == 0) softmax(g);  // not all at once: memory would be idle for as long
+      if (c == 0) softmax(g);  // not of all groups at once: no memory would be read meanwhile
       const float* p = w.scores + g * w.rows * ROW_COLUMNS + c / Product::DEPTH;
       with_head_dim(a.head_dim_v, [&](int64_t head_dim) __attribute__((always_inline)) {
         weigh_values<Product, T, ROWS>(data_of(a.v, g), block.v_offset + c, step, ahead, p,
@@ -171,7 +173,8 @@ inline void attend_rows_block(const Attention& a, const Sequence& s, const paged
 template <class Product>
 PAGED_ATTN_INLINE bool fix_queries(const Attention& a, const paged_attn::Task& task,
                                    const RowsWorkspace& w) {
-  // what a logit may lose, were all keys spread evenly over the range of int8
+  // the error of a logit that is allowed, and the root mean square of keys that it is estimated
+  // with: keys spread evenly over the range of int8
   constexpr float LOSS = 2e-5f, KEY = 73.9f;
   const int64_t rows = rows_of(a, task);
   const int groups = task.group_end - task.group_begin;

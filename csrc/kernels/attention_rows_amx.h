@@ -1,14 +1,14 @@
-// Few query rows on AMX: attention_rows.h's tasks and order, with tiles that are multiplied where
-// they lie in memory.
+// Few query rows on AMX: attention_rows.h's tasks and order, with tiles of keys and values that are
+// multiplied where they are in memory.
 //
-// Sixteen keys of a head are the rows of a left operand, so scores come as (keys, rows). Sixteen
-// values of a head are the rows of a right operand, whose pairs ought to be of two keys and are of
-// two dims: each row of probabilities comes twice, paired with zeros, once to meet the even dims
-// and once to meet the odd ones. What is not bfloat16, not evenly spaced or not whole tiles is
-// brought into that form first, in L1.
+// Sixteen keys of a head are the rows of a left operand, so scores are (keys, rows). Sixteen values
+// of a head are the rows of a right operand. Its pairs should be of two keys, but are of two dims.
+// So each row of probabilities is there twice, paired with zeros: once to be multiplied with the
+// even dims, once with the odd ones. Keys and values that are not bfloat16, not evenly spaced or no
+// whole tiles are first copied to L1 in that form.
 //
-// A zero that meets an infinity of the neighbouring dim makes a NaN that is none of its own. So a
-// task whose sums are not finite is given back, to be done by vectors.
+// A zero times an infinity of the neighbouring dim is a NaN that does not belong to the result. So
+// a task whose sums are not finite is computed again by vectors.
 #pragma once
 
 #include "../core/product_amx.h"
@@ -20,7 +20,7 @@ constexpr int TILE_KEYS = 16, TILE_DIMS = 32;
 constexpr int TILE_FLOATS = TILE_KEYS * W;
 static_assert(TILE_KEYS == ALIGN, "segments are whole tiles");
 
-// The rows of a group as registers are set up for them.
+// Rows of a group, rounded up to those that registers are configured for.
 PAGED_ATTN_INLINE int64_t register_rows(int64_t rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 16; }
 
 struct AmxRowsWorkspace {
@@ -53,7 +53,7 @@ template <class T>
 struct TileRows {
   const char* first;
   int64_t stride;  // in bytes
-  const T* later;  // what to ask for while they are multiplied, or null
+  const T* later;  // what to prefetch while they are multiplied, or null
 };
 
 // How far apart a tile's rows are, or 0 if they are not evenly spaced.
@@ -87,7 +87,7 @@ PAGED_ATTN_INLINE TileRows<T> tile_rows(const T* x, const int64_t* offset, int64
   return {(const char*)buffer, stride * int64_t(sizeof(float)), nullptr};
 }
 
-// While a tile is multiplied, as many bytes as it has are asked for.
+// Prefetches as many bytes as tile i of x has, while that is multiplied.
 template <class T>
 PAGED_ATTN_INLINE void ask_for_tile(const TileRows<T>& x, int64_t i, const ReadAhead<T>* ahead) {
   constexpr int ELEMENTS = TILE_KEYS * TILE_DIMS;
@@ -173,8 +173,9 @@ PAGED_ATTN_INLINE void softmax_tiles(const Attention& a, const Sequence& s,
   }
 }
 
-// Half of what vectors want to be ahead: tiles take a chunk at once. Where a token's heads adjoin, a
-// chunk is asked for token by token and read head by head: all of it has to be there before.
+// How far ahead to prefetch: half as far as vectors do, since tiles read a chunk at once. Where a
+// token's heads adjoin, a chunk is prefetched token by token and read head by head, so that all of
+// it has to be there first.
 template <class T>
 PAGED_ATTN_INLINE int64_t ahead_bytes(const Attention& a, int groups) {
   if (a.k.stride_head >= a.k.stride_token) return AHEAD_BYTES / 2;
@@ -202,7 +203,7 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
       const int64_t g = group - task.group_begin;
       const TileRows<T> k =
           tile_rows(data_of(a.k, group), block.k_offset + c, spaced, a.head_dim, ahead, w.tiles);
-      // where the probabilities' twins will be
+      // in the place of the second copy of the probabilities
       float* scores = w.scores + (2 * g + 1) * ROWS * ROW_COLUMNS;
       dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, scores + c * ROWS);
     }
@@ -212,7 +213,7 @@ inline void attend_rows_block_by_tiles(const Attention& a, const Sequence& s,
   for (int c = 0; c < columns; c += TILE_KEYS) {
     const int64_t spaced = spacing(block.v_offset + c);
     for (int group = task.group_begin; group < task.group_end; ++group) {
-      // not all at once: memory would be idle for as long
+      // not of all groups at once: no memory would be read meanwhile
       if (c == 0) {
         softmax_tiles<ROWS>(a, s, task, group, block, finished, w);
       }

@@ -1,15 +1,16 @@
-// Few query rows on AMX that add up as attention_amx.h's tiles do, bit by bit: for calls whose
-// queries have the same result alone and among others.
+// Few query rows on AMX with the same bits as attention_amx.h's tiles: for calls whose queries must
+// have the same result alone and among others (`batch_invariant`).
 //
-// A product of tiles adds up its even operands, its odd ones, and then both: so a step has the same
-// 32 dims of a key here as there, and the same 32 values. Which of two tiles stands on the left does
-// not matter. Keys are multiplied where they lie, as in attention_rows_amx.h.
+// A tile product adds up the even halves of operands, then the odd halves, and then both sums. So a
+// step has the same 32 dims of a key here as there, and the same 32 values. Which of two tiles is
+// the left operand does not matter. Keys are multiplied where they are in memory, as in
+// attention_rows_amx.h.
 //
-// Values are, too. Of a step's 32 keys the first sixteen are its even operands and the others its
-// odd ones (AmxValueProduct). Sixteen values that meet probabilities paired with zeros, as in
-// attention_rows_amx.h, make one of the two sums, and their neighbours add the other one to it; that
-// is added to the output by vectors, which round as tiles do. Where zeros met an infinity, a task
-// is done again with values packed.
+// So are values. Of a step's 32 keys, the first sixteen are even halves and the others odd ones
+// (AmxValueProduct). Sixteen values times probabilities paired with zeros, as in
+// attention_rows_amx.h, give one of the two sums, and the next sixteen add the other one. Vectors
+// add the result to the output, rounding as tiles do. If a zero was multiplied by an infinity, the
+// task is computed again with packed values.
 #pragma once
 
 #include "attention_amx.h"
@@ -185,7 +186,7 @@ inline void attend_block_in_order(const Attention& a, const Sequence& s,
       const int64_t g = group - task.group_begin;
       const TileRows<T> k =
           tile_rows(data_of(a.k, group), block.k_offset + c, spaced, a.head_dim, ahead, w.tiles);
-      // where the probabilities' twins will be
+      // in the place of the second copy of the probabilities
       float* scores = w.scores + (2 * g + 1) * ROWS * SCORES;
       dot_tiles<ROWS>(k, ahead, w.q + g * ROWS * w.key_tiles * W, w.key_tiles, scores + c * ROWS);
     }
@@ -196,7 +197,7 @@ inline void attend_block_in_order(const Attention& a, const Sequence& s,
     const int64_t spaced = spacing(block.v_offset + c);
     const bool is_second = c % PAIR_KEYS != 0;
     for (int group = task.group_begin; group < task.group_end; ++group) {
-      // not all at once: memory would be idle for as long
+      // not of all groups at once: no memory would be read meanwhile
       if (c == 0) softmax_in_order<ROWS, Product>(a, s, task, group, block, finished, w);
       const int64_t g = group - task.group_begin;
       const float* p = w.scores + 2 * g * ROWS * SCORES;

@@ -28,7 +28,7 @@ PAGED_ATTN_INLINE void pack_block(const Attention& a, int64_t kv_head, const Key
   });
 }
 
-// Values that are keys as well, of a dtype of their own.
+// Packs values as keys, for latent queries; values may have another dtype than keys.
 template <class Product>
 inline void pack_latents(const Attention& a, int64_t kv_head, const KeyBlock& block, float* latents,
                          float* values) {
@@ -70,8 +70,8 @@ PAGED_ATTN_INLINE TileWorkspace tile_workspace(const Attention& a, int64_t rows,
   return w;
 }
 
-// Rows of a tile, `most` of them at head_dim 128, whose queries, sums and scores are well inside a
-// cache.
+// Rows of a tile whose queries, sums and scores fit a cache with room to spare: `most` of them at
+// head_dim 128.
 PAGED_ATTN_INLINE int64_t rows_in_cache(const Attention& a, int64_t most) {
   return max64(16, min64(most, 384 * most / (a.head_dim + a.head_dim_v + 64)));
 }
@@ -96,7 +96,7 @@ PAGED_ATTN_INLINE VisibleColumns visible_columns(const KeyBlock& block, KeyRange
   return x;
 }
 
-// Asks for the rows of a block's columns [begin, end), which will be packed next.
+// Prefetches the rows of a block's columns [begin, end), which will be packed next.
 PAGED_ATTN_INLINE void fetch_columns(const Attention& a, int64_t kv_head, const KeyBlock& block,
                                      int64_t begin, int64_t end) {
   const int64_t bytes = bytes_of(a.kv_dtype), bytes_v = bytes_of(a.v_dtype);
@@ -181,7 +181,7 @@ inline void attend_tile(const Attention& a, const Sequence& s, const paged_attn:
   if (a.latent)
     load_queries<Product>(a, s, task, task.group_begin,
                           w.q + w.stride_q - round_up(w.depth_latent, W), w.stride_q, true);
-  // rows that only fill the last register tile see zeros
+  // rows that only fill the last register tile are zeros
   memset(w.q + rows * w.stride_q, 0, (w.rows - rows) * w.stride_q * sizeof(float));
   memset(w.acc, 0, w.rows * w.stride_acc * sizeof(float));
   for (int64_t r = 0; r < w.rows; ++r) w.m[r] = -INFINITY, w.l[r] = 0;

@@ -1,5 +1,5 @@
-// From dot products to operands, row by row: queries times keys become probabilities P, dout times
-// values the gradients dX of queries times keys.
+// From dot products to operands, row by row: from q . k to probabilities P, and from dout . v to
+// dX, the gradients of q . k.
 #pragma once
 
 #include "../core/backward.h"
@@ -36,7 +36,7 @@ PAGED_ATTN_INLINE void gradient_row(const Columns& columns, const GradientRow& r
       if (!columns.has(c + i * W)) continue;
       p[i] = Product::exp2_for_operand(fma(load(scores + c + i * W), scale, shift));
       const F x = p[i] * (load(gradients + c + i * W) - delta);
-      // what is not seen passes nothing on, whatever stands there
+      // a hidden key gives no gradient, whatever numbers it has
       dx[i] = select((I)(p[i] != F{}), x, F{});
     }
     store(scores + c / DEPTH, Product::narrow(p));
@@ -63,7 +63,7 @@ PAGED_ATTN_INLINE void write_bias_gradient(const Backward& b, const ScoreRow& ro
   });
 }
 
-// The same with everything that a logit can be made of, and dropout.
+// The same as gradient_row for any logits (softcap, ALiBi, bias, masks), and with dropout.
 template <class Product>
 PAGED_ATTN_APART void gradient_row_of_logits(const Backward& b, const Sequence& s,
                                              const ScoreRow& row, const KeyBlock& block,

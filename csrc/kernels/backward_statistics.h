@@ -8,8 +8,8 @@ namespace {
 
 using paged_attn::Backward;
 
-// The sum of dout * out. An output of 0 counts as 0 whatever stands in dout: a row that sees no key
-// is nothing but zeros.
+// The sum of dout * out. Where out is 0 the product counts as 0, even if dout is NaN: the out of a
+// row that sees no key is all zeros.
 template <class T>
 PAGED_ATTN_INLINE float dot_rows(const T* dout, const T* out, int64_t head_dim, bool* all_zero) {
   F sum = {};
@@ -78,7 +78,7 @@ inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, 
   const float lse_2 = base_2(lse);
   if (a.sinks) {
     const float sink = a.sinks(head);
-    // all keys may be hidden, or all that is seen is so small beside the sink, or taken by dropout
+    // either all keys are hidden, or their weights are too small beside the sink, or dropped
     if (all_zero && lse == sink) sees_keys = sees_keys && sees_a_key(a, s, token, head);
     if (b.dsink)
       b.dsink[place] = lse == -INFINITY ? 0.f : -exp2(base_2(sink) - lse_2) * delta;
@@ -87,7 +87,7 @@ inline void row_statistics(const Backward& b, const Sequence& s, int64_t token, 
   b.delta[place] = delta;
 }
 
-// Of rows [begin, end) of the batch.
+// Statistics of query tokens [begin, end) of a sequence.
 void backward_statistics(const Backward& b, int64_t sequence, int64_t begin, int64_t end) {
   const Sequence s = sequence_at(b.forward, sequence);
   for (int64_t token = begin; token < end; ++token)

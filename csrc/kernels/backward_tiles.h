@@ -1,4 +1,5 @@
-// Which query tiles see some of a task's key tile, in which order they come, and where its keys lie.
+// Which query tiles see some of a task's key tile, in which order they come, and where its keys
+// lie.
 #pragma once
 
 #include "../core/key_loop.h"
@@ -11,7 +12,7 @@ using paged_attn::BackwardSequence;
 using paged_attn::BackwardTask;
 using paged_attn::QueryTile;
 
-// What runs of columns begin and end at: whole steps of a product along them.
+// Runs of columns begin and end at multiples of this: whole steps of a product along columns.
 template <class Product>
 constexpr int RUN_STEP = Product::GRAIN * Product::DEPTH > ALIGN ? Product::GRAIN * Product::DEPTH
                                                                  : ALIGN;
@@ -87,8 +88,8 @@ PAGED_ATTN_INLINE void for_each_tile(const Backward& b, const Sequence& s, const
   }
 }
 
-// Where keys lie in memory, by columns. One that no query sees borrows the place of one that is
-// seen: its probabilities are 0, but what stands there may be no number. False if none is seen.
+// Finds the addresses of keys, by columns. A key that no query sees gets the address of one that is
+// seen: its probabilities are 0, but its own numbers may be NaN. False if none is seen.
 template <class Product>
 inline bool find_keys(const Backward& b, const Sequence& s, const BackwardTask& task,
                        KeyTile& keys) {

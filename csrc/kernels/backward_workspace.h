@@ -7,9 +7,10 @@
 
 namespace {
 
-// Rows that a run's last register tile, or its transposition, may touch behind it.
+// Rows after a run that its last register tile, or its transposition, may touch.
 constexpr int ROWS_AFTER = 32;
-// Room for a query tile is made in these: register tiles and steps along rows are parts of it.
+// The room for a query tile is a multiple of this, which is one of register tiles and of steps
+// along rows.
 constexpr int ROWS_TOGETHER = 96;
 
 struct BackwardWorkspace {

@@ -18,7 +18,7 @@ PAGED_ATTN_INLINE void merge_row_backward(const paged_attn::MergeStatesBackward&
   const float lse = lse_of(part.state);
   T* dout = (T*)part.dout + (token * s.num_heads + head) * s.head_dim_v;
   float& dlse = part.dlse[head * s.total_q + token];
-  if (lse == -INFINITY) {  // whatever stands elsewhere in its row
+  if (lse == -INFINITY) {  // no gradient, whatever else its row has
     memset(dout, 0, s.head_dim_v * sizeof(T));
     dlse = 0;
     return;

@@ -1,4 +1,4 @@
-// Dot products of few query rows to the last bit as tiles have them: a lane is a key, whose dims are
+// Dot products of few query rows with the same bits as tiles': a lane is a key, whose dims are
 // added in their order.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// Calls f(first head, number of heads, first operand, operand) for W operands of W keys, with the
-// dims of the keys across them, which attention_tile.h packs; operand(head, i) is one of them. For
-// HEADS heads in turns.
+// Calls f(first head, number of heads, first operand, operand) for W operands of W keys, transposed
+// as attention_tile.h packs them: operand(head, i) is operand i of the W keys of a head. HEADS
+// heads take turns.
 template <class Product, int HEADS, class T, class Function>
 PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
                                  int64_t head_dim, Function f) {
@@ -27,7 +27,7 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadA
   };
   int64_t d = 0;
   if constexpr (Product::template by_floats<T>) {
-    // turned as bytes, four dims a lane, which is half of the shuffles
+    // transposed as bytes, four dims a lane, with half of the shuffles
     for (; d + 2 * STEP <= head_dim; d += 2 * STEP) {
       F keys[HEADS][W];
 #pragma GCC unroll 4
@@ -65,7 +65,7 @@ PAGED_ATTN_INLINE void turn_keys(const T* const* k, const int64_t* offset, ReadA
   }
 }
 
-// Dot products of ROWS queries with W keys, a lane each, to the last bit as tiles have them.
+// Dot products of ROWS queries with W keys, a lane each, with the same bits as tiles'.
 template <class Product, int ROWS>
 struct DotsInOrder {
   F acc[ROWS] = {};
@@ -75,7 +75,7 @@ struct DotsInOrder {
     for (int r = 0; r < ROWS; ++r)
       acc[r] = Product::multiply_add(operands, set1(q[r * stride_q]), acc[r]);
   }
-  // after each chain of `MAX_CHAIN` operands, and the last one
+  // to be called after each chain of `MAX_CHAIN` operands, and after the last one
   PAGED_ATTN_INLINE void close(bool first, float scale, float* scores) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -99,7 +99,7 @@ inline void dot_turned(const float* turned, const float* q, int64_t stride_q, in
   }
 }
 
-// Keys that wait in `turned` for more rows than their registers leave room for.
+// Dot products of more rows than registers have room for: transposed keys are kept in `turned`.
 template <class Product, class T>
 PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& ahead,
                                const float* q, int64_t rows, int64_t head_dim, float scale,
@@ -123,7 +123,7 @@ PAGED_ATTN_APART void dot_many(const T* k, const int64_t* offset, ReadAhead<T>& 
   }
 }
 
-// The same for few enough rows of HEADS heads: their keys stay in registers.
+// The same for so few rows of HEADS heads that the keys stay in registers.
 template <class Product, int ROWS, int HEADS, class T>
 PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, ReadAhead<T>& ahead,
                                const float* q, int64_t head_dim, const float* scale,
@@ -146,8 +146,8 @@ PAGED_ATTN_INLINE void dot_few(const T* const* k, const int64_t* offset, ReadAhe
   });
 }
 
-// Heads whose dot products are under way together. One head's are a chain of sums for each row,
-// and each sum waits for the one before it.
+// Heads whose dot products are computed together. One head has a chain of sums for each row, and
+// each sum waits for the one before it.
 template <class Product, class T, int ROWS>
 constexpr int HEADS_IN_ORDER = W < 16 || Product::DEPTH == 1    ? 1
                                : Product::template by_floats<T> ? (ROWS == 4 ? 2 : 1)

@@ -11,7 +11,7 @@ namespace {
 constexpr int ROW_COLUMNS = 128;  // keys per softmax update
 static_assert(ROW_COLUMNS == MAX_COLUMNS, "rows add up what tiles do");
 
-// The dot products that are under way together, enough to hide the latency of one.
+// Dot products that are computed together, enough to hide the latency of one.
 constexpr int DOTS = W < 8 ? 8 : W;
 
 // A row's numbers in whole vectors of operands.
@@ -20,9 +20,9 @@ PAGED_ATTN_INLINE int64_t padded(int64_t head_dim) {
   return round_up(head_dim, W * Product::DEPTH);
 }
 
-// scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a
-// time, W of them summed over the lanes in one transpose. With ADD scores become more by that, and
-// nothing is asked for.
+// scores (rows, columns) = scale * q (rows, head_dim) . k; ROWS x KEYS dot products at a time, W of
+// them summed over the lanes in one transpose. With ADD, that is added to scores, and nothing is
+// prefetched.
 template <class Product, class T, int ROWS, bool ADD = false>
 PAGED_ATTN_INLINE void dot_keys(const T* k, const int64_t* offset, int columns, ReadAhead<T>& ahead,
                                 const float* q, const float* units, int64_t rows,
@@ -165,8 +165,8 @@ PAGED_ATTN_INLINE void weigh_values(const T* v, const int64_t* offset, int colum
   }
 }
 
-// Calls f(head_dim), which is inlined apart for the head_dim that most models have: as a constant
-// it leaves loops without counters and addresses without arithmetic.
+// Calls f(head_dim), which is compiled once more for the head_dim that most models have: with a
+// constant, loops need no counters and addresses no arithmetic.
 template <class Function>
 PAGED_ATTN_INLINE void with_head_dim(int64_t head_dim, Function f) {
   if (head_dim == 128)

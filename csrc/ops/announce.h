@@ -1,11 +1,12 @@
-// The log says once which way calls take: `<op>_announce` is Python's.
+// Has Python log, once, which kernels the calls of an op take.
 #pragma once
 
 #include <atomic>
 
 namespace paged_attn {
 
-// One way that calls of an op take. A static one costs every call but the first a look at a flag.
+// One kind of calls of an op, a static object: `once` logs it at the first call, and later only
+// reads a flag.
 class Announced {
  public:
   void once(const char* op, bool has_pairs) {

@@ -1,5 +1,5 @@
 // A call's arguments, as the dispatcher hands them to a boxed kernel: on a stack, in the order of
-// the schema. The kernel owns what lies there.
+// the schema. The kernel owns the values on the stack, and this object gives them back.
 #pragma once
 
 #include <array>
@@ -32,12 +32,12 @@ class Arguments {
   // read before.
   bool are_readable() const { return are_readable_; }
 
-  // To be called when all are taken: raises what the Python twin says unless the call is `accepted`
-  // and no result would need a gradient. Of an op that has no derivative.
+  // For an op without a derivative, when all arguments are taken: raises the Python twin's error
+  // unless the call is `accepted` and no result would need a gradient.
   void require(bool accepted);
 
-  // Of an op that has one: raises unless the call is `accepted`. Where a result needs a gradient,
-  // answers true: autograd has recorded the call, and its results are on the stack.
+  // For an op with a derivative: raises unless the call is `accepted`. True if a result needs a
+  // gradient: then autograd has recorded the call, and its results are on the stack.
   bool recorded(bool accepted, int num_results);
 
  private:

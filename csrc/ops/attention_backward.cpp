@@ -149,7 +149,7 @@ void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
   const int64_t floats = (isa.backward_floats(b) + 15) / 16 * 16;
   const int64_t tasks = int64_t(plan.tasks.size());
   const int64_t workers = std::max<int64_t>(1, std::min(threads, tasks));
-  // nobody may stop for want of memory once others wait for him
+  // allocated for all workers before they start: none may fail while others wait for its results
   static thread_local Scratch scratch;
   float* memory = scratch.floats(workers * floats);
   if (memory == nullptr) throw std::bad_alloc();
@@ -164,8 +164,8 @@ void run_backward(Backward& b, const BackwardPlan& plan, int64_t threads) {
 
 Tensor empty_floats(int64_t count) { return empty_tensor({count}, DType::float32); }
 
-// Keys that several sequences see, by k_start. Each sequence's gradients have rows of their own, in
-// float32; they are added up in the order of the sequences, and rounded once.
+// Keys that several sequences share, by k_start. Each sequence's gradients go to rows of their own,
+// in float32; these are added up in the order of the sequences, and rounded once.
 class SharedKeys {
  public:
   SharedKeys(const Attention& a, int64_t total_k) : a_(a), total_k_(total_k) {
@@ -183,7 +183,7 @@ class SharedKeys {
 
   const int64_t* first_rows() const { return overlap_ ? first_rows_.data() : nullptr; }
 
-  // Memory for what is written in place of `result`, if it is asked for and has parts.
+  // Memory for the parts that are written in place of `result`, if that is wanted and has parts.
   Tensor parts(void*& result, int64_t head_dim) const {
     const bool needed = overlap_ && result;
     Tensor memory = empty_floats(needed ? rows_ * a_.num_kv_heads * head_dim : 0);

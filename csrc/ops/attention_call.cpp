@@ -35,7 +35,8 @@ void run(Attention& a) {
 
   const int64_t floats = isa.workspace_floats(a, plan.few_rows, plan.few_groups, plan.tile_rows);
   const int64_t workers = plan.cost < WORTH_SHARING ? 1 : threads;
-  // `plan` is this thread's own; the others must see this one and not theirs
+  // `plan` is thread-local: by this reference, other threads use this thread's plan and not their
+  // own
   const Plan& work = plan;
   std::vector<std::atomic<int32_t>> finished(work.merges.size());
   run_tasks(int64_t(work.tasks.size()), workers, [&](int64_t i) {
@@ -43,7 +44,7 @@ void run(Attention& a) {
     if (memory == nullptr) return false;
     const Task& task = work.tasks[i];
     isa.attend(a, task, memory);
-    // whoever finishes the last split adds them up, always in the same order
+    // the thread that finishes the last split adds all of them up, always in the same order
     if (task.merge >= 0 && ++finished[task.merge] == work.merges[task.merge].num_splits)
       isa.merge_splits(a, work.merges[task.merge], memory);
     workspace.trim();

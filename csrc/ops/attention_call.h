@@ -50,8 +50,8 @@ struct AttentionArguments {
   int64_t key_interleave = next.integer();
 };
 
-// Fills in everything but the outputs. False when any rule of the contract is broken; then nothing
-// that the arguments point to has been touched beyond what was proven to be there.
+// Fills in everything but the outputs. False if a rule of the contract is broken. No memory is read
+// here that was not found to exist before.
 bool accept_attention(const AttentionArguments&, Attention&);
 
 // The boxed kernel of either op: from the arguments on the stack to the results there.

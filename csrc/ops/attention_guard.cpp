@@ -1,4 +1,4 @@
-// The rules of the contract as conditions, without words: ops/checks.py has those.
+// The rules of the contract as conditions. Their error messages are in ops/checks.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -234,7 +234,7 @@ void fill_in(const AttentionArguments& x, Attention& a) {
                  has_base ? rng(3) : 0,
                  has_base ? rng(4) : 0};
   }
-  // query heads with layout rows of their own walk the keys alone
+  // query heads with layout rows of their own see other keys: each is a group of its own
   const bool apart = a.layout.crow && a.layout.num_heads > a.num_kv_heads;
   a.num_groups = apart ? a.num_heads : a.num_kv_heads;
   a.group_size = a.num_heads / a.num_groups;

@@ -66,7 +66,7 @@ void bump_version(AtenTensorHandle handle) {
       torch_call_dispatcher("aten::is_inference", "", stack, TORCH_ABI_VERSION));
   if (torch::stable::detail::to<bool>(stack[0])) return;
   if (autograd().bump_version) return autograd().bump_version(handle);
-  // an op in place on none of the tensor moves the version of all of it
+  // an in-place op on an empty part of the tensor raises the version of the whole
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
   Tensor whole(own), nothing = torch::stable::narrow(whole, 0, 0, 0);
   torch::stable::zero_(nothing);

@@ -1,8 +1,9 @@
-// What autograd wants to know of a kernel, and a kernel of autograd.
+// What a kernel has to ask and tell autograd.
 //
-// Autograd's dispatch keys fall through for these ops, so that no call pays for a stop there. The
-// kernel itself looks whether a result would need a gradient, and says what it has written. The
-// stable ABI has no functions for either; libtorch exports some, which are looked up once by name.
+// Autograd's dispatch keys fall through for these ops, so that no call takes time there. The kernel
+// itself asks whether a result would need a gradient, and tells autograd which tensors it has
+// written. The stable ABI has no functions for either; libtorch exports some, which are looked up
+// once by name.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,8 +17,8 @@ bool needs_gradient(AtenTensorHandle, bool grad_mode);
 // Whether those functions were found. Otherwise Python looks, before the kernel is called.
 bool sees_gradients();
 
-// To be called for a tensor that a kernel writes: by its version autograd knows that what it saved
-// for a backward pass has changed. Inference tensors have none.
+// To be called for a tensor that a kernel writes: by its version, autograd knows whether a tensor
+// that it saved for a backward pass has changed since. Inference tensors have no version.
 void bump_version(AtenTensorHandle);
 
 }  // namespace paged_attn

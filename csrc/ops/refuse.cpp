@@ -60,8 +60,7 @@ void call_python(std::string op, const char* suffix, StableIValue* stack) {
       torch_call_dispatcher(("paged_attn::" + op + suffix).c_str(), "", stack, TORCH_ABI_VERSION));
 }
 
-// The handle is read here because torch's own conversion of a string to std::string keeps it for
-// ever.
+// The handle is read here because torch's own conversion to std::string never frees it.
 std::string take_string(StableIValue value) {
   const StringHandle handle = torch::stable::detail::to<StringHandle>(value);
   size_t length;

@@ -30,7 +30,7 @@ class Scratch {
     return data_;
   }
 
-  // To be called when nobody uses it: the largest call there ever was does not stay in memory.
+  // Frees a buffer that has become large. To be called when nobody uses it.
   void trim() {
     if (capacity_ * int64_t(sizeof(float)) <= KEPT_BYTES) return;
     std::free(data_);
@@ -49,8 +49,8 @@ void trim(std::vector<T>& items) {
   if (int64_t(items.capacity() * sizeof(T)) > Scratch::KEPT_BYTES) std::vector<T>().swap(items);
 }
 
-// Runs task(0) ... task(count - 1), each thread taking the next one that is left. `task` returns
-// false when it found no memory.
+// Runs task(0) ... task(count - 1); each thread takes the next one that is left. `task` returns
+// false if there was no memory for it.
 template <class Function>
 void run_tasks(int64_t count, int64_t threads, const Function& task) {
   std::atomic<int64_t> next{0};

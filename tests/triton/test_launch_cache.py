@@ -11,8 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torch_paged_attn import environment
-from torch_paged_attn.backends.triton.runtime import guard, launch_cache, workspace
-from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, ReadyKernel, call
+from torch_paged_attn.backends.triton.runtime import guard, launch_cache, launcher, workspace
+from torch_paged_attn.backends.triton.runtime.launch_cache import Launch, call
+from torch_paged_attn.backends.triton.runtime.launcher import ReadyKernel
 from torch_paged_attn.testing import Problem
 
 STREAM = 7
@@ -180,9 +181,9 @@ class Kernel:
         self.compiled.append((grid, args, options))
         return self
 
-    def ready(self):
+    def ready(self, device):
         start = lambda *args: self.by_launcher.append(args)  # noqa: E731
-        return ReadyKernel(start, ("fixed",), lambda x, i: [f"map {i} of {x.name}"])
+        return ReadyKernel(start, ("fixed",), lambda x, i: [f"map {i} of {x.name}"], device)
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def test_what_a_kernel_is_compiled_for_is_the_key(name, known, monkeypatch):
 def test_every_launch_goes_through_triton_where_only_triton_knows_how(why, known, monkeypatch):
     if why == "another Triton":
         monkeypatch.setattr(launch_cache, "IS_KNOWN", False)
-    monkeypatch.setattr(launch_cache, "ready_kernel", lambda compiled: None)
+    monkeypatch.setattr(launch_cache, "ready_kernel", lambda compiled, device: None)
     kernel = Kernel()
     launch = some(kernel)
     for _ in range(3):
@@ -272,9 +273,9 @@ class Maps:
 
 
 def test_a_tensor_map_is_described_once_and_only_so_many_are_kept(known, monkeypatch):
-    monkeypatch.setattr(launch_cache, "MOST_MAPS", 2)
+    monkeypatch.setattr(launcher, "MOST_MAPS", 2)
     described, a, b = [], Maps("a"), Maps("b")
-    ready = ReadyKernel(print, (), lambda x, i: described.append((x, i)) or [x, i])
+    ready = ReadyKernel(print, (), lambda x, i: described.append((x, i)) or [x, i], 0)
     for number, boxes, address in ((0, a, 16), (1, b, 16), (0, a, 16), (0, a, 32), (1, b, 16)):
         found = ready.map_arguments(number, boxes, address)
         assert found == [f"{boxes.name} at {address}", number]
@@ -284,7 +285,7 @@ def test_a_tensor_map_is_described_once_and_only_so_many_are_kept(known, monkeyp
 def test_pointers_become_addresses_and_tensor_maps_arguments(known):
     x = torch.zeros(1)
     tensor_map = types.SimpleNamespace(base=x, block_shape=[8, 8], layout="swizzled")
-    ready = ReadyKernel(print, (), lambda x, i: [f"map {i}"])
+    ready = ReadyKernel(print, (), lambda x, i: [f"map {i}"], 0)
     found = ready.addresses((tensor_map, None, x, (x, (None, x)), tensor_map))
     at = x.data_ptr()
     assert found == ["map 0", None, at, (at, (None, at)), "map 1"]
@@ -293,9 +294,9 @@ def test_pointers_become_addresses_and_tensor_maps_arguments(known):
 def test_a_tensor_map_fills_less_than_triton_knows():
     """Triton's own boxes, of powers of two, are loaded by columns."""
     tensor_map, description = types.SimpleNamespace(), {"block_size": [1, 64, 1, 64], "swizzle": 3}
-    assert launch_cache.as_filled(description, tensor_map) is description
-    launch_cache.fill_less(tensor_map, (1, 12, 5, 128))
-    found = launch_cache.as_filled(description, tensor_map)
+    assert launcher.as_filled(description, tensor_map) is description
+    launcher.fill_less(tensor_map, (1, 12, 5, 128))
+    found = launcher.as_filled(description, tensor_map)
     assert found == {"block_size": [1, 12, 5, 64], "swizzle": 3}
 
 

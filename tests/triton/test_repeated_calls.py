@@ -40,8 +40,8 @@ class Launches:
         self.clear = launch_cache.clear
         JITFunction.warmup = lambda kernel, *args, grid, **options: kernel
 
-    def ready_kernel(self, kernel):
-        from torch_paged_attn.backends.triton.runtime.launch_cache import ReadyKernel
+    def ready_kernel(self, kernel, device):
+        from torch_paged_attn.backends.triton.runtime.launcher import ReadyKernel
 
         def start(*args):
             self.noted.append((kernel.__name__, args))
@@ -49,7 +49,7 @@ class Launches:
         def describe_map(x, number):
             return [x.base.data_ptr(), number, *x.shape, *x.strides, *x.block_shape, str(x.layout)]
 
-        return ReadyKernel(start, (), describe_map)
+        return ReadyKernel(start, (), describe_map, device)
 
     def of(self, function, args, options):
         """What the launches of a call are handed, with addresses by the names of tensors."""

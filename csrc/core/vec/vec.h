@@ -66,7 +66,8 @@ PAGED_ATTN_INLINE F abs(F x) { return as_float(bits(x) & set1(0x7fffffffu)); }
 // 2^x to about one ulp: round off the integer part, then the minimax polynomial of degree 6 on
 // [-1/2, 1/2]. -inf gives 0, NaN stays NaN.
 PAGED_ATTN_INLINE F exp2(F x) {
-  // -inf - n would be NaN; what is above -512 and underflows takes 200 cycles on Intel's AVX-512
+  // -inf - n would be NaN. An x above -512 whose result underflows takes 200 cycles on Intel's
+  // AVX-512
   x = max(set1(-512.f), x);
   const F n = round(x);
   const F f = x - n;

@@ -56,7 +56,8 @@ class BackwardLaunch:
 
     @property
     def one_product(self) -> bool:
-        """Whether that is one tile of scores wide, too, and each of its tiles of rows sees some."""
+        """Whether every stack has a single item, which is one tile of scores wide and of which each
+        tile of rows sees some key."""
         return self.one_item and [len(seen) for seen in self.levels] == [self.info.work.depth]
 
     @property
@@ -95,8 +96,8 @@ plan_cache: PlanCache[BackwardPlan] = PlanCache(16)
 
 
 def score_width(head_dim: int, head_dim_v: int, tile_k: int) -> int:
-    """Columns of a tile of scores: the sums over queries of both products fit in PSUM beside the
-    scores, their gradient, what is transposed, and the sum over keys.
+    """Columns of a tile of scores, as many as PSUM has room for: it holds the sums over queries of
+    both products (dk, dv), the scores, their gradient, a transposed tile, and the sum over keys.
     """
 
     steps = -(-head_dim // P), -(-head_dim_v // P)

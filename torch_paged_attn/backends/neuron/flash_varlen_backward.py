@@ -1,7 +1,7 @@
 """`flash_varlen_backward` on Neuron: see `kernels/attention_backward.py` for the algorithm.
 
-Around the kernel, in plain PyTorch, which the graph compiler fuses: the gradient of the sinks, and
-where a bias's gradient belongs.
+Two things are computed around the kernel, in plain PyTorch, which the graph compiler fuses: the
+gradient of the sinks, and the place of each number of a bias's gradient.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class RowNumbers:
     dout: Tensor  # contiguous: sums along it have the same bits whatever its strides were
     out: Tensor
     lse: Tensor  # float32
-    dlse: Tensor  # float32; 0 in a row that sees nothing, whatever it is there
+    dlse: Tensor  # float32; 0 in rows that see no key, whatever the caller's dlse is there
     is_empty: Tensor
 
     @classmethod
@@ -75,7 +75,7 @@ class RowNumbers:
         return cls(call.dout.contiguous(), call.out.contiguous(), lse, dlse, is_empty)
 
     def without_empty(self) -> "RowNumbers":
-        """The same, with nothing in the rows that see nothing."""
+        """The same with zeros in rows that see no key."""
         dout, out = (x.masked_fill(self.is_empty[..., None], 0.0) for x in (self.dout, self.out))
         return dataclasses.replace(self, dout=dout, out=out)
 

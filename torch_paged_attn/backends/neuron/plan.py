@@ -90,7 +90,7 @@ def plan(call: AttentionCall, tiles: TileSizes, rows: tuple[PagedKV, PagedKV]) -
 
 
 def places_of(rows: tuple[PagedKV, ...]) -> tuple[tuple[int, ...], ...]:
-    """What of the rows a plan depends on."""
+    """The fields of the rows that a plan depends on."""
     return tuple((r.first_row, r.page_rows, r.head_rows, r.slot_rows, r.rows_of_head) for r in rows)
 
 
@@ -154,7 +154,7 @@ def slots_of(work: WorkList, host: Metadata, options: PlanOptions) -> tuple[Tens
         slot[sees] = starts.long()[sequence] + key
         return page, slot
     table = host.block_table.long()
-    # ids nobody has checked must not read outside the cache
+    # page ids are not checked: a wrong one must not read outside the cache
     column = (key // options.page_size).clamp(max=table.shape[1] - 1)
     page[sees] = table[sequence, column].clamp(0, options.num_pages - 1)
     slot[sees] = key % options.page_size

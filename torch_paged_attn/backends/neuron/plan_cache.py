@@ -1,7 +1,8 @@
 """Plans of the last few steps: the layers of a step come with equal metadata, and share one plan.
 
-A plan is found by the values of the metadata, which every call reads on the host. On a device that
-is a wait; `keep_plans` is for callers who would rather promise not to change values behind PyTorch.
+A plan is found by the values of the metadata, which every call reads on the host. That waits for
+the device; `keep_plans` is for callers who promise not to change values without PyTorch's
+knowledge, and so need not wait.
 """
 
 import collections
@@ -48,11 +49,11 @@ _kept: contextvars.ContextVar[HostCopies | None] = contextvars.ContextVar("_kept
 
 @contextlib.contextmanager
 def keep_plans() -> Iterator[None]:
-    """While it is open, a metadata tensor that was read is trusted until its version changes.
+    """Within it, a metadata tensor that was read is not read again until its version changes.
 
-    The layers of a step then wait for the device once. Whoever opens it promises that lengths,
+    The layers of a step then wait for the device once. The caller promises that lengths,
     block tables and layouts change by PyTorch's in-place operations only: a write through
-    `tensor.data` or a raw pointer is not seen, and gives the attention of the old values.
+    `tensor.data` or a raw pointer is not noticed, and the result is that of the old values.
     """
     token = _kept.set(_kept.get() or HostCopies())
     try:
@@ -67,7 +68,7 @@ def read(tensor: Tensor) -> Tensor:
 
 
 class PlanCache(Generic[T]):
-    """The last `size` results of a function of host tensors and options, found by their values."""
+    """The last `size` plans, found by the values of the tensors and options they depend on."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -92,7 +92,7 @@ def _stored(new: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _bytes(stored: Tensor) -> Tensor:
-    """NKI's 8-bit floats differ by generation: they travel as bytes."""
+    """8-bit floats viewed as bytes: NKI's differ by generation."""
     return stored.view(torch.uint8) if stored.dtype in FLOAT8 else stored
 
 

@@ -100,7 +100,7 @@ def xla_runtime() -> str | None:
 
 
 def num_programs() -> int:
-    """Physical cores of one logical NeuronCore: as configured, else what Neuron takes by itself.
+    """Physical cores of one logical NeuronCore: as configured, else Neuron's default.
 
     A kernel launched on another number is refused.
     """

@@ -27,7 +27,7 @@ LEAST_SHARE = 32
 KEY_BYTES = 64 * 1024
 STACK_BYTES = 96 * 1024
 ALL_BYTES = 160 * 1024
-# of what two items' keys and values and a stack may take where tiles are long
+# of a partition: for two items' keys and values and a stack, where tiles are long
 LONG_BYTES = 160 * 1024
 
 

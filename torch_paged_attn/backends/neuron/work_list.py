@@ -215,11 +215,12 @@ def _share_out(
     key_tiles: Sequence[KeyTile],
     layout: BlockLayout | None,
 ) -> list[tuple[KeyTile, Stacks]]:
-    """Which stacks meet which tiles; `key_tiles` go from the longest to the shortest.
+    """Which stacks are computed with tiles of which size; `key_tiles` go from the longest to the
+    shortest.
 
-    All of them the first tile that adds few columns to what the shortest tiles gather, for a tile
-    is gathered whole. Where none does, a tile longer than the shortest may serve the stacks to
-    which it adds few, in a list of their own: if what it gathers is half of all or more, and enough
+    Since tiles are gathered whole, long ones may gather more columns than the shortest. All stacks
+    get the first size that adds few columns. If there is none, stacks to which a longer tile adds
+    few may have it, in a list of their own: if these gather half of all columns or more, and enough
     for a launch.
     """
     *longer, shortest = key_tiles
@@ -313,13 +314,13 @@ def list_items(
     for edge in (rows.start, rows.stop):
         column = columns.before(number, edge)[stack] - first_column[:, None]
         bounds.append(column.clamp(0, tile_k))
-    # two rows that see nothing of this tile may bound it on either side: empty is [0, 0)
+    # rows that see nothing of this tile have their bounds on either side of it: they get [0, 0)
     sees = is_row[stack] & (bounds[0] < bounds[1])
     row_start, row_stop = (bound.where(sees, 0) for bound in bounds)
     key_stop = row_stop.amax(1)
     key_start = row_start.where(sees, tile_k).amin(1).minimum(key_stop)
 
-    # a grain that nobody sees is replaced by one that somebody does: no other key is looked up
+    # a grain that no row sees is replaced by one that some row sees, so that no other key is read
     column = torch.arange(0, tile_k, grain)
     longest = grain * tile.share
     low, high = (edge // longest * longest for edge in (key_start, (key_stop - 1).clamp(min=0)))

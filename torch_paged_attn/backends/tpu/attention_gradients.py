@@ -1,7 +1,7 @@
 """`attend_backward` computes the gradients of a call of `flash_varlen` with packed keys.
 
-Two launches, one for queries and one for keys and values, on the tiles that the forward cuts: no
-sum is added up by two programs, so the same call gives the same bits.
+There are two kernels, one for dq and one for dk and dv, which work on tiles as the forward cuts
+them. Each sum is added up by one program, so the same call gives the same bits.
 """
 
 import dataclasses
@@ -34,13 +34,14 @@ from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
 WITH_GRADIENT = tuple(GRADIENTS.values())
 Needs = tuple[bool, bool, bool, bool, bool]
 
-# query rows of a tile: with more, too much of the diagonal's tiles is computed for nothing
+# rows of a tile of queries, at most: with more, too many scores are computed that causality hides
 MOST_TILE_ROWS = 512
+# tokens of a tile of queries, at least
 LEAST_TOKENS = 16
 
 
 class Gradients(NamedTuple):
-    """Of a call's tensors; None is what was not asked for."""
+    """The gradients of a call's tensors; None where there is none, or none was asked for."""
 
     dq: Array | None
     dk: Array | None
@@ -50,7 +51,8 @@ class Gradients(NamedTuple):
 
 
 def unsupported_backward(call: Call) -> str | None:
-    """Why there are no gradients of a call with a forward: the argument, and what is allowed."""
+    """Why a call that has a forward has no backward: the argument, and what is allowed. None if it
+    has one."""
     if call.op != "flash_varlen":
         return f"{call.op} has no backward on TPUs; supported: flash_varlen"
     if call.block_table is not None:
@@ -75,10 +77,11 @@ def attend_backward(
     config: Config | None,
     interpret: Any,
 ) -> Gradients:
-    """Gradients of q, k, v, attn_bias and sinks, as far as `needs` asks for them.
+    """Gradients of q, k, v, attn_bias and sinks, those that `needs` asks for.
 
-    `out` (total_q, num_heads, head_dim_v) and `softmax_lse` (num_heads, total_q) may be those of
-    more keys than the call has.
+    `dout`, `out`: (total_q, num_heads, head_dim_v); `dlse`, `softmax_lse`: (num_heads, total_q),
+    where dlse None stands for zeros. `out` and `softmax_lse` may be those over more keys than the
+    call has: then the gradients are this call's part of them.
     """
     refuse_lacking(call, "tpu", OPTIONAL)
     if (reason := unsupported_backward(call)) is not None:
@@ -86,7 +89,7 @@ def attend_backward(
     needs_q, needs_k, needs_v, needs_bias, needs_sinks = needs
     needs_bias = needs_bias and call.attn_bias is not None and call.attn_bias.dtype != jnp.bool_
     total_q, total_k, batch = call.total_q, call.k.shape[0], call.batch
-    # of rows that see no key all gradients are 0, whatever stands there
+    # rows that see no key have no part in any gradient, whatever numbers they hold
     is_live = ~jnp.isneginf(softmax_lse.T)
     is_token = jnp.arange(total_q) < call.cu_seqlens_q[-1]
     is_live &= is_token[:, None]
@@ -132,17 +135,19 @@ def attend_backward(
 
 
 class Rows(NamedTuple):
-    """What the gradients of a row hang on beside its q."""
+    """What the gradients of rows depend on besides q."""
 
     dout: Array  # (total_q, num_heads, head_dim_v)
-    lse: Array  # (total_q, num_heads), in base 2; +inf of rows without gradients
-    delta: Array  # (total_q, num_heads)
-    is_live: Array  # (total_q, num_heads): what stands in the others is not read
+    lse: Array  # (total_q, num_heads), in base 2; +inf for rows without gradients
+    delta: Array  # (total_q, num_heads): rowsum(dout * out) - dlse
+    is_live: Array  # (total_q, num_heads): rows with gradients; the others' numbers are not read
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """`num_kv_heads` heads from `first` on, which are computed on together, and their groups'."""
+    """The launches for `num_kv_heads` KV heads from `first` on, and for the query heads of their
+    groups. A call has several if VMEM does not hold tiles of all heads.
+    """
 
     call: Call
     rows: Rows
@@ -161,8 +166,8 @@ class Launch:
         return dataclasses.replace(self.options, first_head=self.first * self.call.group_size)
 
     def query_gradients(self, needs_bias: bool) -> tuple[Array, Array | None]:
-        """(total_q, heads, head_dim), and, if it is needed, dbias as (total_q, heads, keys): each
-        row's, where the heads of a bias are the groups'.
+        """dq (total_q, heads, head_dim), and dbias (total_q, heads, keys) if `needs_bias`. A bias
+        that all heads share has a dbias for each query head of a group, to be summed up.
         """
         heads, tiles = self._heads, self.keys.per_sequence
         first_key_tile = (jnp.cumsum(tiles) - tiles).astype(jnp.int32)
@@ -175,7 +180,7 @@ class Launch:
         return heads.to_tokens(dq, self.cut), dbias
 
     def key_gradients(self) -> tuple[Array, Array]:
-        """(total_k, num_kv_heads, head_dim), and the same of values."""
+        """dk (total_k, num_kv_heads, head_dim) and dv (total_k, num_kv_heads, head_dim_v)."""
         dk, dv = key_gradients(self._operands(), self.cut.tiles, self.keys.tiles, self._options)
         place = self.keys.tile_of * self.options.block_k + self.keys.place_of
         dk, dv = (
@@ -219,7 +224,7 @@ class Launch:
 
 
 def _joined(parts: list[tuple[Array, Array | None]]) -> tuple[Any, Any]:
-    """The heads of several launches, one behind the other."""
+    """The two results of several launches, each with the heads of all launches in order."""
     one, other = zip(*parts, strict=True)
     return tuple(
         xs[0] if len(xs) == 1 or xs[0] is None else jnp.concatenate(xs, axis=1)
@@ -228,13 +233,13 @@ def _joined(parts: list[tuple[Array, Array | None]]) -> tuple[Any, Any]:
 
 
 def wanted_gradients(*args: Any, **options: Any) -> Any:
-    """Of `attend_backward`, those that there are; a lone one is no tuple."""
+    """The gradients of `attend_backward` that are not None: a tuple, or an array if it is one."""
     found = tuple(x for x in attend_backward(*args, **options) if x is not None)
     return found if len(found) > 1 else found[0]
 
 
 def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[Options, int]:
-    """What both kernels are compiled for, and how many KV heads they compute on together."""
+    """The options that both kernels are compiled for, and the number of KV heads of a launch."""
     config = choose_config(config)
     if call.attn_bias is not None:
         config = config.with_bias()
@@ -242,7 +247,7 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     longest_k = longest if call.cu_seqlens_k is None else call.k.shape[0]
     block_k = min(config.block_k, max(LANES, _power_of_two(longest_k)))
     tile_rows = min(config.tile_rows, MOST_TILE_ROWS)
-    # a block is computed on for so long that one copy ahead of it is in time
+    # computing on a block takes so long that one copy ahead is enough
     config = dataclasses.replace(
         config,
         tile_rows=tile_rows,
@@ -253,7 +258,7 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     widths = call.head_dim, call.head_dim_v
     itemsize, num_kv_heads = compute_dtype_of(call).itemsize, call.num_kv_heads
     least_rows = max(LANES, LEAST_TOKENS * call.group_size)
-    # a softcap's slope, a bias by distance
+    # a softcap and ALiBi keep one more float for each score
     sizes = itemsize, least_rows, (call.softcap > 0) + (call.alibi_slopes is not None)
     fitting = config.fit_backward(num_kv_heads, widths, *sizes)
     while fitting is None and num_kv_heads > 1:
@@ -269,5 +274,5 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
 
 
 def _power_of_two(count: int) -> int:
-    """The least one that is not below the count."""
+    """The least power of two that is not below the count."""
     return 1 << max(count - 1, 0).bit_length()

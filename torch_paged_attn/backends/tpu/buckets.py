@@ -1,9 +1,9 @@
-"""Counts are rounded up to powers of two, so that serving does not recompile.
+"""Sizes of tensors are rounded up to powers of two (*buckets*), so that serving does not recompile.
 
-The numbers of sequences, tokens, pages and columns change from call to call, and XLA compiles for
-each shape. Here, and only here, they become the next power of two. The true counts need no
-arguments of their own: padding tokens lie behind `cu_seqlens_q[-1]`, padding sequences have no
-tokens and no keys, and padding slots are negative.
+The numbers of sequences, tokens, pages of a sequence and columns of a layout change from call to
+call, and XLA compiles for each shape. Here, and only here, they become the next power of two. The
+true counts need no arguments of their own: padding tokens come after `cu_seqlens_q[-1]`, padding
+sequences have no tokens and no keys, and padding slots are negative.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ PER_SEQUENCE = per_sequence_tensors()
 
 
 def bucket(count: int) -> int:
-    """The next power of two, from 8."""
+    """The next power of two, 8 at least."""
     return max(LEAST, 1 << max(count - 1, 0).bit_length())
 
 
 def pad_attention(call: Call) -> Call:
-    """The call with tensors, and a hint, whose sizes are buckets."""
+    """The call with tensors whose sizes are buckets, and with a bucket as `max_seqlen_q`."""
     total_q, batch = bucket(call.total_q), bucket(call.batch)
     padded: dict[str, Any] = {
         "q": _grow(call.q, 0, total_q),
@@ -55,7 +55,7 @@ def pad_attention(call: Call) -> Call:
 
 
 def pad_results(total_q: int, *results: Tensor | None) -> list[Tensor | None]:
-    """What a forward returned, or gradients of it, with as many rows as a padded call."""
+    """Results of a forward, or their gradients, padded to the `total_q` rows of a padded call."""
 
     def padded(x: Tensor | None) -> Tensor | None:
         # lse has its rows last, and two dimensions
@@ -65,7 +65,7 @@ def pad_results(total_q: int, *results: Tensor | None) -> list[Tensor | None]:
 
 
 def pad_tokens(key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """New keys and values, and slots of which those behind the last write nothing."""
+    """New keys, values and their slots, padded; a padding slot is -1, which writes nothing."""
     size = bucket(slots.shape[0])
     key, value = (_grow(x[: slots.shape[0]], 0, size) for x in (key, value))
     return key, value, pad(slots, (0, size - slots.shape[0]), value=-1)

@@ -1,4 +1,4 @@
-"""Sizes of tiles and blocks: the caller's, else the chip's, else those that suit any chip."""
+"""Sizes of tiles and blocks: the caller's, else those for the chip, else those for any chip."""
 
 import dataclasses
 
@@ -7,7 +7,8 @@ import jax
 MIB = 2**20
 LANES = 128
 
-# heads that are computed on together: their latencies hide one another, their scores lie in VMEM
+# heads that are computed on together, and their rows, at most: the latencies of heads hide one
+# another, and their scores lie in VMEM together
 MOST_HEADS = 8
 MOST_ROWS = 4096
 
@@ -19,18 +20,15 @@ LEAST_BUFFERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of one launch; a result differs by them in rounding only.
-
-    `num_cores` is the number of TensorCores that one kernel runs on: 2 on v4 and v5p.
-    """
+    """Sizes of one launch. Results with other sizes differ in rounding only."""
 
     block_k: int = 1024  # keys of a block: fetched together, rounded to whole pages
     step_k: int = 512  # keys of a step of a long tile: computed on together
     num_buffers: int = 3  # blocks in VMEM: one is computed on while the others are loaded
     tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
-    num_cores: int = 1
-    vmem_bytes: int = 100 * MIB
-    low_products_only: bool = False  # vectors multiply 32 x 32 bits, but for the high half
+    num_cores: int = 1  # TensorCores that one kernel runs on: 2 on v4 and v5p
+    vmem_bytes: int = 100 * MIB  # of VMEM that a kernel may take
+    low_products_only: bool = False  # vectors have no instruction for high halves of 32 x 32 bits
 
     def fit(
         self,
@@ -40,17 +38,17 @@ class Config:
         of_bias: tuple[int, int] = (0, 1),
         fold: int = 1,
     ) -> "Config":
-        """Halve tiles of queries and blocks of keys until both fit VMEM together; where the
-        smallest do not, there are fewer blocks at a time.
+        """Sizes with which a launch fits VMEM: tiles of queries and blocks of keys are halved, and
+        then the number of buffers is reduced, until it does or all are the smallest.
 
-        `widths` are head_dim and head_dim_v, `sizes` the bytes of a number that is computed on and
-        of one that is stored. `of_bias`: the heads of a bias that is read where it lies, and the
-        heads that share a row of a bias of one. `fold`: keys of a row, for each of which queries
-        stand in a tile once more.
+        `widths`: head_dim and head_dim_v. `sizes`: bytes of a number that is computed on, and of
+        one that is stored. `of_bias`: how many heads of a bias a block loads, 0 without one, and
+        how many rows of a tile share a row of it. `fold`: keys of a row of memory, for each of
+        which a tile holds its queries once.
         """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
-        # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
+        # q and out twice, since the next tile's are loaded meanwhile; the softmax's state once
         row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
         tile = num_kv_heads * self.tile_rows * row
         block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
@@ -76,8 +74,8 @@ class Config:
     def with_longer_blocks(
         self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
     ) -> "Config":
-        """Blocks of twice as many keys for tiles of `rows` rows, if they fit VMEM; a block is
-        computed on as a whole. Other arguments are as in `fit`.
+        """These sizes with blocks of twice as many keys, if such a block, computed on as a whole,
+        fits VMEM beside tiles of `rows` rows; else these. Other arguments are as in `fit`.
         """
         block_k = 2 * self.block_k
         longer = dataclasses.replace(self, block_k=block_k, step_k=block_k, tile_rows=rows)
@@ -92,15 +90,18 @@ class Config:
         least_rows: int,
         more_floats: int = 0,
     ) -> "Config | None":
-        """Halve tiles until either kernel of the backward fits VMEM; None if the smallest do not.
+        """Sizes with which both kernels of the backward fit VMEM: tiles are halved until they do;
+        None if the smallest do not.
 
-        Arguments are as in `fit`; a tile has `least_rows` at least. `more_floats`: that options of
-        the call keep for each score.
+        `widths` is as in `fit`; `computed`: bytes of a number that is computed on; `least_rows`: of
+        a tile of queries; `more_floats`: how many floats more options of the call keep for each
+        score.
         """
         width = sum(-(-n // LANES) * LANES for n in widths)
         width_q = -(-widths[0] // LANES) * LANES
         tile_rows = max(self.tile_rows, least_rows)
-        # what stays, twice where the next tile's is loaded meanwhile, and its sums in float32
+        # what stays is there twice, since the next tile's is loaded meanwhile, and its sums once in
+        # float32
         query = tile_rows * (2 * computed * (width + width_q) + 4 * (width_q + 2 * LANES))
         key = self.block_k * (4 * computed * width + 4 * width)
         passing = [n * self.num_buffers * computed * width for n in (self.block_k, tile_rows)]
@@ -120,7 +121,7 @@ class Config:
         return smaller.fit_backward(num_kv_heads, widths, computed, least_rows, more_floats)
 
     def with_bias(self, tile_rows: int = 128, block_k: int = 256) -> "Config":
-        """Smaller sizes for a call with a bias, of which a block has a float for each score."""
+        """Smaller sizes for a call with a bias: a block loads a float of it for each score."""
         block_k = min(self.block_k, block_k)
         step_k = min(self.step_k, block_k)
         return dataclasses.replace(self, block_k=block_k, step_k=step_k, tile_rows=tile_rows)
@@ -140,7 +141,7 @@ CHIPS = {
 
 
 def choose_config(config: Config | None) -> Config:
-    """The caller's sizes, else those of the chip in this machine."""
+    """The caller's sizes, else those for the chip in this machine."""
     if config is not None:
         return config
     kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""

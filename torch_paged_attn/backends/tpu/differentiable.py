@@ -1,4 +1,4 @@
-"""What `jax.grad` makes of the ops: their backwards, by `jax.custom_vjp`.
+"""How `jax.grad` differentiates attention: by a backward of its own, with `jax.custom_vjp`.
 
 A forward keeps its call, `out` and `softmax_lse`. The last two have names, so that a policy of
 `jax.checkpoint` may save them instead of running the kernel again:
@@ -32,14 +32,14 @@ OUT, LSE = "paged_attn_out", "paged_attn_softmax_lse"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def attend(call: Call, config: Config | None, interpret: Any) -> tuple[Array, Array]:
-    """`attention.attend`, with gradients of q, k, v, attn_bias and sinks where keys are packed."""
+    """`attention.attend`, with gradients of q, k, v, attn_bias and sinks if keys are packed."""
     return attend_forward(call, config=config, interpret=interpret)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Needed:
-    """Which gradients a backward is asked for: nothing that is computed."""
+    """The gradients that a backward is asked for. The class makes JAX take them as static."""
 
     needs: Needs
 
@@ -70,7 +70,7 @@ def _backward(config: Config | None, interpret: Any, kept: Any, given: Any) -> t
         config=config,
         interpret=interpret,
     )
-    # None is no gradient
+    # None stands for no gradient
     cleared = dict.fromkeys(tensors_of(call)) | dict(zip(WITH_GRADIENT, gradients, strict=True))
     return (dataclasses.replace(call, **cleared),)
 

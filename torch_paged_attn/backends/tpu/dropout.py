@@ -1,11 +1,12 @@
 """Which probabilities dropout keeps, of a tile's rows on a piece of keys.
 
-Four neighbouring keys share a counter (`philox.py`). It is drawn from once, its four answers are
-the bits of one number, and a product with zeros and ones brings that to the four keys.
+Four neighbouring keys share a counter (`philox.py`). Philox is computed once for it. Whether each
+of the four keys is kept becomes a bit of one number, and a product with a matrix of zeros and ones
+copies this number to the four keys.
 
-Where queries stay, the counters of a piece lie along lanes. If they do not fill a register's, other
-rows lie beside them. What hangs on a row alone is computed with a row in each lane, and then
-turned.
+Where queries stay, the counters of a piece lie along lanes. If they do not fill the lanes of a
+register, other rows' lie beside them. What depends on a row alone is computed with a row in each
+lane, and then transposed.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ def kept(x: Array, keep: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Draws for one tile's rows, `row = g * tile_q + token`, of a KV head, on a piece of keys."""
+    """Draws for the rows of one tile, `row = g * tile_q + token` for query head g of a KV head's
+    group, on a piece of keys."""
 
     refs: Refs
     options: Options
@@ -39,7 +41,7 @@ class Dropout:
     width: int  # keys
 
     def keep(self, rows: int, key_axis: int) -> Array:
-        """-1 for what is kept, else 0: (rows, keys), or (keys, rows) where keys are axis 0."""
+        """-1 for what is kept, else 0: (rows, keys), or (keys, rows) if `key_axis` is 0."""
         return self._keep_of_columns(rows) if key_axis == 0 else self._keep_of_rows(rows)
 
     def _keep_of_columns(self, rows: int) -> Array:
@@ -70,8 +72,8 @@ class Dropout:
         return self._bits_of(jnp.concatenate(placed, axis=0), 1)
 
     def _draw_block(self, height: int, lanes: int, first_row: int) -> Array:
-        """Numbers (LANES, lanes) of `first_row` and on, and beside them of the rows that are
-        `height` behind.
+        """Numbers (LANES, lanes) for LANES rows from `first_row` on. Of `lanes`, the first ones are
+        these rows' counters; the next ones those of the rows `height` further on, and so on.
         """
         counters = self.width // WORDS
         lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 1)
@@ -95,7 +97,8 @@ class Dropout:
         return numbers.reshape(LANES, lanes)
 
     def _turned(self, of_rows: OfRows, lanes: int) -> OfRows:
-        """Rows that lie along the lanes, each in all lanes of a row."""
+        """Words of LANES rows, from one row in each lane to one row in each sublane, with the same
+        word in all `lanes`."""
 
         def turn(x: Array) -> Array:
             x = lax.bitcast_convert_type(jnp.broadcast_to(x, (LANES, LANES)), jnp.int32).T
@@ -105,7 +108,8 @@ class Dropout:
         return OfRows(*map(turn, of_rows))
 
     def _numbers(self, words: tuple[Array, ...]) -> Array:
-        """Four answers as one number."""
+        """Four words, one of each key, as one number between 2**4 and 2**5, with a bit for each key
+        that is kept."""
         numbers: Any = 2.0 ** len(words)
         for bit, word in enumerate(words):
             is_kept = word >= jnp.uint32(int(self.options.dropout_p * 2.0**32))
@@ -113,7 +117,8 @@ class Dropout:
         return numbers.astype(jnp.bfloat16)
 
     def _spread(self, shape: tuple[int, int], first: int) -> Array:
-        """Ones where counter `first + key // 4` meets its keys."""
+        """The matrix that copies numbers of counters to keys: 1 where `first + key // 4` is the
+        counter, else 0. Keys lie along the axis that has `width`, counters along the other one."""
         counter, key = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
         if shape[0] == self.width:
             counter, key = key, counter
@@ -121,7 +126,7 @@ class Dropout:
         return jnp.where(is_of, 1.0, 0.0).astype(jnp.bfloat16)
 
     def _bits_of(self, placed: Array, key_axis: int) -> Array:
-        """The bit of each key, of its counter's number, in all bits of an int32."""
+        """-1 for keys that are kept, else 0, from the numbers that `_spread` copied to them."""
         key = lax.broadcasted_iota(jnp.int32, placed.shape, key_axis)
         # a float between 2**4 and 2**5 has bit `i` of it as its own bit 19 + i
         bits = lax.bitcast_convert_type(placed, jnp.int32)
@@ -133,7 +138,7 @@ class Dropout:
         return Philox((low, high), offset, self.options.config.low_products_only)
 
     def _counter(self, shape: tuple[int, ...], axis: int) -> Array:
-        """Of the piece's keys along an axis, as often as it has room for them."""
+        """The counters of the piece's keys along an axis, repeated if the axis is longer."""
         counter = lax.broadcasted_iota(jnp.int32, shape, axis)
         if shape[axis] > self.width // WORDS:
             counter = lax.rem(counter, jnp.int32(self.width // WORDS))

@@ -1,5 +1,5 @@
-"""Tokens as rows of tiles, and back: the gathers and transposes that XLA does around a launch whose
-kernel does not pick its rows out of the tokens by itself (`token_rows.py` does).
+"""Tokens as rows of tiles, and back: the gathers and transposes that XLA does before and after a
+launch. Kernels with `token_rows.py` pick rows out of the tokens themselves.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ SUBLANES = 8
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """How a launch's rows are numbered: `row = g * tile_q + token` for query head `g` of a KV
-    head's group. KV heads that are stacked count as one here, and their groups as one group.
+    head's group. KV heads whose rows are stacked count as one here, and their groups as one group.
     """
 
     num_kv_heads: int
@@ -25,14 +25,14 @@ class Heads:
     unit: int = SUBLANES  # rows are padded to multiples of it
 
     def pad(self, rows: Array, value: float = 0.0) -> Array:
-        """(..., rows, n), padded to whole units."""
+        """(..., rows, n) with `rows` padded to a multiple of `unit`."""
         padding = ((0, 0), (0, 0), (0, -rows.shape[2] % self.unit), (0, 0))
         return jnp.pad(rows, padding, constant_values=value)
 
     def of_tokens(self, x: Array, cut: Cut, absent: float | None = None) -> Array:
         """(total_q, num_heads, n) as (num_tiles, num_kv_heads, rows, n).
 
-        Rows that are no tokens hold what `absent` says, or anything.
+        Rows that are no tokens hold `absent`, or any number if it is None.
         """
         num_tiles, tile_q = cut.token.shape
         x = x[cut.token]
@@ -52,8 +52,9 @@ class Heads:
         return x[cut.tile_of * self.tile_q + cut.place_of]
 
     def folded(self, q: Array, fold: int) -> Array:
-        """Rows of `fold * n` numbers, as often as a row of keys holds keys: a row's own numbers
-        stand where this one of the keys does, among zeros.
+        """(tiles, heads, rows, n) as (tiles, heads, fold * rows, fold * n), for keys of which
+        `fold` lie in a row. The i-th copy of the rows has its numbers where the i-th key of a row
+        lies, and zeros elsewhere.
         """
         width = q.shape[-1]
         lanes = ((i * width, (fold - 1 - i) * width) for i in range(fold))
@@ -61,13 +62,17 @@ class Heads:
         return jnp.concatenate([jnp.pad(q, (*axes, both)) for both in lanes], axis=2)
 
     def of_heads(self, values: Array, fold: int = 1) -> Array:
-        """([batch,] num_heads) as (1 or batch, num_kv_heads, rows, 1), all rows `fold` times."""
+        """([batch,] num_heads) as (1 or batch, num_kv_heads, fold * rows, 1): a head's number in
+        each of its rows, all rows `fold` times.
+        """
         x = values.astype(jnp.float32).reshape(-1, self.num_kv_heads, self.group_size, 1)
         x = jnp.broadcast_to(x, (*x.shape[:3], self.tile_q))
         return jnp.tile(self.pad(x.reshape(*x.shape[:2], -1, 1)), (1, 1, fold, 1))
 
     def of_bias(self, bias: Array, cut: Cut, block_k: int) -> Array:
-        """(1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, whole blocks)."""
+        """A bias (1 or num_heads, total_q, keys) as (num_tiles, 1 or num_kv_heads, rows, keys) in
+        base 2, with keys padded to whole blocks of `block_k`.
+        """
         if bias.dtype == jnp.bool_:
             bias = jnp.where(bias, 0.0, -jnp.inf)
         else:
@@ -77,5 +82,5 @@ class Heads:
         num_tiles, heads, _, keys = x.shape
         if heads == 1:
             x = jnp.broadcast_to(x, (num_tiles, self.group_size, self.tile_q, keys))
-        # rows that are not there see nothing
+        # padding rows see no key
         return self.pad(x.reshape(num_tiles, max(1, heads // self.group_size), -1, keys), -jnp.inf)

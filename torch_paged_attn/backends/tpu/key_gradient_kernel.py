@@ -1,9 +1,11 @@
-"""The kernel for the gradients of keys and values: a tile of keys stays, queries pass by.
+"""The kernel for the gradients of keys and values: a tile of keys stays in VMEM, and tiles of
+queries pass by.
 
 A grid step is a tile of keys of one sequence with all KV heads. The tiles of queries that see some
-of it are neighbours in the forward's list, and arrive one after the other, in ascending order. A
-piece is computed on as (keys, rows): both sums, `dv += p dout` and `dk += dx q`, are plain products
-then, which add up the heads of a group as they go.
+of these keys are neighbours in the forward's list, and arrive one after the other, in ascending
+order. A piece of the tile (`pieces.py`) is computed on as (keys, rows): then both sums, `dv += p
+dout` and `dk += dx q`, are products that need no transpose, and that add up the query heads of a
+group, since these are rows.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ from torch_paged_attn.backends.tpu.softmax import product
 def key_gradient_kernel(
     *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
 ) -> None:
-    """What Pallas runs for each tile; `names` are those of `refs` (see `launch_gradients.py`)."""
+    """The body that Pallas runs for each tile of keys; `names` are those of `refs` (see
+    `launch_gradients.py`)."""
     named = Refs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     tile = step * options.config.num_cores + core
@@ -51,7 +54,7 @@ class QueryLoader(Ring):
         return self.refs.q_buffers.shape[0]
 
     def turns(self, tile: Array) -> Array:
-        """How many tiles of queries see the tile."""
+        """How many tiles of queries see some key of the tile."""
         return self.refs.key_tiles.num_visits[tile]
 
     def block(self, tile: Array, turn: Array) -> Array:
@@ -109,7 +112,8 @@ class KeyGradient:
             refs.dk[0, head], refs.dv[0, head] = dk.astype(refs.dk.dtype), dv.astype(refs.dv.dtype)
 
     def attend_tile(self, query_tile: Array, slot: Array, turn: Array) -> None:
-        """Add what the tile of queries in buffer `slot` gives."""
+        """Add what the tile of queries in buffer `slot` gives; it is number `turn` of those that
+        the tile of keys visits."""
         first = self.refs.key_tiles.first_key[self.tile]
 
         def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
@@ -127,7 +131,8 @@ class KeyGradient:
         layout: LayoutMask | None,
         masked: bool,
     ) -> None:
-        """Add to piece `place` of the tile of keys, `width` of them."""
+        """Add what the tile of queries gives to piece number `place` of the tile of keys, of
+        `width` keys. `first`: the tile's first key; `masked`: whether some scores do not count."""
         refs, options = self.refs, self.options
         num_heads, rows = refs.dk_acc.shape[0], refs.q_buffers.shape[2]
         piece = Scores.of_piece(
@@ -144,7 +149,7 @@ class KeyGradient:
             biases = [bias_of(head) for head in heads]
             masks: list[Any] = [None] * len(heads)
             if masked:
-                # without a bias all heads see the same
+                # without a bias, the masks of all heads are equal
                 masks = [piece.visible(place, width, layout, bias) for bias in biases]
             q, dout = (
                 [x[slot, head] for head in heads] for x in (refs.q_buffers, refs.dout_buffers)

@@ -25,9 +25,9 @@ IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
 class Operands(NamedTuple):
     """Tensors as both kernels read them, in tiles; None where the call does not have them."""
 
-    q: Array  # (num_tiles, num_kv_heads, rows, head_dim); rows are whole lanes
+    q: Array  # (num_tiles, num_kv_heads, rows, head_dim); rows are a multiple of LANES
     dout: Array  # (num_tiles, num_kv_heads, rows, head_dim_v)
-    statistics: Array  # (num_tiles, 2 * num_kv_heads, rows): the heads' base-2 lse, their delta
+    statistics: Array  # (num_tiles, 2 * num_kv_heads, rows): all heads' base-2 lse, then delta
     k: Array  # (num_key_tiles, num_kv_heads, block_k, head_dim)
     v: Array  # (num_key_tiles, num_kv_heads, block_k, head_dim_v)
     bias: Array | None  # (num_tiles, 1 or num_kv_heads, rows, keys), in base 2
@@ -43,16 +43,17 @@ def query_gradients(
     *,
     needs_bias: bool,
 ) -> tuple[Array, Array | None]:
-    """dq, in tiles as q, and in float32 dbias, as bias, of which each row of a tile has its own.
+    """dq, in tiles as q; and dbias, float32, in tiles as bias, None unless `needs_bias`. Each row
+    of a tile has a dbias of its own, though heads may share a bias.
 
-    `first_key_tile` (batch,) is where a sequence's tiles of keys start.
+    `first_key_tile` (batch,): the number of a sequence's first tile of keys.
     """
     q, dout, statistics, k, v, bias, slopes, rng = operands
     num_cores, num_buffers = options.config.num_cores, options.config.num_buffers
     num_tiles, heads, rows, _ = q.shape
     scalars: dict[str, Array] = tiles._asdict()
     scalars["table_start"] = first_key_tile
-    # a tile of keys is a page
+    # the forward's loader takes tiles of keys for pages
     scalars["table"] = jnp.arange(k.shape[0] + 1, dtype=jnp.int32)
     inputs: dict[str, tuple[Array, Any]] = {
         "q": (q, of_tile(q.shape, num_cores)),
@@ -79,7 +80,7 @@ def query_gradients(
         inputs["rng"] = rng, IN_SMEM
     results = {"dq": _Result(q.shape)}
     if needs_bias and bias is not None:
-        # blocks that no row sees are not written
+        # the kernel writes no blocks that no row sees: zeros lie there
         inputs["zeros"] = jnp.zeros_like(bias), IN_HBM
         results["dbias"] = _Result(bias.shape, jnp.float32, in_place_of="zeros")
         scratch["dbias_buffer"] = pltpu.VMEM((*bias.shape[1:3], options.block_k), jnp.float32)
@@ -130,10 +131,10 @@ def key_gradients(
 
 
 class _Result(NamedTuple):
-    """A result in tiles, or in HBM in the place of an input."""
+    """A result: in tiles, or in HBM, in the memory of an input that has its initial values."""
 
     shape: tuple[int, ...]
-    dtype: Any = None  # None: what the options say
+    dtype: Any = None  # None: `options.out_dtype`
     in_place_of: str = ""
 
 
@@ -146,7 +147,8 @@ def _launch(
     scratch: dict[str, Any],
     options: Options,
 ) -> list[Array]:
-    """Run a kernel for each tile."""
+    """Run a kernel for each of `num_tiles` tiles. `inputs`: arrays, and where they lie. The kernel
+    gets refs named by the keys, in the order of the arguments."""
     require_room("flash_varlen_backward", scalars, inputs, scratch)
     config = options.config
     aliases = {

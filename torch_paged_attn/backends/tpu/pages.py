@@ -1,9 +1,9 @@
-"""Keys and values are laid out as pages, which one DMA loads whole, all heads of a page together.
+"""Keys and values are laid out as pages; one DMA loads a page with all of its heads.
 
-A paged cache is read where it is. Rows of 64, 32, 16 or 8 numbers are read as rows of whole lanes,
-which hold several keys each: the same memory where it was allocated as such rows (`packed_shape`).
-Packed sequences, and pages that are no whole number of register tiles, are copied into pages by XLA
-first: one more pass over the keys.
+A paged cache is read where it is. If its rows have 64, 32, 16 or 8 numbers, several keys are read
+as one row of whole lanes (*folded*), without a copy if the cache was allocated in this shape
+(`packed_shape`). Packed sequences, and pages that are no whole number of register tiles, are first
+copied into pages by XLA: one more pass over the keys.
 """
 
 import math
@@ -18,24 +18,25 @@ from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
-REPAGED = 128  # keys in a page of our own
+REPAGED = 128  # keys of a page that keys are copied into
 SUBLANES = 8
-LEAST_NUMBERS = 8  # of a row that is packed with others
+LEAST_NUMBERS = 8  # of a key of which several are read as one row
 
 
 class Pages(NamedTuple):
     """Page `n` of sequence `b` is `table[start + n]`; `start` is `b * table_stride`, or
-    `table_start[b]` where sequences have entries of different numbers.
+    `table_start[b]` where sequences have different numbers of entries.
     """
 
-    # (num_pages, num_kv_heads, page_size // fold, fold * head_dim), or k and v as one, 2 in front
+    # (num_pages, num_kv_heads, page_size // fold, fold * head_dim); or k and v as one array, with
+    # an axis of 2 in front, and `v` is None
     k: Array
     v: Array | None
     table: Array
     table_start: Array | None = None  # (batch,)
     table_stride: int = 0
-    fold: int = 1  # keys of one row
-    shared: int = 0  # if values are the first numbers of keys, how many; `v` is None then
+    fold: int = 1  # keys of a row
+    shared: int = 0  # if values are the first numbers of keys: how many. Then `v` is None
 
     @property
     def num_pages(self) -> int:
@@ -50,7 +51,7 @@ class Pages(NamedTuple):
         return self.k.shape[-2] * self.fold
 
     def table_of_blocks(self, pages: int) -> Array:
-        """The table, and behind it what a block of so many pages reads past its last entry."""
+        """The table, padded with the entries that a block of so many pages reads past its end."""
         beyond = -self.table_stride % pages if self.table_stride else pages
         return jnp.pad(self.table, (0, beyond))
 
@@ -61,23 +62,24 @@ class Pages(NamedTuple):
 
 
 def keys_per_step(page_size: int, fold: int = 1) -> int:
-    """Blocks of keys are whole pages, and their rows whole lanes of scores."""
+    """The number of keys of which a block has to be a multiple: blocks are whole pages, and a row
+    of scores fills whole lanes."""
     return math.lcm(page_size, fold * LANES)
 
 
 def keys_per_row(head_dim: int) -> int:
-    """How many keys a row of whole lanes holds: 1 unless they fill it evenly."""
+    """How many keys a row of LANES numbers holds; 1 unless keys fill it evenly."""
     return LANES // head_dim if head_dim >= LEAST_NUMBERS and LANES % head_dim == 0 else 1
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of whole rows for a cache `(..., page_size, head_dim)`.
+    """The shape with rows of whole lanes for a cache `(..., page_size, head_dim)`.
 
-    XLA puts the page's number, and not a row of fewer than 128 numbers, into the lanes of an array,
-    and a kernel would need a copy of it. An array of this shape holds the same numbers in the same
-    order, lies as a kernel reads it, and is taken by the JAX functions in the other one's place.
-    Rows that do not fill whole lanes evenly, of 80 or 576 numbers, end in numbers of no key, which
-    have to be finite; a cache write makes them zeros.
+    If rows have fewer than 128 numbers, XLA lays the page's number along the lanes of an array and
+    not the row, so that a kernel would need a copy. An array of the shape returned here holds the
+    same numbers in the same order, as a kernel reads them, and the JAX functions take it in
+    place of the other one. Rows of 80 or 576 numbers, which do not fill whole lanes, are padded
+    with numbers that belong to no key and have to be finite; a cache write makes them zeros.
     """
     *front, page_size, head_dim = shape
     fold = keys_per_row(head_dim)
@@ -89,13 +91,14 @@ def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def heads_first(sharding: Any) -> Any:
-    """Where a cache (2, num_pages, page_size, num_kv_heads, head_dim) lies so that it is one of
-    (2, num_pages, num_kv_heads, page_size, head_dim) to a kernel, and nothing is copied:
+    """A format for a cache of shape (2, num_pages, page_size, num_kv_heads, head_dim), in which its
+    memory is that of (2, num_pages, num_kv_heads, page_size, head_dim). A kernel reads it without a
+    copy. Allocate the cache with it:
 
         jax.jit(lambda: jnp.zeros(shape), out_shardings=heads_first(sharding))()
 
-    and then `cache.swapaxes(2, 3)` for each op, within a function that is compiled with this for
-    the cache's part of `in_shardings` and `out_shardings`.
+    Then give each op `cache.swapaxes(2, 3)`, in a function that is compiled with this format for
+    the cache in `in_shardings` and `out_shardings`.
     """
     from jax.experimental.layout import Format, Layout
 
@@ -103,7 +106,7 @@ def heads_first(sharding: Any) -> Any:
 
 
 def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
-    """A cache with rows of whole lanes, or with a row for each key; it may have come as either."""
+    """A cache of either shape, with rows of whole lanes if `packed`, else a row for each key."""
     *front, rows, width = cache.shape
     if width % head_dim:
         return cache[..., :head_dim]
@@ -113,8 +116,9 @@ def with_rows(cache: Array, head_dim: int, *, packed: bool) -> Array:
 
 
 def fold_of(call: Call) -> int:
-    """Keys that one row holds where the kernel reads this call's cache: what has scores of another
-    shape, and values of another width, has a row for each key.
+    """How many keys one row holds where the kernel reads this call's cache. It is 1 for calls with
+    a bias, dropout or a layout, which need scores with a column for each key, and where values have
+    another width than keys or are their first numbers.
     """
     is_plain = call.op == "flash_varlen" and call.attn_bias is None and call.dropout_p == 0.0
     width_v = (call.k if call.v is None else call.v).shape[-1]
@@ -125,7 +129,8 @@ def fold_of(call: Call) -> int:
 
 
 def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step: int) -> Pages:
-    """`first_key` (batch,) is where a packed sequence starts; `widest_step` bounds a block."""
+    """The pages of a call, which are copied if need be. `first_key` (batch,): the first row of a
+    packed sequence; `widest_step`: the most keys of a block."""
     k, v, block_table = call.k, call.v, call.block_table
     fold = 1 if block_table is None else fold_of(call)
     if block_table is None:
@@ -144,7 +149,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     is_readable = page_size // fold % whole == 0 and keys_per_step(page_size, fold) <= widest_step
     is_packed = fold > 1 and is_readable
     if call.keys_of_row > 1 and not is_packed:
-        # taken apart, rows of several keys are copied: only those that the call asks for
+        # rows of several keys are copied when they are taken apart: only the call's pages are
         k, v, table = _picked(k, v, table)
     if is_readable:
         if call.keys_of_row > 1 or is_packed:
@@ -162,7 +167,8 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
         place = (*plane, table[b, column], slice(None), j % page_size)
         return x[place][..., :width]
 
-    # what is sliced out of a whole cache, a plane or the beginnings of rows, would be a copy of it
+    # a slice of the whole cache (k or v of one array, the first numbers of rows) would be a copy:
+    # `stored` slices what it has read
     planes = ((0,), (1,)) if k.ndim == 5 else ((), ())
     widths = call.head_dim, call.head_dim_v
     caches = zip((k, k if v is None else v), planes, widths, strict=True)
@@ -171,7 +177,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
 
 
 def _picked(k: Array, v: Array | None, table: Array) -> tuple[Array, Array | None, Array]:
-    """Keys and values of the table's pages alone, and their own table."""
+    """Keys and values of the pages in `table` alone, and a table for these."""
     ids = table.reshape(-1)
     own = jnp.arange(ids.shape[0], dtype=jnp.int32).reshape(table.shape)
     if k.ndim == 5:  # keys and values as one
@@ -180,8 +186,8 @@ def _picked(k: Array, v: Array | None, table: Array) -> tuple[Array, Array | Non
 
 
 def _repage(caches: Iterable[Any], stored, lengths: Lengths, bound: int) -> Pages:
-    """Copy keys into pages; `stored(x, sequence, key)` reads rows `(num_kv_heads, dim)` of one of
-    the two `caches`.
+    """Copy keys and values into at most `bound` pages. `stored(x, sequence, key)` reads rows
+    `(num_kv_heads, dim)` of `x`, one of the two `caches`.
     """
     batch = lengths.key.shape[0]
     counts = -(-lengths.key // REPAGED)

@@ -3,9 +3,9 @@
 The counter's layout is that of `reference/philox.py`: four neighbouring columns take the four words
 of one counter, `(column // 4, row, sequence << 16 | head, offset)`.
 
-In the first two rounds each product is of a number that hangs on the column alone, or on row and
-head alone. So those are arguments of their own, computed once for many counters: `of_columns` and
-`of_rows` are what the two rounds leave, before columns and rows meet.
+In the first two rounds, each product is of a number that depends on the column alone, or on row and
+head alone. So these are computed once for many counters: `of_columns` and `of_rows` give what the
+two rounds leave of each, before `draw` combines them.
 """
 
 import dataclasses
@@ -25,24 +25,25 @@ Words = tuple[Array, Array, Array, Array]
 
 
 class OfColumns(NamedTuple):
-    """Of each column // 4."""
+    """What the first two rounds leave, for each column // 4."""
 
-    first: Array  # of word 0, the round's key included
-    second: Array
-    third: Array
+    first: Array  # its part of word 0, the round's key included
+    second: Array  # word 1
+    third: Array  # its part of word 2
 
 
 class OfRows(NamedTuple):
-    """Of each row and head, but for `first`, which hangs on the head alone."""
+    """What the first two rounds leave, for each row and head."""
 
-    first: Array
-    third: Array  # the round's key included
-    fourth: Array
+    first: Array  # its part of word 0, which depends on the head alone
+    third: Array  # its part of word 2, the round's key included
+    fourth: Array  # word 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Philox:
-    """Draws of one key; all numbers are uint32."""
+    """Draws with one key, the seed's two words; all numbers are uint32. `low_products_only`: see
+    `Config`."""
 
     key: tuple[Array, Array]
     offset: Array
@@ -62,7 +63,8 @@ class Philox:
         return OfRows(first, high ^ k1, fourth)
 
     def draw(self, columns: OfColumns, rows: OfRows) -> Words:
-        """The words of columns `4 * counter` to `4 * counter + 3`; arguments broadcast."""
+        """The four words of each counter: of columns `4 * counter` to `4 * counter + 3`. Arguments
+        broadcast."""
         c0, c1 = columns.first ^ rows.first, columns.second
         c2, c3 = rows.third ^ columns.third, rows.fourth
         for i in range(2, ROUNDS):

@@ -1,8 +1,9 @@
-"""The kernel for the gradient of queries: a tile of queries stays, keys pass by as in the forward.
+"""The kernel for the gradient of queries: a tile of queries stays in VMEM, and blocks of keys pass
+by, as in the forward.
 
-A grid step is a tile of the forward's list. Of each piece of keys that it sees, probabilities are
+A grid step is a tile of the forward's list. For each piece of keys that it sees, probabilities are
 computed anew, and `dq += dx k`: a query's sum is added up over its keys in ascending order. The
-gradient of a bias is written on the way, block by block.
+gradient of a bias is written at the end of each block.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ from torch_paged_attn.backends.tpu.softmax import across, product
 def query_gradient_kernel(
     *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
 ) -> None:
-    """What Pallas runs for each tile; `names` are those of `refs` (see `launch_gradients.py`)."""
+    """The body that Pallas runs for each tile; `names` are those of `refs` (see
+    `launch_gradients.py`)."""
     named = Refs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     tile = step * options.config.num_cores + core
@@ -49,7 +51,7 @@ class QueryGradient:
     tile: Array
 
     def begin(self, heads: list[Any]) -> None:
-        """Set sums to zero, and lay the rows' statistics along sublanes."""
+        """Set sums to zero, and transpose the rows' statistics from lanes to sublanes."""
         refs = self.refs
         num_heads = refs.dq_acc.shape[0]
         for head in heads:
@@ -65,7 +67,8 @@ class QueryGradient:
             refs.dq[0, head] = dq.astype(refs.dq.dtype)
 
     def attend_block(self, block: Array, slot: Array, turn: Array) -> None:
-        """Add what the block of keys in buffer `slot` gives."""
+        """Add what the block of keys in buffer `slot` gives; it is number `turn` of those that the
+        tile visits."""
         first = block * self.loader.block_k
 
         def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
@@ -94,7 +97,8 @@ class QueryGradient:
         layout: LayoutMask | None,
         masked: bool,
     ) -> None:
-        """Add what piece `place` of a block, `width` keys, gives."""
+        """Add what piece number `place` of a block gives, of `width` keys. `first`: the block's
+        first key; `masked`: whether some scores do not count."""
         refs, loader, options = self.refs, self.loader, self.options
         num_heads, rows = refs.dq_acc.shape[:2]
         piece = Scores.of_piece(refs, options, self.tile, first + place * width, (rows, width))
@@ -110,7 +114,7 @@ class QueryGradient:
             )
             masks: list[Any] = [None] * len(heads)
             if masked:
-                # without a bias all heads see the same
+                # without a bias, the masks of all heads are equal
                 is_sparse = layout is not None or refs.bias is not None
                 masks = [piece.visible(place, width, layout, bias) for bias in biases]
                 seen = [piece.is_seen(visible, is_sparse) for visible in masks]
@@ -134,7 +138,7 @@ class QueryGradient:
 
 
 def _as_column(row: Array) -> Array:
-    """(1, n) of whole lanes as (n, LANES), all lanes alike."""
+    """(1, n), n a multiple of LANES, as (n, LANES) with the same number in all lanes."""
     parts = [row[:, first : first + LANES] for first in range(0, row.shape[1], LANES)]
     squares = [jnp.broadcast_to(part, (LANES, LANES)).T for part in parts]
     return squares[0] if len(squares) == 1 else jnp.concatenate(squares, axis=0)

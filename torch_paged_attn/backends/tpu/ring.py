@@ -1,8 +1,8 @@
-"""A ring of buffers that blocks are copied into from HBM, ahead of where they are used.
+"""A ring of buffers in VMEM, into which blocks are copied from HBM before they are used.
 
-A tile visits its blocks one after the other, by turns. Copies are started `num_buffers - 1` blocks
-ahead of the computation, across the ends of tiles and sequences, so that no tile starts with an
-empty ring.
+A tile visits its blocks one after the other; `turn` is the number of a visit. Copies are started
+`num_buffers - 1` blocks ahead of the computation, also those of the next tile and sequence, so that
+no tile but a core's first one waits for an empty ring.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 
 
 class Cursor(NamedTuple):
-    """Where the loader stands."""
+    """Which copy is started next, and which buffer is used next."""
 
-    tile: Array  # the next copy's
-    turn: Array
+    tile: Array  # of the next copy
+    turn: Array  # of the next copy
     slot: Array  # the buffer that is computed on next
 
 
@@ -39,7 +39,8 @@ class Ring:
 
     @property
     def busy_from(self) -> Any:
-        """`(num_tiles + cores,)`: this tile or the core's next one that has a block."""
+        """`(num_tiles + cores,)`: for each tile, that tile or else the core's next one that visits
+        a block."""
         raise NotImplementedError
 
     def turns(self, tile: Array) -> Array:
@@ -63,8 +64,8 @@ class Ring:
         is_first: Array,
         use: Callable[[Array, Array, Array], None],
     ) -> None:
-        """`use(block, slot, turn)` for each block of the tile; the ring is filled by the core's
-        first tile, and `saved` keeps the cursor from tile to tile.
+        """Call `use(block, slot, turn)` for each block of the tile. The core's first tile
+        (`is_first`) fills the ring; `saved`, in SMEM, keeps the cursor from tile to tile.
         """
 
         @pl.when(is_first)
@@ -83,7 +84,7 @@ class Ring:
             saved[i] = value
 
     def fill(self, tile: Array) -> Cursor:
-        """Start the copies of all buffers but one, from the core's first tile on."""
+        """Start copies into all buffers but one, from `tile` on, the core's first one."""
         cursor = Cursor(self.busy_from[tile], jnp.int32(0), jnp.int32(0))
 
         def start(slot: Array, cursor: Cursor) -> Cursor:
@@ -92,7 +93,8 @@ class Ring:
         return lax.fori_loop(0, self.num_buffers - 1, start, cursor)
 
     def load_next(self, cursor: Cursor, tile: Array, block: Array) -> tuple[Array, Cursor]:
-        """Wait for this block, and start the copy of one more: the block's buffer, the cursor."""
+        """Start one more copy, and wait for this block. Returns the block's buffer and the cursor
+        after it."""
         slot = cursor.slot
         free = lax.rem(slot + (self.num_buffers - 1), jnp.int32(self.num_buffers))
         cursor = self._advance(cursor, free)
@@ -100,7 +102,8 @@ class Ring:
         return slot, cursor._replace(slot=lax.rem(slot + 1, jnp.int32(self.num_buffers)))
 
     def _advance(self, cursor: Cursor, slot: Array) -> Cursor:
-        """Start the copy of the cursor's block into a buffer, and move on to the block behind."""
+        """Start the copy of the cursor's block into buffer `slot`. Returns the cursor of the block
+        after it."""
         tile = jnp.minimum(cursor.tile, self.num_tiles - 1)
 
         @pl.when(cursor.tile < self.num_tiles)

@@ -1,7 +1,7 @@
-"""Scores of a tile's rows on a piece of keys: what is added to `q . k`, and which of them count.
+"""Scores of a tile's rows on a piece of keys: what is added to `q . k`, and which scores count.
 
-The same formulas serve (rows, keys), where queries stay and keys pass by, and (keys, rows), where
-keys stay: `query_axis` is 0 or 1.
+The same formulas serve scores (rows, keys), where queries stay and keys pass by, and (keys, rows),
+where keys stay: `query_axis` is 0 or 1.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from torch_paged_attn.backends.tpu.softmax import LOG2_E
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """One tile's rows, `row = g * tile_q + token`, on the keys from `first_key` on."""
+    """Scores of one tile's rows, `row = g * tile_q + token` for query head g of a group, on the
+    keys from `first_key` on."""
 
     refs: Refs
     options: Options
@@ -39,10 +40,9 @@ class Scores:
         sizes: tuple[int, int],
         query_axis: int = 0,
     ) -> "Scores":
-        """`sizes` are the numbers of rows and of keys, or of rows of keys.
-
-        Where a row of keys holds several, the rows of queries stand there as often, each time for
-        another one of these keys.
+        """`sizes` are the number of rows, and the number of keys or, if a row of memory holds
+        `options.fold` keys, of such rows. Then the rows of queries are repeated `fold` times, once
+        for each key of such a row.
         """
         shape = sizes if query_axis == 0 else sizes[::-1]
         row, key = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
@@ -59,7 +59,8 @@ class Scores:
     def of(
         self, head: Any, products: Array, scale: Any, bias: Array | None
     ) -> tuple[Array, Array | None]:
-        """Scores in base 2 from `q . k`, and the hyperbolic tangent of a soft cap."""
+        """Scores in base 2 from `products`, q . k of KV head `head`; and with a softcap the tanh of
+        it, else None. `scale`: softmax_scale."""
         options, refs, tanh = self.options, self.refs, None
         if options.softcap > 0.0:
             tanh = jnp.tanh(products * (scale / options.softcap))
@@ -75,7 +76,8 @@ class Scores:
     def visible(
         self, place: Array, width: int, layout: LayoutMask | None, bias: Array | None
     ) -> Array:
-        """True for scores that count; the piece is the block's `place`-th one of `width` keys."""
+        """True for scores that count. The piece is number `place` of its block's pieces, which have
+        `width` keys each."""
         options, tiles = self.options, self.refs.tiles
         window, tile_q = options.window, options.tile_q
         stop = tiles.stop[self.tile] - self.first_key
@@ -83,7 +85,7 @@ class Scores:
         if tile_q > 1:
             position += self.token
         if tile_q > 1 and window.right == 0:
-            visible = self.key <= position  # no query stands behind the last key
+            visible = self.key <= position  # no query has a position after the last key
         else:
             visible = self.key < stop
             if tile_q > 1 and window.right > 0:
@@ -99,8 +101,9 @@ class Scores:
         return visible
 
     def is_seen(self, visible: Array, is_sparse: bool) -> Array:
-        """True for keys (width, 1) that some row of the tile sees, or for the numbers (rows of
-        keys, LANES) of those keys; the tile's rows are the first axis of `visible`.
+        """True for keys that some row of the tile sees: (width, 1) or, if a row of memory holds
+        several keys, for their numbers, (rows of memory, LANES). The first axis of `visible` are
+        the tile's rows. Unless `is_sparse`, which keys are seen follows from the tile's bounds.
         """
         tiles, fold = self.refs.tiles, self.options.fold
         shape = (visible.shape[1], LANES if fold > 1 else 1)
@@ -122,7 +125,8 @@ class Scores:
 
 
 def _as_column(row: Array) -> Array:
-    """Bools (1, n) as (n, 1): a diagonal of each 128."""
+    """Bools (1, n) as (n, 1), LANES of them at a time: sums of rows of which only the diagonal is
+    kept."""
     parts = []
     for first in range(0, row.shape[1], LANES):
         part = jnp.broadcast_to(row[:, first : first + LANES], (LANES, LANES))

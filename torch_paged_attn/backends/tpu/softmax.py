@@ -18,16 +18,16 @@ from torch_paged_attn.backends.tpu.config import LANES
 
 LOG2_E = math.log2(math.e)
 
-# A masked key has this score, and a row that has seen no key this maximum: no logit is as low, not
-# even a bias of torch.finfo(float32).min, and exp2 of the difference is 0.
+# A masked key has the score MASKED, and the maximum of a row that has seen no key is FLOOR. No
+# logit is as low, not even a bias of torch.finfo(float32).min, and exp2 of MASKED - FLOOR is 0.
 MASKED = float(jnp.finfo(jnp.float32).min)
 FLOOR = MASKED + 2.0**104
 
-# Times log2(e), a finite bias can leave the range of float32: masks hold torch.finfo(float32).min,
-# and the result of a row whose keys all carry it is the mean of their values. From 2**127 on,
-# logits are converted with a slope of 1/2: floats are 2**104 apart there, which every exponential
-# takes for infinitely far as it is. BEND has trailing zeros enough for the lowest bias to come back
-# as it was.
+# Times log2(e), a finite bias may be too large for float32: masks hold torch.finfo(float32).min,
+# and the result of a row whose keys all have that bias is the mean of their values. So logits from
+# 2**127 on are multiplied by 1/2 instead, and moved by BEND. Floats are 2**104 apart there, so that
+# exponentials of differences are 0 or 1 with either factor. BEND has so many trailing zeros that
+# `base_e` gives the lowest bias back exactly.
 STEEP = 2.0**127
 BEND = math.ceil((LOG2_E - 0.5) * 2.0**22) * 2.0**105
 
@@ -46,7 +46,7 @@ def base_e(logit: Array) -> Array:
 
 
 def across(column: Array, width: int) -> Array:
-    """(rows, LANES), all lanes alike, as (rows, width)."""
+    """(rows, LANES) with the same number in all lanes, as (rows, width) of it."""
     if width <= LANES:
         return column[:, :width]
     return jnp.tile(column, (1, -(-width // LANES)))[:, :width]
@@ -74,7 +74,8 @@ def _fold_lanes(x: Array) -> Array:
 
 
 def _as_row(column: Array) -> Array:
-    """(rows, LANES), all lanes alike, as (1, rows up to whole lanes): a diagonal, summed."""
+    """(rows, LANES) with the same number in all lanes, as (1, rows), rounded up to whole lanes:
+    sums of columns of which only the diagonal is kept."""
     parts = []
     for first in range(0, column.shape[0], LANES):
         part = column[first : first + LANES]
@@ -84,7 +85,8 @@ def _as_row(column: Array) -> Array:
 
 
 def _merge(m: Array, total: Array, acc: Array, fold: int) -> tuple[Array, Array, Array]:
-    """States of the same rows with different keys as one state."""
+    """The states of the same rows over `fold` sets of keys, one set's rows below another's, as one
+    state. The sums of set i are in part i of the columns of `acc`."""
     rows, width = m.shape[0] // fold, acc.shape[1] // fold
     parts = [slice(i * rows, (i + 1) * rows) for i in range(fold)]
     m_new = functools.reduce(jnp.maximum, (m[part] for part in parts))
@@ -101,12 +103,12 @@ def _merge(m: Array, total: Array, acc: Array, fold: int) -> tuple[Array, Array,
 class Softmax:
     """The running state of a tile: refs `(num_kv_heads, rows, ...)` in VMEM."""
 
-    m_i: Any  # (..., LANES), all lanes alike
-    l_i: Any  # (..., LANES), partial sums
-    acc: Any  # (..., head_dim_v)
+    m_i: Any  # (..., LANES): maxima, the same in all lanes
+    l_i: Any  # (..., LANES): sums of weights, a partial one in each lane
+    acc: Any  # (..., head_dim_v): weighted sums of values
 
     def reset(self, heads: Sequence[Any]) -> None:
-        """Before the first key."""
+        """Set the state of some heads to that before the first key."""
         for head in heads:
             self.m_i[head] = jnp.full(self.m_i.shape[1:], FLOOR, jnp.float32)
             self.l_i[head] = jnp.zeros(self.l_i.shape[1:], jnp.float32)
@@ -118,7 +120,8 @@ class Softmax:
         scores: Sequence[Array],
         weigh: Callable[[int, Array], Array],
     ) -> None:
-        """Add base-2 scores (rows, keys) of some heads, phase by phase for all of them.
+        """Fold base-2 scores (rows, keys) of some heads into the state. Each step is done for all
+        heads before the next step, so that their latencies hide one another.
 
         `weigh(i, p)` is the product of the i-th head's probabilities and values.
         """
@@ -145,12 +148,12 @@ class Softmax:
     def finish_rows(
         self, head: Any, sink: Array | None, dtype: Any, fold: int = 1
     ) -> tuple[Array, Array, Array]:
-        """The output (rows, head_dim_v), and the terms of lse in base 2, `m + log2(divisor)`,
-        (rows, LANES), all lanes alike; resets the head.
+        """The output (rows, head_dim_v), and m and divisor (rows, LANES), with the same number in
+        all lanes: lse in base 2 is `m + log2(divisor)`. Resets the head: its stores are hidden by
+        the arithmetic here.
 
-        `sink` (rows, 1) is one logit more. The stores of the reset cost nothing here, where the
-        arithmetic takes longer. Rows that stand here `fold` times, each time with some of the keys,
-        become one; the i-th one's values lie in the i-th part of the lanes.
+        `sink` (rows, 1): one more logit of each row. If each row stands in the state `fold` times,
+        each time with some of the keys, these become one (see `_merge`).
         """
         m, acc = self.m_i[head], self.acc[head]
         total = jnp.broadcast_to(jnp.sum(self.l_i[head], axis=1, keepdims=True), m.shape)
@@ -162,7 +165,7 @@ class Softmax:
             rescale = jnp.exp2(m - m_new)
             total = total * rescale + jnp.exp2(sink - m_new)
             acc, m = acc * across(rescale, acc.shape[1]), m_new
-        # the largest score alone has weight 1, and rows that have seen no key a sum of 0
+        # the largest score has weight 1, so only rows that have seen no key have a smaller sum: 0
         divisor = jnp.maximum(total, 1.0)
         if dtype == jnp.float32:
             out = acc / across(divisor, acc.shape[1])

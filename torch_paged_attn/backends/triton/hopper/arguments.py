@@ -15,7 +15,7 @@ class Pointers(NamedTuple):
     """Memory reached by address; None where a call has no such tensor."""
 
     lse: Any  # (num_heads, total_q) float32
-    tile_list: Any  # of `tile_scheduler.plan_tile_list`; None where tiles are not listed
+    tile_list: Any  # of `tile_scheduler.plan_tile_list`; None unless IS_LISTED
     block_table: Any
     entries: Any  # of `block_lists.plan_block_lists`
     spans: Any  # likewise
@@ -26,14 +26,15 @@ class Pointers(NamedTuple):
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
-    # None where tiles are listed
+    # None if IS_LISTED
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
-    # None where boxes of keys are loaded
+    # None unless GATHERS
     k: Any = None
     v: Any = None
-    # (total_q, num_heads, head_dim_v), float32 or of pieces; None where the accelerator stores it
+    # (total_q, num_heads, head_dim_v), if it is float32 or merged from pieces by several programs;
+    # None where the accelerator stores the result
     out: Any = None
     counters: Any = None  # of pieces, where units of keys are dealt out: zeros before and after
 
@@ -44,8 +45,8 @@ class Sizes(NamedTuple):
     num_pages: int
     batch: int
     total_q: int
-    # lists of blocks; where tiles are not listed units of a sequence, or where they are dealt out
-    # or numbered keys that a block table has room for; else 0
+    # with a layout: lists of blocks. If IS_DEALT or IS_NUMBERED: keys that a block table has room
+    # for. If tiles are not listed otherwise: units of a sequence. Else 0
     lists_per_head: int
     # not beside num_pages: ptxas would load both at once, and move more between register files
     stride_table: int
@@ -63,10 +64,11 @@ class Scalars(NamedTuple):
     stride_alibi_head: int
     window_left: int  # 0 where it hides nothing
     window_right: int
-    scale_log2: float  # from the units of scores to exponents of two
-    softcap_scale_log2: float  # twice the factor of what softcap takes the tanh of, in base two
-    alibi_scale: float  # from logits to the units of scores
-    q_descale_batch: int  # strides of descales, 0 where what is given is shared
+    # scores are q . k or, with a softcap, tanh(x) with x = softmax_scale * q . k / softcap
+    scale_log2: float  # logits in base two are scores times this
+    softcap_scale_log2: float  # exp(2 x) is two to the power of q . k times this
+    alibi_scale: float  # what scores get of a slope is the slope times this
+    q_descale_batch: int  # strides of descales, 0 where one is shared
     q_descale_head: int
     k_descale_batch: int
     k_descale_head: int
@@ -90,9 +92,9 @@ class Options(NamedTuple):
     BLOCK_N: int  # keys of a tile
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
-    COLUMNS: int  # of WIDTH, those that products over it take
+    COLUMNS: int  # of WIDTH, those that hold numbers and are multiplied
     PACKED_HEADS: int  # query heads that share a tile: rows of a token
-    TOKENS: int  # of a consumer: as many as its rows hold; rows that are left over are nobody's
+    TOKENS: int  # of a consumer: as many as its rows hold; rows that are left over belong to none
     GROUP_SIZE: int
     PAGE_SIZE: int  # 0 for packed keys
     IS_CAUSAL: bool
@@ -114,23 +116,23 @@ class Options(NamedTuple):
     PINGPONG: bool
     MOST_PARTS: int  # pieces of tiles, see `pieces.py`; 0 where none is cut
     COUNTERS: int  # words of the list of tiles before its entries
-    LETS_FOLLOW: bool  # the next kernel starts beside this one
+    LETS_FOLLOW: bool  # the next kernel may start before this one ends
     IS_LISTED: bool = True  # tiles come from a list, the longest first
-    IS_DEALT: bool = False  # or are found by each program, with its share of the keys,
-    IS_NUMBERED: bool = False  # or by their numbers (`numbered_tiles.py`)
-    LEAST_SHARE: int = 0  # tiles of keys that it has at least
+    IS_DEALT: bool = False  # each program finds its share of the keys (`dealt_work.py`)
+    IS_NUMBERED: bool = False  # programs find tiles by their numbers (`numbered_tiles.py`)
+    LEAST_SHARE: int = 0  # if IS_DEALT: tiles of keys of a program's share, at least
     # of 8-bit keys and values: whether they are converted, see `converter.py`
     CONVERTS_K: bool = False
     CONVERTS_V: bool = False
     GATHERS: bool = False  # keys and values are copied row by row, from pages smaller than a box
     FLOAT32_COLUMNS: int = 0  # head_dim_v of a float32 result; 0: it is of q's dtype
-    MERGED_COLUMNS: int = 0  # head_dim_v, where pieces are added up by several; else 0
-    STRETCH: int = 0  # keys that are summed up by themselves, see `stretches.py`; 0: all are
+    MERGED_COLUMNS: int = 0  # head_dim_v, where several programs add up pieces; else 0
+    STRETCH: int = 0  # keys that have sums of their own, see `stretches.py`; 0: all have one
 
 
 class Params(NamedTuple):
-    """All that the host passes, as the warps of a program share it; `Options` go beside it, for
-    constants do not mix with values in a tuple.
+    """All that the host passes, as the warps of a program share it; `Options` are passed beside it,
+    because a tuple cannot have constants and values.
     """
 
     q_desc: Any

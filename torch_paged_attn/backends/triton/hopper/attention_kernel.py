@@ -37,8 +37,8 @@ PRODUCERS = gl.constexpr(4)
 
 @gluon.constexpr_function
 def _registers(consumers, of_consumer, converts):
-    """Registers of a thread, by partition but the first. A lane of each warpgroup has 512 between
-    them, dealt out by eights; the producers are one warpgroup."""
+    """Registers of a thread, for each partition of warps but the first: a multiple of eight each,
+    and at most 512 for one thread of each warpgroup together. The producers are one warpgroup."""
     converter = [CONVERTER_REGISTERS.value] if converts else []
     groups = consumers + len(converter) + 1
     left = 512 // groups // 8 * 8 * groups - consumers * of_consumer - sum(converter)
@@ -47,14 +47,14 @@ def _registers(consumers, of_consumer, converts):
 
 @gluon.constexpr_function
 def _warps(consumers, converts):
-    """Warps by partition but the first."""
+    """Warps of each partition but the first."""
     return [4] * (consumers - 1 + converts) + [1] * PRODUCERS.value
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the program's warps: a consumer, the converter if there is one, or one of the
-    four producers."""
+    """What partition NUMBER of a program's warps does: a consumer, the converter if there is one,
+    or one of the four producers."""
     PRODUCER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS - OPTIONS.CONVERTS_V
     HAS_PARTS: gl.constexpr = OPTIONS.KV_PARTS > 1
     if NUMBER < OPTIONS.CONSUMERS:
@@ -98,7 +98,8 @@ def _hopper_attention_fwd_kernel(
     k_shape: gl.constexpr = shape_of_tiles(KV_STAGES, k_desc.block_shape, OPTIONS.BLOCK_N)
     v_shape: gl.constexpr = shape_of_tiles(KV_STAGES, v_desc.block_shape, OPTIONS.BLOCK_N)
     queries = new_pipeline(dtype, q_shape, q_layout, Q_STAGES, CONSUMERS, 1)
-    # what is converted has one reader, and so has what consumers of the same rows divide
+    # tiles that are converted have one reader, and so have those that consumers of the same rows
+    # divide
     of_keys: gl.constexpr = 1 if CONVERTS_K else ROW_GROUPS
     of_values: gl.constexpr = 1 if CONVERTS_V else ROW_GROUPS
     k_dtype: gl.constexpr = k_desc.dtype

@@ -1,8 +1,10 @@
-"""`flash_varlen_backward` on Hopper by tensor memory accelerator and warpgroup products.
+"""`flash_varlen_backward` on Hopper, with the tensor memory accelerator and warpgroup products.
 
-Deterministic, the default: one kernel for dK and dV, whose keys stay, and one for dQ, whose queries
-stay; nothing is added up between programs. Else one kernel for all three, which multiplies five
-times instead of seven, and adds dQ up in float32 in memory in any order.
+The tile that a program works on *stays* in shared memory; tiles of the other side *pass by*, one
+after the other. A deterministic call, the default, takes two kernels: in one, tiles of keys stay
+and give dK and dV; in the other, tiles of queries stay and give dQ. No number is added up by two
+programs. Other calls may take *one pass*: a kernel for all three, which needs five products instead
+of seven for a pair of tiles, and adds parts of dQ to float32 sums in memory, in any order.
 
 `unsupported` says what these kernels leave to the portable ones.
 """
@@ -52,13 +54,13 @@ from torch_paged_attn.ops.lacking import lacking
 if TYPE_CHECKING:
     from torch_paged_attn.backends.triton.hopper.tma import Boxes
 
-# rows of a consumer: the height of a warpgroup's product
+# rows of the tile that stays, of one consumer: the height of a warpgroup's product
 STAY = 64
 
-# how dQ is added up, as `sums.py` has it
+# how one pass adds up dQ: the numbers of `sums.py`
 NONE, BY_BOX, BY_LANE = 0, 1, 2
 
-# numbers of a row of a box of sums: 128 bytes, whatever part of dQ they are
+# the sums that a consumer adds lie in boxes with rows of 128 bytes, which are no rows of dQ
 ROW_OF_SUMS = 32
 
 # tensors that a plan takes of a call
@@ -70,10 +72,10 @@ TAKEN = (
 
 @dataclasses.dataclass(frozen=True)
 class Configs:
-    """Tiles of the kernels: of the two, or of the one."""
+    """Tiles of the kernels of a call."""
 
     keys: HopperBackwardConfig
-    queries: HopperBackwardConfig | None
+    queries: HopperBackwardConfig | None  # None in one pass
 
 
 def unsupported(call: BackwardCall) -> str | None:
@@ -94,7 +96,7 @@ def unsupported(call: BackwardCall) -> str | None:
 
 
 def choose_configs(call: BackwardCall) -> Configs:
-    """Tiles of the kernels of a call. Of its sizes, they depend on its mean length."""
+    """Tiles of the kernels of a call. The only size that they depend on is the mean length."""
     from torch_paged_attn.backends.triton.hopper.tma import HAS_ADD
 
     forward = call.forward
@@ -120,14 +122,15 @@ def rows_of(config: HopperBackwardConfig) -> int:
 
 
 def _is_apart(call: AttentionCall) -> bool:
-    """Whether what hides keys past the last one is kept out of the other tiles: the compiler makes
-    no branch of it. With a window or causality it does, and at head_dim 128 it costs nothing."""
+    """Whether tiles all of whose keys exist get code of their own, without a mask. A call without
+    windows needs it: there the compiler masks each tile, and branches around the mask only where
+    there is a window. At head_dim 128 the mask costs nothing."""
     is_full = not is_bound(call.window_size_left) and not is_bound(call.window_right)
     return is_full and width_of(call.head_dim) == 64
 
 
 def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOptions:
-    """What a kernel is compiled for; no size and no address is part of it."""
+    """The options that a kernel is compiled for; no size and no address is among them."""
     return BackwardOptions(
         TILE=rows_of(config),
         STAY=STAY,
@@ -145,10 +148,12 @@ def options_of(call: AttentionCall, config: HopperBackwardConfig) -> BackwardOpt
 
 
 def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
-    """Numbers that follow from the description, which no kernel is compiled for."""
+    """Numbers that follow from a call's description. `heads`: of the tiles that stay, num_kv_heads
+    or num_heads."""
     slopes = call.alibi_slopes
     alibi_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
-    # scores are q . k or, with a softcap, the tanh of it
+    # a kernel's scores are q . k or, with a softcap, tanh(scale * q . k / softcap): logits are
+    # these times `unit`
     unit = call.softcap or call.scale
     return BackwardScalars(
         heads=heads,
@@ -164,19 +169,23 @@ def scalars_of(call: AttentionCall, heads: int) -> BackwardScalars:
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What a contiguous tensor of its shape is like; it has no memory."""
+    """A contiguous tensor of x's shape, without memory."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
 
 
 def _rows(x: Tensor, rows: int, width: int) -> "Boxes":
-    """Boxes of so many rows of a head, as wide as a head lies in shared memory."""
+    """Boxes of `rows` rows of one head of x. `width`: of a head as it lies in shared memory."""
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
     return ragged_rows(x, rows, 1, width)
 
 
 class _Kernel:
-    """One of the kernels: how it is launched, and what lists its tiles."""
+    """The launch of one of the kernels, and the function that lists its tiles.
+
+    of_keys: whether tiles of keys stay
+    is_beside: whether the kernel may start before the last one ends, whose results it does not read
+    """
 
     def __init__(
         self,
@@ -219,7 +228,7 @@ def _statistics_tiles(call: AttentionCall) -> int:
 
 
 class _KeysKernel(_Kernel):
-    """That of dK and dV, and in one pass of dQ's sums."""
+    """The kernel of dK and dV, and in one pass of the sums of dQ."""
 
     def __init__(self, call: BackwardCall, config: HopperBackwardConfig) -> None:
         from torch_paged_attn.backends.triton.hopper.backward_kernel import (
@@ -247,7 +256,7 @@ class _KeysKernel(_Kernel):
     def start(
         self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], pointers: BackwardPointers
     ) -> None:
-        """Launch, with q, dout, k, v and the statistics; dk and dv."""
+        """Launch the kernel. `inputs`: q, dout, k, v and the statistics; `results`: dk, dv."""
         self.launch(
             *(boxes.at(x.data_ptr()) for boxes, x in zip(self.inputs, inputs, strict=True)),
             *(boxes.at(x.data_ptr()) for boxes, x in zip(self.results, results, strict=True)),
@@ -257,7 +266,7 @@ class _KeysKernel(_Kernel):
 
 
 class _QueriesKernel(_Kernel):
-    """That of dQ."""
+    """The kernel of dQ."""
 
     def __init__(
         self, call: BackwardCall, config: HopperBackwardConfig, *, is_beside: bool
@@ -280,7 +289,7 @@ class _QueriesKernel(_Kernel):
         )
 
     def start(self, tensors: tuple[Tensor, ...], pointers: BackwardPointers) -> None:
-        """Launch, with q, dout, k, v and dq."""
+        """Launch the kernel. `tensors` are q, dout, k, v and dq."""
         self.launch(
             *(boxes.at(x.data_ptr()) for boxes, x in zip(self.boxes, tensors, strict=True)),
             pointers,
@@ -288,8 +297,8 @@ class _QueriesKernel(_Kernel):
 
 
 def _plan_sums(call: AttentionCall) -> tuple[Allocation, Any]:
-    """Memory for the sums of dQ, and what makes dq of them, called with sums, dq and
-    cu_seqlens_q."""
+    """Memory for the sums of dQ, and a launch that computes dq from them. It is called with sums,
+    dq and cu_seqlens_q."""
     from torch_paged_attn.backends.triton.hopper.finish_sums import _finish_sums_kernel
 
     device, width = call.q.device, width_of(call.head_dim)
@@ -333,7 +342,7 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     wants_dq, wants_dk, wants_dv, _, wants_dsinks = call.wanted
     is_one_pass = configs.keys.DQ_SUMS != NONE
     new_results = [Allocation.like(x) for x in call.new_results()]
-    # what a kernel writes besides what is wanted
+    # a kernel writes all of its results, those that are not wanted to memory that nobody reads
     spare = [Allocation(x.shape, x.dtype, x.device) for x in (forward.q, forward.k, forward.v)]
     statistics_of = plan_statistics(call)
     keys = queries = None
@@ -342,7 +351,7 @@ def plan_backward(call: BackwardCall, configs: Configs | None = None) -> Plan:
     if wants_dq and configs.queries is not None:
         queries = _QueriesKernel(call, configs.queries, is_beside=keys is not None)
     new_sums, finish = _plan_sums(forward) if is_one_pass else (None, None)
-    # what is not given is the None behind the tensors
+    # a tensor that is not given is the None that `run` puts behind the given ones
     names = [name for name, x in call.tensors().items() if x is not None]
     places = {name: i for i, name in enumerate(names)}
     pick = operator.itemgetter(*(places.get(name, len(names)) for name in TAKEN))

@@ -13,7 +13,7 @@ class BackwardPointers(NamedTuple):
     cu_seqlens_q: Any
     tile_list: Any  # of `tile_scheduler.plan_tile_list`
     statistics: Any  # of `backward_statistics.py`
-    dq_sums: Any  # float32, zeros when the kernel starts: one pass only
+    dq_sums: Any  # float32, zeros when the kernel starts; None but in one pass
     alibi_slopes: Any
 
 
@@ -32,10 +32,11 @@ class BackwardScalars(NamedTuple):
     stride_alibi_head: int
     window_left: int  # 0 where it hides nothing
     window_right: int
-    scale_log2: float  # from the units of scores to exponents of two
-    softcap_scale_log2: float  # twice the factor of what softcap takes the tanh of, in base two
-    alibi_scale: float  # from logits to the units of scores
-    scale: float  # of q . k: from the sums of products to dq and dk
+    # scores are q . k or, with a softcap, tanh(x) with x = softmax_scale * q . k / softcap
+    scale_log2: float  # logits in base two are scores times this
+    softcap_scale_log2: float  # exp(2 x) is two to the power of q . k times this
+    alibi_scale: float  # what scores get of a slope is the slope times this
+    scale: float  # softmax_scale: dq and dk are the sums of products times this
 
 
 class BackwardOptions(NamedTuple):
@@ -45,29 +46,31 @@ class BackwardOptions(NamedTuple):
     """
 
     TILE: int
-    STAY: int  # rows of a consumer: all of them where consumers share out the columns of results
+    STAY: int  # rows of TILE that a consumer computes
     PASS: int
-    IS_SPLIT: bool  # whether they do
+    IS_SPLIT: bool  # consumers compute all rows, and half of the columns of results each
     WIDTH: int  # head_dim as it lies in shared memory
     WIDTH_V: int
-    COLUMNS: int  # of WIDTH, those that products over it take
+    COLUMNS: int  # of WIDTH, those that hold numbers and are multiplied
     GROUP_SIZE: int
     HAS_LEFT: bool
     HAS_RIGHT: bool  # also where a call is causal
     IS_CAUSAL: bool
     HAS_SOFTCAP: bool
     IS_APART: bool  # tiles of which all keys exist have instructions of their own, without masks
-    IN_PLACE: bool  # results of tiles of queries leave from where the queries lay
-    DQ_SUMS: int  # how dQ is added up in memory: see `sums.py`
+    IN_PLACE: bool  # dQ is stored from the shared memory where the queries lay
+    DQ_SUMS: int  # how one pass adds dQ up in memory: see `sums.py`
     CONSUMERS: int
-    STAY_STAGES: int
+    STAY_STAGES: int  # tiles that stay for which there is room: 2 to load the next one ahead
     FIRST_STAGES: int  # of tiles that pass: of queries or keys, which are needed for longer,
-    SECOND_STAGES: int  # and of gradients or values
-    DS_STAGES: int  # of dS on its way between consumers: one pass only
-    SLOTS: int  # of a consumer for dQ on its way out: where a warp of its own adds it up
+    SECOND_STAGES: int  # and of gradients of the result, or of values
+    DS_STAGES: int  # tiles of P and dS in shared memory: where IS_SPLIT, and of dS in one pass
+    SLOTS: int  # a consumer's buffers for parts of dQ, BY_BOX
     REGISTERS: int  # of a consumer's thread
-    OPERANDS: int  # of the two tiles that stay, how many are kept in registers
-    AT_ONCE: bool  # all products of a tile of keys are asked for together
+    # how many of the two tiles that stay are kept in registers: first values or gradients of the
+    # result, then keys or queries
+    OPERANDS: int
+    AT_ONCE: bool  # all products of a tile are asked for together: `backward_keys_at_once.py`
 
 
 class BackwardParams(NamedTuple):
@@ -78,8 +81,8 @@ class BackwardParams(NamedTuple):
     k_desc: Any
     v_desc: Any
     statistics_desc: Any  # of tiles of keys only
-    first_desc: Any  # of results: dk, or dq
-    second_desc: Any  # dv, if the tiles are of keys
+    first_desc: Any  # of the first result: dk, or dq
+    second_desc: Any  # of dv, if the tiles are of keys
     sums_desc: Any  # of dq_sums, if the tensor memory accelerator adds them up
     pointers: BackwardPointers
     sizes: BackwardSizes

@@ -6,7 +6,7 @@ tiles: of keys, for dK and dV (`backward_keys.py`), and of queries, for dQ (`bac
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_paged_attn.backends.triton.hopper.backward_arguments import (
     BackwardParams,
@@ -28,14 +28,19 @@ from torch_paged_attn.backends.triton.hopper.backward_queries import (
     produce_queries_and_keys,
 )
 from torch_paged_attn.backends.triton.hopper.backward_work import new_claims
-from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline, new_pipeline
+from torch_paged_attn.backends.triton.hopper.pipeline import (
+    Pipeline,
+    new_barriers,
+    new_pipeline,
+)
 from torch_paged_attn.backends.triton.hopper.sums import BY_BOX, NONE
 
 
 @gluon.constexpr_function
 def _registers(consumers, of_consumer, others):
-    """Registers of a thread, by partition but the first. A lane of each warpgroup has 512 between
-    them, dealt out by eights; the last one's warps are the others."""
+    """Registers of a thread, for each partition of warps but the first: a multiple of eight each,
+    and at most 512 for one thread of each warpgroup together. The last warpgroup are the warps that
+    do not compute."""
     groups = consumers + 1
     left = 512 // groups // 8 * 8 * groups - consumers * of_consumer
     return [of_consumer] * (consumers - 1) + [left] * others
@@ -43,13 +48,13 @@ def _registers(consumers, of_consumer, others):
 
 @gluon.constexpr_function
 def _warps(consumers, others):
-    """Warps by partition but the first."""
+    """Warps of each partition but the first."""
     return [4] * (consumers - 1) + [1] * others
 
 
 @gluon.jit
 def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the warps of a program for tiles of keys."""
+    """What partition NUMBER of a program's warps does, with tiles of keys."""
     OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
     if OTHER < 0 and OPTIONS.IS_SPLIT:
         consume_split_keys(params, pipelines, OPTIONS, NUMBER)
@@ -67,7 +72,7 @@ def _of_keys(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the warps of a program for tiles of queries."""
+    """What partition NUMBER of a program's warps does, with tiles of queries."""
     OTHER: gl.constexpr = NUMBER - OPTIONS.CONSUMERS
     if OTHER < 0:
         consume_queries(params, pipelines, OPTIONS, NUMBER)
@@ -75,20 +80,11 @@ def _of_queries(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
         produce_queries_and_keys(params, pipelines, OPTIONS)
     else:
         produce_gradients_and_values(params, pipelines, OPTIONS)
-        # what follows must find both kernels at their end
+        # this kernel may have started before that of dK and dV ended, for which no later kernel
+        # waits but through this one
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
         )
-
-
-@gluon.jit
-def _new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that so many arrivals complete."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.constexpr_function
@@ -98,7 +94,7 @@ def _shape(boxes, box):
 
 @gluon.jit
 def _new_boxes(desc, BOXES: gl.constexpr):
-    """Shared memory for boxes of a tensor map."""
+    """Shared memory for BOXES boxes of a tensor map."""
     shape: gl.constexpr = _shape(BOXES, desc.block_shape)
     layout: gl.constexpr = desc.layout
     return gl.allocate_shared_memory(desc.dtype, shape, layout)
@@ -106,7 +102,7 @@ def _new_boxes(desc, BOXES: gl.constexpr):
 
 @gluon.jit
 def _new_pipeline(desc, STAGES: gl.constexpr, BOXES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A pipeline whose fills are so many boxes of a tensor map."""
+    """A pipeline of STAGES stages, each of BOXES boxes of a tensor map."""
     shape: gl.constexpr = _shape(STAGES * BOXES, desc.block_shape)
     layout: gl.constexpr = desc.layout
     return new_pipeline(desc.dtype, shape, layout, STAGES, CONSUMERS, 1)
@@ -121,7 +117,7 @@ def _hopper_backward_keys_kernel(
 ):  # fmt: skip
     """dK and dV, and in one pass the sums of dQ. The arguments are those of
     `backward_arguments.py`; sizes come one by one, as in the forward."""
-    # the kernel of dQ may take the room that the last programs of this one leave
+    # the kernel of dQ may start on multiprocessors that this one's programs have left
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
     )
@@ -150,10 +146,10 @@ def _hopper_backward_keys_kernel(
         ds = gl.allocate_shared_memory(dtype, ds_shape, swizzled)
     if DQ_SUMS == BY_BOX:
         boxes = _new_boxes(sums_desc, CONSUMERS * SLOTS)
-        full = _new_barriers(CONSUMERS * SLOTS, 1)
-        empty = _new_barriers(CONSUMERS * SLOTS, 1)
+        full = new_barriers(CONSUMERS * SLOTS, 1)
+        empty = new_barriers(CONSUMERS * SLOTS, 1)
         sums = Pipeline(boxes, full, empty, CONSUMERS * SLOTS)
-    done = _new_barriers(STAY_STAGES, CONSUMERS)
+    done = new_barriers(STAY_STAGES, CONSUMERS)
     info, claims = new_claims(CONSUMERS + OTHERS - 1)
     pipelines = KeyPipelines(
         keys, values, queries, douts, statistics, p, ds, sums, done, info, claims

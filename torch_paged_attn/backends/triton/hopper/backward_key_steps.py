@@ -1,6 +1,6 @@
-"""Steps of a consumer of tiles of keys: of a tile of queries that passes by, probabilities,
-products, and parts of dQ on their way. `backward_keys.py` and `backward_keys_at_once.py` put them
-in order.
+"""The steps by which a consumer of tiles of keys works on a tile of queries that passes by:
+probabilities, products, and parts of dQ sent on their way. `backward_keys.py` and
+`backward_keys_at_once.py` put them in order.
 """
 
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ class KeyPipelines(NamedTuple):
     v: Any
     q: Any
     dout: Any
-    statistics: Any  # lse and D of the rows of a tile, by the barriers of its queries
-    p: Any  # shared memory for P; None unless consumers share out columns
-    ds: Any  # the same for dS, and in one pass
+    statistics: Any  # lse and D of a tile's rows; they arrive at the barriers of its queries
+    p: Any  # shared memory for P; None unless IS_SPLIT
+    ds: Any  # the same for dS; None unless IS_SPLIT or in one pass
     sums: Any  # parts of dQ on their way out; None unless BY_BOX
-    done: Any  # barriers of results that lie where keys and values lay
+    done: Any  # barriers: results lie where keys and values lay, and can be stored
     info: Any
     claims: Any
 
@@ -38,13 +38,13 @@ class KeyPipelines(NamedTuple):
 class KeyTile(NamedTuple):
     """A consumer's keys of a tile and the queries that pass by them, as values of the kernel."""
 
-    keys: Any  # the first one, how many keys are before the queries, and how many in all
-    first: Any  # query that passes by
+    keys: Any  # (the consumer's first key, context_len, key_len)
+    first: Any  # the first query that passes by
     steps: Any  # tiles of queries that pass by, of each head
     first_live: Any  # queries before this one see no key
-    head: Any  # of queries, the first
+    head: Any  # the first head of queries that passes by
     b: Any  # the sequence
-    statistics_tile: Any
+    statistics_tile: Any  # of the first query that passes by
 
 
 @gluon.jit
@@ -57,8 +57,8 @@ def meet():
 
 @gluon.jit
 def statistics_of(n, row, like, pipelines, OPTIONS: gl.constexpr, IS_DELTA: gl.constexpr):
-    """lse, or D, of the queries of fill n, from `row` on, laid out like scores. A box has
-    STATISTICS_ROWS of each."""
+    """lse, or D, of the PASS queries of fill n, from `row` on, laid out like the columns of the
+    scores `like`. A box of statistics has STATISTICS_ROWS of each, which may be several fills'."""
     layout: gl.constexpr = like.type.layout
     PASS: gl.constexpr = OPTIONS.PASS
     if PASS == STATISTICS_ROWS:
@@ -77,7 +77,8 @@ def statistics_of(n, row, like, pipelines, OPTIONS: gl.constexpr, IS_DELTA: gl.c
 def probabilities_of(
     s, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
 ):  # fmt: skip
-    """P^T of fill n as an operand, and what the gradient needs of it."""
+    """What dP^T - D is multiplied by to give dS^T of fill n (see `scores.probabilities`); and P^T,
+    as an operand of the product that gives dV. `row` is the fill's first query."""
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
@@ -102,7 +103,7 @@ def as_operand(ds, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def ask_for_dp(v, zeros, n, row, pipelines, OPTIONS: gl.constexpr):
-    """The product dP^T less D, from which it starts."""
+    """Ask for dP^T - D of fill n: a product that is added to -D."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
     start = zeros - statistics_of(n, row, zeros, pipelines, OPTIONS, True)
@@ -113,7 +114,7 @@ def ask_for_dp(v, zeros, n, row, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """A part of dQ on its way out: of fill n, tile `number` of all heads."""
+    """Send a part of dQ on its way: that of fill n, to tile `number` of the sums of all heads."""
     if OPTIONS.DQ_SUMS == BY_BOX:
         leave_part(dq, n, pipelines.sums, OPTIONS, INDEX)
     else:
@@ -122,7 +123,8 @@ def leave(dq, n, number, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.con
 
 @gluon.jit
 def wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
-    """Fill n of the queries."""
+    """Fill n of the queries, (PASS, WIDTH), once it has arrived. Its rows before query `first_live`
+    see no key and may hold NaN: they become zeros here, in queries and gradients."""
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
@@ -137,8 +139,9 @@ def wait_for_queries(pipelines, n, row, first_live, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def seen_tiles(first, steps, query_len, keys, params, OPTIONS: gl.constexpr):
-    """Which of the queries that pass by see a consumer's keys: the number of the first tile of
-    them, and how many. It lets go of one between heads, of whose last it holds another."""
+    """Which tiles of the queries that pass by see a consumer's keys: how many come before the
+    first one, and how many see them. Between two heads a consumer releases tiles that it does not
+    need, one if PASS is STAY, while it holds the last one of the head before: hence the stages."""
     gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.FIRST_STAGES >= 3)
     PASS: gl.constexpr = OPTIONS.PASS
     scalars = params.scalars
@@ -157,7 +160,7 @@ def seen_tiles(first, steps, query_len, keys, params, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def pass_by(pipelines, n, count):
-    """Let go of fills that a consumer has no use for."""
+    """Release fills n to n + count, which a consumer does not need."""
     for i in range(n, n + count):
         pipelines.q.consumer_wait(i)
         pipelines.q.consumer_release(i)

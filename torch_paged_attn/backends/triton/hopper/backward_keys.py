@@ -1,13 +1,13 @@
 """dK and dV: tiles of keys stay, queries pass by. In one pass, dQ too.
 
-A program works on 128 keys of one KV head; each of two consumers owns 64 of them. Of every tile of
-64 queries, of each head of the group:
+A program works on 128 keys of one KV head; each of two consumers owns 64 of them. For every tile of
+PASS queries, of each head of the group:
 
     S^T = K Q^T, dP^T = V dO^T           keys are rows, so that P and dS are operands in registers
     P^T = exp2(S^T - lse), dS^T = P^T (dP^T - D)
     dV += P^T dO, dK += dS^T Q
-    dQ  = dS K                           in one pass: dS of both consumers through shared memory,
-                                         and half of the columns for each
+    dQ += dS K                           in one pass: dS of both consumers goes through shared
+                                         memory, and each computes half of the columns
 
 The order of products of one pass is FlashAttention-3's (arXiv 2407.08608, algorithm 3).
 """
@@ -64,7 +64,9 @@ def _gradients_of(
     pending, dv, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
-    """From the scores of fill n to dS^T, as an operand, and dV; dP^T is less D."""
+    """dS^T of fill n, as an operand, and dV with this fill's part. `pending` are its scores S^T,
+    and the product dP^T - D, which is under way. `row` is the fill's first query. Without MAY_HIDE
+    each of its queries sees each of the keys."""
     s, dp_pending = pending
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH_V: gl.constexpr = OPTIONS.WIDTH_V
@@ -84,9 +86,13 @@ def _two_results(
     operands, results, n, used, tile, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile, for a consumer that has a use for `seen` tiles of queries of each head,
-    after `skipped` ones. The scores of the next queries are asked for together with the last
-    product of these: both run while the next probabilities are computed."""
+    """dK and dV of a tile, and the number of the next fill. Scores of the next queries are asked
+    for together with the last product of these queries, and both run while the next probabilities
+    are computed.
+
+    `operands` are k and v; `results` are dk and dv, zeros. `used`: of each head's tiles of queries,
+    the consumer skips the first `skipped` and needs the next `seen`. MAY_HIDE is as for
+    `_gradients_of`."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -143,7 +149,9 @@ def _two_results(
 def _three_results(
     operands, own, results, n, tile, params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """dK and dV of a tile, and the parts of dQ, of a consumer's `own` columns of the keys."""
+    """dK and dV of a tile, and the number of the next fill; the tile's parts of dQ are sent on
+    their way. `operands`, `results` are as for `_two_results`; `own` are all keys of the tile, of
+    the columns of dQ that this consumer computes."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -195,7 +203,7 @@ def _three_results(
 
 @gluon.jit
 def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Keys [INDEX * STAY, ...) of every tile."""
+    """As consumer INDEX, compute dK and dV of every tile's keys from number INDEX * STAY on."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -208,7 +216,7 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH_V, 16])
     COLUMNS: gl.constexpr = WIDTH // OPTIONS.CONSUMERS
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    # whether dK has only those columns that hold numbers
+    # whether only those columns of dK are computed that hold numbers
     IN_PARTS: gl.constexpr = DQ_SUMS == NONE and not OPTIONS.AT_ONCE
     info, claims, scalars = pipelines.info, pipelines.claims, params.scalars
     dtype: gl.constexpr = pipelines.q.tiles.dtype
@@ -270,7 +278,7 @@ def consume_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
             dk, dv, n = _three_results(
                 operands, own, results, n, of_tile, params, pipelines, OPTIONS, INDEX
             )
-        # results leave from where keys and values lay, once nobody reads those
+        # results take the place of keys and values. In one pass both consumers read all keys
         if DQ_SUMS != NONE:
             meet()
         if IN_PARTS:

@@ -1,8 +1,8 @@
-"""dK and dV of narrow heads: all products of a tile are asked for together.
+"""dK and dV of narrow heads: all products of a step are asked for together.
 
-Registers hold P and dS of a tile of queries beside the scores of the next. So the next scores, and
-the products that are left of this tile, run while the next probabilities are computed, and nothing
-is under way where the loop ends.
+Registers have room for P and dS of a tile of queries beside the scores of the next tile. So the
+next scores, and the two products by P and dS, run while the next probabilities are computed. No
+product is under way when a step of the loop ends.
 """
 
 from triton.experimental import gluon
@@ -28,8 +28,9 @@ def _start_gradients(
     pending, n, row, keys, slope, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """From the scores of fill n to P^T and dS^T, as operands, while LEFT products that were asked
-    for after dP^T are under way; dP^T is less D."""
+    """P^T and dS^T of fill n, as operands. `pending` are its scores S^T, and the product dP^T - D,
+    which is under way, as are LEFT products that were asked for after it. `row` is the fill's first
+    query. Without MAY_HIDE each of its queries sees each of the keys."""
     s, dp_pending = pending
     weight, p16 = probabilities_of(s, n, row, keys, slope, params, pipelines, OPTIONS, MAY_HIDE)
     dp = warpgroup_mma_wait(LEFT, deps=[dp_pending])
@@ -41,9 +42,9 @@ def two_results_at_once(
     operands, results, n, used, tile, params, pipelines, OPTIONS: gl.constexpr,
     MAY_HIDE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile, for a consumer that has a use for `seen` tiles of queries of each head,
-    after `skipped` ones. P and dS are operands in registers. It lets go of a tile of another
-    head while it holds the last of this one."""
+    """dK and dV of a tile, and the number of the next fill; arguments are as for
+    `backward_keys._two_results`. Between two heads a tile of gradients, too, is released while the
+    last one of the head before is held: hence three stages."""
     gl.static_assert(OPTIONS.GROUP_SIZE == 1 or OPTIONS.SECOND_STAGES >= 3)
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS

@@ -1,7 +1,7 @@
 """The warps beside the consumers of tiles of keys.
 
-One claims tiles and loads queries, one loads gradients of the result, one loads keys and values and
-takes dK and dV out. In one pass, and BY_BOX (`sums.py`), one has the parts of dQ added up.
+One claims tiles and loads queries; one loads gradients of the result; one loads keys and values,
+and stores dK and dV. BY_BOX (`sums.py`), a fourth has the parts of dQ added up.
 """
 
 from triton.experimental import gluon
@@ -32,12 +32,12 @@ from torch_paged_attn.backends.triton.hopper.tma import async_load, load_rows, s
 
 @gluon.jit
 def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
-    """Claim tiles of keys until there are none. Tell of each, and load its queries and their
-    statistics."""
+    """Claim tiles of keys until there are none. For each, write its numbers for the other warps,
+    and load the queries that pass by and their statistics."""
     TILE: gl.constexpr = OPTIONS.TILE
     PASS: gl.constexpr = OPTIONS.PASS
     ROWS: gl.constexpr = STATISTICS_ROWS
-    PARTS: gl.constexpr = ROWS // PASS  # fills that have a tile of statistics
+    PARTS: gl.constexpr = ROWS // PASS  # fills that share a tile of statistics
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     pointers, scalars, info, claims = (
         params.pointers, params.scalars, pipelines.info, pipelines.claims,
@@ -108,7 +108,7 @@ def produce_queries(params, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def produce_gradients(params, pipelines, OPTIONS: gl.constexpr):
-    """Load the gradients of the result that meet each tile."""
+    """Load the gradients of the result, of the queries that pass by each tile."""
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     info, claims = pipelines.info, pipelines.claims
     n = 0
@@ -150,8 +150,9 @@ def _load_keys(params, pipelines, tile):
 
 @gluon.jit
 def _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS: gl.constexpr):
-    """Store dK and dV of a tile, once they lie where its keys and values lay, and wait until they
-    do not any more."""
+    """Wait until consumers have put dK and dV of a tile where its keys and values lay, store them
+    as rows `first` to `stop` of the sequence whose row 0 is `start`, and wait until that room is
+    free."""
     STAGES: gl.constexpr = OPTIONS.STAY_STAGES
     mbarrier.wait(pipelines.done.index(tile % STAGES), (tile // STAGES) & 1)
     store_rows(params.first_desc, start, stop, first, head, pipelines.k.tile(tile))
@@ -161,8 +162,8 @@ def _store_keys(params, pipelines, tile, start, stop, first, head, OPTIONS: gl.c
 
 @gluon.jit
 def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
-    """Load keys and values of every tile, and take its results out: with two stages, those of a
-    tile when the next one is on its way."""
+    """Load keys and values of every tile, and store its results: with two stages, after the next
+    tile's loads have been started."""
     AHEAD: gl.constexpr = OPTIONS.STAY_STAGES - 1
     info, claims = pipelines.info, pipelines.claims
     tile = 0
@@ -187,7 +188,7 @@ def keep_keys(params, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def add_parts(params, pipelines, OPTIONS: gl.constexpr):
-    """Have the parts of dQ that both consumers leave added up, BY_BOX."""
+    """Have the accelerator add to the sums of dQ each part that the consumers leave, BY_BOX."""
     GROUP_SIZE: gl.constexpr = OPTIONS.GROUP_SIZE
     info, claims = pipelines.info, pipelines.claims
     n = 0

@@ -1,9 +1,9 @@
-"""dK and dV of wide heads: 64 keys stay, and each of two consumers has half of their columns.
+"""dK and dV of wide heads: 64 keys stay, and each of two consumers computes half of the columns.
 
-The results of 64 keys of 256 numbers each fill the registers of two consumers. So both work on the
-same keys: each makes P and dS of half of the queries of a tile, and after a meeting multiplies
-those of all of them by its columns of dO and Q. These products are asked for together with the next
-tile's first ones.
+dK and dV of 64 keys, 256 columns each, fill the registers of two consumers. So both work on the
+same keys. Each computes P and dS of half of a tile's queries and leaves them in shared memory. When
+both have, each multiplies P and dS of all queries by its columns of dO and Q. These products are
+asked for together with the scores of the next tile.
 """
 
 from triton.experimental import gluon
@@ -38,7 +38,7 @@ from torch_paged_attn.backends.triton.hopper.scores import (
 def _ask_for_scores(
     pipelines, n, row, first_live, k, v, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):
-    """The products S^T and dP^T of a consumer's half of the queries of fill n."""
+    """Ask for S^T and dP^T of a consumer's half of the queries of fill n, whose first is `row`."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -66,7 +66,8 @@ def _ask_for_scores(
 def _probabilities_of(
     s, pipelines, n, row, keys, slope, params, OPTIONS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
-    """P^T of them, in shared memory too, and what the gradient needs."""
+    """Put P^T of a consumer's half of the queries of fill n into shared memory. Returns what
+    dP^T - D is multiplied by to give dS^T (see `scores.probabilities`)."""
     HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
     first_key, context_len, key_len = keys
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
@@ -80,7 +81,7 @@ def _probabilities_of(
 
 @gluon.jit
 def _leave_gradient(weight, dp, pipelines, n, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """dS^T of them into shared memory."""
+    """Put dS^T of the same queries into shared memory."""
     HALF: gl.constexpr = OPTIONS.PASS // OPTIONS.CONSUMERS
     statistics = pipelines.statistics.index(n % OPTIONS.FIRST_STAGES)
     delta = statistics.slice(OPTIONS.PASS + INDEX * HALF, HALF, dim=1).load(dp.type.layout)
@@ -92,15 +93,16 @@ def _leave_gradient(weight, dp, pipelines, n, OPTIONS: gl.constexpr, INDEX: gl.c
 
 @gluon.constexpr_function
 def _columns_of(width, columns, consumers, index):
-    """How many columns of dK a consumer has, from width / consumers * index on. A product takes a
-    power of two of them."""
+    """How many columns of dK a consumer computes, from width / consumers * index on: `width` in
+    shared memory, of which `columns` hold numbers (`support.columns_of`). It is a power of two,
+    as products need."""
     share = width // consumers
     return min(share, columns - index * share)
 
 
 @gluon.jit
 def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Ask for what the queries of fill n add to a consumer's columns."""
+    """Ask for the products that the queries of fill n add to a consumer's columns of dK and dV."""
     PASS: gl.constexpr = OPTIONS.PASS
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -119,7 +121,7 @@ def _multiply(pipelines, n, dk, dv, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
 
 @gluon.jit
 def consume_split_keys(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Columns [INDEX / CONSUMERS, ...) of the results of every tile."""
+    """As consumer INDEX, compute its share of the columns of dK and dV of every tile."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH

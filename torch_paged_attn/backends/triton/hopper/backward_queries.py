@@ -1,14 +1,14 @@
 """dQ: tiles of queries stay, keys pass by.
 
-A program works on 64 queries of one head for each of its consumers. Of every tile of keys:
+A program works on 64 queries of one head for each of its consumers. For every tile of keys:
 
     S = Q K^T, dP = dO V^T
     P = exp2(S - lse), dS = P (dP - D)
     dQ += dS K
 
-The scores of the next keys are asked for before this product, as in the forward: the products of
-one tile run while the probabilities of the next one are computed. A tile of keys begins where a
-window does: no row before it is loaded, whatever it holds.
+The scores of the next keys are asked for before this product, as in the forward, so that it runs
+while the next probabilities are computed. The first tile of keys begins at the first key that the
+window of the program's first query shows: no key before that is read, which may hold NaN.
 """
 
 from typing import Any, NamedTuple
@@ -56,11 +56,11 @@ from torch_paged_attn.backends.triton.hopper.tma import load_rows, store_rows
 class QueryPipelines(NamedTuple):
     """What is on its way between the warps of a program."""
 
-    q: Any  # a box for each consumer, as for the next
-    dout: Any
+    q: Any  # a fill is a box for each consumer
+    dout: Any  # the same
     k: Any
     v: Any
-    dq: Any  # a box of results for each consumer; None if they lie where queries lay
+    dq: Any  # a box of results for each consumer; None if IN_PLACE
     info: Any
     claims: Any
 
@@ -71,16 +71,17 @@ class QueryRows(NamedTuple):
     q: Any  # operands, in shared memory or in registers
     dout: Any
     lse: Any  # by row, in base two
-    start: Any  # (STAY, PASS), what dP is added to: -D
+    start: Any  # (STAY, PASS), -D of each row: the product that gives dP is added to it
     slope: Any
-    first_key: Any  # that passes by and is of use
+    first_key: Any  # of the first tile of keys that the rows see
     position: Any  # of the first query
     key_len: Any
 
 
 @gluon.jit
 def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.constexpr):
-    """Load the rows of all consumers."""
+    """Load the rows of all consumers, from row `first` on, of a sequence that begins at row `start`
+    and has `size` rows."""
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     pipeline.producer_acquire(tile)
     barrier = pipeline.full_barrier(tile)
@@ -92,7 +93,7 @@ def _load_stay(desc, pipeline, tile, start, size, first, head, OPTIONS: gl.const
 
 @gluon.jit
 def _load_passing(desc, pipeline, n, start, size, first, head, OPTIONS: gl.constexpr):
-    """Load a tile of keys or of values."""
+    """Load fill n, a tile of keys or of values; the rows are given as for `_load_stay`."""
     pipeline.producer_acquire(n)
     barrier = pipeline.full_barrier(n)
     mbarrier.expect(barrier, desc.block_type.nbytes)
@@ -101,7 +102,8 @@ def _load_passing(desc, pipeline, n, start, size, first, head, OPTIONS: gl.const
 
 @gluon.jit
 def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
-    """Claim tiles of queries until there are none. Tell of each, and load its queries and keys."""
+    """Claim tiles of queries until there are none. For each, write its numbers for the other warps,
+    and load its queries and the keys that pass by."""
     PASS: gl.constexpr = OPTIONS.PASS
     pointers, scalars, info, claims = (
         params.pointers, params.scalars, pipelines.info, pipelines.claims,
@@ -158,7 +160,7 @@ def produce_queries_and_keys(params, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
-    """Load gradients of the result, and values, of every tile that is published."""
+    """Load the gradients of the result and the values for every tile that is published."""
     PASS: gl.constexpr = OPTIONS.PASS
     info, claims = pipelines.info, pipelines.claims
     n = 0
@@ -186,8 +188,8 @@ def produce_gradients_and_values(params, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
-    """Which of a tile's keys the STAY queries from `first_token` on see: the number of the first
-    tile of them, and how many."""
+    """Which tiles of the keys that pass by the STAY queries from `first_token` on see: how many
+    come before the first one, and how many they see."""
     PASS: gl.constexpr = OPTIONS.PASS
     scalars = params.scalars
     first, key_len = info.get(tile, FIRST_PASS), info.get(tile, KEY_LEN)
@@ -206,7 +208,7 @@ def _seen_tiles(info, tile, first_token, params, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _pass_by(pipelines, n, count):
-    """Let go of fills that a consumer has no use for."""
+    """Release fills n to n + count, which a consumer does not need."""
     for i in range(n, n + count):
         pipelines.k.consumer_wait(i)
         pipelines.k.consumer_release(i)
@@ -217,8 +219,8 @@ def _pass_by(pipelines, n, count):
 
 @gluon.jit
 def _let_go(queries, douts, tile, OPTIONS: gl.constexpr):
-    """Let go of a tile's queries and gradients, after the last scores: those in registers have been
-    let go of, and results may lie where the queries lay."""
+    """Release a tile's queries and gradients after its last scores. Those in registers have been
+    released already, and queries whose place dQ takes are released later."""
     if OPTIONS.OPERANDS < 1:
         douts.consumer_release(tile)
     if OPTIONS.OPERANDS < 2 and not OPTIONS.IN_PLACE:
@@ -229,7 +231,9 @@ def _let_go(queries, douts, tile, OPTIONS: gl.constexpr):
 def _go_on(
     dq, ds, n, tiles, rows, params, pipelines, OPTIONS: gl.constexpr, MAY_HIDE: gl.constexpr
 ):
-    """A range of tiles of keys, after fill n, of which `ds` is."""
+    """Go on through the keys after fill n, whose dS is `ds`. `tiles`: the range of their numbers
+    among the tiles that the rows see. Returns dQ with the parts of all fills but the last one, dS
+    of that one, and its number. Without MAY_HIDE each of the rows sees each of the keys."""
     q, dout, lse, start, slope, first_key, position, key_len = rows
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -264,7 +268,7 @@ def _go_on(
 
 @gluon.jit
 def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexpr):
-    """Rows [INDEX * STAY, ...) of every tile."""
+    """As consumer INDEX, compute dQ of every tile's queries from number INDEX * STAY on."""
     STAY: gl.constexpr = OPTIONS.STAY
     PASS: gl.constexpr = OPTIONS.PASS
     WIDTH: gl.constexpr = OPTIONS.WIDTH
@@ -272,7 +276,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PASS, 16])
     stays: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    # whether queries are let go of under the products of the next tile, which lies elsewhere
+    # whether a tile's queries, whose place dQ takes, are released during the next tile's products
     LEAVES_LATE: gl.constexpr = OPTIONS.IN_PLACE and OPTIONS.STAY_STAGES > 1
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     queries, douts, keys, values = pipelines.q, pipelines.dout, pipelines.k, pipelines.v
@@ -324,7 +328,7 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
             keys.consumer_wait(n)
             k = keys.tile(n).reshape([PASS, WIDTH])
             s_pending = ask_for_scores(q_operand, k.permute((1, 0)), zeros, OPTIONS)
-            start = zeros - delta  # which arrives meanwhile
+            start = zeros - delta  # delta arrives from memory while scores are computed
             rows = QueryRows(
                 q_operand, dout_operand, lse, start, slope, first_key, position, key_len
             )
@@ -361,12 +365,12 @@ def consume_queries(params, pipelines, OPTIONS: gl.constexpr, INDEX: gl.constexp
                 queries.consumer_release(tile - 1)
             _let_go(queries, douts, tile, OPTIONS)
         n = _pass_by(pipelines, n, unseen)
-        # read again: registers are wanted for the tiles
+        # read again and not kept: the loop needs the registers
         first_token = info.get(tile, FIRST_STAY) + INDEX * STAY
         q_start, stop_token = info.get(tile, Q_START), info.get(tile, STOP_STAY)
         position, head = info.get(tile, CONTEXT_LEN) + first_token, info.get(tile, HEAD)
         claims.consumer_release(tile)
-        # a row that has seen no key may hold NaN, and with a sink a finite lse
+        # dQ of a row that sees no key is 0. Its sums may be NaN, and with a sink its lse is finite
         if OPTIONS.HAS_RIGHT:
             lse_row = gl.where(position + r + scalars.window_right < 0, float("inf"), lse_row)
         if OPTIONS.IN_PLACE:

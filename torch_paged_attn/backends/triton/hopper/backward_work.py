@@ -1,8 +1,7 @@
 """How a program of the backward goes through the tiles of a list (`tile_scheduler.py`).
 
-A program stays on each multiprocessor. Its first producer claims one tile after the other, the
-longest first, and tells the other warps what there is to do: numbers in shared memory, under the
-names below.
+There is one program on each multiprocessor. Its first producer claims one tile after the other, the
+longest first, and tells the other warps of it: numbers in shared memory, under the names below.
 """
 
 from triton.experimental import gluon
@@ -13,8 +12,10 @@ from torch_paged_attn.backends.triton.hopper.pipeline import Pipeline
 from torch_paged_attn.backends.triton.hopper.tile_scheduler import ENTRY
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info, thread_barrier
 
-# The sequence is that of the rows which see a key: those before are left out of it. STEPS tiles
-# pass by from row FIRST_PASS on, for each head that meets the tile; fewer than 0: the work is done.
+# STEPS: tiles that pass by, from row FIRST_PASS on, for each head that the tile meets; -1: there is
+# no tile. The tile that stays has rows FIRST_STAY to STOP_STAY of its sequence. HEAD: of that tile.
+# STATISTICS_TILE: of row FIRST_PASS if queries pass by, of the sequence's row 0 if queries stay.
+# FIRST_LIVE: queries before this row see no key; only where queries pass by.
 STEPS, FIRST_PASS, FIRST_STAY, HEAD = (gl.constexpr(i) for i in range(4))
 Q_START, QUERY_LEN, K_START, KEY_LEN = (gl.constexpr(i) for i in range(4, 8))
 CONTEXT_LEN, STOP_STAY, STATISTICS_TILE, BATCH = (gl.constexpr(i) for i in range(8, 12))
@@ -29,8 +30,8 @@ TILES_KNOWN = gl.constexpr(2)
 
 @gluon.jit
 def new_claims(READERS: gl.constexpr):
-    """Where numbers of tiles stand, and the pipeline in which they get there: a fill is a tile, and
-    the consumers are all warps that read them."""
+    """Room for the numbers of tiles, and a pipeline for it: its fills are tiles, its consumers the
+    READERS partitions of warps that read the numbers."""
     info = new_work_info(TILES_KNOWN)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     read = gl.allocate_shared_memory(gl.int64, [TILES_KNOWN, 1], barrier)
@@ -41,7 +42,9 @@ def new_claims(READERS: gl.constexpr):
 
 @gluon.jit
 def load_entry(unit, tile_list_ptr, num_tiles):
-    """Head and entry of a unit of work: all tiles of a head, then those of the next."""
+    """A unit of work, all tiles of a head before those of the next. Returns its head, sequence and
+    first row, the sequence's first query and their number, its first key and their number, and the
+    row after the tile's last."""
     entry = tile_list_ptr + (1 + unit % num_tiles) * ENTRY
     b, first, q_start = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
     query_len, k_start, key_len = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
@@ -57,7 +60,7 @@ def publish(claims, tile):
 
 @gluon.jit
 def slope_of(b, head, params):
-    """The slope of a head for a sequence, in the units of scores; 0 for rows of no sequence."""
+    """A head's ALiBi slope for sequence b, in the unit of scores; 0 for rows of no sequence."""
     slope = 0.0
     if params.pointers.alibi_slopes is not None:
         scalars = params.scalars

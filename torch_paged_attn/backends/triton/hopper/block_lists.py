@@ -1,9 +1,10 @@
 """Which blocks of keys a tile of queries visits: the union of the lists of its layout rows.
 
 A tile of the Hopper kernel may hold several rows of a layout, which have most blocks in common. A
-list stands for ROWS neighbouring rows: its entries are sorted, and each says which of the rows see
-a block, or a piece of one. Lists follow from the layout alone, wherever a batch's sequences lie. A
-list is written where `col_indices` keeps the blocks of its rows, so that nothing is counted first.
+list is for ROWS neighbouring rows: its entries are sorted, and each says which of the rows see
+a block, or a piece of one. Lists depend on the layout alone, not on a batch's sequences. The
+entries of a list have the room of its rows' blocks in `col_indices`, in the same order, so that no
+entries have to be counted first.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,13 @@ ROW_BITS = tl.constexpr(8)
 # int32 words of a list's span: its first entry, how many there are
 SPAN = tl.constexpr(2)
 
-# pieces times rows that a program sorts at a time, blocks that it looks at at a time
+# how many pieces times rows a program sorts at a time, and how many blocks it loads at a time
 SORTED = 256
 LOOKED_AT = tl.constexpr(64)
 
 
 class ListPointers(NamedTuple):
-    """What the kernel writes, and the layout that it reads."""
+    """The memory that the kernel writes, and the layout that it reads."""
 
     entries: Tensor
     spans: Tensor
@@ -159,11 +160,11 @@ def plan_block_lists(
     key_bound: int,
     is_causal: bool,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """What builds the lists of layouts like this one from `crow_indices` and `col_indices`, for
-    sequences of up to `key_bound` keys. Nothing is read on the host.
+    """A function that builds the lists of layouts like this one, for sequences of up to `key_bound`
+    keys. Nothing is read on the host.
 
-    It returns `entries` of all lists, and `spans`, (batch or 1, H, lists of a head, 2): where each
-    list begins, and how many entries it has.
+    It takes `crow_indices` and `col_indices`, and returns `entries` of all lists, and `spans`,
+    (batch or 1, H, lists of a head, 2): where each list begins, and how many entries it has.
     """
     crow, col = layout.crow_indices, layout.col_indices
     batch, heads, bounds = (1, *crow.shape)[-3:]

@@ -34,7 +34,7 @@ from torch_paged_attn.backends.triton.hopper.support import (
     sharing_heads,
     width_of,
 )
-from torch_paged_attn.backends.triton.runtime.launch_cache import HAS_KNOWN_MAPS
+from torch_paged_attn.backends.triton.runtime.launcher import HAS_KNOWN_MAPS
 from torch_paged_attn.backends.triton.runtime.target import is_even, target_of
 from torch_paged_attn.backends.triton.tuning import (
     HopperConfig,

@@ -1,7 +1,7 @@
-"""Results that are as wide as a head lies in shared memory, of which COLUMNS hold numbers.
+"""Sums of rows as wide as a head in shared memory, of which only COLUMNS columns are computed.
 
-A product has as many columns as a power of two. So 192 of 256 columns are two products, of 128 and
-of 64, and the sums of both are a tuple.
+The number of columns of a product is a power of two. So 192 of 256 columns are computed by two
+products, of 128 and of 64 columns, and the sums are a tuple of both.
 """
 
 from triton.experimental import gluon
@@ -27,7 +27,7 @@ def _layout(width, columns, part):
 
 @gluon.jit
 def new_sums(ROWS: gl.constexpr, OPTIONS: gl.constexpr):
-    """Zeros."""
+    """Sums of ROWS rows before the first product: zeros."""
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     COLUMNS: gl.constexpr = OPTIONS.COLUMNS
     first = gl.zeros([ROWS, _size(WIDTH, COLUMNS, 0)], gl.float32, _layout(WIDTH, COLUMNS, 0))
@@ -49,7 +49,8 @@ def as_operand(rows, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def ask_for_sums(rows, columns, sums, OPTIONS: gl.constexpr):
-    """Ask for the product of rows and columns, (rows, WIDTH) in shared memory, added to sums."""
+    """Ask for the product of `rows`, as `as_operand` returns them, and `columns`, (depth, WIDTH) in
+    shared memory, added to sums."""
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     COLUMNS: gl.constexpr = OPTIONS.COLUMNS
     if WIDTH == COLUMNS:
@@ -65,7 +66,8 @@ def ask_for_sums(rows, columns, sums, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def wait_for_sums(pending, rows):
-    """The sums, once all products are there, and the rows, which live until then."""
+    """Wait for all products. Returns the sums, and the rows, whose registers are in use until the
+    wait ends."""
     if len(pending) == 1:
         first, rows = warpgroup_mma_wait(0, deps=[pending[0], rows])
         return (first,), rows
@@ -76,7 +78,8 @@ def wait_for_sums(pending, rows):
 
 @gluon.jit
 def wait_for_scores_and_sums(scores, pending, rows):
-    """The same with scores that were asked for before, while one later product is on its way."""
+    """Wait for scores that were asked for before, and for the sums, but not for one product that
+    was asked for later. Returns scores, sums and rows."""
     if len(pending) == 1:
         scores, first, rows = warpgroup_mma_wait(1, deps=[scores, pending[0], rows])
         return scores, (first,), rows
@@ -100,7 +103,7 @@ def store_parts(sums, to, scale, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def store_sums(sums, to, seen, scale, OPTIONS: gl.constexpr):
-    """Store sums times scale to shared memory, (rows, WIDTH), and 0 in rows that are not seen."""
+    """Store sums times scale to shared memory, (rows, WIDTH), and 0 in rows that are not `seen`."""
     WIDTH: gl.constexpr = OPTIONS.WIDTH
     COLUMNS: gl.constexpr = OPTIONS.COLUMNS
     for i in gl.static_range(len(sums)):

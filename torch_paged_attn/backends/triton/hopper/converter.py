@@ -1,11 +1,12 @@
-"""Four warps that make 16-bit numbers of 8-bit keys and values, each of which is exactly one.
+"""Four warps that convert 8-bit keys and values to 16 bits, which is exact.
 
-Of float8 queries and keys, scores are float8 products, at twice the rate. Hopper adds these up in
-14 bits, which is close enough for the terms of a score and not for those of a context: so
-probabilities are float16, and the values, too. Beside queries of 16 bits keys are converted as
-well. A tile goes from one place in shared memory to another, once for all consumers: transposed
-products, whose operand of values would be converted in registers, had every consumer convert all of
-them, and would send the probabilities through shared memory besides.
+Scores of float8 queries and keys are products of float8, at twice the rate. Hopper keeps 14 bits of
+the sums of such products. That is close enough for the terms of a score, but not for weighted sums
+of values: so probabilities and values are float16. Keys are converted if queries have 16 bits.
+
+A tile is converted from one place in shared memory to another, once for all consumers. With
+transposed products, whose left operand may be converted in registers, each consumer would convert
+all values, and probabilities would have to go through shared memory.
 """
 
 from triton.experimental import gluon
@@ -23,7 +24,8 @@ ROWS = gl.constexpr(128)
 # stages of tiles in 16 bits
 STAGES = gl.constexpr(2)
 
-# four 8-bit numbers in a register to float16: 0x6400 + n is 1024 + n, for n from 0 to 255
+# four 8-bit numbers in a register to float16. An E5M2 number is the upper byte of a float16. In
+# float16 the bits 0x6400 + n are the number 1024 + n, for n from 0 to 255; here n is int8 + 128
 _E5M2_PTX = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
 _INT8_PTX = gl.constexpr(
     "{.reg .b32 bytes, offset; xor.b32 bytes, $2, 0x80808080; mov.b32 offset, 0x64806480;"
@@ -44,7 +46,7 @@ def new_tiles(
 
 @gluon.jit
 def new_results(desc, CONSUMERS: gl.constexpr):
-    """A box of results for each consumer."""
+    """Room for a box of results for each consumer."""
     dtype: gl.constexpr = desc.dtype
     layout: gl.constexpr = desc.layout
     shape: gl.constexpr = boxes(CONSUMERS, desc.block_shape)
@@ -53,13 +55,15 @@ def new_results(desc, CONSUMERS: gl.constexpr):
 
 @gluon.constexpr_function
 def _layout(width):
-    """Rows of a tile in the threads of four warps, by eights: what a thread writes at once."""
+    """A layout of rows of `width` numbers, of which a thread of four warps has eight in a row: what
+    it writes at once."""
     across = min(32, width // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _as_float16(x):
+    """8-bit numbers, a multiple of four in a thread, as float16."""
     if x.dtype == gl.float8e4nv:
         return x.to(gl.float16)
     else:
@@ -69,7 +73,8 @@ def _as_float16(x):
 
 @gluon.jit
 def _convert(n, stored, tiles, first):
-    """Convert fill n of a pipeline into fill n of another; rows before row `first` become zeros."""
+    """Convert fill n of the pipeline `stored` into fill n of the pipeline `tiles`. Rows before row
+    `first` become zeros."""
     HEIGHT: gl.constexpr = tiles.tiles.shape[3]
     WIDTH: gl.constexpr = tiles.tiles.shape[5]
     layout: gl.constexpr = _layout(WIDTH)
@@ -90,8 +95,8 @@ def _convert(n, stored, tiles, first):
 
 @gluon.jit
 def convert_tiles(pipelines, OPTIONS: gl.constexpr):
-    """Convert the values of every tile that is published, and keys if they are to be, in the order
-    in which consumers take them: keys before the values of the tile before."""
+    """Convert the values of every tile that is published, and keys if CONVERTS_K, in the order in
+    which consumers read them: a tile of keys, then the values of the tile of keys before it."""
     BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
     stored_v, values, work_info = pipelines.stored_v, pipelines.v, pipelines.work_info
@@ -100,7 +105,7 @@ def convert_tiles(pipelines, OPTIONS: gl.constexpr):
     work_info.wait(0)
     num_kv_tiles = work_info.get(0, NUM_KV_TILES)
     while num_kv_tiles > 0:
-        # the first row that is seen of a tile of values: none is hidden but by a window
+        # the first row of a tile of values that is seen; only a window hides rows before it
         first = 0
         if HAS_LEFT:
             first = work_info.get(tile, FIRST_KEY) - work_info.get(tile, KV_STOP)

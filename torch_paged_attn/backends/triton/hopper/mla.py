@@ -47,23 +47,23 @@ from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 from torch_paged_attn.ops.lacking import lacking
 
-# columns that a consumer and a box have
+# columns of the result that a consumer computes; columns of keys that are no values
 HALF, ROPE = 256, 64
 
 # registers of a consumer's thread
 REGISTERS = 232
 
-# boxes of columns that half a block of keys arrives in
-PIECES = 4
+# boxes in which the columns of half a block of keys arrive
+COLUMN_BOXES = 4
 
-# what was timed, and faster than the portable kernel: rows of a sequence and room for its keys, at
-# least; mean queries of a sequence, at most
+# calls for which this kernel was timed and is faster than the portable one: rows of a sequence and
+# room for its keys, at least; mean queries of a sequence, at most
 LEAST_ROWS, LEAST_KEYS, MOST_QUERIES = 16, 500, 2
 
 
 def unsupported(call: AttentionCall) -> str | None:
     """Why a call cannot take this kernel; None if it can. Whether the values are columns of the
-    keys is seen when it is launched.
+    keys follows from addresses, so it is seen when a call is run.
     """
     q, k, v = call.q, call.k, call.v
     if (call.head_dim, call.head_dim_v, call.num_kv_heads) != (HEAD_DIM, HEAD_DIM_V, 1):
@@ -123,14 +123,14 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, BLOCK_M) if page_size else BLOCK_M,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=REGISTERS,
-        PIECES=PIECES,
+        COLUMN_BOXES=COLUMN_BOXES,
     )
 
 
 def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
-    """A plan for the given tensors of calls like this one, in the order of the op's list; and
-    `otherwise` where the values are no columns of the keys but lie elsewhere, which a description
-    does not say.
+    """A plan for the given tensors of calls like this one, in the order of the op's list. It runs
+    `otherwise` if the values are no columns of the keys but lie elsewhere, which the description of
+    a call does not say.
     """
     results = call.new_results()
     new_out, new_lse = map(Allocation.like, results)
@@ -150,7 +150,8 @@ def plan_attention(call: AttentionCall, otherwise: Plan) -> Plan:
 
 
 def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
-    """A plan that is given where the results go, tensors like `out` and its lse."""
+    """A function that launches the kernels for calls like this one. It takes the given tensors,
+    their addresses or None, and the tensors for results: one like `out`, and its lse."""
     from torch_paged_attn.backends.triton.hopper.mla_kernel import _hopper_mla_fwd_kernel
     from torch_paged_attn.backends.triton.hopper.tma import ragged_rows
 
@@ -160,7 +161,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
     k = call.k if call.page_size == 0 else call.k[0].transpose(0, 1)
     rows = {"rows": options.TOKENS, "heads": options.PACKED_HEADS}
     q_boxes = [ragged_rows(call.q, **rows, width=width) for width in (HALF, ROPE)]
-    widths = HALF // options.PIECES, ROPE
+    widths = HALF // options.COLUMN_BOXES, ROPE
     k_boxes = [ragged_rows(k, options.BOX_ROWS, 1, width) for width in widths]
     out_boxes = ragged_rows(out, **rows, width=HALF)
     scalars = MlaScalars(
@@ -178,7 +179,7 @@ def plan_launches(call: AttentionCall, out: Tensor) -> Callable[..., None]:
         launch_pdl=True,
     )
     combine = combine_launch(call, options, programs)
-    # what is not given is the None behind the tensors
+    # a tensor that is not given is the None that `start` puts behind the given ones
     names = list(call.given_tensors())
     places = {name: i for i, name in enumerate(names)}
     pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))

@@ -11,7 +11,7 @@ class MlaPointers(NamedTuple):
     cu_seqlens_k: Any
     seqused_k: Any
     block_table: Any
-    parts: Any  # of tiles whose keys several programs share: see `mla_combine.py`
+    parts: Any  # workspace for tiles whose keys several programs share: see `mla_combine.py`
 
 
 class MlaSizes(NamedTuple):
@@ -42,16 +42,16 @@ class MlaOptions(NamedTuple):
     BOX_ROWS: int  # rows of keys that the accelerator loads at once
     IS_CAUSAL: bool
     REGISTERS: int  # of a consumer's thread
-    PIECES: int  # of a unit, that are waited for one after the other
-    ROWS: int = 64  # of a tile
+    COLUMN_BOXES: int  # in which a quarter arrives (`mla_pipeline.py`); 1 for keys of 8 bits
+    ROWS: int = 64  # of a tile of queries
     UNIT_KEYS: int = 128  # of a unit of work: see `mla_producer.py`
     PROGRAMS: int = 1  # that a multiprocessor has room for
-    # of keys of 8 bits: their format (`dequant.py`), consumers of a program, and blocks of keys for
-    # which there is room
+    # only for keys of 8 bits: their format (`dequant.py`), consumers of a program, and blocks of
+    # keys for which a program has room
     FORMAT: str = ""
     CONSUMERS: int = 2
     STAGES: int = 0
-    # the windows of `scores.mask_window`, of which there are none
+    # windows, which `scores.mask_window` asks for and this kernel does not have
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = False
 
@@ -59,7 +59,7 @@ class MlaOptions(NamedTuple):
 class MlaParams(NamedTuple):
     """All that the host passes, as the warps of a program share it."""
 
-    # boxes of 256 columns (of keys, of a piece of them), and of the 64 columns past the latent
+    # boxes of 256 columns (of keys, fewer: a column box), and of the 64 columns past the values
     q_desc: Any
     q_rope_desc: Any
     k_desc: Any
@@ -103,7 +103,7 @@ class MlaBytesParams(NamedTuple):
     """All that the host passes where keys have 8 bits."""
 
     k_desc: Any  # boxes of 128 columns
-    k_rope_desc: Any  # of the 64 columns past the latent
+    k_rope_desc: Any  # boxes of the 64 columns past the values
     pointers: MlaBytesPointers
     sizes: MlaSizes
     scalars: MlaBytesScalars

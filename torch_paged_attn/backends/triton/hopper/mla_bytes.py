@@ -1,5 +1,5 @@
-"""Launches of the kernel for latent attention with keys of 8 bits: what it is compiled for, and its
-plan.
+"""How the kernel for latent attention with keys of 8 bits is launched: its forms, its options, and
+its plan.
 """
 
 import operator
@@ -30,7 +30,7 @@ from torch_paged_attn.backends.triton.runtime.target import next_power_of_2
 from torch_paged_attn.backends.triton.runtime.workspace import Allocation
 from torch_paged_attn.backends.triton.softmax import LOG2E
 
-# keys of a block, columns of a box of them, and columns past the latent
+# keys of a block; columns of a box of them; columns that are no values
 KEYS, BOX, ROPE = 64, 128, 64
 
 # rows of the smallest tile
@@ -38,29 +38,28 @@ LEAST_ROWS = 16
 
 
 class BytesForm(NamedTuple):
-    """How many rows a tile has, consumers a program, programs a multiprocessor, blocks of keys a
-    program has room for, and registers a consumer's thread."""
+    """What the kernel is compiled in for a number of rows of a sequence."""
 
-    rows: int
-    consumers: int
-    programs: int
-    stages: int
-    registers: int
+    rows: int  # of a tile of queries
+    consumers: int  # of a program
+    programs: int  # of a multiprocessor
+    stages: int  # blocks of keys for which a program has room
+    registers: int  # of a consumer's thread
 
 
-# by the most rows of a sequence; and where several tiles hold them
+# by the most rows of a sequence that the form is for; and the form for more rows, of several tiles
 FORMS = {16: BytesForm(16, 1, 2, 2, 216), 32: BytesForm(32, 2, 1, 4, 232)}
 OF_MANY_ROWS = BytesForm(32, 1, 2, 2, 216)
 
 
 def form_of(call: AttentionCall) -> BytesForm:
-    """The form for a sequence's rows."""
+    """The form for the rows of a sequence of mean length."""
     rows = next_power_of_2(call.num_heads) * mean_length(call)
     return next((FORMS[n] for n in sorted(FORMS) if n >= rows), OF_MANY_ROWS)
 
 
 def options_of(call: AttentionCall) -> MlaOptions:
-    """What the kernels are compiled for."""
+    """The options that the kernels are compiled for."""
     form, page_size = form_of(call), call.page_size
     packed = min(next_power_of_2(call.num_heads), form.rows)
     return MlaOptions(
@@ -72,7 +71,7 @@ def options_of(call: AttentionCall) -> MlaOptions:
         BOX_ROWS=min(page_size & -page_size, KEYS) if page_size else KEYS,
         IS_CAUSAL=call.window_right == 0,
         REGISTERS=form.registers,
-        PIECES=1,
+        COLUMN_BOXES=1,
         ROWS=form.rows,
         UNIT_KEYS=KEYS * form.consumers,
         PROGRAMS=form.programs,
@@ -84,7 +83,7 @@ def options_of(call: AttentionCall) -> MlaOptions:
 
 def scalars_of(call: AttentionCall) -> MlaBytesScalars:
     """Numbers that follow from the description of a call."""
-    # a descale of one number for each sequence has two dimensions, and one KV head
+    # descales are one number, or (batch, 1): one for each sequence and the KV head
     given = [getattr(call, name) for name in DESCALES]
     strides = [0 if x is None or x.dim() < 2 else x.stride(0) for x in given]
     return MlaBytesScalars(
@@ -100,7 +99,8 @@ def scalars_of(call: AttentionCall) -> MlaBytesScalars:
 
 
 def plan_launches(call: AttentionCall) -> Callable[..., None]:
-    """A plan that is given where the results go, contiguous tensors, out and its lse."""
+    """A function that launches the kernels for calls like this one, as `mla.plan_launches` returns
+    it; `out` has to be contiguous."""
     from torch_paged_attn.backends.triton.hopper.mla_bytes_kernel import (
         _hopper_mla_bytes_fwd_kernel,
     )
@@ -123,7 +123,7 @@ def plan_launches(call: AttentionCall) -> Callable[..., None]:
         **most,
     )
     combine = combine_launch(call, options, programs)
-    # what is not given is the None behind the tensors
+    # a tensor that is not given is the None that `start` puts behind the given ones
     names = list(call.given_tensors())
     places = {name: i for i, name in enumerate(names)}
     pick = operator.itemgetter(*(places.get(name, len(names)) for name in READ_BY_ADDRESS))

@@ -1,14 +1,13 @@
 """A consumer of the kernel for latent attention with keys of 8 bits: four warps.
 
-Its products are turned: keys, or columns of values, are their rows, and queries their columns. The
-operand of rows may lie in registers, so keys are converted there, on their way from shared memory
-to the tensor cores, and 16-bit keys lie nowhere.
+Its products are transposed: their rows are keys, or columns of values, and their columns are rows
+of queries. A product's left operand may lie in registers, so keys are converted there, on their way
+from shared memory to the tensor cores, and no 16-bit keys are stored.
 
-One consumer has all 512 columns of the result of up to 32 rows of queries. Two have half of the
-columns of 64 rows each; they take turns with blocks of keys and tell each other the probabilities.
-Queries of bfloat16 become float16, each row times a power of two, which is exact but for numbers
-2**-29 times the row's largest: so that converted keys, which are exact in float16, need only be of
-that type.
+Either one consumer computes all 512 columns of the result of up to 32 rows of queries, or two
+consumers compute half of the columns each (`mla_bytes.FORMS`). Two take turns with blocks of keys:
+each computes the scores of every other block, and puts the probabilities where both read them.
+Queries become float16 first (`mla_bytes_queries.py`).
 """
 
 from typing import Any, NamedTuple
@@ -22,13 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_paged_attn.backends.triton.dequant import decode_pairs, float16_range
+from torch_paged_attn.backends.triton.dequant import decode_pairs
+from torch_paged_attn.backends.triton.hopper.mla_bytes_queries import take_queries
 from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import (
     KEYS,
     LATENT,
-    ROPE,
     SLICE,
+    meet_consumers,
 )
+from torch_paged_attn.backends.triton.hopper.mla_pipeline import opaque_zero
 from torch_paged_attn.backends.triton.hopper.producer import wait_for_kernel_before
 from torch_paged_attn.backends.triton.hopper.softmax import LN2
 from torch_paged_attn.backends.triton.hopper.work_info import (
@@ -45,108 +46,23 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
     thread_barrier,
 )
 
-# rows of queries that are read at a time
-QUERIES = gl.constexpr(16)
-
-# a row's reference lies this far below its maximum when it is set, and at most RAISED further below
-# later: probabilities are up to 2**15, and those below 2**-14 lose digits in float16
+# a row's reference, when it is set, is its maximum less BELOW; later it is at most RAISED more
+# below the maximum. So probabilities are up to 2**15. Those below 2**-14 lose digits in float16
 BELOW, RAISED = gl.constexpr(7.0), gl.constexpr(8.0)
 
 
 class Seen(NamedTuple):
-    """Which keys the rows of queries of a tile see."""
+    """Which keys the rows of queries of a tile see, as values of the kernel."""
 
     position: Any  # of the first row
     key_len: Any
     full_stop: Any  # keys before this one are seen by all
 
 
-@gluon.constexpr_function
-def _rows_of_threads(width):
-    """Queries in the threads of four warps, by eights of columns."""
-    across = min(32, width // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _load_queries(at, column, exists, WIDTH: gl.constexpr, params):
-    """(QUERIES, WIDTH) of a tile, from a column on; rows begin at numbers `at`."""
-    layout: gl.constexpr = _rows_of_threads(WIDTH)
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    at = gl.convert_layout(at, rows)
-    exists = gl.convert_layout(exists.to(gl.int32), rows) != 0
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    pointers = params.pointers.q + gl.expand_dims(at, 1) + gl.expand_dims(columns, 0)
-    return gl.load(pointers, mask=gl.expand_dims(exists, 1), other=0.0)
-
-
-@gluon.jit
-def _put_queries(x, enlarge, target, FIRST: gl.constexpr):
-    """Store queries times factors of rows as float16, even columns apart from odd ones."""
-    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    if x.dtype == gl.bfloat16:
-        x = x.to(gl.float32) * gl.expand_dims(gl.convert_layout(enlarge, rows), 1)
-    x = x.to(gl.float16)
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    target.index(0).slice(FIRST, x.shape[0]).store(even)
-    target.index(1).slice(FIRST, x.shape[0]).store(odd)
-
-
-@gluon.jit
-def _take_rows(of_scores, params, pipelines, OPTIONS: gl.constexpr, FIRST: gl.constexpr):
-    """Have QUERIES rows of a tile, from row FIRST on, in shared memory, and the factors of their
-    products."""
-    PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
-    by_row: gl.constexpr = gl.SliceLayout(1, _rows_of_threads(LATENT))
-    work_info, scalars = pipelines.work_info, params.scalars
-    r = FIRST + gl.arange(0, QUERIES, by_row)
-    token = work_info.get(0, FIRST_TOKEN) + r // PACKED_HEADS
-    head = work_info.get(0, HEAD) + r % PACKED_HEADS
-    exists = (token < work_info.get(0, STOP_TOKEN)) & (head < scalars.num_heads)
-    at = (work_info.get(0, Q_START) + token).to(gl.int64) * scalars.q_token + head * scalars.q_head
-    latent = _load_queries(at, 0, exists, LATENT, params)
-    rope = _load_queries(at, LATENT, exists, ROPE, params)
-    factor = gl.full([QUERIES], 1.0, gl.float32, by_row)
-    enlarge = factor
-    if latent.dtype == gl.bfloat16:
-        largest = gl.max(gl.abs(latent.to(gl.float32)), 1)
-        of_rope = gl.max(gl.abs(rope.to(gl.float32)), 1)
-        largest = gl.maximum(largest, gl.convert_layout(of_rope, by_row))
-        enlarge, factor = float16_range(largest)
-    _put_queries(latent, enlarge, pipelines.q.latent, FIRST)
-    _put_queries(rope, enlarge, pipelines.q.rope, FIRST)
-    pipelines.shared.factors.slice(FIRST, QUERIES).store(factor * of_scores)
-
-
-@gluon.jit
-def _take_queries(tile, of_scores, params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Have a tile's queries in shared memory, a share of them by each consumer."""
-    SHARE: gl.constexpr = OPTIONS.ROWS // OPTIONS.CONSUMERS
-    for i in gl.static_range(SHARE // QUERIES):
-        _take_rows(of_scores, params, pipelines, OPTIONS, W * SHARE + i * QUERIES)
-    fence_async_shared()
-    _meet(tile, pipelines.shared.ready, OPTIONS, W)
-
-
-@gluon.jit
-def _meet(n, barriers, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Wait for all consumers' threads, for the n-th time."""
-    thread_barrier()
-    if OPTIONS.CONSUMERS == 2:
-        mbarrier.arrive(barriers.index(W), count=1)
-        mbarrier.wait(barriers.index(1 - W), n & 1)
-
-
-@gluon.jit
-def _none_of(n):
-    """Zero, but the compiler does not know: of places in shared memory that it knows to be the same
-    in every step it would keep the descriptors, more than there are registers."""
-    return gl.minimum(n, 0)
-
-
 @gluon.jit
 def _ask_for_scores(n, fill, pipelines, OPTIONS: gl.constexpr):
-    """The products of a block of keys, as rows, and queries."""
+    """Scores (KEYS, ROWS) of the block of keys of fill `fill`, not yet scaled. n is any number
+    >= 0: see `opaque_zero`."""
     ROWS: gl.constexpr = OPTIONS.ROWS
     FORMAT: gl.constexpr = OPTIONS.FORMAT
     # pairs of columns that are converted and multiplied at a time: few where a result of 128
@@ -157,7 +73,7 @@ def _ask_for_scores(n, fill, pipelines, OPTIONS: gl.constexpr):
     keys, q = pipelines.k, pipelines.q
     stage = fill % keys.STAGES
     latent = keys.latent_pairs.index(stage)
-    of_even, of_odd = q.latent.index(_none_of(n)), q.latent.index(1 + _none_of(n))
+    of_even, of_odd = q.latent.index(opaque_zero(n)), q.latent.index(1 + opaque_zero(n))
     s = gl.zeros([KEYS, ROWS], gl.float32, scores)
     before = s
     for i in gl.static_range(LATENT // 2 // PAIRS):
@@ -166,7 +82,7 @@ def _ask_for_scores(n, fill, pipelines, OPTIONS: gl.constexpr):
         q_even = of_even.slice(i * PAIRS, PAIRS, dim=1).permute((1, 0))
         q_odd = of_odd.slice(i * PAIRS, PAIRS, dim=1).permute((1, 0))
         s = warpgroup_mma(even, q_even, s, use_acc=i > 0, is_async=True)
-        # registers of operands are free once they were multiplied
+        # an operand's registers are free only when its product has ended
         if i > 0:
             warpgroup_mma_wait(1, deps=(before,))
         s = warpgroup_mma(odd, q_odd, s, is_async=True)
@@ -174,8 +90,8 @@ def _ask_for_scores(n, fill, pipelines, OPTIONS: gl.constexpr):
         before = odd
     pairs = keys.rope_pairs.index(stage).load(operand)
     even, odd = decode_pairs(pairs, FORMAT, True)
-    q_even = q.rope.index(_none_of(n)).permute((1, 0))
-    q_odd = q.rope.index(1 + _none_of(n)).permute((1, 0))
+    q_even = q.rope.index(opaque_zero(n)).permute((1, 0))
+    q_odd = q.rope.index(1 + opaque_zero(n)).permute((1, 0))
     s = warpgroup_mma(even, q_even, s, is_async=True)
     s = warpgroup_mma(odd, q_odd, s, is_async=True)
     done = warpgroup_mma_wait(0, deps=(s, even, odd, before))
@@ -184,12 +100,14 @@ def _ask_for_scores(n, fill, pipelines, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _partial_sum(p):
-    """(4, 8, rows of queries): the part of a column's sum that each thread adds up."""
+    """Sums over keys of a block, (KEYS, ROWS), but for those that would take several threads:
+    (4, 8, ROWS)."""
     return gl.sum(gl.reshape(p, [4, 2, 8, p.shape[1]]), 1)
 
 
 @gluon.jit
 def _scale_sums(l_i, shrink):
+    """Partial sums times a factor for each row of queries."""
     inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, l_i.type.layout))
     shrink = gl.convert_layout(shrink, inner)
     return l_i * gl.expand_dims(gl.expand_dims(shrink, 0), 0)
@@ -197,16 +115,18 @@ def _scale_sums(l_i, shrink):
 
 @gluon.jit
 def _scale_columns(acc, factor):
-    """acc times a factor for each row of queries."""
+    """acc times a factor for each row of queries, which are its columns."""
     columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     return acc * gl.expand_dims(gl.convert_layout(factor, columns), 0)
 
 
 @gluon.jit
 def _references(n, s, start, m_i, seen, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """A block's exponents of two, and the rows' references with it."""
+    """The exponents in base two of a block's scores, -inf for hidden keys, and the rows' references
+    after this block and, of two consumers, the other one's. `start`: the block's first key; n:
+    number of the consumer's block."""
     by_row: gl.constexpr = m_i.type.layout
-    # all of them in registers would be too many
+    # loaded for every block: there are no registers to keep them
     factor = pipelines.shared.factors.load(by_row)
     x = s * gl.expand_dims(factor, 0)
     if start + KEYS > seen.full_stop:
@@ -219,20 +139,22 @@ def _references(n, s, start, m_i, seen, pipelines, OPTIONS: gl.constexpr, W: gl.
     largest = gl.max(x, 0)
     if OPTIONS.CONSUMERS == 2:
         pipelines.shared.rows.index(W).store(largest)
-        _meet(n, pipelines.shared.found, OPTIONS, W)
+        meet_consumers(n, pipelines.shared.found, OPTIONS, W)
         largest = gl.maximum(largest, pipelines.shared.rows.index(1 - W).load(by_row))
     return x, gl.where(largest - BELOW > m_i + RAISED, largest - BELOW, m_i)
 
 
 @gluon.jit
 def _finite_or_zero(m_i):
-    """A row that has seen no key keeps m = -inf; shifting by 0 instead avoids inf - inf."""
+    """References to subtract: a row that has seen no key keeps m = -inf, and subtracting 0 instead
+    avoids inf - inf."""
     return gl.where(m_i == -float("inf"), 0.0, m_i)
 
 
 @gluon.jit
-def _tell(x, m_i, l_i, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Have a block's probabilities in shared memory; the partial sums with them."""
+def _share_probabilities(x, m_i, l_i, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """Put a block's probabilities into shared memory, from its exponents `x`, and say so to the
+    other consumer. Returns the partial sums with them."""
     SLICES: gl.constexpr = KEYS // SLICE
     ROWS: gl.constexpr = OPTIONS.ROWS
     p = gl.exp2(x - gl.expand_dims(_finite_or_zero(m_i), 0))
@@ -243,7 +165,7 @@ def _tell(x, m_i, l_i, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     fence_async_shared()
     thread_barrier()
     if OPTIONS.CONSUMERS == 2:
-        mbarrier.arrive(pipelines.shared.told.index(W), count=1)
+        mbarrier.arrive(pipelines.shared.sent.index(W), count=1)
     return l_i
 
 
@@ -251,7 +173,9 @@ def _tell(x, m_i, l_i, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
 def _add_values(
     fill, even_acc, odd_acc, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr
 ):
-    """Add the products of a block's values, as rows, and the probabilities of block BLOCK."""
+    """Add to the sums the products of the values of fill `fill`, of this consumer's columns, and
+    the probabilities that consumer BLOCK left. Even columns are added to one, odd ones to the
+    other."""
     ROWS: gl.constexpr = OPTIONS.ROWS
     FORMAT: gl.constexpr = OPTIONS.FORMAT
     OWN: gl.constexpr = even_acc.shape[0]
@@ -276,11 +200,12 @@ def _add_values(
 
 @gluon.jit
 def _all_sums(l_i, m_i, tile, shared, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """The sums of weights over the blocks of all consumers."""
+    """The rows' sums of weights over the blocks of all consumers. `tile`: number of the program's
+    tile."""
     total = gl.convert_layout(gl.sum(gl.sum(l_i, 1), 0), m_i.type.layout)
     if OPTIONS.CONSUMERS == 2:
         shared.rows.index(W).store(total)
-        _meet(tile, shared.ended, OPTIONS, W)
+        meet_consumers(tile, shared.ended, OPTIONS, W)
         # in one order, so that both divide by the same number
         first = shared.rows.index(0).load(m_i.type.layout)
         total = first + shared.rows.index(1).load(m_i.type.layout)
@@ -289,7 +214,8 @@ def _all_sums(l_i, m_i, tile, shared, OPTIONS: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _store(even_acc, odd_acc, pointers, exists, W: gl.constexpr):
-    """Store a result's columns W * OWN * 2 to (W + 1) * OWN * 2 by rows of queries."""
+    """Store the columns 2 * OWN * W to 2 * OWN * (W + 1) of rows that begin at `pointers`, where
+    `exists`."""
     OWN: gl.constexpr = even_acc.shape[0]
     values = gl.join(even_acc, odd_acc).to(pointers.dtype.element_ty)
     layout: gl.constexpr = values.type.layout
@@ -309,7 +235,8 @@ def _finish(
     even_acc, odd_acc, m_i, total, of_values, params, work_info, OPTIONS: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
-    """Store a tile's result, or leave its sums for `mla_combine.py`."""
+    """Store this consumer's columns of a tile's result, or its sums for `mla_combine.py` if the
+    program has only a part of the tile's keys. `of_values`: the descale of values."""
     ROWS: gl.constexpr = OPTIONS.ROWS
     by_row: gl.constexpr = m_i.type.layout
     q_start = work_info.get(0, Q_START)
@@ -350,7 +277,7 @@ def _descale(pointer, b, stride):
 
 @gluon.jit
 def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Columns [W * LATENT / CONSUMERS, ...) of every tile of queries."""
+    """As consumer W, compute its share of the columns of every tile of queries."""
     ROWS: gl.constexpr = OPTIONS.ROWS
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     OWN: gl.constexpr = LATENT // 2 // CONSUMERS
@@ -363,13 +290,13 @@ def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
     work_info.wait(0)
     steps = work_info.get(0, NUM_KV_TILES)
     while steps > 0:
-        # rows after the last sequence have none of their own
+        # rows after the last sequence have no descale of their own
         b = gl.minimum(work_info.get(0, BATCH), params.sizes.batch - 1)
         of_q = _descale(pointers.q_descale, b, scalars.q_descale_batch)
         of_k = _descale(pointers.k_descale, b, scalars.k_descale_batch)
         of_v = _descale(pointers.v_descale, b, scalars.v_descale_batch)
         of_scores = scalars.scale_log2 * of_q * of_k
-        _take_queries(tile, of_scores, params, pipelines, OPTIONS, W)
+        take_queries(tile, of_scores, params, pipelines, OPTIONS, W)
         key_len = work_info.get(0, KEY_LEN)
         first_position = work_info.get(0, CONTEXT_LEN) + work_info.get(0, FIRST_TOKEN)
         start = work_info.get(0, FIRST_KEY) + W * KEYS
@@ -386,20 +313,20 @@ def consume_bytes(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             pipelines.k.wait(own)
             s = _ask_for_scores(n, own, pipelines, OPTIONS)
             x, m_new = _references(n, s, start, m_i, seen, pipelines, OPTIONS, W)
-            # rarely: see `softmax.RESCALE_THRESHOLD`
+            # references change rarely, as with `softmax.RESCALE_THRESHOLD`
             if gl.max((m_new > m_i).to(gl.int32), 0) > 0:
                 shrink = gl.exp2(m_i - _finite_or_zero(m_new))
                 l_i = _scale_sums(l_i, shrink)
                 even_acc = _scale_columns(even_acc, shrink)
                 odd_acc = _scale_columns(odd_acc, shrink)
             m_i = m_new
-            l_i = _tell(x, m_i, l_i, pipelines, OPTIONS, W)
+            l_i = _share_probabilities(x, m_i, l_i, pipelines, OPTIONS, W)
             even_acc, odd_acc = _add_values(own, even_acc, odd_acc, pipelines, OPTIONS, W, W)
             pipelines.k.release(own)
             if CONSUMERS == 2:
                 other = CONSUMERS * n + 1 - W
                 pipelines.k.wait(other)
-                mbarrier.wait(pipelines.shared.told.index(1 - W), n & 1)
+                mbarrier.wait(pipelines.shared.sent.index(1 - W), n & 1)
                 even_acc, odd_acc = _add_values(
                     other, even_acc, odd_acc, pipelines, OPTIONS, W, 1 - W
                 )

@@ -1,7 +1,8 @@
 """Latent attention (MLA) on Hopper with keys of 8 bits beside queries of 16, in Gluon.
 
-One consumer (`mla_bytes_consumer.py`) in each of two programs on a multiprocessor, or two in one
-program; and a producer. Keys are loaded once, and are values, too.
+A multiprocessor has two programs with one consumer each, or one program with two
+(`mla_bytes_consumer.py`). Each program has a producer. Keys are loaded once, and serve as values,
+too.
 """
 
 from triton.experimental import gluon
@@ -13,11 +14,11 @@ from torch_paged_attn.backends.triton.hopper.mla_bytes_consumer import consume_b
 from torch_paged_attn.backends.triton.hopper.mla_bytes_producer import produce_bytes
 from torch_paged_attn.backends.triton.hopper.mla_bytes_stages import (
     BytesPipelines,
-    new_barriers,
     new_shared_rows,
     new_split_queries,
     new_stored_keys,
 )
+from torch_paged_attn.backends.triton.hopper.pipeline import new_barriers
 from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
 
@@ -30,15 +31,17 @@ def _warps(consumers):
 
 @gluon.constexpr_function
 def _registers(consumers, of_consumer):
-    """Registers of a thread of each of these."""
+    """Registers of a thread of each of these partitions. One thread of each of a program's
+    warpgroups, together, have 504 with three warpgroups, and 256 with two, since then two programs
+    share a multiprocessor."""
     of_all = 504 if consumers == 2 else 256
     return [of_consumer] * (consumers - 1) + [of_all - consumers * of_consumer] * 4
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the program's warps: a consumer, the producer, or one that fills up its
-    warpgroup."""
+    """What partition NUMBER of a program's warps does: a consumer, the producer, or a warp that
+    does nothing and only fills up the producer's warpgroup."""
     if NUMBER < OPTIONS.CONSUMERS:
         consume_bytes(params, pipelines, OPTIONS, NUMBER)
     elif NUMBER == OPTIONS.CONSUMERS:

@@ -12,8 +12,8 @@ from torch_paged_attn.backends.triton.hopper.mla_producer import (
     find_boxes,
     first_share,
     rest_of,
-    tell_of,
     tile_of,
+    write_tile_info,
 )
 from torch_paged_attn.backends.triton.hopper.producer import (
     let_next_kernel_start,
@@ -25,7 +25,7 @@ from torch_paged_attn.backends.triton.hopper.work_info import NUM_KV_TILES, thre
 
 @gluon.jit
 def _load_block(n, boxes, params, keys, OPTIONS: gl.constexpr):
-    """Load the keys of fill n."""
+    """Load a block of keys as fill n; `boxes` are as `find_boxes` returns them."""
     ROWS: gl.constexpr = OPTIONS.BOX_ROWS
     OF_LATENT: gl.constexpr = params.k_desc.block_type.nbytes * (LATENT // BOX)
     OF_ROPE: gl.constexpr = params.k_rope_desc.block_type.nbytes
@@ -46,7 +46,8 @@ def _load_block(n, boxes, params, keys, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def produce_bytes(params, pipelines, OPTIONS: gl.constexpr):
-    """Tell of the tiles of a program's share, one after the other, and load their keys."""
+    """Write the words about each tile of a program's share, one after the other, and load its
+    keys."""
     keys, work_info = pipelines.k, pipelines.work_info
     wait_for_kernel_before()
     # so that `mla_combine.py` need only wait for the programs to end
@@ -58,7 +59,7 @@ def produce_bytes(params, pipelines, OPTIONS: gl.constexpr):
         found, context_len = tile_of(share, params, OPTIONS)
         if found.units > 0:
             mbarrier.wait(pipelines.read.index(0), (tile & 1) ^ 1)
-            tell_of(tile, found, context_len, share, work_info, OPTIONS)
+            write_tile_info(tile, found, context_len, share, work_info, OPTIONS)
             work_info.publish(tile)
             start = found.first * OPTIONS.UNIT_KEYS
             for _ in range(found.units * (OPTIONS.UNIT_KEYS // KEYS)):

@@ -1,10 +1,11 @@
 """Keys of 8 bits, queries and probabilities of latent attention in shared memory.
 
-A stage holds a block of 64 keys as they lie in memory: its 512 latent columns and the 64 others.
-Consumers read both as pairs of bytes, two columns each: what moves 16-bit numbers from shared
-memory to the operands of products (`ldmatrix`, with or without transposing) moves pairs, and the
-two halves of a pair, converted, belong to two products: over even columns, and over odd ones. So
-queries lie in shared memory with their even columns apart from the odd ones.
+A stage holds a block of 64 keys as they lie in memory: 512 latent columns, which are the values,
+too, and the 64 others. Consumers read both as pairs of bytes, two columns each: the instructions
+that move 16-bit numbers from shared memory to operands of products (`ldmatrix`, with or without
+transposing) move pairs. The two bytes of a pair, converted, are operands of two products, one over
+even columns and one over odd ones. So queries lie in shared memory with their even columns apart
+from the odd ones.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from torch_paged_attn.backends.triton.hopper.pipeline import new_barriers
+from torch_paged_attn.backends.triton.hopper.work_info import thread_barrier
+
 # keys of a block; columns that are values, those of a box of them, and the others
 KEYS, LATENT, BOX, ROPE = (gl.constexpr(i) for i in (64, 512, 128, 64))
-# keys of values that are converted and multiplied at a time
+# keys whose values are converted and multiplied at a time
 SLICE = gl.constexpr(16)
 
 
@@ -60,13 +64,13 @@ class StoredKeys:
 
     @gluon.jit
     def release(self, n):
-        """Say that this consumer is done with fill n."""
+        """Release fill n, as a consumer."""
         mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
 
 
 @aggregate
 class SplitQueries:
-    """A tile of queries as float16, even columns (0) and odd ones (1)."""
+    """A tile of queries as float16: [0] has the even columns, [1] the odd ones."""
 
     latent: gl.shared_memory_descriptor  # (2, ROWS, LATENT / 2)
     rope: gl.shared_memory_descriptor  # (2, ROWS, ROPE / 2)
@@ -79,51 +83,50 @@ class SplitQueries:
 
 @aggregate
 class SharedRows:
-    """What consumers of the same rows tell each other: probabilities of a consumer's block, by
-    SLICE keys; maxima, and later sums, of its rows; and the factors of scores."""
+    """What consumers of the same rows of queries share. Each barrier is one for each consumer."""
 
-    p: gl.shared_memory_descriptor  # (CONSUMERS * KEYS / SLICE * ROWS, SLICE) float16
-    rows: gl.shared_memory_descriptor  # (CONSUMERS, ROWS) float32
-    factors: gl.shared_memory_descriptor  # (ROWS,)
-    ready: gl.shared_memory_descriptor  # barriers: a consumer's queries are there
-    found: gl.shared_memory_descriptor  # its maxima
-    told: gl.shared_memory_descriptor  # its probabilities
-    ended: gl.shared_memory_descriptor  # its sums
+    p: gl.shared_memory_descriptor  # probabilities (CONSUMERS * KEYS / SLICE * ROWS, SLICE) float16
+    rows: gl.shared_memory_descriptor  # maxima of a block, at last sums (CONSUMERS, ROWS) float32
+    factors: gl.shared_memory_descriptor  # factors of scores (ROWS,) float32
+    ready: gl.shared_memory_descriptor  # barriers: a consumer's share of the queries is there
+    found: gl.shared_memory_descriptor  # the same: its maxima are there
+    sent: gl.shared_memory_descriptor  # the same: its probabilities are there
+    ended: gl.shared_memory_descriptor  # the same: its sums are there
 
     @gluon.constexpr_function
-    def __init__(self, p, rows, factors, ready, found, told, ended):
+    def __init__(self, p, rows, factors, ready, found, sent, ended):
         self.p = p
         self.rows = rows
         self.factors = factors
         self.ready = ready
         self.found = found
-        self.told = told
+        self.sent = sent
         self.ended = ended
 
 
 class BytesPipelines(NamedTuple):
-    """All of these, and what is said of each tile (`work_info.py`)."""
+    """All of these, and the words about each tile (`work_info.py`)."""
 
     k: Any
     q: Any
     shared: Any
     work_info: Any
-    read: Any  # a barrier: consumers are done with what is said of a tile
+    read: Any  # a barrier: consumers have read the words about a tile
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, each completed by so many arrivals."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
+def meet_consumers(n, barriers, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """Wait until the threads of all consumers are here, as consumer W. n: how often they have met
+    at these barriers before."""
+    thread_barrier()
+    if OPTIONS.CONSUMERS == 2:
+        mbarrier.arrive(barriers.index(W), count=1)
+        mbarrier.wait(barriers.index(1 - W), n & 1)
 
 
 @gluon.constexpr_function
 def _pairs_layout(layout):
-    """The layout of the same bytes as a matrix of pairs for each stage."""
+    """The layout of the bytes in `layout` as 16-bit pairs, a matrix for each stage."""
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, 16, rank=2)
 
 
@@ -155,7 +158,7 @@ def new_split_queries(OPTIONS: gl.constexpr):
 
 @gluon.jit
 def new_shared_rows(OPTIONS: gl.constexpr):
-    """Room for what consumers tell each other."""
+    """Room for what consumers share."""
     CONSUMERS: gl.constexpr = OPTIONS.CONSUMERS
     swizzled: gl.constexpr = gl.NVMMASharedLayout(2 * SLICE, 16, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -164,5 +167,5 @@ def new_shared_rows(OPTIONS: gl.constexpr):
     rows = gl.allocate_shared_memory(gl.float32, [CONSUMERS, OPTIONS.ROWS], plain)
     factors = gl.allocate_shared_memory(gl.float32, [OPTIONS.ROWS], plain)
     ready, found = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
-    told, ended = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
-    return SharedRows(p, rows, factors, ready, found, told, ended)
+    sent, ended = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
+    return SharedRows(p, rows, factors, ready, found, sent, ended)

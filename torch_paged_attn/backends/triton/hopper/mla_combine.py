@@ -1,8 +1,11 @@
 """Results of tiles of latent attention whose keys several programs shared.
 
-A program leaves at most two parts: of a tile that it finds begun, and of one that it leaves
-unfinished. A part is a tile's weighted sums of values, not yet divided, then the rows' references
-in base two and sums of weights. They are added up in the order of the keys.
+A program's share of the keys may begin within a tile, and end within a tile: it leaves at most two
+parts. A part are weighted sums of values, not yet divided, and of each row its reference, in base
+two, and its sum of weights. Parts of a tile are added up in the order of the keys.
+
+Of P programs, `MlaPointers.parts` has the values of 2 P parts, (2 P, ROWS, 512), then references
+and sums, (2 P, 2, ROWS), all float32.
 """
 
 import triton
@@ -13,10 +16,10 @@ from torch_paged_attn.backends.triton.runtime.launch import gdc_wait
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 from torch_paged_attn.backends.triton.softmax import finite_or_zero
 
-# sequences that are looked at at a time
+# sequences whose lengths are loaded together
 LOOKED_AT = tl.constexpr(128)
 
-# values of a row
+# columns of a row of values
 WIDTH = tl.constexpr(512)
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -24,7 +27,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
-    """First query, queries, and units of each tile of sequences, as the producer counts them."""
+    """Of sequences b: first query, number of queries, and units of work of one tile of queries, as
+    `mla_producer.py` counts them."""
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     q_start, q_stop = tl.maximum(q_start, 0), tl.minimum(q_stop, sizes.total_q)
     _, key_len = key_span(
@@ -37,7 +41,7 @@ def _units_of(b, pointers, sizes, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _group_of(unit, groups, total):
-    """The group of programs whose share holds a unit."""
+    """The group of programs whose share holds a unit, of `total` units dealt out to `groups`."""
     return (((unit + 1).to(tl.int64) * groups - 1) // total).to(tl.int32)
 
 
@@ -48,8 +52,10 @@ def _hopper_mla_combine_kernel(
     num_heads, programs,
     OPTIONS: tl.constexpr, SHARES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up COLUMNS columns of HEADS heads of a token, PARTS parts at a time;
-    `programs` left parts. Sizes come one by one, as in `mla_kernel.py`."""
+    """A program adds up COLUMNS columns of HEADS heads of a token, PARTS parts at a time: SHARES is
+    (HEADS, PARTS, COLUMNS). `programs` is the number of programs of the first kernel. Tokens of
+    tiles that one program did alone are left as they are. Sizes come one by one, as in
+    `mla_kernel.py`."""
     HEADS: tl.constexpr = SHARES[0]
     PARTS: tl.constexpr = SHARES[1]
     COLUMNS: tl.constexpr = SHARES[2]
@@ -58,7 +64,7 @@ def _hopper_mla_combine_kernel(
     HEAD_TILES: tl.constexpr = OPTIONS.HEAD_TILES
     sizes = MlaSizes(num_pages, batch, total_q, max_keys, stride_table)
     row = tl.program_id(0)
-    # lengths were there when the kernel before this one began to read them
+    # lengths may be read before the first kernel ends: it does not write them
     total = tl.full([], 0, tl.int32)
     sequence = tl.full([], -1, tl.int32)
     before = tl.full([], 0, tl.int32)
@@ -78,7 +84,8 @@ def _hopper_mla_combine_kernel(
     groups = tl.minimum(programs // HEAD_TILES, total)
     first = _group_of(first_unit, groups, total)
     parts = _group_of(first_unit + units - 1, groups, total) - first + 1
-    # also where there is nothing to do: the next kernel waits for this one alone
+    # also where there is nothing to add up: the next kernel waits for this one only, which must
+    # not end before the first one
     gdc_wait(IS_DEPENDENT)
     if parts > 1:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

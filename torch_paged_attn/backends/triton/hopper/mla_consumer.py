@@ -1,11 +1,14 @@
-"""A consumer of the kernel for latent attention: four warps that own half of a result's columns.
+"""A consumer of the kernel for latent attention: four warps that compute half of a result's
+columns.
 
-A result of 64 rows and 512 columns in float32 fills half of the registers, so that two consumers
-hold it, a half each, and take turns with blocks of keys (FlashMLA's "seesaw"): each multiplies the
-scores of every other block and gives the other one the probabilities. References go from block to
-block in the order of the keys. While one is busy with its softmax, the other's products run: the
-first consumer's scores are asked for before, and its softmax ends while, the second one's are
-multiplied; that one's softmax passes while the first block is multiplied as values.
+A result of 64 rows and 512 columns in float32 fills half of a multiprocessor's registers. So two
+consumers hold half of it each, and take turns with blocks of keys (FlashMLA's "seesaw"): each
+computes the scores of every other block, and gives the other one the probabilities. Rows'
+references go from block to block in the order of the keys.
+
+While one consumer computes its softmax, products of the other one run. The first consumer's scores
+are asked for first, and its softmax ends while the second one's scores are multiplied. The second
+one's softmax is computed while the first block's values are multiplied.
 """
 
 from typing import Any, NamedTuple
@@ -54,73 +57,78 @@ class LatentRows(NamedTuple):
 
 @gluon.jit
 def _probabilities(s, start, m_i, l_i, rows, params, OPTIONS: gl.constexpr):
-    """Fold a block's scores into the rows' references and sums: see `update_softmax`."""
+    """Fold the scores of a block whose first key is `start` into the rows' references and sums; see
+    `update_softmax`, also for what is returned."""
     if start + KEYS > rows.full_stop:
         s = mask_window(s, start, rows, params.scalars, OPTIONS)
     return update_softmax(s, m_i, l_i, params.scalars.scale_log2)
 
 
 @gluon.jit
-def _tell(n, p, m_i, shrink, pipelines, W: gl.constexpr):
-    """Give the other consumer the probabilities, references and factors of this one's block."""
-    # all warps have read what lies there
+def _send_block(n, p, m_i, shrink, pipelines, W: gl.constexpr):
+    """Give the other consumer the probabilities of this one's block of pair n, and references and
+    factors of the rows after it."""
+    # until here, warps of this consumer read the columns whose place probabilities take
     thread_barrier()
     pipelines.k.rope(n, W).store(p)
     pipelines.exchange.of(W, 0).store(m_i)
     pipelines.exchange.of(W, 1).store(shrink)
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(pipelines.exchange.told.index(W), count=1)
+    mbarrier.arrive(pipelines.exchange.sent.index(W), count=1)
 
 
 @gluon.jit
-def _hear(n, like, pipelines, W: gl.constexpr):
-    """References and factors of the other consumer's block of pair n, as rows of `like` lie."""
-    mbarrier.wait(pipelines.exchange.told.index(1 - W), n & 1)
+def _receive_block(n, like, pipelines, W: gl.constexpr):
+    """References and factors of the rows after the other consumer's block of pair n, once they are
+    there, in the layout of `like`. Its probabilities are there, too."""
+    mbarrier.wait(pipelines.exchange.sent.index(1 - W), n & 1)
     m_i = pipelines.exchange.of(1 - W, 0).load(like.type.layout)
     return m_i, pipelines.exchange.of(1 - W, 1).load(like.type.layout)
 
 
 @gluon.jit
 def _scale_sums(l_i, shrink):
+    """Partial sums of rows, times the rows' factors."""
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     return l_i * gl.expand_dims(gl.convert_layout(shrink, rows, True), 1)
 
 
 @gluon.jit
-def _half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, UNIT: gl.constexpr):
-    """Ask for the part of the scores that is a unit's half of the columns, as its pieces arrive: a
-    product for each."""
-    PIECES: gl.constexpr = OPTIONS.PIECES
-    WIDTH: gl.constexpr = HALF // PIECES
-    SIDE: gl.constexpr = 1 if UNIT == 1 or UNIT == 2 else 0
-    for i in gl.static_range(PIECES):
-        pipelines.k.wait(n, UNIT, i)
+def _add_half_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
+    """Ask for the products of queries and a quarter of the keys of pair n, added to scores `s`: one
+    for each column box, when it has arrived. A block's first product overwrites s."""
+    COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
+    WIDTH: gl.constexpr = HALF // COLUMN_BOXES
+    SIDE: gl.constexpr = 1 if QUARTER == 1 or QUARTER == 2 else 0
+    for i in gl.static_range(COLUMN_BOXES):
+        pipelines.k.wait(n, QUARTER, i)
         q = pipelines.q.half(n, SIDE).slice(i * WIDTH, WIDTH, dim=1)
-        k = pipelines.k.half(n, UNIT).slice(i * WIDTH, WIDTH, dim=1).permute((1, 0))
-        s = warpgroup_mma(q, k, s, use_acc=UNIT % 2 + i > 0, is_async=True)
+        k = pipelines.k.half(n, QUARTER).slice(i * WIDTH, WIDTH, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=QUARTER % 2 + i > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def _rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Ask for the other half of the scores, and for the columns that are no values."""
-    s = _half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1)
+def _add_rest_of_scores(s, n, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
+    """Ask for the products of block W's other quarter, and of the columns that are no values."""
+    s = _add_half_of_scores(s, n, pipelines, OPTIONS, 2 * W + 1)
     q = pipelines.q.rope.index(0).reshape([ROWS, KEYS])
     return warpgroup_mma(q, pipelines.k.rope(n, W).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
 def _first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
-    """Of pair n, from the first block's scores to its product with values, and what the second
-    block's softmax came to."""
+    """From the scores of the first block of pair n to the sums with this block's values. Returns
+    the rows' references and partial sums after the second block, `acc` after the first one, and
+    the factor of `acc` before values of the second block are added."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
     p = p.to(pipelines.k.halves.dtype)
-    _tell(n, p, m_i, shrink, pipelines, 0)
+    _send_block(n, p, m_i, shrink, pipelines, 0)
     p = gl.convert_layout(p, operand)
     pending = warpgroup_mma(p, pipelines.k.half(n, 0), rescale(acc, shrink), is_async=True)
-    m_i, shrink = _hear(n, m_i, pipelines, 0)
+    m_i, shrink = _receive_block(n, m_i, pipelines, 0)
     l_i = _scale_sums(l_i, shrink)
     acc = warpgroup_mma_wait(0, deps=[pending])
     pipelines.k.release(0)
@@ -129,26 +137,28 @@ def _first_values(n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: 
 
 @gluon.jit
 def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
-    """The first consumer's part of a tile: scores of the first block of each pair."""
+    """The first consumer's work on `pairs` pairs of blocks, from pair n and key `start` on: it
+    computes the scores of the first block of each pair. Returns the number of the pair after them,
+    and the rows' references, partial sums of weights, and sums of values."""
     scores: gl.constexpr = m_i.type.layout.parent
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
-    s = _half_of_scores(zeros, n, pipelines, OPTIONS, 0)
-    s = _rest_of_scores(s, n, pipelines, OPTIONS, 0)
+    s = _add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+    s = _add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
     s = warpgroup_mma_wait(0, deps=[s])
     m_i, l_i, acc, shrink = _first_values(
         n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
     )
     for _ in range(1, pairs):
-        # the next scores are asked for before this pair's second block is done with
+        # the next pair's scores are asked for before the products of this pair's second block end
         acc = rescale(acc, shrink)
         pending = warpgroup_mma(keys.rope(n, 1), keys.half(n, 3), acc, is_async=True)
         n += 1
         start += 2 * KEYS
-        s = _half_of_scores(zeros, n, pipelines, OPTIONS, 0)
-        acc = warpgroup_mma_wait(OPTIONS.PIECES, deps=[pending])
+        s = _add_half_of_scores(zeros, n, pipelines, OPTIONS, 0)
+        acc = warpgroup_mma_wait(OPTIONS.COLUMN_BOXES, deps=[pending])
         keys.release(3)
-        s = _rest_of_scores(s, n, pipelines, OPTIONS, 0)
+        s = _add_rest_of_scores(s, n, pipelines, OPTIONS, 0)
         s = warpgroup_mma_wait(0, deps=[s])
         m_i, l_i, acc, shrink = _first_values(
             n, s, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS
@@ -162,24 +172,24 @@ def _first_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIO
 
 @gluon.jit
 def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTIONS: gl.constexpr):
-    """The second consumer's part."""
+    """The same for the second consumer, which computes the scores of each pair's second block."""
     scores: gl.constexpr = m_i.type.layout.parent
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     keys = pipelines.k
     zeros = gl.zeros([ROWS, KEYS], gl.float32, scores)
     start += KEYS
     for _ in range(pairs):
-        s = _half_of_scores(zeros, n, pipelines, OPTIONS, 2)
-        s = _rest_of_scores(s, n, pipelines, OPTIONS, 1)
-        m_i, shrink = _hear(n, m_i, pipelines, 1)
+        s = _add_half_of_scores(zeros, n, pipelines, OPTIONS, 2)
+        s = _add_rest_of_scores(s, n, pipelines, OPTIONS, 1)
+        m_i, shrink = _receive_block(n, m_i, pipelines, 1)
         l_i = _scale_sums(l_i, shrink)
         s = warpgroup_mma_wait(0, deps=[s])
         acc = rescale(acc, shrink)
-        # the tensor cores are busy with the first block's values meanwhile
+        # this product runs while the softmax below is computed
         pending = warpgroup_mma(keys.rope(n, 0), keys.half(n, 1), acc, is_async=True)
         p, m_i, l_i, shrink = _probabilities(s, start, m_i, l_i, rows, params, OPTIONS)
         p = p.to(keys.halves.dtype)
-        _tell(n, p, m_i, shrink, pipelines, 1)
+        _send_block(n, p, m_i, shrink, pipelines, 1)
         acc, p, shrink = warpgroup_mma_wait(0, deps=[pending, p, shrink])
         keys.release(1)
         p = gl.convert_layout(p, operand)
@@ -193,7 +203,8 @@ def _second_blocks(n, pairs, start, m_i, l_i, acc, rows, params, pipelines, OPTI
 
 @gluon.jit
 def _all_sums(l_i, tile, like, exchange, W: gl.constexpr):
-    """The rows' sums over the blocks of both consumers."""
+    """The rows' sums of weights over the blocks of both consumers, in the layout of `like`. `tile`:
+    number of the program's tile."""
     own = gl.convert_layout(gl.sum(l_i, 1), like.type.layout)
     exchange.of(W, 2).store(own)
     thread_barrier()
@@ -206,7 +217,7 @@ def _all_sums(l_i, tile, like, exchange, W: gl.constexpr):
 
 @gluon.jit
 def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
-    """Leave a tile's sums for `mla_combine.py`."""
+    """Store this consumer's sums of a tile for `mla_combine.py`, as part number `part`."""
     result: gl.constexpr = acc.type.layout
     programs = gl.num_programs(0)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, result)), 1)
@@ -223,7 +234,7 @@ def _store_part(acc, m_i, total, part, exists, params, W: gl.constexpr):
 
 @gluon.jit
 def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
-    """Columns [W * HALF, ...) of every tile of queries."""
+    """As consumer W, compute columns W * HALF to (W + 1) * HALF of every tile of queries."""
     PACKED_HEADS: gl.constexpr = OPTIONS.PACKED_HEADS
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -269,7 +280,7 @@ def consume_latent(params, pipelines, OPTIONS: gl.constexpr, W: gl.constexpr):
             if W == 0:
                 row = params.pointers.lse + head.to(gl.int64) * params.sizes.total_q
                 gl.store(row + q_start + token, m_i * LN2 + gl.log2(total) * LN2, mask=exists)
-            # nobody reads the queries any more
+            # the result takes the place of the queries, which no warp reads any more
             out = pipelines.q.half(n, W)
             share = gl.where(total > 0.0, 1.0 / total, 0.0)
             out.store(scale_rows(acc, share).to(out.dtype))

@@ -1,8 +1,9 @@
 """Latent attention (MLA) on Hopper, in Gluon: one KV head whose values are the first 512 of the 576
 columns of its keys.
 
-One program on each multiprocessor: two consumers, which hold a half of the result's columns each
-(`mla_consumer.py`), and a producer (`mla_producer.py`). Keys are loaded once, and are values, too.
+One program on each multiprocessor has two consumers, which compute half of the result's columns
+each (`mla_consumer.py`), and a producer (`mla_producer.py`). Keys are loaded once, and serve as
+values, too.
 """
 
 from triton.experimental import gluon
@@ -23,15 +24,15 @@ from torch_paged_attn.backends.triton.hopper.work_info import new_work_info
 
 @gluon.constexpr_function
 def _registers(of_consumer):
-    """Registers of a thread of the second consumer and of the warps after it: a lane of each of
-    three warpgroups has 504 between them."""
+    """Registers of a thread of the second consumer, and of each of the four warps after it. One
+    thread of each of the three warpgroups, together, have 504."""
     return [of_consumer] + [504 - 2 * of_consumer] * 4
 
 
 @gluon.jit
 def _run_partition(params, pipelines, OPTIONS: gl.constexpr, NUMBER: gl.constexpr):
-    """A partition of the program's warps: a consumer, the producer, or one that fills up its
-    warpgroup."""
+    """What partition NUMBER of a program's warps does: a consumer, the producer, or a warp that
+    does nothing and only fills up the producer's warpgroup."""
     if NUMBER < 2:
         consume_latent(params, pipelines, OPTIONS, NUMBER)
     elif NUMBER == 2:

@@ -1,9 +1,10 @@
 """The producer of the kernel for latent attention, a warp: it finds its program's share of the keys
 and has the tensor memory accelerator load queries and keys.
 
-The keys of all tiles, in units of one or two blocks and in a row, are dealt out evenly to groups of
-programs; the programs of a group take a tile of heads each, so that they read the same keys at the
-same time. `mla_combine.py` finds the shares by the same rule.
+A unit of work is UNIT_KEYS keys of a tile of queries: one or two blocks. The units of all tiles,
+one tile after the other, are dealt out evenly to groups of programs. The programs of a group have
+the same units, each for another tile of heads, so that they read the same keys at the same time.
+`mla_combine.py` finds the shares by the same rule.
 """
 
 from typing import Any, NamedTuple
@@ -33,14 +34,14 @@ from torch_paged_attn.backends.triton.hopper.work_info import (
 )
 from torch_paged_attn.backends.triton.seqlen_info import key_span, query_span
 
-# sequences that are looked at at a time
+# sequences whose lengths are loaded together
 LOOKED_AT = gl.constexpr(128)
 
 
 @gluon.jit
 def _lengths_of(b, params, OPTIONS: gl.constexpr):
-    """First query, queries, first packed key and keys of sequences. The rows past the last one are
-    one more, without keys."""
+    """Of sequences b: first query, number of queries, first packed key, and number of keys. The
+    rows past the last sequence are one more, without keys."""
     pointers, sizes = params.pointers, params.sizes
     q_start, q_stop = query_span(b, pointers.cu_seqlens_q, sizes.batch, sizes.total_q)
     # rows nobody checked must not lead outside the tensors
@@ -55,7 +56,7 @@ def _lengths_of(b, params, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _units_of(key_len, OPTIONS: gl.constexpr):
-    """Units of a tile; one, of masked keys, where there is no key."""
+    """Units of a tile of a sequence with so many keys; one, of masked keys, if there are none."""
     UNIT_KEYS: gl.constexpr = OPTIONS.UNIT_KEYS
     return gl.maximum((key_len + UNIT_KEYS - 1) // UNIT_KEYS, 1)
 
@@ -67,7 +68,7 @@ def _add(a, b):
 
 @gluon.jit
 def _units_from(b0, params, OPTIONS: gl.constexpr):
-    """Of sequences from b0 on: units of all their tiles."""
+    """Units of all tiles of each of the LOOKED_AT sequences from b0 on, and their numbers."""
     layout: gl.constexpr = gl.BlockedLayout([LOOKED_AT // 32], [32], [gl.num_warps()], [0])
     b = b0 + gl.arange(0, LOOKED_AT, layout)
     _, query_len, _, key_len = _lengths_of(b, params, OPTIONS)
@@ -75,14 +76,15 @@ def _units_from(b0, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _first_of(group, groups, total):
+def _first_unit_of(group, groups, total):
+    """The first unit of a group's share, of `total` units dealt out to `groups`."""
     return (total.to(gl.int64) * group // groups).to(gl.int32)
 
 
 @gluon.jit
-def _find_share(params, OPTIONS: gl.constexpr):
-    """First unit of this program's group, the one after its last, the sequence and its unit that
-    come first, and the group."""
+def _share_of_program(params, OPTIONS: gl.constexpr):
+    """The first unit of this program's share, and the one after its last; the first unit's
+    sequence, and its number among that sequence's; and the program's group."""
     batch = params.sizes.batch
     total = 0
     for b0 in range(0, batch + 1, LOOKED_AT):
@@ -93,8 +95,8 @@ def _find_share(params, OPTIONS: gl.constexpr):
     unit = 0
     stop = 0
     if group < groups:
-        unit = _first_of(group, groups, total)
-        stop = _first_of(group + 1, groups, total)
+        unit = _first_unit_of(group, groups, total)
+        stop = _first_unit_of(group + 1, groups, total)
     sequence = 0
     passed = 0
     before = 0
@@ -110,18 +112,19 @@ def _find_share(params, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
-    """Of the boxes of a block, the keys from number `start` on: the first row of each one's page or
-    sequence, and how many rows are to be read of that, from where on."""
+    """Where a block's keys lie, from key `start` of a sequence on: a tuple with, for each box of
+    rows, the first row of its page or packed sequence, how many rows of that hold keys, and the row
+    among them at which the box begins."""
     BOX: gl.constexpr = OPTIONS.BOX_ROWS
     PAGE_SIZE: gl.constexpr = OPTIONS.PAGE_SIZE
     BOXES: gl.constexpr = KEYS // BOX
     pages = ()
     boxes = ()
-    # the compiler of kernels knows no unpacking
+    # the compiler of kernels knows no `(*boxes, box)`
     if PAGE_SIZE == 0:
         boxes = ((k_start, key_len, start),)  # type: ignore[assignment]
     else:
-        # all of them on their way before anything waits
+        # all loads are on their way before one is waited for
         for i in gl.static_range(BOXES):
             j = start + i * BOX
             # entries past the keys may hold anything: they are not read
@@ -139,83 +142,85 @@ def find_boxes(start, table, k_start, key_len, params, OPTIONS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _has_rope(unit, piece, pieces):
-    """Whether the columns that are no values come with a piece."""
-    return unit % 2 == 1 and piece == pieces - 1
+def _has_rope(quarter, box, boxes):
+    """Whether the columns that are no values are loaded with column box number `box` of `boxes`."""
+    return quarter % 2 == 1 and box == boxes - 1
 
 
 @gluon.jit
-def _load_unit(n, boxes, params, keys, OPTIONS: gl.constexpr, UNIT: gl.constexpr):
-    """Load a unit of pair n (see `mla_pipeline.py`)."""
-    PIECES: gl.constexpr = OPTIONS.PIECES
-    WIDTH: gl.constexpr = HALF // PIECES
-    COLUMN: gl.constexpr = HALF if UNIT == 1 or UNIT == 2 else 0
-    keys.acquire(n, UNIT)
-    for i in gl.static_range(PIECES):
-        barrier = keys.full_barrier(UNIT, i)
-        _load_piece(
-            barrier, boxes, params, keys, OPTIONS, UNIT, i * WIDTH, COLUMN,
-            _has_rope(UNIT, i, PIECES),
+def _load_quarter(n, boxes, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.constexpr):
+    """Load a quarter of pair n (see `mla_pipeline.py`), of keys in `boxes`: see `find_boxes`."""
+    COLUMN_BOXES: gl.constexpr = OPTIONS.COLUMN_BOXES
+    WIDTH: gl.constexpr = HALF // COLUMN_BOXES
+    COLUMN: gl.constexpr = HALF if QUARTER == 1 or QUARTER == 2 else 0
+    keys.acquire(n, QUARTER)
+    for i in gl.static_range(COLUMN_BOXES):
+        barrier = keys.full_barrier(QUARTER, i)
+        _load_columns(
+            barrier, boxes, params, keys, OPTIONS, QUARTER, i * WIDTH, COLUMN,
+            _has_rope(QUARTER, i, COLUMN_BOXES),
         )  # fmt: skip
 
 
 @gluon.jit
-def _load_piece(
-    barrier, boxes, params, keys, OPTIONS: gl.constexpr, UNIT: gl.constexpr, PLACE: gl.constexpr,
+def _load_columns(
+    barrier, boxes, params, keys, OPTIONS: gl.constexpr, QUARTER: gl.constexpr, PLACE: gl.constexpr,
     COLUMN: gl.constexpr, HAS_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Load the columns of a unit from number PLACE on."""
+    """Load a column box of a quarter, which begins at column PLACE of the quarter; the quarter
+    begins at column COLUMN of the keys. With HAS_ROPE, load the columns that are no values, too."""
     BOX: gl.constexpr = OPTIONS.BOX_ROWS
-    WIDTH: gl.constexpr = HALF // OPTIONS.PIECES
+    WIDTH: gl.constexpr = HALF // OPTIONS.COLUMN_BOXES
     NBYTES: gl.constexpr = params.k_desc.block_type.nbytes
     MORE: gl.constexpr = params.k_rope_desc.block_type.nbytes if HAS_ROPE else 0
     mbarrier.expect(barrier, (NBYTES + MORE) * len(boxes))
     for i in gl.static_range(len(boxes)):
         first, size, row = boxes[i]
-        piece = keys.halves.index(UNIT).slice(i * BOX, BOX, dim=2).slice(PLACE, WIDTH, dim=4)
-        load_rows(params.k_desc, first, size, row, 0, barrier, piece, COLUMN + PLACE)
+        box = keys.halves.index(QUARTER).slice(i * BOX, BOX, dim=2).slice(PLACE, WIDTH, dim=4)
+        load_rows(params.k_desc, first, size, row, 0, barrier, box, COLUMN + PLACE)
         if HAS_ROPE:
-            rope = keys.ropes.index(UNIT // 2).slice(i * BOX, BOX, dim=2)
+            rope = keys.ropes.index(QUARTER // 2).slice(i * BOX, BOX, dim=2)
             load_rows(params.k_rope_desc, first, size, row, 0, barrier, rope, 2 * HALF)
 
 
 class Share(NamedTuple):
-    """What a program has yet to do, as values of the kernel."""
+    """The units that a program has yet to do, as values of the kernel."""
 
-    unit: Any  # of all units, in a row
-    stop: Any
-    b: Any  # the unit's sequence
-    offset: Any  # the unit among those of its sequence
+    unit: Any  # the next one, numbered through all sequences
+    stop: Any  # the one after the share's last
+    b: Any  # the sequence of the next unit
+    offset: Any  # the next unit's number among those of its sequence
     group: Any
     head_tile: Any
 
 
 class LatentTile(NamedTuple):
-    """A sequence's next tile."""
+    """The tile of a share's next unit, as values of the kernel."""
 
-    tiles: Any  # of the sequence
+    tiles: Any  # of its sequence
     units_of_tile: Any
-    first: Any  # unit of the tile
-    units: Any  # of the share
+    first: Any  # the share's first unit of the tile, among those of the tile
+    units: Any  # of the tile, in the share
     q_start: Any
     first_token: Any
     stop_token: Any
     head: Any
     k_start: Any
     key_len: Any
-    table: Any  # where its pages are listed
+    table: Any  # pointer to the sequence's row of the block table; 0 for packed keys
 
 
 @gluon.jit
 def first_share(params, OPTIONS: gl.constexpr):
     """This program's share."""
-    unit, stop, b, offset, group = _find_share(params, OPTIONS)
+    unit, stop, b, offset, group = _share_of_program(params, OPTIONS)
     return Share(unit, stop, b, offset, group, gl.program_id(0) % OPTIONS.HEAD_TILES)
 
 
 @gluon.jit
 def tile_of(share, params, OPTIONS: gl.constexpr):
-    """The tile of a share's next unit; `units` is 0 where its sequence has no queries."""
+    """The tile of a share's next unit, and its context_len; `units` is 0 if the sequence has no
+    queries."""
     TOKENS: gl.constexpr = OPTIONS.TOKENS
     q_start, query_len, k_start, key_len = _lengths_of(share.b, params, OPTIONS)
     units_of_tile = _units_of(key_len, OPTIONS)
@@ -236,8 +241,9 @@ def tile_of(share, params, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def tell_of(n, tile, context_len, share, work_info, OPTIONS: gl.constexpr):
-    """Write what consumers are to know of tile number n."""
+def write_tile_info(n, tile, context_len, share, work_info, OPTIONS: gl.constexpr):
+    """Write the words about tile number n for the consumers. FIRST_PART: the number of the part
+    that they leave; -1 if the share has the whole tile."""
     part = 2 * share.group + (tile.first == 0).to(gl.int32)
     part = part * OPTIONS.HEAD_TILES + share.head_tile
     part = gl.where(tile.units == tile.units_of_tile, -1, part)
@@ -256,7 +262,7 @@ def tell_of(n, tile, context_len, share, work_info, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def rest_of(share, tile):
-    """A share once a tile's units are done."""
+    """What is left of a share after a tile's units."""
     offset = share.offset + tile.units
     is_last = offset >= tile.tiles * tile.units_of_tile
     b = gl.where(is_last, share.b + 1, share.b)
@@ -266,7 +272,7 @@ def rest_of(share, tile):
 
 @gluon.jit
 def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
-    """Load what the program's share of tiles needs, one after the other."""
+    """Load queries and keys of the tiles of a program's share, one after the other."""
     queries, keys, work_info = pipelines.q, pipelines.k, pipelines.work_info
     q_desc, q_rope_desc = params.q_desc, params.q_rope_desc
     wait_for_kernel_before()
@@ -279,7 +285,7 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
         found, context_len = tile_of(share, params, OPTIONS)
         if found.units > 0:
             queries.acquire(tile)
-            tell_of(tile, found, context_len, share, work_info, OPTIONS)
+            write_tile_info(tile, found, context_len, share, work_info, OPTIONS)
             barrier = queries.full.index(0)
             mbarrier.expect(barrier, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
             rows = found.q_start, found.stop_token, found.first_token, found.head
@@ -293,14 +299,14 @@ def produce_latent(params, pipelines, OPTIONS: gl.constexpr):
                 boxes = find_boxes(
                     start, found.table, found.k_start, found.key_len, params, OPTIONS
                 )
-                _load_unit(n, boxes, params, keys, OPTIONS, 0)
-                _load_unit(n, boxes, params, keys, OPTIONS, 1)
+                _load_quarter(n, boxes, params, keys, OPTIONS, 0)
+                _load_quarter(n, boxes, params, keys, OPTIONS, 1)
                 start += KEYS
                 boxes = find_boxes(
                     start, found.table, found.k_start, found.key_len, params, OPTIONS
                 )
-                _load_unit(n, boxes, params, keys, OPTIONS, 2)
-                _load_unit(n, boxes, params, keys, OPTIONS, 3)
+                _load_quarter(n, boxes, params, keys, OPTIONS, 2)
+                _load_quarter(n, boxes, params, keys, OPTIONS, 3)
                 start += KEYS
                 n += 1
             tile += 1

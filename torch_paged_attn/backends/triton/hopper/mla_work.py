@@ -1,5 +1,6 @@
-"""What launches of latent attention's kernels share: how the keys are dealt out to programs, and
-the second kernel, which adds up what they leave.
+"""What both kernels of latent attention have in common (of keys in 16 and in 8 bits): how many
+programs share the keys, and the launch of the second kernel, which adds up the parts that they
+leave.
 """
 
 from typing import Any
@@ -11,16 +12,17 @@ from torch_paged_attn.backends.triton.runtime.launch import dependent_launch
 from torch_paged_attn.backends.triton.runtime.launch_cache import Launch
 from torch_paged_attn.backends.triton.runtime.target import target_of
 
-# columns of keys, of which the first are the values
+# columns of keys; the first 512 are the values
 HEAD_DIM, HEAD_DIM_V = 576, 512
 
-# parts of a tile from which on a program of the second kernel takes many of them and few columns,
-# and rows from which on it takes two
+# with at least so many parts of a tile, a program of the second kernel adds up 64 at a time, and
+# few columns; with more than so many rows, it takes two heads
 MANY_PARTS, MANY_ROWS = 6, 1024
 
-# of so many groups of programs one may be left out to have the others end together
+# one of so many groups of programs may stay idle if then the others end together
 LEAST_BUSY = 16
 
+# tensors that the kernels read by address, in the order of `MlaPointers`
 READ_BY_ADDRESS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
 
 
@@ -36,14 +38,15 @@ def sizes_of(call: AttentionCall) -> MlaSizes:
 
 
 def tiles_of(call: AttentionCall, options: MlaOptions) -> int:
-    """Tiles of one tile of heads, if sequences have the mean number of queries."""
+    """Tiles of tokens, for one tile of heads, if each sequence has the mean number of queries."""
     queries = -(-call.total_q // max(call.batch, 1))
     return max(call.batch * -(-queries // options.TOKENS), 1)
 
 
 def programs_of(call: AttentionCall, options: MlaOptions) -> int:
-    """Programs, as many as multiprocessors have room for: as many for each tile of heads, and a few
-    less if then sequences of one length are whole in a program, or cut in parts of one length.
+    """Programs of the first kernel: as many as multiprocessors have room for, the same number for
+    each tile of heads. A few less, if then tiles of equal length are each done by one program, or
+    cut in parts of equal length.
     """
     room = target_of(call.q.device).multiprocessors * options.PROGRAMS
     groups = max(room // options.HEAD_TILES, 1)
@@ -57,8 +60,8 @@ def programs_of(call: AttentionCall, options: MlaOptions) -> int:
 def shares_of_combine(
     call: AttentionCall, options: MlaOptions, programs: int
 ) -> tuple[int, int, int]:
-    """Of a program of the second kernel: its heads, the parts that it adds up at a time, and its
-    columns."""
+    """The share of one program of the second kernel: heads, parts that it adds up at a time, and
+    columns. `programs`: of the first kernel."""
     parts = programs // options.HEAD_TILES // tiles_of(call, options)
     if parts >= MANY_PARTS:
         return 1, 64, 128
@@ -66,12 +69,14 @@ def shares_of_combine(
 
 
 def part_elements(programs: int, options: MlaOptions) -> int:
-    """Numbers that programs leave: rows of values, then their references and sums."""
+    """float32 numbers in the workspace for parts, two of each program: rows of values, then their
+    references and sums (`mla_combine.py`)."""
     return 2 * programs * options.ROWS * (HEAD_DIM_V + 2)
 
 
 def combine_launch(call: AttentionCall, options: MlaOptions, programs: int) -> Launch:
-    """The launch of the second kernel, which is given `out` and the pointers of the first."""
+    """The launch of the second kernel. It is called with `out` and the pointers of the first one,
+    which has `programs` programs."""
     from torch_paged_attn.backends.triton.hopper.mla_combine import _hopper_mla_combine_kernel
 
     heads, at_a_time, columns = shares_of_combine(call, options, programs)

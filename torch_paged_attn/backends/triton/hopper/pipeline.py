@@ -62,6 +62,16 @@ class Pipeline:
 
 
 @gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers, each completed by ARRIVALS arrivals."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def new_pipeline(
     dtype: gl.constexpr,
     shape: gl.constexpr,
@@ -82,7 +92,7 @@ def new_pipeline(
 
 
 class Pipelines(NamedTuple):
-    """Queries, keys and values on their way from producers to consumers, and what is said of each
+    """Queries, keys and values on their way from producers to consumers, and the words about each
     tile of queries (`work_info.py`)."""
 
     q: Any

@@ -45,7 +45,7 @@ IN_CACHE = 40 << 20
 # tokens of the longest sequence of a batch that is called short, and how many such sequences a grid
 # has room for
 MOST_SHORT, MOST_SEQUENCES = 512, 65534
-# so few of them that a list of their tiles is soon made
+# sequences, at most, for which making a list of tiles takes little time
 MOST_LISTED = 8
 
 IN_16_BITS = (torch.bfloat16, torch.float16)
@@ -59,13 +59,13 @@ LEAST_TALL = 4096
 # mean queries of batches that are mostly chunks of prompts, however many decodes there may be
 MOSTLY_CHUNKS = 128
 
-# what the portable kernel has and this one has not
+# arguments that the portable kernel supports and this one does not
 NOT_CARRIED = ("attn_bias",)
 DESCALES = ("q_descale", "k_descale", "v_descale")
-# where a sequence's keys lie, which only lists of tiles know; a causal mask here takes the last
-# query for standing at the last key, so that `q_position` is the portable kernel's
+# arguments that only kernels with lists of tiles support. A causal mask here assumes that the last
+# query is at the position of the last key, so `q_position` is left to the portable kernel
 OF_LISTS = ("k_start",)
-# whether results must not depend on the batch is the caller's question
+# callers look at `batch_invariant` themselves
 LACKS = tuple(x for x in OPTIONAL if x not in ("batch_invariant", *OF_LISTS))
 
 
@@ -164,13 +164,13 @@ def is_float8(call: AttentionCall) -> bool:
 
 
 def converts(call: AttentionCall) -> bool:
-    """Whether values, and unless `is_float8` keys, are of 8 bits."""
+    """Whether values, which have 8 bits, are converted to 16; and keys, unless `is_float8`."""
     return call.k.itemsize == 1
 
 
 def unprofitable(call: AttentionCall) -> str | None:
-    """Why a call is better off with tiles of few rows, or with keys that several programs share;
-    None if it is not."""
+    """Why another kernel, with tiles of few rows or with keys that several programs share, is
+    faster for a call that can take this one; None if this one is."""
     rows = mean_length(call) * sharing_heads(call)
     if rows <= BLOCK_M:
         return f"a sequence has {rows} rows for each head of keys"
@@ -181,7 +181,7 @@ def unprofitable(call: AttentionCall) -> str | None:
 
 
 def reach_of(call: AttentionCall) -> int:
-    """The most keys that a sequence of few queries visits, as far as anybody says."""
+    """The most keys that a sequence of few queries visits, by shapes and hints."""
     reach = min(call.max_seqlen_k or UNBOUNDED, key_bound(call))
     return min(reach, call.window_size_left + BLOCK_M) if is_bound(call.window_size_left) else reach
 
@@ -194,8 +194,8 @@ def may_divide(call: AttentionCall) -> bool:
 
 
 def is_short(call: AttentionCall, longest: int) -> bool:
-    """Whether all sequences of a batch are short, by what is said of the longest one's tokens, so
-    that their tiles need no list: who takes which follows from shapes.
+    """Whether all sequences of a batch are short, `longest` tokens at most, so that their tiles
+    need no list: which program takes which tile follows from shapes.
     """
     if not 0 < longest <= MOST_SHORT or call.block_table is not None or call.layout is not None:
         return False
@@ -209,15 +209,15 @@ def is_short(call: AttentionCall, longest: int) -> bool:
 
 
 def is_small(call: AttentionCall) -> bool:
-    """Of a batch whose sequences are short, whether many programs of few rows are better."""
+    """Whether a batch of short sequences runs faster with many programs of few rows."""
     length, is_wide = mean_length(call), width_of(call.head_dim) > 64
     is_few = _are_few(call) and length <= (BLOCK_M if is_wide else 2 * BLOCK_M)
     return is_few or (call.group_size == 1 and length <= BLOCK_M)
 
 
 def are_few_short(call: AttentionCall, longest: int) -> bool:
-    """Whether all sequences are short, but so few that tiles of one consumer, in a list, are
-    sooner done than those that are taken in turns."""
+    """Whether all sequences are short, but so few that tiles of one consumer, in a list, are faster
+    than those that programs take in turns."""
     if not is_short(call, longest) or is_small(call) or call.batch > MOST_LISTED:
         return False
     rows = call.total_q * call.num_heads
@@ -225,7 +225,7 @@ def are_few_short(call: AttentionCall, longest: int) -> bool:
 
 
 def has_few_tiles(call: AttentionCall) -> bool:
-    """Whether tiles are so few that it matters in which order they are worked on."""
+    """Whether there are so few tiles that their order matters."""
     tiles = call.total_q * call.num_heads // (2 * BLOCK_M)
     return call.layout is None and tiles < MOST_WAVES * target_of(call.q.device).multiprocessors
 
@@ -237,15 +237,15 @@ def is_sorted(call: AttentionCall) -> bool:
 
 
 def keys_stay(call: AttentionCall) -> bool:
-    """Whether all keys and values stay in the chip's cache, as far as anybody says."""
+    """Whether all keys and values stay in the chip's cache, by shapes and hints."""
     of_key = call.num_kv_heads * (call.head_dim + call.head_dim_v) * call.k.itemsize
     sequences = 1 if call.block_table is None else call.batch
     return sequences * reach_of(call) * of_key <= IN_CACHE
 
 
 def are_far(call: AttentionCall) -> bool:
-    """Whether sequences have so many keys, as far as anybody says, that reading them for few rows
-    at a time takes longer than products."""
+    """Whether sequences have so many keys, by shapes and hints, that reading them for few rows at a
+    time takes longer than products."""
     return reach_of(call) > MOST_NEAR
 
 
@@ -263,13 +263,13 @@ def is_misaligned(x: Tensor, axes: int) -> bool:
 
 
 def width_of(dim: int) -> int:
-    """A head as it lies in shared memory."""
+    """The width of a head of `dim` numbers in shared memory."""
     return max(64, next_power_of_2(dim))
 
 
 def columns_of(dim: int) -> int:
-    """How many columns of such a head a product over them takes: half of its width, and a power of
-    two that holds the rest."""
+    """How many columns of a head of `dim` numbers, as wide as `width_of(dim)`, are multiplied: half
+    of the width, and a power of two that holds the rest."""
     width = width_of(dim)
     rest = max(16, next_power_of_2(dim - width // 2))
     return width if width == 64 else width // 2 + rest

@@ -1,9 +1,10 @@
 """Boxes of rows for the tensor memory accelerator, cut off at the end of a sequence by hardware.
 
-A tensor map bounds its axes, but a packed batch has a bound for every sequence. Two more axes with
-the rows' stride and its negative (modulo 2**64) let an address be reached by a coordinate that runs
-into the bound where the caller wants it to: rows from `size` on are loaded as zeros and are not
-stored. This is the arithmetic of Triton's `ragged_tma`, for rows of several heads.
+A tensor map has one bound for each of its axes, but a packed batch has a bound for every sequence.
+So a map here has two more axes, with the rows' stride and with its negative (modulo 2**64).
+Coordinates on three axes give a row's address, and one of them reaches its axis' bound at the row
+where the sequence ends: rows from `size` on are loaded as zeros and are not stored. This is the
+arithmetic of Triton's `ragged_tma`, for rows of several heads.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torch_paged_attn.backends.triton.runtime.launch_cache import fill_less
+from torch_paged_attn.backends.triton.runtime.launcher import fill_less
 from torch_paged_attn.backends.triton.runtime.target import is_even, next_power_of_2
 from torch_paged_attn.lru import LRU
 
@@ -38,7 +39,7 @@ MOST_MAPS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class _Address:
-    """What a tensor map asks of a tensor; it keeps no memory alive."""
+    """The part of a tensor that a tensor map needs; it keeps no memory alive."""
 
     pointer: int
     dtype: torch.dtype
@@ -48,8 +49,9 @@ class _Address:
 
 
 class Boxes:
-    """The boxes of tensors of one description: `at` an address, a tensor map. `place` is their
-    shape in shared memory as Triton has it, powers of two, of which a box may fill less.
+    """Boxes of tensors of one description; `at` makes the tensor map for a tensor. `box`: the shape
+    that is loaded at a time. `place`: its shape in shared memory as Triton has it, of powers of
+    two, of which a box may fill a part.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Boxes:
         self._maps = LRU(MOST_MAPS)
 
     def at(self, address: int) -> TensorDescriptor:
-        """The tensor map for a tensor that lies there."""
+        """The tensor map for a tensor at an address."""
         found = self._maps.get(address)
         if found is None:
             groups = [*self._shape], [*self._strides], [*self._place]
@@ -80,7 +82,7 @@ class Boxes:
         return found
 
 
-# calls of other sizes share tensor maps, in which no number of tokens or pages has a place
+# calls of other sizes share boxes: these do not depend on the number of tokens or pages
 _boxes = functools.lru_cache(maxsize=256)(Boxes)
 
 
@@ -120,7 +122,7 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
-# whether the accelerator can be asked to add: Triton 3.6 has no name for it, its builder has
+# Triton 3.6 has no function that has the accelerator add, but its builder has one
 _builder = getattr(getattr(libtriton, "gluon_ir", None), "GluonOpBuilder", None)
 _kinds: Any = getattr(libtriton.ir, "DESCRIPTOR_REDUCE_KIND", None)
 _builtin: Any = getattr(_core, "builtin", None)
@@ -130,7 +132,7 @@ if HAS_ADD:
 
     @_builtin
     def _async_add(desc, coord, smem, _semantic=None):
-        """Add a box to what lies there."""
+        """Add a box of shared memory to memory."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(_kinds.ADD, desc.handle, coord, smem.handle)
 
@@ -155,7 +157,7 @@ def boxes(count, box):
 
 @gluon.constexpr_function
 def bytes_of_rows(block_type, rows):
-    """Bytes of so many rows of a box of `ragged_rows`, which holds no more."""
+    """Bytes of `rows` rows, token by head, of a box of `ragged_rows`."""
     shape = block_type.shape
     return block_type.nbytes // (shape[2] * shape[3]) * rows
 
@@ -173,7 +175,7 @@ def shape_of_tiles(stages, box, rows):
 
 @gluon.jit
 def as_matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """A tile of boxes as (ROWS, WIDTH)."""
+    """A tile of boxes in shared memory, seen as (ROWS, WIDTH)."""
     if is_in_atoms(tile.shape):
         atoms = tile.reshape([ROWS // ATOM_ROWS, WIDTH // ATOM_WIDTH, ATOM_ROWS, ATOM_WIDTH])
         tile = atoms.permute((0, 2, 1, 3))
@@ -198,21 +200,6 @@ def store_rows(desc, start, size, row, head, smem, column=0):
 def add_box(desc, row, smem):
     """Add a box of `plain_rows` to rows [row, ...)."""
     _async_add(desc, [row, 0], smem)
-
-
-@gluon.jit
-def load_group(desc, start, size, row, head, row_heads, barrier, smem):
-    """`load_rows` of a box of `group_rows`: heads [head, ...), where rows are `row_heads` heads
-    apart."""
-    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
-    async_load(desc, at, barrier, smem)
-
-
-@gluon.jit
-def store_group(desc, start, size, row, head, row_heads, smem):
-    """`store_rows` of such a box."""
-    at = [ROW_BOUND, (start + size) * row_heads + head, ROW_BOUND - size + row, 0, 0]
-    async_store(desc, at, smem)
 
 
 @gluon.jit

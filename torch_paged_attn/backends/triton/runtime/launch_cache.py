@@ -8,22 +8,20 @@ three caches, each with an explicit key and a bound:
   Its key is the tensors' shapes, strides and dtypes (`described`), the options, and the environment
   variables that plans depend on. A guard finds the plans of the last calls without making a key.
 - A *kind* is the part of a plan that calls share which differ in sizes alone.
-- A *kernel* is ready to start: Triton's own launcher, and the constants that the launcher takes.
-  Its key is what the kernel is compiled for (`compiled_for`). Numbers of tokens, sequences and
-  pages are not in it, so the first layer of a step of a new size makes a plan, but looks up no
-  kernel in Triton.
+- A *kernel* is a compiled one that is ready to start (`launcher.py`). Its key is what the kernel is
+  compiled for (`compiled_for`). Numbers of tokens, sequences and pages are not in it, so the first
+  layer of a step of a new size makes a plan, but looks up no kernel in Triton.
 
-Plans hold no tensors. Only the launcher of one version of Triton is known, on NVIDIA's chips.
-Elsewhere, and for kernels that need Triton's scratch memory, every launch is `kernel[grid](...)`.
+Plans hold no tensors. Kernels are kept for NVIDIA's chips, with the one version of Triton whose
+launcher is known. Elsewhere, and for kernels that need Triton's scratch memory, every launch is
+`kernel[grid](...)`.
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_paged_attn import environment
@@ -32,6 +30,11 @@ from torch_paged_attn.backends.triton.runtime import workspace
 from torch_paged_attn.backends.triton.runtime.cache_key import settle_key
 from torch_paged_attn.backends.triton.runtime.guard import Guard, current_device
 from torch_paged_attn.backends.triton.runtime.launch import add_node, is_traced
+from torch_paged_attn.backends.triton.runtime.launcher import (
+    HAS_KNOWN_MAPS,
+    ReadyKernel,
+    ready_kernel,
+)
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 from torch_paged_attn.lru import LRU
@@ -42,8 +45,6 @@ MOST_RECENT = 4
 MOST_PLANS = 1024
 MOST_KINDS = 256
 MOST_KERNELS = 512
-# the most tensor maps that are kept for a kernel
-MOST_MAPS = 1024
 
 # tensors whose first dimension is a number of tokens, sequences or pages
 SIZED = frozenset(
@@ -57,8 +58,7 @@ SIZED = frozenset(
 # it was planned for or of one like it, and their addresses (None while a graph is traced)
 Plan = Callable[[tuple[Any, ...], Any], Any]
 
-# whether this is the Triton whose launcher and tensor maps `ready_kernel` and `fill_less` know
-HAS_KNOWN_MAPS = triton.__version__.startswith("3.6.")
+# whether launches go through the launcher that `launcher.py` knows
 IS_KNOWN = HAS_KNOWN_MAPS and torch.version.cuda is not None and not INTERPRETED
 
 # how many modes such as torch.set_default_device's are on: each attribute of a tensor that is read
@@ -290,7 +290,7 @@ class Launch:
             launch._take(self._ready, len(self.kernel.arg_names) - len(self._constants))
         return launch
 
-    def _take(self, ready: "ReadyKernel | None", num_pointers: int) -> None:
+    def _take(self, ready: ReadyKernel | None, num_pointers: int) -> None:
         names = self.kernel.arg_names[num_pointers:]
         self._constants = tuple([self.options[name] for name in names])
         # in this order, because another thread may be reading
@@ -309,105 +309,10 @@ class Launch:
         if ready is None:
             # a launch by Triton would need tensor maps that Triton has made
             compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
-            ready = ready_kernel(compiled)
+            ready = ready_kernel(compiled, current_device())
             if ready is None:
                 self._through_triton(pointers)
                 return
             _kernels.put(key, ready)
         self._take(ready, len(pointers))
         self(*pointers)
-
-
-class ReadyKernel:
-    """A compiled kernel. `launcher` takes grid, stream, `fixed`, the kernel's addresses and its
-    constants. `describe_map` returns the arguments that the launcher takes for a tensor map, from
-    the map and its number among the kernel's.
-    """
-
-    __slots__ = ("_describe_map", "_maps", "device", "fixed", "launcher")
-
-    def __init__(
-        self,
-        launcher: Callable[..., None],
-        fixed: tuple[Any, ...],
-        describe_map: Callable[[Any, int], list[Any]],
-    ) -> None:
-        self.launcher, self.fixed, self._describe_map = launcher, fixed, describe_map
-        self.device = current_device()
-        self._maps = LRU(MOST_MAPS)
-
-    def addresses(self, pointers: tuple[Any, ...]) -> list[Any]:
-        """The launcher's arguments for tensors, None, tensor maps, and groups of the first two."""
-        found: list[Any] = []
-        maps = 0
-        for x in pointers:
-            if isinstance(x, tuple):
-                found.append(_group_addresses(x))
-            elif hasattr(x, "block_shape"):
-                found += self._describe_map(x, maps)
-                maps += 1
-            else:
-                found.append(x if x is None else x.data_ptr())
-        return found
-
-    def map_arguments(self, number: int, boxes: Any, address: int) -> list[Any]:
-        """The launcher's arguments for a tensor map with these boxes at an address."""
-        found = self._maps.get(key := (number, boxes, address))
-        if found is None:
-            found = self._describe_map(boxes.at(address), number)
-            self._maps.put(key, found)
-        return found
-
-
-def _group_addresses(group: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        [
-            _group_addresses(x) if isinstance(x, tuple) else x if x is None else x.data_ptr()
-            for x in group
-        ]
-    )
-
-
-def fill_less(tensor_map: Any, box: tuple[int, ...]) -> None:
-    """Make the GPU's copy engine load and store boxes of shape `box`, which is smaller than the
-    tensor map's own shape: Triton only has powers of two.
-    """
-    tensor_map.filled = box
-
-
-def as_filled(description: Any, tensor_map: Any) -> Any:
-    """Triton's description of a tensor map, with the shape of the boxes that are filled. Wide boxes
-    are loaded by columns, each as wide as the swizzle.
-    """
-    box = getattr(tensor_map, "filled", None)
-    if box is None:
-        return description
-    return description | {"block_size": [*box[:-1], description["block_size"][-1]]}
-
-
-def ready_kernel(compiled: Any) -> ReadyKernel | None:
-    """The kernel ready to start, after Triton has compiled and started it once; None if only Triton
-    can start it.
-    """
-    from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
-
-    run = compiled.run
-    if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    launcher, descriptions = run.launch, getattr(compiled.metadata, "tensordesc_meta", None)
-    if inspect.isfunction(launcher):
-        # this wrapper would describe every tensor map anew at each launch
-        launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
-    if launcher is None:
-        return None
-    no_scratch = no_hooks = None, None
-    fixed = (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, *no_scratch,
-        compiled.packed_metadata, None, *no_hooks,
-    )  # fmt: skip
-
-    def describe_map(tensor_map: Any, number: int) -> list[Any]:
-        description = descriptions[number] if descriptions else None
-        return make_tensordesc_arg(tensor_map, as_filled(description, tensor_map))
-
-    return ReadyKernel(launcher, fixed, describe_map)
