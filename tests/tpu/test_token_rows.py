@@ -100,7 +100,8 @@ PARTS = {
     "plain": {"sinks": True, "alibi": "heads"},
     "bias_of_heads": {"bias": "float", "bias_heads": "all"},
     "dropout": {"dropout_p": 0.3},
-}  # fmt: skip
+    "layout": {"layout": Layout(32, 32, "one")},
+}
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -110,7 +111,7 @@ def test_heads_that_do_not_fit_together_have_tiles_of_their_own(case, run):
 
     wide = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128}
     call = build(dataclasses.replace(MIXED, **wide, **PARTS[case]))
-    small = Config(block_k=128, step_k=128, tile_rows=64, num_buffers=2, vmem_bytes=2 << 20)
+    small = Config(block_k=128, step_k=128, tile_rows=64, num_buffers=2, vmem_bytes=3 << 19)
     widths, sizes = (256, 128), (2, 2)
     assert small.parts_of_heads(4, widths, sizes) == 2
     assert_accurate(*run(call, "on_wait", config=small), call.truth())

@@ -347,8 +347,12 @@ def _attend_cut(
     heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
     tiles, layout = cut.tiles, None
     if call.layout is not None:
+        of_parts = call.layout
+        if of_parts.num_heads < apart:
+            crow, col = (jnp.repeat(x, apart, axis=-2) for x in of_parts[:2])
+            of_parts = of_parts._replace(crow=crow, col=col)
         tiles, layout = lay_out_tiles(
-            call.layout,
+            of_parts,
             tiles,
             tile_q=options.tile_q,
             block_k=options.block_k,
