@@ -172,6 +172,10 @@ class TileAttention:
         rows, dtype = self.softmax.m_i.shape[1], options.compute_dtype
         first_key, columns = first + place * width, width // options.fold
         piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
+        first_head: Any = 0
+        if options.heads_apart > 1:  # the tile has some of the heads
+            part = lax.rem(self.tile, jnp.int32(options.heads_apart))
+            first_head = part * self.softmax.m_i.shape[0]
 
         def stored(buffers: Any, head: Any) -> list[Array]:
             heads = (head * options.stack + i for i in range(options.stack))
@@ -222,7 +226,7 @@ class TileAttention:
 
             def weigh(i: int, p: Array) -> Array:
                 if options.dropout_p > 0.0:
-                    p = kept(p, piece.keep(heads[i]))
+                    p = kept(p, piece.keep(first_head + heads[i]))
                 return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
 
             self.softmax.fold(heads, scores, weigh)

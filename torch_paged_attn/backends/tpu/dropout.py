@@ -144,10 +144,6 @@ class Dropout:
         tile_q, tiles = self.options.tile_q, self.refs.tiles
         query = tiles.first_query[self.tile] + (row & (tile_q - 1))
         of_group = lax.shift_right_logical(row, tile_q.bit_length() - 1)
-        head = self.head
-        if self.options.heads_apart > 1:  # of all tiles of these tokens
-            part = lax.rem(self.tile, jnp.int32(self.options.heads_apart))
-            head = part * self.refs.m_i.shape[0] + head
-        head = self.options.first_head + head * self.options.group_size + of_group
+        head = self.options.first_head + self.head * self.options.group_size + of_group
         head = (tiles.sequence[self.tile] << 16) | head
         return self._philox.of_rows(query.astype(jnp.uint32), head.astype(jnp.uint32))

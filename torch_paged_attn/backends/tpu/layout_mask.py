@@ -60,29 +60,36 @@ def num_rows(tile_q: int, q_block_size: int) -> int:
     return (tile_q + q_block_size - 2) // q_block_size + 1
 
 
-def _words(crow: Array, col: Array, num_blocks: int, blocks_per_word: int) -> Array:
-    """CSR as words of listed blocks, `(..., rows, num_blocks)`."""
-    batch, (rows, nnz) = crow.shape[:-1], (crow.shape[-1] - 1, col.shape[-1])
+def _entries(crow: Array, col: Array, blocks_per_word: int) -> tuple[Array, Array, Array]:
+    """Of each entry of CSR, (layouts, nnz): its row, the word that it has a bit in, and the bit."""
+    rows, nnz = crow.shape[-1] - 1, col.shape[-1]
     crow, col = crow.reshape(-1, rows + 1), col.reshape(-1, nnz)
     entry = jnp.arange(nnz)
-    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)  # of each entry
+    row = jnp.sum(entry[None, :, None] >= crow[:, None, 1:], axis=-1)
     is_entry = (row < rows) & (entry >= crow[:, :1]) & (col >= 0)
-    block, bit = col // blocks_per_word, col % blocks_per_word
-    bits = jnp.where(is_entry, jnp.uint32(1) << bit.astype(jnp.uint32), jnp.uint32(0))
-    words = jnp.zeros((crow.shape[0], rows, num_blocks), jnp.uint32)
+    bit = (col % blocks_per_word).astype(jnp.uint32)
+    bits = jnp.where(is_entry, jnp.uint32(1) << bit, jnp.uint32(0))
+    return row, col // blocks_per_word, bits
+
+
+def _words(layout: Layout, block_k: int) -> Array:
+    """Words of listed blocks, `([batch,] heads, rows, num_blocks)`."""
+    row, block, bits = _entries(layout.crow, layout.col, block_k // layout.k_block_size)
+    *batch, bounds = layout.crow.shape
+    words = jnp.zeros((row.shape[0], bounds - 1, layout.num_blocks(block_k)), jnp.uint32)
     # columns of a row are unique: a sum of their bits is their union
-    layout = jnp.arange(crow.shape[0])[:, None]
-    words = words.at[layout, row, block].add(bits, mode="drop")
-    return lax.bitcast_convert_type(words, jnp.int32).reshape(*batch, rows, num_blocks)
+    which = jnp.arange(row.shape[0])[:, None]
+    words = words.at[which, row, block].add(bits, mode="drop")
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(*batch, *words.shape[1:])
 
 
 def lay_out_tiles(
     layout: Layout, tiles: Tiles, *, tile_q: int, block_k: int, num_cores: int
 ) -> tuple[Tiles, TileLayout]:
     """The tiles, repeated for each of the layout's heads, and the blocks that they visit."""
-    q_block_size, k_block_size = layout.q_block_size, layout.k_block_size
+    q_block_size = layout.q_block_size
     num_blocks = layout.num_blocks(block_k)
-    words = _words(layout.crow, layout.col, num_blocks, block_k // k_block_size)
+    words = _words(layout, block_k)
     words = words if words.ndim == 4 else words[None]
     of_batch = tiles.sequence if words.shape[0] > 1 else jnp.zeros_like(tiles.sequence)
 
@@ -116,10 +123,15 @@ def layout_words(layout: Layout, block_k: int) -> Array:
     """A layout as (sequences or 1, rows + 1, blocks, heads), a word for each block of keys, the
     last row empty: of no tile, so that XLA computes it once for all layers.
     """
-    num_blocks = layout.num_blocks(block_k)
-    words = _words(layout.crow, layout.col, num_blocks, block_k // layout.k_block_size)
-    words = words.reshape(-1, *words.shape[-3:]).transpose(0, 2, 3, 1)
-    return jnp.pad(words, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    row, block, bits = _entries(layout.crow, layout.col, block_k // layout.k_block_size)
+    heads, bounds = layout.num_heads, layout.crow.shape[-1]
+    which = jnp.arange(row.shape[0])[:, None]
+    shape = row.shape[0] // heads, bounds, layout.num_blocks(block_k), heads
+    words = jnp.zeros(shape, jnp.uint32)
+    # columns of a row are unique: a sum of their bits is their union
+    place = which // heads, row, block, which % heads
+    words = words.at[place].add(bits, mode="drop")
+    return lax.bitcast_convert_type(words, jnp.int32)
 
 
 def union_of_heads(words: Array) -> Array:
