@@ -89,6 +89,11 @@ def attention(name: str, batch: Batch, *, seed: bool = False) -> Problem:
     return Problem(name, contenders, batch.live_bytes)
 
 
+def alone(name: str, batch: Batch) -> Problem:
+    """Serving without a peer beside it."""
+    return Problem(name, {"ours": ours(batch)}, batch.live_bytes)
+
+
 def mla_decode(name: str, batch: Batch, width_v: int) -> Problem:
     """Latent attention, absorbed: one KV head, of whose keys the first `width_v` numbers are the
     values. The cache has rows of whole lanes.
@@ -167,12 +172,12 @@ def with_bias(name: str, batch: Batch, heads: int = 1) -> Problem:
     return Problem(name, {"ours": build}, batch.live_bytes)
 
 
-def with_layout(name: str, batch: Batch, block: int) -> Problem:
-    """Serving with a block-sparse layout of all heads: the causal one."""
+def with_layout(name: str, batch: Batch, block: int, heads: int = 1) -> Problem:
+    """Serving with a block-sparse layout of all heads, or one of each: the causal one."""
     num_blocks = max(batch.keys) // block
     rows = [np.arange(row + 1, dtype=np.int32) for row in range(num_blocks)]
-    crow = np.cumsum([0, *map(len, rows)]).astype(np.int32)[None]
-    col = np.concatenate(rows)[None]
+    crow = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    crow, col = (np.tile(x, (heads, 1)) for x in (crow, np.concatenate(rows)))
 
     def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         config = config_for(generation)
@@ -284,6 +289,13 @@ PROBLEMS = [
     with_bias("bias_of_heads_chunk_512_kv2048_page16", Batch((2048,), (512,), 16), heads=32),
     with_layout("layout_mixed_63_and_512_block64", SERVED["mixed_63_and_512_page16"], 64),
     with_layout("layout_prefill_b2_2048_block128", SERVED["prefill_b2_2048_page16"], 128),
+    with_layout("layouts_mixed_63_and_512_block64", SERVED["mixed_63_and_512_page16"], 64, 32),
+    with_layout("layouts_chunk_512_kv2048_block64", Batch((2048,), (512,), 16), 64, 32),
+    alone("speculative_b64_of4_kv4096_page16", Batch.equal(64, 4096, 4, 16)),
+    alone(
+        "decode_of_4_heads_b64_kv4096_page16",
+        Batch.equal(64, 4096, 1, 16, num_heads=4, num_kv_heads=1),
+    ),
     blocksparse_causal(4096, 8, 128, 512),
     blocksparse_causal(4096, 8, 128, 1024),
     backward_causal(4096, 8, 128, 512),

@@ -29,13 +29,17 @@ CALLS = {
     ),
     MLA: ("latent decode 16 x 4096, 128 heads, 576/512", 1.0),
 }
-# without a peer: none takes a bias or a layout as it comes
+# no peer beside these; none takes a bias or a layout as it comes
 ALONE = {
     "bias_mixed_63_and_512_page16": "63 decodes and a chunk of 512, bias of one head",
     "bias_prefill_b2_2048_page16": "prefill 2 x 2048, bias of one head",
     "bias_of_heads_chunk_512_kv2048_page16": "chunk of 512 at 2048, bias of 32 heads",
     "layout_mixed_63_and_512_block64": "63 decodes and a chunk of 512, layout of blocks of 64",
     "layout_prefill_b2_2048_block128": "prefill 2 x 2048, layout of blocks of 128",
+    "layouts_mixed_63_and_512_block64": "63 decodes and a chunk of 512, 32 layouts of blocks of 64",
+    "layouts_chunk_512_kv2048_block64": "chunk of 512 at 2048, 32 layouts of blocks of 64",
+    "speculative_b64_of4_kv4096_page16": "64 sequences of 4 tokens at 4096",
+    "decode_of_4_heads_b64_kv4096_page16": "decode 64 x 4096, 4 heads and one KV head",
 }
 CHIPS = ("v5e", "v6e", "tpu7x")
 

@@ -73,6 +73,7 @@ FAMILIES = {
     "decode": Family(),
     "decode_page128": Family(page_size=128),
     "decode_mqa": Family(num_kv_heads=1),
+    "decode_of_4_heads": Family(num_heads=4, num_kv_heads=1),
     "decode_features": Family(options=FEATURES),
     "speculative": Family(queries=4),
     "mixed": Family(queries=100),
@@ -88,6 +89,7 @@ FAMILIES = {
     "int8": Family(page_size=32, dtype=jnp.int8, options=NARROW),
     # by the width of rows
     "d8": Family(8, page_size=128),
+    "d8_page256": Family(8, page_size=256),
     "d16": Family(16, page_size=64),
     "d32": Family(32, page_size=64),
     "d64": Family(64),

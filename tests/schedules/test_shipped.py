@@ -153,7 +153,8 @@ def test_attention_compiles_within_vmem(family, generation):
 
 
 @pytest.mark.parametrize(
-    "name", ["tpu7x", "v5p"] if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else ["tpu7x"]
+    "name",
+    ["tpu7x", "v4", *["v5p"] * (os.environ.get("HYPOTHESIS_PROFILE") == "thorough")],
 )
 def test_prefill_of_many_wide_heads_compiles_within_vmem(name):
     """DeepSeek's: 128 heads of 192, of 128 for values, each with keys of its own."""

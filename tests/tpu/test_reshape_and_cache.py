@@ -48,6 +48,31 @@ def runs(capacity, count):
     return [*there, *[-1] * (count - len(there))]
 
 
+def test_runs_of_large_rows_have_fewer_buffers(monkeypatch):
+    """Heads of 8 numbers at pages of 256 take 1 MiB of VMEM for each run on its way."""
+    import jax
+
+    from torch_paged_attn.backends.tpu import slot_runs
+
+    assert [slot_runs.num_buffers(kib << 10) for kib in (128, 640, 1088, 8192)] == [16, 16, 8, 2]
+    jax.clear_caches()
+    monkeypatch.setattr(slot_runs, "MOST_BYTES", 1)
+    g = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(len(RUNS), 3, 24, generator=g) for _ in range(2))
+    kv_cache = torch.zeros(2, 6, 3, 32, 24)
+    expected, slots = kv_cache.clone(), torch.tensor(RUNS, dtype=torch.int32)
+    reference.reshape_and_cache(key, value, expected, slots)
+
+    def write(interpret):
+        tensors = key, value, kv_cache, slots
+        return reshape_and_cache(*(to_jax(t) for t in tensors), interpret=interpret)
+
+    try:
+        assert torch.equal(to_torch(watch(write)), expected)
+    finally:
+        jax.clear_caches()  # of programs with so few buffers
+
+
 def tiles(*firsts, size):
     """Slots that fill tiles of `size`, which begin at these."""
     return [first + i for first in firsts for i in range(size)]

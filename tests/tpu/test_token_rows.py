@@ -22,6 +22,23 @@ CASES = {
     "layout": {"layout": Layout(16, 32, "one")},
     "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
     "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
+    "layouts_of_heads": {"layout": Layout(16, 32, "all", density=0.3)},
+    "layouts_of_kv_heads": {"layout": Layout(64, 16, "kv", True), **WINDOW, **FLOAT32},
+    "layouts_of_heads_and_biases": {
+        "layout": Layout(32, 64, "all"), "bias": "float", "bias_heads": "all"
+    },
+    # seven heads to a KV head, whose rows are no whole registers' in a decode
+    "layouts_of_odd_groups": {
+        "layout": Layout(32, 32, "all", density=0.3), "num_heads": 28, "num_kv_heads": 4
+    },
+    "odd_groups": {"num_heads": 14, "num_kv_heads": 2, "sinks": True, "alibi": "heads"},
+    "few_heads": {"num_heads": 4, "num_kv_heads": 2, "bias": "float"},
+    "layouts_of_kv_heads_stacked": {
+        "layout": Layout(32, 32, "kv", density=0.3), "num_heads": 8, "num_kv_heads": 4
+    },
+    "layouts_of_one_kv_head": {
+        "layout": Layout(32, 128, "all", density=0.3), "num_heads": 8, "num_kv_heads": 1
+    },
     "wide": {"head_dim": 256, "bias": "float"},
     "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
     # pairs of heads of 16 bits are of two KV heads
@@ -66,3 +83,35 @@ def test_a_layout_without_room_for_its_words_goes_by_tiles():
     )  # fmt: skip
     out, _ = jax.eval_shape(call, queries, keys, keys, crow, col, cu_seqlens)
     assert out.shape == queries.shape
+
+
+@pytest.mark.parametrize("longest", [2, 4])
+def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run, monkeypatch):
+    """Speculation: up to so many tokens of each sequence."""
+    from torch_paged_attn.backends.tpu import attention
+
+    monkeypatch.delattr(attention, "attend_tiles")
+    seqs = ((longest, 300), (1, 17), (0, 5), (2, 30))
+    call = build(dataclasses.replace(MIXED, seqs=seqs, sinks=True))
+    assert_accurate(*run(call, "on_wait"), call.truth())
+
+
+PARTS = {
+    "plain": {"sinks": True, "alibi": "heads"},
+    "bias_of_heads": {"bias": "float", "bias_heads": "all"},
+    "dropout": {"dropout_p": 0.3},
+    "layout": {"layout": Layout(32, 32, "one")},
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_heads_that_do_not_fit_together_have_tiles_of_their_own(case, run):
+    """As 128 KV heads of DeepSeek's prefill do not on v4."""
+    from torch_paged_attn.backends.tpu.config import Config
+
+    wide = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128}
+    call = build(dataclasses.replace(MIXED, **wide, **PARTS[case]))
+    small = Config(block_k=128, step_k=128, tile_rows=64, num_buffers=2, vmem_bytes=3 << 19)
+    widths, sizes = (256, 128), (2, 2)
+    assert small.parts_of_heads(4, widths, sizes) == 2
+    assert_accurate(*run(call, "on_wait", config=small), call.truth())

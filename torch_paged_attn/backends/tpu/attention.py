@@ -24,7 +24,7 @@ from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pa
 from torch_paged_attn.backends.tpu.refusal import refuse
 from torch_paged_attn.backends.tpu.scalar_memory import MOST_WORDS
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
-from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries
+from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries, repeat_tiles
 from torch_paged_attn.backends.tpu.token_bias import readable
 from torch_paged_attn.backends.tpu.token_rows import heads_of_word
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
@@ -64,12 +64,14 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
 
     config = choose_config(config)
     lengths, first_key = lengths_of(call)
-    pages, launches = _plan(call, config, lengths, first_key, interpret)
+    plan = functools.partial(_plan, call, lengths=lengths, first_key=first_key, interpret=interpret)
+    pages, launches = plan(config)
     can_read = all(reads_tokens(call, pages, options) for options in launches)
-    if call.attn_bias is not None and not can_read:
-        # for each row of a tile
-        config = config.with_bias()
-        pages, launches = _plan(call, config, lengths, first_key, interpret)
+    layouts = 1 if call.layout is None else call.layout.num_heads
+    if not can_read and (call.attn_bias is not None or layouts > 1):
+        # a bias is laid out for each row of a tile then, heads with a layout each have tiles each
+        config = config if call.attn_bias is None else config.with_bias()
+        pages, launches = plan(config, layouts=layouts)
     q = call.q.astype(compute_dtype_of(call))
     factors = _factors(call)
     if can_read:
@@ -104,25 +106,34 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
 
 
 def _plan(
-    call: Call, config: Config, lengths: Lengths, first_key: Array, interpret: Any
+    call: Call,
+    config: Config,
+    *,
+    lengths: Lengths,
+    first_key: Array,
+    interpret: Any,
+    layouts: int = 1,
 ) -> tuple[Pages, list[Options]]:
-    """The keys, and what the call's launches are compiled for."""
+    """The keys, and what the call's launches are compiled for: with tiles of all heads, if they fit
+    VMEM, or with tiles for each of so many `layouts`.
+    """
     layout, bias = call.layout, call.attn_bias
     if bias is not None and bias.shape[0] > 1:
         config = config.with_bias(256, 512)
     widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
     pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
-    config = config.fit(
-        call.num_kv_heads if layout is None or layout.num_heads == 1 else 1,
+    rest = (
         pages.widths,
         (compute_dtype_of(call).itemsize, pages.k.dtype.itemsize),
         (0 if bias is None else bias.shape[0], call.group_size),
         pages.fold,
     )
+    apart = layouts if layouts > 1 else config.parts_of_heads(call.num_kv_heads, *rest)
+    config = config.fit(max(1, call.num_kv_heads // apart), *rest)
     tile_sizes = _tile_sizes(call.max_seqlen_q or call.total_q, call.group_size, config)
     return pages, [
         dataclasses.replace(
-            _options_of_pages(call, config, pages, tile_q, interpret),
+            _options_of_pages(call, config, pages, tile_q, interpret, apart),
             table_stride=pages.table_stride,
         )
         for tile_q in tile_sizes
@@ -164,7 +175,7 @@ def compute_dtype_of(call: Call) -> Any:
 
 
 def _options_of_pages(
-    call: Call, config: Config, pages: Pages, tile_q: int, interpret: Any
+    call: Call, config: Config, pages: Pages, tile_q: int, interpret: Any, apart: int
 ) -> Options:
     """`choose_options`, with longer blocks for decodes whose KV heads are all in one stack.
 
@@ -173,7 +184,7 @@ def _options_of_pages(
     """
     choose = functools.partial(
         choose_options, call, page_size=pages.page_size, tile_q=tile_q, interpret=interpret,
-        fold=pages.fold,
+        fold=pages.fold, apart=apart,
     )  # fmt: skip
     options = choose(config)
     is_plain = call.layout is None and call.attn_bias is None and call.dropout_p == 0.0
@@ -187,20 +198,20 @@ def _options_of_pages(
 
 
 def choose_options(
-    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1
-) -> Options:
+    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1,
+    apart: int = 1,
+) -> Options:  # fmt: skip
     """What the kernel of tiles of `tile_q` tokens is compiled for; rows of keys hold `fold`."""
     layout = call.layout
-    # heads with a layout each have tiles each
-    apart, block_sizes, most_k = 1, (1, 1), config.block_k
+    block_sizes, most_k = (1, 1), config.block_k
     if layout is not None:
-        apart, block_sizes = layout.num_heads, (layout.q_block_size, layout.k_block_size)
+        block_sizes = layout.q_block_size, layout.k_block_size
         most_k = min(most_k, WORD * layout.k_block_size)
-    group_size, stack = call.num_heads // apart, 1
-    if apart == 1:
-        if fold == 1:
-            stack = math.gcd(call.num_kv_heads, max(1, SUBLANES // (call.group_size * tile_q)))
-        group_size = call.group_size * stack
+    group_size, stack = call.num_heads // max(apart, call.num_kv_heads), 1
+    if fold == 1 and apart <= call.num_kv_heads:
+        per_tile = call.num_kv_heads // apart
+        stack = math.gcd(per_tile, max(1, SUBLANES // (group_size * tile_q)))
+        group_size *= stack
     unit = math.lcm(keys_per_step(page_size, fold), block_sizes[1])
     if tile_q <= SHORT and call.window.left >= 0:
         # a block is fetched page by page, asked for or not: no larger than what a window shows
@@ -247,21 +258,24 @@ def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
     """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
     rows = options.group_size * options.tile_q
     slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
+    is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1
     if layout is not None:
         # its words lie in the scalar core's memory, beside each tile's blocks and the page ids
         num_tiles = (call.total_q + call.batch * (tile_q - 1)) // tile_q
         num_tiles = min(num_tiles, call.batch) if tile_q == 1 else num_tiles
         numbers = layout.num_words(options.block_k) + pages.table.size
         numbers += num_tiles * layout.num_blocks(options.block_k)
-        if layout.num_heads > 1 or 2 * numbers > MOST_WORDS:
+        if 2 * numbers > MOST_WORDS:
             return False
     return (
-        all(width % LANES == 0 for width in pages.widths)
+        options.heads_apart == 1
+        and all(width % LANES == 0 for width in pages.widths)
         and pages.widths[1] <= pages.widths[0]
         and call.num_heads <= LANES
         and options.compute_dtype == options.out_dtype
         and (slopes is None or slopes.ndim == 1)
-        and rows * pages.fold % SUBLANES == 0
+        # rows of one token that fill no registers are padded
+        and (rows * pages.fold % SUBLANES == 0 or (tile_q == 1 and pages.fold == 1 and is_one_bias))
         # loads with strides are of whole registers
         and (options.tile_q == 1 or (options.tile_q >= SUBLANES))
         # and of words of 32 bits, with the numbers of as many heads
@@ -294,7 +308,7 @@ def _attend_tokens(
             call.num_heads // options.group_size,
             options.group_size,
             options.tile_q,
-            unit=math.gcd(SUBLANES, options.group_size * options.tile_q),
+            unit=SUBLANES if fold == 1 else math.gcd(SUBLANES, options.group_size * options.tile_q),
         )
         if call.attn_bias is not None:
             unit = math.lcm(keys_per_step(pages.page_size, fold), options.block_sizes[1])
@@ -333,13 +347,20 @@ def _attend_cut(
     heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
     tiles, layout = cut.tiles, None
     if call.layout is not None:
+        of_parts = call.layout
+        if of_parts.num_heads < apart:
+            crow, col = (jnp.repeat(x, apart, axis=-2) for x in of_parts[:2])
+            of_parts = of_parts._replace(crow=crow, col=col)
         tiles, layout = lay_out_tiles(
-            call.layout,
+            of_parts,
             tiles,
             tile_q=options.tile_q,
             block_k=options.block_k,
             num_cores=options.config.num_cores,
         )
+    elif apart > 1:
+        is_busy = jnp.repeat(tiles.start < tiles.stop, apart)
+        tiles = repeat_tiles(tiles, apart, is_busy, options.config.num_cores)
     queries = heads.of_tokens(q, cut)
     if options.fold > 1:
         queries = heads.folded(queries, options.fold)
@@ -369,7 +390,8 @@ def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...
     for both if none is longer than `SHORT`.
     """
     if longest <= SHORT:
-        return (1 << (longest - 1).bit_length(),)
+        # loads with strides, which spare XLA all glue, are of whole registers
+        return (1 if longest == 1 else SUBLANES,)
     most = max(1, config.tile_rows // group_size)
     most = 1 << (most.bit_length() - 1)
     return 1, max(2 * SHORT, min(most, 1 << (longest - 1).bit_length()))

@@ -14,6 +14,7 @@ and values that no row sees are set to zero, so that their NaN are not multiplie
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from torch_paged_attn.backends.tpu.dropout import kept
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
-from torch_paged_attn.backends.tpu.layout_mask import LayoutMask, word_of
+from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
 from torch_paged_attn.backends.tpu.scores import Scores
@@ -123,9 +124,8 @@ class TileAttention:
 
     def factor(self, factors: Any, head: Any) -> Array:
         """The KV heads' factors (rows, LANES), all lanes alike, of the tile's sequence."""
-        heads = [head * self.options.stack + i for i in range(self.options.stack)]
-        if self.options.heads_apart > 1:
-            heads = [self.loader.kv_head(self.tile)]
+        first_head = self.loader.first_kv_head(self.tile) + head * self.options.stack
+        heads = [first_head + i for i in range(self.options.stack)]
         shape = self.softmax.m_i.shape[1:]
         num_kv_heads = self.refs.k_hbm.shape[1]
         first = self.refs.tiles.sequence[self.tile] * num_kv_heads
@@ -137,15 +137,25 @@ class TileAttention:
         refs, first = self.refs, block * self.loader.block_k
         if refs.bias_rows is not None:
             TokenBias(refs, self.options, self.tile).arrange(slot)
-        if refs.layout_words is not None:
-            for i in range(refs.layout.shape[2]):
-                refs.layout[0, 0, i] = word_of(refs, self.options, self.tile, block, i)
-            turn = jnp.int32(0)
+        layout_of = None
+        if refs.layout is not None or refs.layout_words is not None:
+            layout_of = functools.partial(
+                LayoutMask.of_block, refs, self.options, self.tile, block, turn
+            )
 
-        def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
-            self._attend(first, slot, place, width, layout, masked)
+        def attend_heads(heads: list[Any] | None) -> None:
+            """All of them, or some that have layouts of their own."""
 
-        Pieces(self.refs, self.options, self.tile).walk(first, turn, attend)
+            def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
+                self._attend(first, slot, place, width, layout, masked, heads)
+
+            layout = None if layout_of is None else layout_of(heads or [])
+            Pieces(self.refs, self.options, self.tile).walk(first, layout, attend)
+
+        if self.options.layouts_of_head:
+            self.for_heads(attend_heads)
+        else:
+            attend_heads(None)
 
     def _attend(
         self,
@@ -155,12 +165,17 @@ class TileAttention:
         width: int,
         layout: LayoutMask | None,
         masked: bool,
+        heads: list[Any] | None,
     ) -> None:
-        """Fold piece `place` of a block, `width` keys, into the softmax."""
+        """Fold piece `place` of a block, `width` keys, into the softmax of some or all heads."""
         refs, loader, options = self.refs, self.loader, self.options
         rows, dtype = self.softmax.m_i.shape[1], options.compute_dtype
         first_key, columns = first + place * width, width // options.fold
         piece = Scores.of_piece(refs, options, self.tile, first_key, (rows, columns))
+        first_head: Any = 0
+        if options.heads_apart > 1:  # the tile has some of the heads
+            part = lax.rem(self.tile, jnp.int32(options.heads_apart))
+            first_head = part * self.softmax.m_i.shape[0]
 
         def stored(buffers: Any, head: Any) -> list[Array]:
             heads = (head * options.stack + i for i in range(options.stack))
@@ -194,7 +209,10 @@ class TileAttention:
             if masked:
                 # without a bias all heads see the same
                 is_sparse = layout is not None or refs.bias is not None
-                masks = [piece.visible(place, columns, layout, bias) for bias in biases]
+                masks = [
+                    piece.visible(head, place, columns, layout, bias)
+                    for head, bias in zip(heads, biases, strict=True)
+                ]
                 seen = [piece.is_seen(visible, is_sparse) for visible in masks]
                 values = without_unseen(values, seen)
                 if options.fold > 1:
@@ -208,9 +226,12 @@ class TileAttention:
 
             def weigh(i: int, p: Array) -> Array:
                 if options.dropout_p > 0.0:
-                    p = kept(p, piece.keep(heads[i]))
+                    p = kept(p, piece.keep(first_head + heads[i]))
                 return self.of_own_head([product(p.astype(dtype), v, 0) for v in values[i]])
 
             self.softmax.fold(heads, scores, weigh)
 
-        self.for_heads(attend_heads)
+        if heads is None:
+            self.for_heads(attend_heads)
+        else:
+            attend_heads(heads)

@@ -1,6 +1,7 @@
 """Sizes of tiles and blocks: the caller's, else those for the chip, else those for any chip."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -46,19 +47,8 @@ class Config:
         how many rows of a tile share a row of it. `fold`: keys of a row of memory, for each of
         which a tile holds its queries once.
         """
-        width, width_v = (-(-n // LANES) * LANES for n in widths)
-        computed, stored = sizes
-        # q and out twice, since the next tile's are loaded meanwhile; the softmax's state once
-        row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
-        tile = num_kv_heads * self.tile_rows * row
-        block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
-        block = block_rows * stored * (width + width_v)
-        in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
-        scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
-        bias_heads, group_size = of_bias
-        bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
-        bias = 4 * bias_rows * self.block_k
-        if tile + block + scores + bias <= self.vmem_bytes:
+        tile, block, rest = self._bytes(num_kv_heads, widths, sizes, of_bias, fold)
+        if tile + block + rest <= self.vmem_bytes:
             return self
         if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
             smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
@@ -70,6 +60,45 @@ class Config:
         else:
             return self
         return smaller.fit(num_kv_heads, widths, sizes, of_bias, fold)
+
+    def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
+        """In how many parts the KV heads fit VMEM, each with tiles of its own; arguments are those
+        of `fit`.
+
+        1 if they fit together. If not, the parts are so small that tiles are not halved: all heads'
+        keys are read once for each tile's tokens.
+        """
+        smallest = self.fit(num_kv_heads, *rest)
+        if sum(smallest._bytes(num_kv_heads, *rest)) <= self.vmem_bytes:
+            return 1
+        parts = 1
+        while num_kv_heads % (2 * parts) == 0:
+            parts *= 2
+            if self.fit(num_kv_heads // parts, *rest).tile_rows == self.tile_rows:
+                break
+        return parts
+
+    def _bytes(
+        self,
+        num_kv_heads: int,
+        widths: tuple[int, int],
+        sizes: tuple[int, int],
+        of_bias: tuple[int, int] = (0, 1),
+        fold: int = 1,
+    ) -> tuple[int, int, int]:
+        """What a tile, the blocks in flight, and scores with a bias take; arguments as in `fit`."""
+        width, width_v = (-(-n // LANES) * LANES for n in widths)
+        computed, stored = sizes
+        # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
+        row = 2 * computed * (fold * width + width_v) + 4 * fold * (2 * LANES + width_v)
+        tile = num_kv_heads * self.tile_rows * row
+        block_rows = self.num_buffers * num_kv_heads * self.block_k // fold
+        block = block_rows * stored * (width + width_v)
+        in_flight = min(num_kv_heads, MOST_HEADS) * self.tile_rows
+        scores = min(max(MOST_ROWS, self.tile_rows), in_flight) * self.step_k * (4 + computed)
+        bias_heads, group_size = of_bias
+        bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
+        return tile, block, scores + 4 * bias_rows * self.block_k
 
     def with_longer_blocks(
         self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]

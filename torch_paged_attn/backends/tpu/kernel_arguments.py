@@ -22,7 +22,8 @@ class Options:
     softcap: float  # 0 for none
     window: Window
     dropout_p: float
-    # with a layout: 1, or how many heads have a layout of their own and so tiles of their own
+    # tiles of the same tokens, each with some of the heads: as many as have a layout of their own,
+    # or as it takes for one to fit VMEM
     heads_apart: int
     block_sizes: tuple[int, int]  # of a layout: query tokens and keys of one of its blocks
     compute_dtype: Any  # of what products are computed on
@@ -35,7 +36,8 @@ class Options:
     least_queries: int = 1  # of the sequences that the launch is for
     most_queries: int = 2**30
     clears_padding: bool = False
-    layout_shape: tuple[int, int] = (0, 0)  # rows and words of each, of a layout as it lies
+    layout_shape: tuple[int, int, int] = (0, 0, 0)  # rows, blocks, heads of a layout as it lies
+    layouts_of_head: int = 0  # of each head of the kernel; 0: all have the same one
 
 
 class Refs(NamedTuple):
@@ -85,7 +87,8 @@ class Refs(NamedTuple):
     lse_tokens: Any = None  # (tile_q, 1, LANES)
     earlier_out: Any = None  # the memory of `out_hbm` and `lse_hbm`, written by an earlier launch
     earlier_lse: Any = None
-    layout_words: Any = None  # (layouts * rows * blocks,); `layout` is of one tile and block then
+    layout_words: Any = None  # (layouts * (rows + 1) * blocks * heads,)
+    layout_union: Any = None  # (layouts * (rows + 1) * blocks,) of all heads, if there are several
     bias_rows: Any = None  # (1 or num_heads, tile_q, block_k), of one token (1, heads, block_k)
     lse_m: Any = None  # (rows, LANES) maxima and sums of the heads, each in its lane
     lse_l: Any = None

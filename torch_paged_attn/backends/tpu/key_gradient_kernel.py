@@ -119,7 +119,7 @@ class KeyGradient:
         def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
             self._attend(query_tile, slot, first, place, width, layout, masked)
 
-        Pieces(self.refs, self.options, query_tile).walk(first, turn, attend)
+        Pieces(self.refs, self.options, query_tile).walk(first, None, attend)
 
     def _attend(
         self,
@@ -150,7 +150,10 @@ class KeyGradient:
             masks: list[Any] = [None] * len(heads)
             if masked:
                 # without a bias, the masks of all heads are equal
-                masks = [piece.visible(place, width, layout, bias) for bias in biases]
+                masks = [
+                    piece.visible(head, place, width, layout, bias)
+                    for head, bias in zip(heads, biases, strict=True)
+                ]
             q, dout = (
                 [x[slot, head] for head in heads] for x in (refs.q_buffers, refs.dout_buffers)
             )

@@ -16,8 +16,8 @@ from torch_paged_attn.backends.tpu.attention_kernel import (
 )
 from torch_paged_attn.backends.tpu.config import LANES, Config
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
-from torch_paged_attn.backends.tpu.layout_mask import TileLayout, num_rows
-from torch_paged_attn.backends.tpu.pages import Pages
+from torch_paged_attn.backends.tpu.layout_mask import TileLayout, union_of_heads
+from torch_paged_attn.backends.tpu.pages import SUBLANES, Pages
 from torch_paged_attn.backends.tpu.ring import Cursor
 from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import Tiles
@@ -185,6 +185,7 @@ def attend_tokens(
     num_cores, num_buffers = config.num_cores, config.num_buffers
     width_k, width_v = pages.widths
     heads, rows = num_heads // options.group_size, options.group_size * tile_q
+    whole_rows = -(-rows * options.fold // SUBLANES) * SUBLANES
     block_pages = options.block_k // pages.page_size
     cu_seqlens, key_lens = lengths
     batch, longest = key_lens.shape[0], min(options.most_queries, total_q)
@@ -202,8 +203,15 @@ def attend_tokens(
         "key_lens": key_lens,
     }
     if words is not None:
-        options = dataclasses.replace(options, layout_shape=(words.shape[1], words.shape[2]))
+        _, bounds, num_blocks, of_heads = words.shape
+        options = dataclasses.replace(
+            options,
+            layout_shape=(bounds - 1, num_blocks, of_heads),
+            layouts_of_head=of_heads // heads if of_heads > 1 else 0,
+        )
         scalars["layout_words"] = words.reshape(-1)
+        if of_heads > 1:
+            scalars["layout_union"] = union_of_heads(words).reshape(-1)
     inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), anywhere)}
     inputs["k_hbm"] = pages.k, anywhere
     if pages.v is not None:
@@ -227,7 +235,7 @@ def attend_tokens(
         return (*of_tile, width) if tile_q == 1 else (width // LANES, *of_tile, LANES)
 
     buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_lse = (rows if tile_q == 1 else tile_q, LANES)
+    of_lse = (whole_rows // options.fold if tile_q == 1 else tile_q, LANES)
     of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
     if pages.shared:
         of_values = {}
@@ -235,7 +243,7 @@ def attend_tokens(
         **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
         "q_tokens": pltpu.VMEM(in_parts(of_queries, q.shape[-1]), q.dtype),
-        "q": pltpu.VMEM((1, heads, rows * options.fold, width_k), q.dtype),
+        "q": pltpu.VMEM((1, heads, whole_rows, width_k), q.dtype),
         "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
         "lse_m": pltpu.VMEM(of_lse, jnp.float32),
@@ -244,17 +252,15 @@ def attend_tokens(
         "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
         **of_values,
         "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
-        "m_i": pltpu.VMEM((heads, rows * options.fold, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, rows * options.fold, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows * options.fold, width_v), jnp.float32),
+        "m_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, whole_rows, width_v), jnp.float32),
         "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
     }
     if words is not None:
-        touched = num_rows(tile_q, options.block_sizes[0])
         scratch |= {
             "visits": pltpu.SMEM((num_tiles * words.shape[2],), jnp.int32),
             "num_visits": pltpu.SMEM((num_tiles,), jnp.int32),
-            "layout": pltpu.SMEM((1, 1, touched), jnp.int32),
         }
     if modifiers.bias is not None:
         of_bias, dtype = modifiers.bias.shape[0], modifiers.bias.dtype

@@ -63,10 +63,15 @@ class KvLoader(Ring):
             return self.refs.visits[tile * (self.refs.visits.shape[0] // self.num_tiles) + turn]
         return self._first_block(tile) + turn
 
-    def kv_head(self, tile: Array) -> Array:
-        """The only KV head of a tile whose heads lie in tiles apart."""
-        group_size = self.options.heads_apart // self.refs.k_hbm.shape[1]
-        return lax.div(lax.rem(tile, jnp.int32(self.options.heads_apart)), jnp.int32(group_size))
+    def first_kv_head(self, tile: Array) -> Any:
+        """Of a tile that may have some of the heads."""
+        apart = self.options.heads_apart
+        if apart == 1:
+            return 0
+        part, num_kv_heads = lax.rem(tile, jnp.int32(apart)), self.refs.k_hbm.shape[1]
+        if num_kv_heads >= apart:
+            return part * (num_kv_heads // apart)
+        return lax.div(part, jnp.int32(apart // num_kv_heads))
 
     def _first_block(self, tile: Array) -> Array:
         return lax.div(self.refs.tiles.start[tile], jnp.int32(self.block_k))
@@ -100,10 +105,10 @@ class KvLoader(Ring):
         if self.refs.bias_rows is not None:
             return TokenBias(self.refs, self.options, tile).copy(block, slot)
         columns = pl.ds(pl.multiple_of(block * self.block_k, self.block_k), self.block_k)
-        heads = pl.ds(0, self.refs.bias.shape[1])
-        if self.options.heads_apart > 1:
-            head = lax.rem(tile, jnp.int32(self.options.heads_apart))
-            heads = pl.ds(head if self.refs.bias.shape[1] > 1 else 0, 1)
+        count = self.refs.bias_buffers.shape[1]
+        heads = pl.ds(0, count)
+        if self.options.heads_apart > 1 and self.refs.bias.shape[1] > 1:
+            heads = pl.ds(lax.rem(tile, jnp.int32(self.options.heads_apart)) * count, count)
         of_tokens = lax.div(tile, jnp.int32(self.options.heads_apart))
         return pltpu.make_async_copy(
             self.refs.bias.at[of_tokens, heads, :, columns],
@@ -118,7 +123,7 @@ class KvLoader(Ring):
             stored.append((self.refs.v_hbm, self.refs.v_buffers, v_done))
         heads: Any = slice(None)
         if self.options.heads_apart > 1:
-            heads = pl.ds(self.kv_head(tile), 1)
+            heads = pl.ds(self.first_kv_head(tile), self.refs.k_buffers.shape[2])
         return [
             pltpu.make_async_copy(hbm.at[page, heads], buffers.at[slot, i], done)
             for hbm, buffers, done in stored

@@ -26,12 +26,12 @@ class Pieces:
     options: Options
     tile: Array
 
-    def walk(self, first: Array, turn: Array, attend: Attend) -> None:
-        """`attend` for the pieces of the block from key `first` on, the tile's at this turn."""
+    def walk(self, first: Array, layout: LayoutMask | None, attend: Attend) -> None:
+        """`attend` for the pieces of the block from key `first` on, of which the layout is."""
         options = self.options
 
         def walk_step(step: Array, _: None) -> None:
-            self._walk_piece(first, turn, attend, step, options.step_k)
+            self._walk_piece(first, layout, attend, step, options.step_k)
 
         if options.step_k == options.block_k:
             walk_step(jnp.int32(0), None)
@@ -49,7 +49,7 @@ class Pieces:
         return lax.div(start, jnp.int32(width)), lax.div(stop + (width - 1), jnp.int32(width))
 
     def _walk_piece(
-        self, first: Array, turn: Array, attend: Attend, place: Array, width: int
+        self, first: Array, layout: LayoutMask | None, attend: Attend, place: Array, width: int
     ) -> None:
         """A piece of which every row sees every key is attended to at once; of others the halves
         are looked at in the same way, and at last those of `edge_k` keys are masked. A bias, which
@@ -60,9 +60,7 @@ class Pieces:
         is_full: Any = (tiles.full_start[self.tile] <= first_key) & (
             first_key + width <= tiles.full_stop[self.tile]
         )
-        layout: LayoutMask | None = None
-        if self.refs.layout is not None:
-            layout = LayoutMask(self.refs.layout, self.options, tiles.position[self.tile], turn)
+        if layout is not None:
             is_full &= layout.bits(place, width)[1]
 
         def attend_edge(place: Array, _: None) -> None:
@@ -72,7 +70,7 @@ class Pieces:
                 pl.when(layout.bits(place, edge_k)[0])(lambda: attend(place, edge_k, layout, True))
 
         def walk_half(place: Array, _: None) -> None:
-            self._walk_piece(first, turn, attend, place, width // 2)
+            self._walk_piece(first, layout, attend, place, width // 2)
 
         def walk_parts() -> None:
             is_large = width > 2 * edge_k

@@ -74,7 +74,7 @@ class QueryGradient:
         def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
             self._attend(first, slot, place, width, layout, masked)
 
-        walk = functools.partial(Pieces(self.refs, self.options, self.tile).walk, first, turn)
+        walk = functools.partial(Pieces(self.refs, self.options, self.tile).walk, first, None)
         refs = self.refs
         if refs.dbias is None:
             walk(attend)
@@ -116,7 +116,10 @@ class QueryGradient:
             if masked:
                 # without a bias, the masks of all heads are equal
                 is_sparse = layout is not None or refs.bias is not None
-                masks = [piece.visible(place, width, layout, bias) for bias in biases]
+                masks = [
+                    piece.visible(head, place, width, layout, bias)
+                    for head, bias in zip(heads, biases, strict=True)
+                ]
                 seen = [piece.is_seen(visible, is_sparse) for visible in masks]
                 keys = [jnp.where(x, k, jnp.zeros_like(k)) for x, k in zip(seen, keys, strict=True)]
             products = [product(refs.q[0, h], k, 1) for h, k in zip(heads, keys, strict=True)]

@@ -81,7 +81,7 @@ def _launch(
     height = math.gcd(tile_rows(caches[0]), page_rows)
     new = tuple(map(_as_words, new))
     buffers = _buffers_of_runs(new, caches, height, fold)
-    num_tiles = whole_tiles.tiles_of_group(_tile_bytes(new, caches, height, fold))
+    num_tiles = whole_tiles.tiles_of_group(max(_tile_bytes(new, caches, height, fold)))
     has_groups = 0 < num_tiles * height * fold <= slots.shape[0]
     if has_groups:
         buffers += _buffers_of_groups(new, caches, height, fold, num_tiles)
@@ -121,7 +121,7 @@ def _buffers_of_runs(
     new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int
 ) -> list[Any]:
     """Tiles and rows, semaphores, and what is known of each run."""
-    count = slot_runs.NUM_BUFFERS
+    count = slot_runs.num_buffers(sum(_tile_bytes(new, caches, height, fold)))
     return [
         *[pltpu.VMEM((count, *_tile(cache, height)), cache.dtype) for cache in caches],
         *[pltpu.VMEM((count, height * fold, *x.shape[1:]), x.dtype) for x in new],
@@ -150,11 +150,13 @@ def _tile(cache: Array, height: int) -> tuple[int, ...]:
     return planes, heads, height, width
 
 
-def _tile_bytes(new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int) -> int:
-    """Of the tiles of keys and values, or of the new rows for them, what takes more."""
+def _tile_bytes(
+    new: tuple[Array, ...], caches: tuple[Array, ...], height: int, fold: int
+) -> tuple[int, int]:
+    """Of the tiles of keys and values, and of the new rows for them."""
     stored = sum(math.prod(_tile(cache, height)) * cache.dtype.itemsize for cache in caches)
     rows = sum(height * fold * math.prod(x.shape[1:]) * x.dtype.itemsize for x in new)
-    return max(stored, rows)
+    return stored, rows
 
 
 def _as_words(new: Array) -> Array:

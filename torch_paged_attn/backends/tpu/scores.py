@@ -74,7 +74,7 @@ class Scores:
         return (scores if bias is None else scores + bias), tanh
 
     def visible(
-        self, place: Array, width: int, layout: LayoutMask | None, bias: Array | None
+        self, head: Any, place: Array, width: int, layout: LayoutMask | None, bias: Array | None
     ) -> Array:
         """True for scores that count. The piece is number `place` of its block's pieces, which have
         `width` keys each."""
@@ -93,7 +93,7 @@ class Scores:
         if window.left >= 0:
             visible &= self.key >= position - window.left
         if layout is not None:
-            visible &= layout.sees(self.token, place * width + self.key)
+            visible &= layout.sees(head, self.row.shape[0], place * width, width)
         if bias is not None:
             visible &= bias != -jnp.inf
         if layout is not None or bias is not None:

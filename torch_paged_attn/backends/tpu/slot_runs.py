@@ -17,10 +17,17 @@ from jax.experimental.pallas import tpu as pltpu
 from torch_paged_attn.backends.tpu.cache_tiles import CacheWriter, num_slots, places
 from torch_paged_attn.backends.tpu.config import LANES
 
-NUM_BUFFERS = 16
+MOST_BUFFERS = 16
+LEAST_BUFFERS = 2
 
-# runs that are being read ahead; a tile's write-back has as many runs of time to end
-AHEAD = NUM_BUFFERS // 2
+# bytes of VMEM for new rows and tiles
+MOST_BYTES = 10 << 20
+
+
+def num_buffers(run_bytes: int) -> int:
+    """Runs on their way, a power of two, if the rows and the tile of one take so many bytes."""
+    fitting = max(LEAST_BUFFERS, min(MOST_BUFFERS, MOST_BYTES // run_bytes))
+    return 1 << (fitting.bit_length() - 1)
 
 
 class Runs(NamedTuple):
@@ -42,7 +49,7 @@ class Place(NamedTuple):
 
 
 class RunWriter(CacheWriter):
-    """What is done with a run; `rows` are (NUM_BUFFERS, slots of a tile, ...)."""
+    """What is done with a run; `rows` are (buffers, slots of a tile, ...)."""
 
     def __init__(self, *shared: Any, is_elsewhere: Callable[[Array], Array], **options: Any):
         """`is_elsewhere`: whether the tokens from one on are not written here; runs end before."""
@@ -50,6 +57,15 @@ class RunWriter(CacheWriter):
         self.read_done, self.write_done, self.rows_done, *runs = self.own
         self.runs = Runs(*runs)
         self.is_elsewhere = is_elsewhere
+
+    @property
+    def num_buffers(self) -> int:
+        return int(self.tiles[0].shape[0])
+
+    @property
+    def ahead(self) -> int:
+        """Runs that are being read ahead; a write-back has as many runs of time to end."""
+        return self.num_buffers // 2
 
     def _tiles(self, slot: Array) -> list[tuple[Any, Any]]:
         """The tiles in this buffer, and where they lie in the caches."""
@@ -112,7 +128,7 @@ class RunWriter(CacheWriter):
 
     def fetch(self, run: Array, token: Array) -> Array:
         """Find a run, and start the copies of its tile and its rows; the token behind it."""
-        slot = lax.rem(run, jnp.int32(NUM_BUFFERS))
+        slot = lax.rem(run, jnp.int32(self.num_buffers))
         token, size = self._next_run(token)
         self.runs.size[slot] = size
 
@@ -120,7 +136,7 @@ class RunWriter(CacheWriter):
         def _() -> None:
             first = self.slots[token]
             tile = lax.div(first, jnp.int32(self.tile_slots))
-            others = [self.runs.tile[i] == tile for i in range(NUM_BUFFERS)]
+            others = [self.runs.tile[i] == tile for i in range(self.num_buffers)]
             is_late = functools.reduce(jnp.logical_or, others)
             self.runs.tile[slot] = tile
             self.runs.token[slot] = token
@@ -136,18 +152,18 @@ class RunWriter(CacheWriter):
         lax.fori_loop(
             written,
             stop,
-            lambda run, _: self._writes(lax.rem(run, jnp.int32(NUM_BUFFERS)), "wait"),
+            lambda run, _: self._writes(lax.rem(run, jnp.int32(self.num_buffers)), "wait"),
             None,
         )
         return jnp.maximum(written, stop)
 
     def change(self, at: Place) -> Place:
         """Write the run, and start the copies of a later one."""
-        slot = lax.rem(at.run, jnp.int32(NUM_BUFFERS))
+        slot = lax.rem(at.run, jnp.int32(self.num_buffers))
         is_late = self.runs.is_late[slot] == 1
-        behind = at.run + (AHEAD + 1 - NUM_BUFFERS)
+        behind = at.run + (self.ahead + 1 - self.num_buffers)
         written = self.wait_for_writes(at.written, jnp.where(is_late, at.run, behind))
-        token = self.fetch(at.run + AHEAD, at.token)
+        token = self.fetch(at.run + self.ahead, at.token)
         is_whole = self._is_whole(slot)
         pl.when(is_late & ~is_whole)(lambda: self._reads(slot, "start"))
         pl.when(~is_whole)(lambda: self._reads(slot, "wait"))
@@ -205,12 +221,12 @@ class RunWriter(CacheWriter):
 
     def walk(self, token: Array) -> Array:
         """Write the runs from this token on; the token behind them."""
-        for i in range(NUM_BUFFERS):
+        for i in range(self.num_buffers):
             self.runs.tile[i] = jnp.int32(-1)
-        token = lax.fori_loop(0, AHEAD, self.fetch, token)
+        token = lax.fori_loop(0, self.ahead, self.fetch, token)
 
         def is_run(at: Place) -> Array:
-            return self.runs.size[lax.rem(at.run, jnp.int32(NUM_BUFFERS))] > 0
+            return self.runs.size[lax.rem(at.run, jnp.int32(self.num_buffers))] > 0
 
         end = lax.while_loop(is_run, self.change, Place(jnp.int32(0), token, jnp.int32(0)))
         self.wait_for_writes(end.written, end.run)

@@ -140,6 +140,14 @@ def cut_queries(
     )
 
 
+def repeat_tiles(tiles: Tiles, count: int, is_busy: Array, num_cores: int) -> Tiles:
+    """Each tile so many times, for parts of its heads; `is_busy` says of all of them whether they
+    see a key.
+    """
+    tiles = jax.tree.map(lambda x: jnp.repeat(x, count), tiles)
+    return tiles._replace(busy_from=busy_from(is_busy, num_cores))
+
+
 class KeyCut(NamedTuple):
     """Tiles of keys, and where each packed key is in them."""
 

@@ -88,8 +88,8 @@ class TokenBias:
         refs, size = self.refs, self.options.group_size
         columns = pl.ds(pl.multiple_of(place * width, width), width)
         if refs.bias.shape[0] == 1:
-            x = refs.bias_rows[0, :, columns]
-            return jnp.tile(x, (size, 1)) if len(x) > 1 else jnp.broadcast_to(x, (size, width))
+            x, rows = refs.bias_rows[0, :, columns], refs.m_i.shape[1]
+            return jnp.tile(x, (size, 1)) if len(x) > 1 else jnp.broadcast_to(x, (rows, width))
         heads = pl.ds(pl.multiple_of(head * size, size), size)
         if self.options.tile_q == 1:
             return refs.bias_rows[0, heads, columns]

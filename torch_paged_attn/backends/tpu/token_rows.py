@@ -146,10 +146,10 @@ class TokenRows:
         self._move("queries", "wait")
         refs, options = self.refs, self.options
         if options.tile_q == 1:
-            width = refs.q_tokens.shape[-1]
-            if width < refs.q.shape[-1]:
+            _, _, count, width = refs.q_tokens.shape
+            if (count, width) != refs.q.shape[2:]:
                 refs.q[0] = jnp.zeros_like(refs.q[0])
-            refs.q[0, :, :, :width] = refs.q_tokens[0]
+            refs.q[0, :, :count, :width] = refs.q_tokens[0]
             return
 
         for part, lanes in _lanes(refs.q_tokens.shape[0]):
@@ -221,8 +221,11 @@ class TokenRows:
         refs, options = self.refs, self.options
         lane, row = (lax.broadcasted_iota(jnp.int32, refs.lse_m.shape, axis) for axis in (1, 0))
         if options.tile_q == 1:
-            refs.out_tokens[0, head, :, : out.shape[1]] = out.astype(refs.out_tokens.dtype)
-            parts = [(slice(None), row + head * out.shape[0])]
+            count = refs.out_tokens.shape[2]
+            own = out.astype(refs.out_tokens.dtype)
+            refs.out_tokens[0, head, :, : out.shape[1]] = own[:count]
+            # rows behind the queries' have no lane
+            parts = [(slice(None), jnp.where(row < count, row + head * count, -1))]
         else:
             # the queries are not needed any more
             refs.q[0, head, : out.shape[0], : out.shape[1]] = out.astype(refs.q.dtype)
