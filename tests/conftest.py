@@ -33,6 +33,10 @@ THOROUGH_ALONE = {
         "test_attention.py: most fuzzed plans, a cache passed whole to two launches, mixed batches "
         "in steps of several pieces, two cores by the other way of the DMAs",
         "test_bias.py: low biases in 16 bits; test_packed_rows.py: rows of two keys, groups of 4",
+        "test_oracle.py, test_binding.py: half of the combinations",
+    ),
+    "tests/neuron": (
+        "test_attention.py: heads of which no stack fits; test_backward.py too: most fuzzed plans",
     ),
     "tests/packaging": ("test_build.py: other compilers than the first, and whole objects",),
 }

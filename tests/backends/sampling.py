@@ -129,10 +129,7 @@ SAMPLES: dict[str, Sample] = {
         "a case is seconds of compiling",
         {
             "agrees": (
-                "minilm/packed/f32",
                 "llama3_8b/mixed/kv_e4m3",
-                "llama3_8b/mixed/kv_int8",
-                "llama3_8b/prefill/e4m3",
                 "llama3_8b/speculative/bf16",
                 "gpt_oss/sinks_window/bf16",
                 "mpt/alibi_batch/f32",
@@ -141,11 +138,11 @@ SAMPLES: dict[str, Sample] = {
                 "more_queries_than_keys/f32",
                 "odd_sizes/f32",
             ),
-            "same_bits": ("llama3_8b/decode_b5/bf16",),
-            "page_order": ("llama3_8b/decode_b5/bf16",),
+            "same_bits": ("sglang/page1/f16",),
+            "page_order": ("sglang/page1/f16",),
             "alone": ("sglang/page1/f16",),
-            "unseen_memory": ("llama3_8b/decode_b5/bf16",),
-            "nan_stays": ("llama3_8b/decode_b5/bf16",),
+            "unseen_memory": ("sglang/page1/f16",),
+            "nan_stays": ("sglang/page1/f16",),
             # tests/tpu has training/everything/f32
             "gradients_agree": ("training/gpt_oss/bf16",),
             "gradients_same_bits": (),

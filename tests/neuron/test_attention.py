@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import itertools
+import os
 
 import hypothesis
 import pytest
@@ -46,11 +47,13 @@ def pairs(bounds):
 
 MANY_HEADS = {
     "keys": (3, {"num_kv_heads": 136}),
-    "stack": (2, {"num_kv_heads": 128}),
     "results": (2, {"num_kv_heads": 64, "head_dim": 256}),
     "tiles of keys": (2, {"num_kv_heads": 32, "head_dim": 512, "kv_dtype": torch.int8}),
     "third generation": (3, {"num_kv_heads": 64, "head_dim": 512, "kv_dtype": torch.int8}),
 }
+EXAMPLES = hypothesis.settings.default.max_examples
+if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
+    MANY_HEADS["stack"] = 2, {"num_kv_heads": 128}
 
 
 @pytest.mark.parametrize("name", MANY_HEADS)
@@ -244,7 +247,7 @@ def test_dropout_has_the_reference_bits(layout, run, machine):
 
 
 # a plan takes half a second: `make test` draws fewer than elsewhere
-@hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 3, 20))
+@hypothesis.settings(max_examples=EXAMPLES // 3 if EXAMPLES > 100 else 15)
 @hypothesis.given(
     problems(st.one_of(st.none(), layouts)),
     st.sampled_from(GENERATIONS),

@@ -24,6 +24,7 @@ from torch_paged_attn.testing.inputs import hostile_gradients
 from torch_paged_attn.testing.strategies import problems
 
 P = 128
+EXAMPLES = hypothesis.settings.default.max_examples
 SIZES = Sizes(depths=(1, 2), key_tiles=(32, 64))
 WIDTH = 32
 
@@ -276,7 +277,7 @@ def test_sums_that_come_as_rows_alone(wanted, request):
     assert same_bits([x for x in found if x.numel()], both[:1] if dq else both[1:3])
 
 
-@hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 3, 20))
+@hypothesis.settings(max_examples=EXAMPLES // 3 if EXAMPLES > 100 else 15)
 @hypothesis.given(
     problems(trains=True),
     st.sampled_from((2, 3, 4)),

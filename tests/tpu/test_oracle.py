@@ -2,6 +2,8 @@
 other tests say that it is silent about the kernel as it is.
 """
 
+import os
+
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,6 +18,9 @@ from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
+
+DMA_MODES = ("on_wait", "eager")
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 def attended(dma_mode):
@@ -41,7 +46,7 @@ def forget_seeded_kernels():
     forget_kernels()
 
 
-@pytest.mark.parametrize("dma_mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma_mode", DMA_MODES if IS_THOROUGH else DMA_MODES[:1])
 def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
     def wait_for_keys_only(self, tile, block, slot):
         first, stop = self._live_pages(tile, block)
@@ -59,7 +64,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
         assert any("non-zero count" in line for line in complaints)
 
 
-@pytest.mark.parametrize("dma_mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma_mode", DMA_MODES if IS_THOROUGH else DMA_MODES[1:])
 def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatch):
     def copies(self, tile, page, slot, i):
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]

@@ -105,8 +105,7 @@ KINDS = [
     ("float32", "float32", 1, 128, 8),
     ("bfloat16", "float8_e4m3fn", 1, 128, 32),
     ("float32", "float32", 2, 24, 8),
-    ("float16", "float16", 2, 128, 16),
-    *[("bfloat16", "bfloat16", 2, 128, 16)] * IS_THOROUGH,
+    *[("float16", "float16", 2, 128, 16), ("bfloat16", "bfloat16", 2, 128, 16)] * IS_THOROUGH,
 ]
 
 
