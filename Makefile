@@ -210,7 +210,7 @@ thorough-compile: install
 	$(THOROUGH) tests/triton/test_cross_compile.py tests/triton/test_shared_memory.py tests/triton/test_hopper.py
 
 thorough-fuzz: install
-	$(THOROUGH) tests/neuron -k "fuzz or test_reshape_and_cache"
+	$(THOROUGH) tests/neuron -k "fuzz or test_reshape_and_cache or without_room"
 	$(THOROUGH) tests/tpu
 
 thorough-mutants: install
