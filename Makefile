@@ -16,7 +16,7 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 # the emulator multiplies small matrices: a second thread would only spin
 export OPENBLAS_NUM_THREADS := 1
-# where it is set, each process parses torch anew: 4 s instead of 2, for some 100 processes of the tests
+# where it is set, each process of the tests parses torch anew: an import of 4 s instead of 2
 export PYTHONDONTWRITEBYTECODE :=
 
 # what the CPU kernels could use here, but for the best, which they use by themselves
