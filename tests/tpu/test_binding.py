@@ -18,8 +18,9 @@ from torch_paged_attn.backends.tpu.cache_memory import is_front_of, memory_of, w
 from torch_paged_attn.backends.tpu.call import Call
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
-# each with a tensor that has an entry for every sequence, or words of its own
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+# each with a tensor that has an entry for every sequence, or words of its own
 CASES = {
     "decode": ("llama3_8b/decode_b5/bf16", {}),
     "bias": ("t5/bias/f32", {"seqs": ((3, 5), (1, 7))}),

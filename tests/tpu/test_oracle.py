@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax_arrays import to_jax, to_torch
-from pallas_oracle import observe
+from pallas_oracle import DMA_MODES, observe
 
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.config import Config
@@ -19,7 +19,6 @@ from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
 
-DMA_MODES = ("on_wait", "eager")
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
