@@ -6,6 +6,7 @@ HYPOTHESIS_EXAMPLES is how many `thorough` draws for a test; `--hypothesis-seed`
 import os
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
@@ -44,7 +45,9 @@ FEWER = {
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "thorough: `make thorough` alone runs it")
+    config.addinivalue_line(
+        "markers", "thorough: `make thorough` alone runs it, and a GPU, where kernels are quick"
+    )
     config.left_out = {}  # tests with that mark by their file, which do not run now
 
 
@@ -52,6 +55,8 @@ def pytest_collection_modifyitems(config, items):
     if IS_THOROUGH:
         return
     marked = [item for item in items if item.get_closest_marker("thorough") is not None]
+    if torch.cuda.is_available():
+        marked = [item for item in marked if "triton" not in item.path.parts]
     for item in marked:
         file = item.nodeid.partition("::")[0]
         config.left_out[file] = config.left_out.get(file, 0) + 1
