@@ -6,9 +6,11 @@ import numpy as np
 
 from nki_emulator.dtypes import cast
 from nki_emulator.enums import DgeMode, Engine, OobMode
-from nki_emulator.machine import Transfer, machine, require
-from nki_emulator.memory import MemoryRegion
+from nki_emulator.machine import Transfer, Violation, machine, require
+from nki_emulator.memory import PSUM, SBUF, SHARED_HBM
 from nki_emulator.tensor import NkiTensor
+
+SKIP, HWDGE, UNKNOWN = OobMode.skip, DgeMode.hwdge, Engine.unknown
 
 
 def dma_copy(
@@ -21,27 +23,28 @@ def dma_copy(
     name: str | None = None,
 ) -> None:
     """Copy as many elements, through float32 where the types differ."""
-    machine().count("dma", "dma_copy")
-    require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_copy does not reach PSUM")
-    require(dst.size == src.size, f"dma_copy of {src.shape} into {dst.shape}")
+    current = machine()
+    current.count("dma", "dma_copy")
+    require(PSUM not in (dst.buffer, src.buffer), "dma_copy does not reach PSUM")
+    if dst.size != src.size:
+        raise Violation(f"dma_copy of {src.shape} into {dst.shape}")
     gathers, scatters = src.row_index is not None, dst.row_index is not None
     require(not (src.is_indirect and dst.is_indirect), "dma_copy is indirect on one side at most")
     if gathers or scatters:
         require(
-            machine().generation >= 3,
+            current.generation >= 3,
             "dma_copy: gathers and scatters came with the third generation",
         )
         require(dge_mode in (DgeMode.unknown, DgeMode.swdge), "dma_copy: vector_offset needs swdge")
-    if dge_mode is DgeMode.hwdge:
-        require(machine().generation >= 3, "dma_copy: hwdge came with the third generation")
+    if dge_mode is HWDGE:
+        require(current.generation >= 3, "dma_copy: hwdge came with the third generation")
         require(dst.dtype == src.dtype, "dma_copy: hwdge does not convert")
     require(
-        engine is Engine.unknown
-        or (dge_mode is DgeMode.hwdge and engine in (Engine.sync, Engine.scalar)),
+        engine is UNKNOWN or (dge_mode is HWDGE and engine in (Engine.sync, Engine.scalar)),
         "dma_copy: only hwdge has an engine, sync or scalar",
     )
     _check_priority("dma_copy", priority)
-    skips = oob_mode is OobMode.skip
+    skips = oob_mode is SKIP
     require(
         not skips or src.is_indirect or dst.is_indirect, "dma_copy: only an index can be skipped"
     )
@@ -83,8 +86,8 @@ def dma_transpose(
     """`dst` = `src` with its first and last dimension exchanged; without an index here."""
     machine().count("dma", "dma_transpose")
     require(machine().generation >= 3, "dma_transpose came with the third generation")
-    require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_transpose does not reach PSUM")
-    require(dst.buffer is MemoryRegion.sbuf, "dma_transpose writes SBUF")
+    require(PSUM not in (dst.buffer, src.buffer), "dma_transpose does not reach PSUM")
+    require(dst.buffer is SBUF, "dma_transpose writes SBUF")
     _check_priority("dma_transpose", priority)
     require(not (src.is_indirect or dst.is_indirect), "dma_transpose: an index is not emulated")
     require(dge_mode is DgeMode.unknown, "dma_transpose: only dge_mode unknown is emulated")
@@ -103,10 +106,10 @@ def dma_transpose(
 
 def _check_priority(instruction: str, priority: Any) -> None:
     """A DMA has a priority from the fourth generation on."""
-    require(
-        priority is None or (machine().generation >= 4 and priority in range(4)),
-        f"{instruction}: priority {priority}; allowed: 0 to 3, from the fourth generation on",
-    )
+    if priority is not None and (machine().generation < 4 or priority not in range(4)):
+        raise Violation(
+            f"{instruction}: priority {priority}; allowed: 0 to 3, from the fourth generation on"
+        )
 
 
 def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:
@@ -155,7 +158,7 @@ def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> float:
     values = cast(src.read().reshape(dst.shape), dst.dtype)
     _windows(dst, dst.storage.data)[kept] = values[inside]
     bitmaps = [dst.storage.written]
-    if dst.buffer is MemoryRegion.shared_hbm and machine().num_programs > 1:
+    if dst.buffer is SHARED_HBM and machine().num_programs > 1:
         bitmaps.append(dst.storage.writes_of(machine().program_id))
     for bitmap in bitmaps:
         if bitmap is not None:
