@@ -50,6 +50,8 @@ def check_tiles(instruction: str, *tiles: NkiTensor) -> None:
                     f"{instruction}: a stride of {stride} elements; at most {LARGEST_STRIDE}"
                 )
         first = tile.offset // tile.storage.free_size
+        if first == 0:
+            continue
         allowed = next(starts for most, starts in FIRST_PARTITIONS if partitions <= most)
         if first not in allowed:
             raise Violation(

@@ -40,16 +40,22 @@ def _apply(op: Alu, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
         return op.compute(b, a) if reverse else op.compute(a, b)
 
 
+def _unsigned(size: int) -> np.dtype:
+    """The type of unsigned integers of `size` bytes."""
+    return np.dtype(f"u{size}")
+
+
 def _bitwise(op: Alu, a: np.ndarray, b: Any, dtype: np.dtype) -> np.ndarray:
     """Bit patterns: shifts are logical, and what leaves the width is lost."""
-    unsigned = np.dtype(f"u{a.dtype.itemsize}")
-    b = (
-        b.view(np.dtype(f"u{b.dtype.itemsize}")).astype(np.int64)
-        if isinstance(b, np.ndarray)
-        else b
+    wide = _unsigned(
+        max(a.itemsize, b.itemsize if isinstance(b, np.ndarray) else 4, dtype.itemsize)
     )
-    wide = op.compute(a.view(unsigned).astype(np.int64), b)
-    return wide.astype(np.dtype(f"u{dtype.itemsize}")).view(dtype)
+    if isinstance(b, np.ndarray):
+        b = b.view(_unsigned(b.itemsize)).astype(wide, copy=False)
+    else:
+        b = wide.type(b & 0xFFFFFFFF)
+    bits = op.compute(a.view(_unsigned(a.itemsize)).astype(wide, copy=False), b)
+    return bits.astype(_unsigned(dtype.itemsize), copy=False).view(dtype)
 
 
 def tensor_tensor(
@@ -72,7 +78,7 @@ def tensor_tensor(
     if op.is_bitwise:
         if any(is_float(t.dtype) for t in tiles):
             raise Violation(f"tensor_tensor: {op.name} of floats")
-        dst.write(_bitwise(op, np.ascontiguousarray(a), np.ascontiguousarray(b), dst.dtype))
+        dst.write(_bitwise(op, a, b, dst.dtype))
     elif exact:
         whole = _apply(op, a.astype(np.int64), b.astype(np.int64))
         limits = np.iinfo(dst.dtype)
@@ -80,7 +86,7 @@ def tensor_tensor(
             raise Violation(
                 f"tensor_tensor: {op.name} overflows {dst.dtype}, which is documented nowhere"
             )
-        dst.write(whole)
+        dst.write(whole.astype(dst.dtype))
     else:
         dst.write(_apply(op, as_float32(a), as_float32(b)))
 
@@ -111,7 +117,6 @@ def tensor_scalar(
     if op0.is_bitwise:
         if is_float(data.dtype) or is_float(dst.dtype):
             raise Violation(f"tensor_scalar: {op0.name} of floats")
-        values = np.ascontiguousarray(values)
         for op, operand, reverse in steps:
             if not isinstance(operand, int) or reverse:
                 raise Violation(f"tensor_scalar: {op.name} with {operand!r} on the right")
