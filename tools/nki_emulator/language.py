@@ -131,8 +131,9 @@ def ndarray(
     """A tensor that holds nothing yet. Programs of one logical core share `shared_hbm`."""
     if not isinstance(buffer, MemoryRegion):
         raise Violation(f"buffer is {buffer!r}; allowed: nl.sbuf, nl.psum, …")
-    if not all(isinstance(n, int) and n > 0 for n in shape):
-        raise Violation(f"a tensor of shape {tuple(shape)}")
+    for n in shape:
+        if not isinstance(n, int) or n <= 0:
+            raise Violation(f"a tensor of shape {tuple(shape)}")
     current = machine()
     if buffer is not shared_hbm or current.num_programs == 1:
         return allocate(shape, dtype, buffer)

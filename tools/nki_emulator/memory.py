@@ -1,6 +1,5 @@
 """Where tensors live: regions of memory, and storages with what is known of every element."""
 
-import copy
 import enum
 import math
 from collections.abc import Sequence
@@ -61,7 +60,6 @@ class Storage:
             self.data = data
         self.started = np.zeros(size, bool) if region is PSUM else None
         self.writes: dict[int, np.ndarray] = {}
-        self.owner: Storage | None = None  # a view keeps what it looks at
         if self.on_chip:
             self._take(shape)
 
@@ -81,13 +79,6 @@ class Storage:
         """Give back the room."""
         if self.taken:
             self.machine.release(self.region.value, self.taken)
-
-    def viewed(self, dtype: np.dtype) -> "Storage":
-        """The same bytes as elements of another type of the same size."""
-        twin = copy.copy(self)
-        twin.dtype, twin.data = dtype, self.data.view(dtype)
-        twin.owner, twin.taken = self, 0
-        return twin
 
     def writes_of(self, program: int) -> np.ndarray:
         """Which elements `program` has written, a bitmap to add to."""

@@ -35,7 +35,7 @@ class NkiTensor:
     `row_index` puts row `row_index[i]` in place of row `i` (`vector_offset`). Both count in
     `row_stride` elements and must lie in `[0, num_rows)`.
 
-    `dtype` and `on_chip` are the storage's, `buffer` is its region.
+    `dtype` is the storage's, or another type of the same size.
     """
 
     row_offset: Any = None
@@ -43,12 +43,17 @@ class NkiTensor:
     row_stride = num_rows = 0
 
     def __init__(
-        self, storage: Storage, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+        self,
+        storage: Storage,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        offset: int,
+        dtype: np.dtype,
     ) -> None:
         self.storage, self.offset = storage, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
         self.size, self.ndim = math.prod(self.shape), len(self.shape)
-        self.dtype, self.buffer, self.on_chip = storage.dtype, storage.region, storage.on_chip
+        self.dtype, self.buffer, self.on_chip = dtype, storage.region, storage.on_chip
 
     @property
     def is_indirect(self) -> bool:
@@ -94,7 +99,7 @@ class NkiTensor:
         while len(shape) < (2 if self.on_chip else 1):
             shape.append(1)
             strides.append(1)
-        return NkiTensor(self.storage, shape, strides, offset)
+        return NkiTensor(self.storage, shape, strides, offset, self.dtype)
 
     def reshape(self, shape: Sequence[int]) -> "NkiTensor":
         """The same elements in another shape; on chip the partitions stay as they are."""
@@ -110,7 +115,7 @@ class NkiTensor:
                 f"reshape of a view that is not contiguous: {self.shape}, strides {self.strides}"
             )
         strides = (*self.strides[:kept], *contiguous_strides(shape[kept:]))
-        return NkiTensor(self.storage, shape, strides, self.offset)
+        return NkiTensor(self.storage, shape, strides, self.offset, self.dtype)
 
     def view(self, dtype: np.dtype) -> "NkiTensor":
         """The same bytes read as another type; here one of the same size."""
@@ -118,7 +123,7 @@ class NkiTensor:
         dtype = np.dtype(dtype)
         require(dtype.itemsize == self.dtype.itemsize, f"view of {self.dtype} as {dtype}")
         require_known(dtype)
-        return NkiTensor(self.storage.viewed(dtype), self.shape, self.strides, self.offset)
+        return NkiTensor(self.storage, self.shape, self.strides, self.offset, dtype)
 
     def ap(
         self,
@@ -149,7 +154,7 @@ class NkiTensor:
             require(
                 strides[0] == self.storage.free_size, "the first stride on chip is a partition's"
             )
-        view = NkiTensor(self.storage, shape, strides, self.offset + (offset or 0))
+        view = NkiTensor(self.storage, shape, strides, self.offset + (offset or 0), self.dtype)
         view.row_stride, view.num_rows = self.strides[indirect_dim], self.shape[indirect_dim]
         if vector_offset is not None:
             require(not self.on_chip, "vector_offset needs a tensor in HBM")
@@ -201,18 +206,22 @@ class NkiTensor:
             raise Violation(f"elements {start} to {last} of a storage of {self.storage.data.size}")
         return start
 
-    def window(self, flat: np.ndarray, start: int) -> np.ndarray:
-        """This view of `flat`, which is the storage's data or a bitmap of its elements."""
-        item = flat.itemsize
+    def values(self, start: int) -> np.ndarray:
+        """The elements, where `start()` has placed the view."""
+        item = self.dtype.itemsize
         strides = [stride * item for stride in self.strides]
-        return np.ndarray(self.shape, flat.dtype, flat, start * item, strides)
+        return np.ndarray(self.shape, self.dtype, self.storage.data, start * item, strides)
+
+    def marks(self, bitmap: np.ndarray, start: int) -> np.ndarray:
+        """What a bitmap of the storage says of these elements."""
+        return np.ndarray(self.shape, bitmap.dtype, bitmap, start, self.strides)
 
     def read(self) -> np.ndarray:
         """The values, a view: whoever reads what nothing wrote is refused."""
         storage, start = self.storage, self.start()
-        if storage.written is not None and not self.window(storage.written, start).all():
+        if storage.written is not None and not self.marks(storage.written, start).all():
             raise Violation(f"read of {self.buffer.value} {self.shape} before it is written")
-        return self.window(storage.data, start)
+        return self.values(start)
 
     def write(self, values: Any, where: np.ndarray | None = None, product: bool = False) -> None:
         """Store `values`, rounded to the dtype; only `where` it is true."""
@@ -224,15 +233,16 @@ class NkiTensor:
         storage, start = self.storage, self.start()
         selected: Any = ... if where is None else where
         new = cast(np.asarray(values), self.dtype)
-        self.window(storage.data, start)[selected] = new if where is None else new[where]
+        self.values(start)[selected] = new if where is None else new[where]
         if storage.written is not None:
-            self.window(storage.written, start)[selected] = True
             if where is None and self.shape == storage.shape and self.strides == storage.strides:
                 storage.written = None
+            else:
+                self.marks(storage.written, start)[selected] = True
         if storage.started is not None:
-            self.window(storage.started, start)[selected] = product
+            self.marks(storage.started, start)[selected] = product
         if self.buffer is SHARED_HBM and machine().num_programs > 1:
-            self.window(storage.writes_of(machine().program_id), start)[selected] = True
+            self.marks(storage.writes_of(machine().program_id), start)[selected] = True
 
 
 def allocate(
@@ -241,4 +251,4 @@ def allocate(
     """A tensor over a storage of its own."""
     require_known(dtype)
     storage = Storage(tuple(shape), np.dtype(dtype), region, data)
-    return NkiTensor(storage, shape, storage.strides)
+    return NkiTensor(storage, shape, storage.strides, 0, storage.dtype)

@@ -11,6 +11,7 @@ from nki_emulator.memory import PSUM, SBUF, SHARED_HBM
 from nki_emulator.tensor import NkiTensor
 
 SKIP, HWDGE, UNKNOWN = OobMode.skip, DgeMode.hwdge, Engine.unknown
+BOOL = np.dtype(bool)
 
 
 def dma_copy(
@@ -53,7 +54,7 @@ def dma_copy(
         rows, inside = _rows(src, skips)
         moved = float(inside.mean())
         _check_written(src, rows[inside])
-        values = _windows(src, src.storage.data)[rows[inside]]
+        values = _windows(src, src.storage.data, src.dtype)[rows[inside]]
         where = np.broadcast_to(inside.reshape(-1, *[1] * (src.ndim - 1)), src.shape)
         full = np.zeros(src.shape, src.dtype)
         full[inside] = values
@@ -112,15 +113,18 @@ def _check_priority(instruction: str, priority: Any) -> None:
         )
 
 
-def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:
-    """Element `[i]` is what row `i` of an indexed view would be; as many rows as fit."""
+def _windows(view: NkiTensor, flat: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Element `[i]` is what row `i` of an indexed view would be; as many rows as fit.
+
+    `flat` is the storage's data, or a bitmap of its elements.
+    """
     inner = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
     fitting = (flat.size - view.offset - inner) // view.row_stride + 1
     require(fitting > 0, "dma_copy: an indexed row reaches past its tensor")
-    item = flat.dtype.itemsize
+    item = dtype.itemsize
     return np.ndarray(
         (fitting, *view.shape[1:]),
-        flat.dtype,
+        dtype,
         flat,
         view.offset * item,
         tuple(s * item for s in (view.row_stride, *view.strides[1:])),
@@ -133,7 +137,7 @@ def _rows(view: NkiTensor, skips: bool) -> tuple[np.ndarray, np.ndarray]:
     rows = view.row_index.read().reshape(-1).astype(np.int64)
     inside = (rows >= 0) & (rows < view.num_rows)
     require(skips or bool(inside.all()), "dma_copy: an index is out of bounds")
-    fitting = len(_windows(view, view.storage.data))
+    fitting = len(_windows(view, view.storage.data, view.dtype))
     require(
         bool((rows[inside] < fitting).all()), "dma_copy: an indexed row reaches past its tensor"
     )
@@ -143,7 +147,7 @@ def _rows(view: NkiTensor, skips: bool) -> tuple[np.ndarray, np.ndarray]:
 def _check_written(view: NkiTensor, rows: np.ndarray) -> None:
     """What is gathered from these rows has been written before."""
     if view.storage.written is not None:
-        written = _windows(view, view.storage.written)[rows]
+        written = _windows(view, view.storage.written, BOOL)[rows]
         require(bool(written.all()), "dma_copy reads HBM before it is written")
 
 
@@ -156,13 +160,13 @@ def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> float:
         "dma_copy: two rows are scattered to one index, in no order",
     )
     values = cast(src.read().reshape(dst.shape), dst.dtype)
-    _windows(dst, dst.storage.data)[kept] = values[inside]
+    _windows(dst, dst.storage.data, dst.dtype)[kept] = values[inside]
     bitmaps = [dst.storage.written]
     if dst.buffer is SHARED_HBM and machine().num_programs > 1:
         bitmaps.append(dst.storage.writes_of(machine().program_id))
     for bitmap in bitmaps:
         if bitmap is not None:
-            _windows(dst, bitmap)[kept] = True
+            _windows(dst, bitmap, BOOL)[kept] = True
     return float(inside.mean())
 
 

@@ -90,7 +90,7 @@ def nc_matmul(
         product = (x.T @ y).reshape(dst.shape)
     assert dst.storage.started is not None
     if accumulate is None or accumulate:
-        started = int(np.count_nonzero(dst.window(dst.storage.started, dst.start())))
+        started = int(np.count_nonzero(dst.marks(dst.storage.started, dst.start())))
         accumulate = bool(accumulate) or started > 0
         require(
             not accumulate or started == dst.size,
