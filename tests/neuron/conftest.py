@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from forks import Forks
 
 # the emulator's bfloat16 and float8
 if importlib.util.find_spec("ml_dtypes") is None:
@@ -12,6 +13,14 @@ else:
     # CPU tensors stay with the CPU kernels here: only the backend sees the switch
     environment = importlib.import_module("torch_paged_attn.environment")
     environment.NEURON_EMULATE = True
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Runs programs in processes of their own."""
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture

@@ -44,38 +44,37 @@ def test_every_visible_pair_is_in_one_launch(seqs, group_size, window, grid):
     spans = spans_of(batch, 1, None)
     cuts = cut(batch, spans, group_size, SIZES, grid)
     seen = [torch.zeros(q * group_size, k, dtype=torch.int) for q, k in seqs]
-    kinds = cuts.kind.stacked()
+    kinds, starts = cuts.kind.stacked(), bounds.tolist()
     rows_of_launch, keys_of_launch = {}, {}
     for kind in kinds.unique(dim=0):
         launch, depth, tile_k, is_diagonal, adds_dq, adds_dkv = kind.tolist()
         stacks = cuts.stacks((kinds == kind).all(1), depth)
         work = list_items(batch, spans, stacks, group_size, P, KeyTile(tile_k, 1, depth), None)
         parts = levels(bool(is_diagonal), batch, group_size, depth, tile_k, WIDTH)
+        names = ("stack", "sequence", "keys", "key_start", "key_stop", "row_start", "row_stop")
+        table = {name: getattr(work, name).tolist() for name in names}
+        rows = {name: getattr(work, name).tolist() for name in ("is_row", "token", "member")}
         for item in range(work.num_items):
-            stack = work.stack[item]
-            column = int(work.key_start[item])
-            assert (int(work.keys[item, column]) - column) % grid == 0
-            b = int(work.sequence[stack])
+            stack, keys, low = (table[name][item] for name in ("stack", "keys", "key_start"))
+            assert (keys[low] - low) % grid == 0
+            b = table["sequence"][stack]
             for level in range(depth):
                 for lane in range(P):
-                    start, stop = (
-                        int(edge[item, level, lane]) for edge in (work.row_start, work.row_stop)
-                    )
-                    if not bool(work.is_row[stack, level, lane]):
+                    start, stop = (table[x][item][level][lane] for x in ("row_start", "row_stop"))
+                    is_row, token, member = (x[stack][level][lane] for x in rows.values())
+                    if not is_row:
                         assert start == stop
                         continue
-                    token = int(work.token[stack, level, lane] - bounds[b])
-                    row = token * group_size + int(work.member[stack, level, lane])
+                    row = (token - starts[b]) * group_size + member
                     # what the kernel skips shows nothing
                     for part, shown in enumerate(parts):
                         skipped = part * WIDTH + dict(shown).get(level, 0)
                         assert not max(start, skipped) < min(stop, (part + 1) * WIDTH)
                     if start < stop:
-                        first = int(work.keys[item, start])
+                        first = keys[start]
                         seen[b][row, first : first + stop - start] += 1
-            low, high = int(work.key_start[item]), int(work.key_stop[item])
-            for key in work.keys[item, low:high].tolist():
-                owner = keys_of_launch.setdefault((launch, b, key), int(item))
+            for key in keys[low : table["key_stop"][item]]:
+                owner = keys_of_launch.setdefault((launch, b, key), item)
                 assert owner == item
                 is_first = all((n, b, key) not in keys_of_launch for n in range(launch))
                 assert is_first or adds_dkv

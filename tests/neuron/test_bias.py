@@ -7,6 +7,9 @@ import torch
 
 from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
+T5 = dataclasses.replace(
+    PROBLEMS["t5/bias/f32"], num_heads=2, num_kv_heads=2, seqs=((5, 30), (3, 0))
+)
 MIN = torch.finfo(torch.float32).min
 INF = float("inf")
 
@@ -26,8 +29,7 @@ MIXTURES = {
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_bias(dtype, mixture, run, machine):
-    problem = dataclasses.replace(PROBLEMS["t5/bias/f32"], dtype=dtype, seqs=((5, 30), (3, 0)))
-    call = build(problem)
+    call = build(dataclasses.replace(T5, dtype=dtype))
     bias = call.args["attn_bias"]
     columns = torch.arange(bias.shape[2]) % len(MIXTURES[mixture])
     # every other row, but for the columns past its keys, which are NaN
@@ -41,8 +43,7 @@ def test_low_bias(dtype, mixture, run, machine):
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_key_that_a_bias_hides_from_all_may_be_nan(kind, name, run, machine):
     """It lies among keys that rows see, and is gathered with them."""
-    problem = dataclasses.replace(PROBLEMS["t5/bias/f32"], bias=kind, seqs=((5, 30), (3, 0)))
-    call = build(problem)
+    call = build(dataclasses.replace(T5, bias=kind))
     call.args["attn_bias"][..., 7] = False if kind == "bool" else -INF
     call.args[name][7] = float("nan")
     out, lse = run(call)

@@ -1,9 +1,6 @@
 """`PAGED_ATTN_NEURON_EMULATE=1`: CPU tensors go through the dispatcher to the Neuron kernels."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +8,21 @@ import pytest
 import torch_paged_attn
 
 ROOT = Path(torch_paged_attn.__file__).parent.parent
-PATH = os.pathsep.join((str(ROOT), str(ROOT / "tools")))  # the emulator is under tools/
+PATHS = str(ROOT), str(ROOT / "tools")  # the emulator is under tools/
+REPORT = """
+import runpy, sys
+sys.argv = ["torch_paged_attn", "--json"]
+runpy.run_module("torch_paged_attn", run_name="__main__")
+"""
 
 
-def emulated(*arguments):
-    env = {**os.environ, "PYTHONPATH": PATH, "PAGED_ATTN_NEURON_EMULATE": "1"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def emulated(forks):
+    return lambda code: forks.run(code, *PATHS, PAGED_ATTN_NEURON_EMULATE="1")
 
 
-def test_the_report_says_who_answers():
-    cpu = json.loads(emulated("-m", "torch_paged_attn", "--json"))["devices"]["cpu"]
+def test_the_report_says_who_answers(emulated):
+    cpu = json.loads(emulated(REPORT))["devices"]["cpu"]
     assert cpu["backend"] == "neuron" and cpu["reason"] is None
     assert {"flash_varlen", "blocksparse", "reshape_and_cache.split"} <= set(cpu["ops"])
 
@@ -50,9 +49,9 @@ print(new[0] == new[1], launched > 0)
 """
 
 
-def test_a_model_generates_the_same_tokens():
+def test_a_model_generates_the_same_tokens(emulated):
     pytest.importorskip("transformers")
-    assert emulated("-c", MODEL).split() == ["True", "True"]
+    assert emulated(MODEL).split() == ["True", "True"]
 
 
 COMPILED = """
@@ -73,5 +72,5 @@ print(bool(written.any()))
 """
 
 
-def test_a_compiled_step_gives_the_same_bits():
-    assert emulated("-c", COMPILED).split() == ["True", "True"]
+def test_a_compiled_step_gives_the_same_bits(emulated):
+    assert emulated(COMPILED).split() == ["True", "True"]

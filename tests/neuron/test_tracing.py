@@ -5,9 +5,6 @@ The device is PrivateUse1 renamed, its tensors are fake, and `wrap_nki` makes a 
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import pytest
 import torch_paged_attn
 
 ROOT = Path(torch_paged_attn.__file__).parent.parent
-PATH = os.pathsep.join((str(ROOT), str(ROOT / "tools")))  # the fakes are the emulator's
+PATHS = str(ROOT), str(ROOT / "tools")  # the fakes are the emulator's
 
 SESSION = """
 import json, os, sys, types
@@ -92,11 +89,8 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found():
-    env = {**os.environ, "PYTHONPATH": PATH, "PAGED_ATTN_NEURON_EMULATE": "0"}
-    done = subprocess.run([sys.executable, "-c", SESSION], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def found(forks):
+    return json.loads(forks.run(SESSION, *PATHS, PAGED_ATTN_NEURON_EMULATE="0"))
 
 
 @pytest.mark.parametrize("case", ["one tensor", "two tensors", "slots before heads", "eight bits"])

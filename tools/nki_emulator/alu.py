@@ -26,6 +26,11 @@ class Function:
     smallest: float = -np.inf
     largest: float = np.inf
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are inputs that it is not documented for."""
+        return self.smallest > -np.inf or self.largest < np.inf
+
 
 def _truth(compare: Callable) -> Callable:
     return lambda a, b: compare(a, b).astype(np.float32)

@@ -15,8 +15,8 @@ int8 = np.dtype(np.int8)
 uint8 = np.dtype(np.uint8)
 uint16 = np.dtype(np.uint16)
 
-FLOATS = (float32, bfloat16, float16, float8_e4m3, float8_e4m3fn, float8_e5m2)
-INTEGERS = (int32, uint32, int8, uint8, uint16)
+FLOATS = frozenset((float32, bfloat16, float16, float8_e4m3, float8_e4m3fn, float8_e5m2))
+INTEGERS = frozenset((int32, uint32, int8, uint8, uint16))
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -32,8 +32,11 @@ def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         with np.errstate(all="ignore"):
             return values.astype(np.float32, copy=False).astype(dtype)
     limits = np.iinfo(dtype)
-    rounded = np.rint(np.nan_to_num(values.astype(np.float64)))
-    return np.clip(rounded, limits.min, limits.max).astype(dtype)
+    if values.dtype.kind in "iu":
+        whole = values.astype(np.int64, copy=False)
+    else:
+        whole = np.where(np.isnan(values), 0.0, np.rint(values.astype(np.float64)))
+    return np.clip(whole, limits.min, limits.max).astype(dtype)
 
 
 def as_float32(values: np.ndarray) -> np.ndarray:

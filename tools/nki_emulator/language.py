@@ -48,6 +48,7 @@ from nki_emulator.dtypes import (
 from nki_emulator.machine import (
     PARTITIONS,
     PSUM_BANK_BYTES,
+    Violation,
     machine,
     require,
 )
@@ -128,8 +129,11 @@ def ndarray(
     shape: Sequence[int], dtype: Any, buffer: Any = sbuf, name: str = "", address: Any = None
 ) -> NkiTensor:
     """A tensor that holds nothing yet. Programs of one logical core share `shared_hbm`."""
-    require(isinstance(buffer, MemoryRegion), f"buffer is {buffer!r}; allowed: nl.sbuf, nl.psum, …")
-    require(all(isinstance(n, int) and n > 0 for n in shape), f"a tensor of shape {tuple(shape)}")
+    if not isinstance(buffer, MemoryRegion):
+        raise Violation(f"buffer is {buffer!r}; allowed: nl.sbuf, nl.psum, …")
+    for n in shape:
+        if not isinstance(n, int) or n <= 0:
+            raise Violation(f"a tensor of shape {tuple(shape)}")
     current = machine()
     if buffer is not shared_hbm or current.num_programs == 1:
         return allocate(shape, dtype, buffer)

@@ -2,10 +2,9 @@
 
 import collections
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 PARTITIONS = 128
 PSUM_BANKS = 8
@@ -20,13 +19,16 @@ class Violation(Exception):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise Violation with `message` unless `condition` holds."""
+    """Raise Violation with `message` unless `condition` holds.
+
+    A message with numbers in it is made whether it is needed or not, for longer than most checks
+    take: what every instruction checks raises by itself.
+    """
     if not condition:
         raise Violation(message)
 
 
-@dataclasses.dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One DMA: how many bytes, and how many of them lie together in HBM."""
 
     num_bytes: int

@@ -71,7 +71,7 @@ def _to_hbm(value: Any) -> Any:
 def _to_array(tensor: NkiTensor) -> np.ndarray:
     """A result's memory."""
     require(tensor.buffer is MemoryRegion.shared_hbm, "a kernel returns tensors in nl.shared_hbm")
-    return tensor.window(tensor.storage.data)
+    return tensor.values(tensor.start())
 
 
 def _check_disjoint(tensor: NkiTensor) -> None:

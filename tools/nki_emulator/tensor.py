@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from nki_emulator.dtypes import INTEGERS, cast, float8_e4m3fn, int32, uint32
-from nki_emulator.machine import machine, require
-from nki_emulator.memory import MemoryRegion, Storage
+from nki_emulator.machine import Violation, machine, require
+from nki_emulator.memory import SBUF, SHARED_HBM, MemoryRegion, Storage, contiguous_strides
 from nki_emulator.registers import VirtualRegister
+
+ALL = slice(None)
 
 
 class ds:
@@ -21,10 +23,9 @@ class ds:
 
 def require_known(dtype: Any) -> None:
     """Whether the generation's engines know a type: e4m3 up to 448 came with the fourth."""
-    require(
-        np.dtype(dtype) != float8_e4m3fn or machine().generation >= 4,
-        f"float8_e4m3fn on generation {machine().generation}; allowed: from the fourth on",
-    )
+    generation = machine().generation
+    if generation < 4 and np.dtype(dtype) == float8_e4m3fn:
+        raise Violation(f"float8_e4m3fn on generation {generation}; allowed: from the fourth on")
 
 
 class NkiTensor:
@@ -33,41 +34,26 @@ class NkiTensor:
     `row_offset` moves the view by a number of rows known at run time (`scalar_offset`);
     `row_index` puts row `row_index[i]` in place of row `i` (`vector_offset`). Both count in
     `row_stride` elements and must lie in `[0, num_rows)`.
+
+    `dtype` is the storage's, or another type of the same size.
     """
 
+    row_offset: Any = None
+    row_index: "NkiTensor | None" = None
+    row_stride = num_rows = 0
+
     def __init__(
-        self, storage: Storage, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+        self,
+        storage: Storage,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        offset: int,
+        dtype: np.dtype,
     ) -> None:
         self.storage, self.offset = storage, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
-        self.row_offset: Any = None
-        self.row_index: NkiTensor | None = None
-        self.row_stride = self.num_rows = 0
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of the elements."""
-        return self.storage.dtype
-
-    @property
-    def buffer(self) -> MemoryRegion:
-        """Which memory it lies in."""
-        return self.storage.region
-
-    @property
-    def ndim(self) -> int:
-        """How many dimensions it has."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """How many elements."""
-        return math.prod(self.shape)
-
-    @property
-    def on_chip(self) -> bool:
-        """Whether dimension 0 is the partition: SBUF or PSUM."""
-        return self.storage.region.on_chip
+        self.size, self.ndim = math.prod(self.shape), len(self.shape)
+        self.dtype, self.buffer, self.on_chip = dtype, storage.region, storage.on_chip
 
     @property
     def is_indirect(self) -> bool:
@@ -80,49 +66,56 @@ class NkiTensor:
     def __getitem__(self, key: Any) -> "NkiTensor":
         require(not self.is_indirect, "an indirect view cannot be sliced")
         keys = list(key) if isinstance(key, tuple) else [key]
-        if any(k is Ellipsis for k in keys):
-            at = next(i for i, k in enumerate(keys) if k is Ellipsis)
-            keys[at : at + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
-        keys += [slice(None)] * (self.ndim - len(keys))
-        require(len(keys) == self.ndim, f"{len(keys)} indices for {self.ndim} dimensions")
+        for axis, k in enumerate(keys):
+            if k is Ellipsis:
+                keys[axis : axis + 1] = [ALL] * (self.ndim - len(keys) + 1)
+                break
+        given = len(keys)
+        if given > self.ndim:
+            raise Violation(f"{given} indices for {self.ndim} dimensions")
         shape, strides, offset = [], [], self.offset
-        for axis, (k, n, stride) in enumerate(zip(keys, self.shape, self.strides, strict=True)):
-            is_partition = self.on_chip and axis == 0
+        for axis, (k, n, stride) in enumerate(zip(keys, self.shape, self.strides, strict=False)):
             if isinstance(k, int):
-                require(-n <= k < n, f"index {k} is outside dimension {axis} of {n}")
+                if not -n <= k < n:
+                    raise Violation(f"index {k} is outside dimension {axis} of {n}")
                 offset += k % n * stride
-                if is_partition:
+                if self.on_chip and axis == 0:
                     shape.append(1)
                     strides.append(stride)
                 continue
-            start, stop, step = (
-                (k.start, k.start + k.size, 1)
-                if isinstance(k, ds)
-                else (k.start or 0, n if k.stop is None else k.stop, k.step or 1)
-            )
-            require(0 <= start < stop <= n, f"slice {start}:{stop} of dimension {axis} of {n}")
-            require(step == 1 or (step > 1 and not is_partition), f"step {step} in axis {axis}")
+            if isinstance(k, ds):
+                start, stop, step = k.start, k.start + k.size, 1
+            else:
+                start, stop, step = k.start or 0, n if k.stop is None else k.stop, k.step or 1
+            if not 0 <= start < stop <= n:
+                raise Violation(f"slice {start}:{stop} of dimension {axis} of {n}")
+            if step < 1 or (step > 1 and self.on_chip and axis == 0):
+                raise Violation(f"step {step} in axis {axis}")
             offset += start * stride
             shape.append(-(-(stop - start) // step))
             strides.append(stride * step)
+        shape += self.shape[given:]
+        strides += self.strides[given:]
         while len(shape) < (2 if self.on_chip else 1):
             shape.append(1)
             strides.append(1)
-        return NkiTensor(self.storage, shape, strides, offset)
+        return NkiTensor(self.storage, shape, strides, offset, self.dtype)
 
     def reshape(self, shape: Sequence[int]) -> "NkiTensor":
         """The same elements in another shape; on chip the partitions stay as they are."""
         require(not self.is_indirect, "an indirect view cannot be reshaped")
-        require(math.prod(shape) == self.size, f"reshape of {self.shape} to {tuple(shape)}")
+        if math.prod(shape) != self.size:
+            raise Violation(f"reshape of {self.shape} to {tuple(shape)}")
         kept = 1 if self.on_chip else 0
         require(not kept or shape[0] == self.shape[0], "reshape keeps the partition dimension")
-        require(
-            self.strides[kept:] == contiguous_strides(self.shape[kept:])
-            or all(n == 1 for n in self.shape[kept:]),
-            f"reshape of a view that is not contiguous: {self.shape}, strides {self.strides}",
-        )
+        if self.strides[kept:] != contiguous_strides(self.shape[kept:]) and any(
+            n != 1 for n in self.shape[kept:]
+        ):
+            raise Violation(
+                f"reshape of a view that is not contiguous: {self.shape}, strides {self.strides}"
+            )
         strides = (*self.strides[:kept], *contiguous_strides(shape[kept:]))
-        return NkiTensor(self.storage, shape, strides, self.offset)
+        return NkiTensor(self.storage, shape, strides, self.offset, self.dtype)
 
     def view(self, dtype: np.dtype) -> "NkiTensor":
         """The same bytes read as another type; here one of the same size."""
@@ -130,7 +123,7 @@ class NkiTensor:
         dtype = np.dtype(dtype)
         require(dtype.itemsize == self.dtype.itemsize, f"view of {self.dtype} as {dtype}")
         require_known(dtype)
-        return NkiTensor(self.storage.viewed(dtype), self.shape, self.strides, self.offset)
+        return NkiTensor(self.storage, self.shape, self.strides, self.offset, dtype)
 
     def ap(
         self,
@@ -146,36 +139,37 @@ class NkiTensor:
         The documentation says both that the view's offset counts and that it does not: this takes
         whole tensors only.
         """
-        require(
-            self.offset == 0 and self.shape == self.storage.shape,
-            f".ap on a part {self.shape} of a tensor {self.storage.shape}: whole tensors only",
-        )
+        if self.offset != 0 or self.shape != self.storage.shape:
+            raise Violation(
+                f".ap on a part {self.shape} of a tensor {self.storage.shape}: whole tensors only"
+            )
         require(dtype is None or dtype == self.dtype, "this emulator does not reinterpret elements")
         require(
             scalar_offset is None or vector_offset is None, "scalar_offset excludes vector_offset"
         )
-        require(1 <= len(pattern) <= 5, f"a pattern of {len(pattern)} dimensions; at most 5")
+        if not 1 <= len(pattern) <= 5:
+            raise Violation(f"a pattern of {len(pattern)} dimensions; at most 5")
         strides, shape = zip(*pattern, strict=True)
         if self.on_chip:
             require(
                 strides[0] == self.storage.free_size, "the first stride on chip is a partition's"
             )
-        view = NkiTensor(self.storage, shape, strides, self.offset + (offset or 0))
+        view = NkiTensor(self.storage, shape, strides, self.offset + (offset or 0), self.dtype)
         view.row_stride, view.num_rows = self.strides[indirect_dim], self.shape[indirect_dim]
         if vector_offset is not None:
             require(not self.on_chip, "vector_offset needs a tensor in HBM")
             require(indirect_dim == 0, "vector_offset needs indirect_dim = 0")
-            require(vector_offset.buffer is MemoryRegion.sbuf, "vector_offset lies in SBUF")
-            require(
-                vector_offset.shape == (shape[0], 1),
-                f"vector_offset has shape {vector_offset.shape}, the pattern {shape[0]} rows",
-            )
+            require(vector_offset.buffer is SBUF, "vector_offset lies in SBUF")
+            if vector_offset.shape != (shape[0], 1):
+                raise Violation(
+                    f"vector_offset has shape {vector_offset.shape}, the pattern {shape[0]} rows"
+                )
             require(vector_offset.dtype in (int32, uint32), "vector_offset is int32 or uint32")
             require(strides[0] == math.prod(self.shape[1:]), "the first stride is that of one row")
             view.row_index = vector_offset
         elif isinstance(scalar_offset, NkiTensor):
             require(
-                scalar_offset.buffer is MemoryRegion.sbuf
+                scalar_offset.buffer is SBUF
                 and scalar_offset.size == 1
                 and scalar_offset.dtype in INTEGERS,
                 "scalar_offset is a register or one integer in SBUF",
@@ -198,56 +192,57 @@ class NkiTensor:
         return self.row_offset is not None and not 0 <= self.start_row() < self.num_rows
 
     def start(self) -> int:
-        """The storage element that the view begins at."""
-        row = self.start_row()
-        require(not self.starts_outside(), f"scalar_offset {row} is outside {self.num_rows} rows")
-        return self.offset + row * self.row_stride
+        """The storage element that the view begins at; it ends within the storage, too."""
+        start = self.offset
+        if self.row_offset is not None:
+            row = self.start_row()
+            if not 0 <= row < self.num_rows:
+                raise Violation(f"scalar_offset {row} is outside {self.num_rows} rows")
+            start += row * self.row_stride
+        last = start
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            last += (n - 1) * stride
+        if start < 0 or last >= self.storage.data.size:
+            raise Violation(f"elements {start} to {last} of a storage of {self.storage.data.size}")
+        return start
 
-    def span(self) -> int:
-        """How many storage elements lie between the first and the last, both included."""
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+    def values(self, start: int) -> np.ndarray:
+        """The elements, where `start()` has placed the view."""
+        item = self.dtype.itemsize
+        strides = [stride * item for stride in self.strides]
+        return np.ndarray(self.shape, self.dtype, self.storage.data, start * item, strides)
 
-    def window(self, flat: np.ndarray) -> np.ndarray:
-        """This view of `flat`, which is the storage's data or a bitmap of its elements."""
-        start = self.start()
-        require(
-            start >= 0 and start + self.span() <= flat.size,
-            f"elements {start} to {start + self.span() - 1} of a storage of {flat.size}",
-        )
-        item = flat.dtype.itemsize
-        return np.ndarray(
-            self.shape, flat.dtype, flat, start * item, tuple(s * item for s in self.strides)
-        )
+    def marks(self, bitmap: np.ndarray, start: int) -> np.ndarray:
+        """What a bitmap of the storage says of these elements."""
+        return np.ndarray(self.shape, bitmap.dtype, bitmap, start, self.strides)
 
     def read(self) -> np.ndarray:
         """The values, a view: whoever reads what nothing wrote is refused."""
-        if self.storage.written is not None:
-            require(
-                bool(self.window(self.storage.written).all()),
-                f"read of {self.buffer.value} {self.shape} before it is written",
-            )
-        return self.window(self.storage.data)
+        storage, start = self.storage, self.start()
+        if storage.written is not None and not self.marks(storage.written, start).all():
+            raise Violation(f"read of {self.buffer.value} {self.shape} before it is written")
+        return self.values(start)
 
     def write(self, values: Any, where: np.ndarray | None = None, product: bool = False) -> None:
         """Store `values`, rounded to the dtype; only `where` it is true."""
-        require(
-            all(s != 0 or n == 1 for n, s in zip(self.shape, self.strides, strict=True)),
-            "write through a broadcast view",
-        )
+        if 0 in self.strides:
+            require(
+                all(s != 0 or n == 1 for n, s in zip(self.shape, self.strides, strict=True)),
+                "write through a broadcast view",
+            )
+        storage, start = self.storage, self.start()
         selected: Any = ... if where is None else where
         new = cast(np.asarray(values), self.dtype)
-        self.window(self.storage.data)[selected] = new if where is None else new[where]
-        if self.storage.written is not None:
-            self.window(self.storage.written)[selected] = True
-        if self.storage.started is not None:
-            self.window(self.storage.started)[selected] = product
-        if self.buffer is MemoryRegion.shared_hbm and machine().num_programs > 1:
-            self.window(self.storage.writes_of(machine().program_id))[selected] = True
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        self.values(start)[selected] = new if where is None else new[where]
+        if storage.written is not None:
+            if where is None and self.shape == storage.shape and self.strides == storage.strides:
+                storage.written = None
+            else:
+                self.marks(storage.written, start)[selected] = True
+        if storage.started is not None:
+            self.marks(storage.started, start)[selected] = product
+        if self.buffer is SHARED_HBM and machine().num_programs > 1:
+            self.marks(storage.writes_of(machine().program_id), start)[selected] = True
 
 
 def allocate(
@@ -256,4 +251,4 @@ def allocate(
     """A tensor over a storage of its own."""
     require_known(dtype)
     storage = Storage(tuple(shape), np.dtype(dtype), region, data)
-    return NkiTensor(storage, shape, contiguous_strides(shape))
+    return NkiTensor(storage, shape, storage.strides, 0, storage.dtype)

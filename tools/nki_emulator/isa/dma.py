@@ -6,9 +6,12 @@ import numpy as np
 
 from nki_emulator.dtypes import cast
 from nki_emulator.enums import DgeMode, Engine, OobMode
-from nki_emulator.machine import Transfer, machine, require
-from nki_emulator.memory import MemoryRegion
+from nki_emulator.machine import Transfer, Violation, machine, require
+from nki_emulator.memory import PSUM, SBUF, SHARED_HBM
 from nki_emulator.tensor import NkiTensor
+
+SKIP, HWDGE, UNKNOWN = OobMode.skip, DgeMode.hwdge, Engine.unknown
+BOOL = np.dtype(bool)
 
 
 def dma_copy(
@@ -21,27 +24,28 @@ def dma_copy(
     name: str | None = None,
 ) -> None:
     """Copy as many elements, through float32 where the types differ."""
-    machine().count("dma", "dma_copy")
-    require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_copy does not reach PSUM")
-    require(dst.size == src.size, f"dma_copy of {src.shape} into {dst.shape}")
+    current = machine()
+    current.count("dma", "dma_copy")
+    require(PSUM not in (dst.buffer, src.buffer), "dma_copy does not reach PSUM")
+    if dst.size != src.size:
+        raise Violation(f"dma_copy of {src.shape} into {dst.shape}")
     gathers, scatters = src.row_index is not None, dst.row_index is not None
     require(not (src.is_indirect and dst.is_indirect), "dma_copy is indirect on one side at most")
     if gathers or scatters:
         require(
-            machine().generation >= 3,
+            current.generation >= 3,
             "dma_copy: gathers and scatters came with the third generation",
         )
         require(dge_mode in (DgeMode.unknown, DgeMode.swdge), "dma_copy: vector_offset needs swdge")
-    if dge_mode is DgeMode.hwdge:
-        require(machine().generation >= 3, "dma_copy: hwdge came with the third generation")
+    if dge_mode is HWDGE:
+        require(current.generation >= 3, "dma_copy: hwdge came with the third generation")
         require(dst.dtype == src.dtype, "dma_copy: hwdge does not convert")
     require(
-        engine is Engine.unknown
-        or (dge_mode is DgeMode.hwdge and engine in (Engine.sync, Engine.scalar)),
+        engine is UNKNOWN or (dge_mode is HWDGE and engine in (Engine.sync, Engine.scalar)),
         "dma_copy: only hwdge has an engine, sync or scalar",
     )
     _check_priority("dma_copy", priority)
-    skips = oob_mode is OobMode.skip
+    skips = oob_mode is SKIP
     require(
         not skips or src.is_indirect or dst.is_indirect, "dma_copy: only an index can be skipped"
     )
@@ -50,7 +54,7 @@ def dma_copy(
         rows, inside = _rows(src, skips)
         moved = float(inside.mean())
         _check_written(src, rows[inside])
-        values = _windows(src, src.storage.data)[rows[inside]]
+        values = _windows(src, src.storage.data, src.dtype)[rows[inside]]
         where = np.broadcast_to(inside.reshape(-1, *[1] * (src.ndim - 1)), src.shape)
         full = np.zeros(src.shape, src.dtype)
         full[inside] = values
@@ -83,8 +87,8 @@ def dma_transpose(
     """`dst` = `src` with its first and last dimension exchanged; without an index here."""
     machine().count("dma", "dma_transpose")
     require(machine().generation >= 3, "dma_transpose came with the third generation")
-    require(MemoryRegion.psum not in (dst.buffer, src.buffer), "dma_transpose does not reach PSUM")
-    require(dst.buffer is MemoryRegion.sbuf, "dma_transpose writes SBUF")
+    require(PSUM not in (dst.buffer, src.buffer), "dma_transpose does not reach PSUM")
+    require(dst.buffer is SBUF, "dma_transpose writes SBUF")
     _check_priority("dma_transpose", priority)
     require(not (src.is_indirect or dst.is_indirect), "dma_transpose: an index is not emulated")
     require(dge_mode is DgeMode.unknown, "dma_transpose: only dge_mode unknown is emulated")
@@ -103,21 +107,24 @@ def dma_transpose(
 
 def _check_priority(instruction: str, priority: Any) -> None:
     """A DMA has a priority from the fourth generation on."""
-    require(
-        priority is None or (machine().generation >= 4 and priority in range(4)),
-        f"{instruction}: priority {priority}; allowed: 0 to 3, from the fourth generation on",
-    )
+    if priority is not None and (machine().generation < 4 or priority not in range(4)):
+        raise Violation(
+            f"{instruction}: priority {priority}; allowed: 0 to 3, from the fourth generation on"
+        )
 
 
-def _windows(view: NkiTensor, flat: np.ndarray) -> np.ndarray:
-    """Element `[i]` is what row `i` of an indexed view would be; as many rows as fit."""
+def _windows(view: NkiTensor, flat: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Element `[i]` is what row `i` of an indexed view would be; as many rows as fit.
+
+    `flat` is the storage's data, or a bitmap of its elements.
+    """
     inner = 1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
     fitting = (flat.size - view.offset - inner) // view.row_stride + 1
     require(fitting > 0, "dma_copy: an indexed row reaches past its tensor")
-    item = flat.dtype.itemsize
+    item = dtype.itemsize
     return np.ndarray(
         (fitting, *view.shape[1:]),
-        flat.dtype,
+        dtype,
         flat,
         view.offset * item,
         tuple(s * item for s in (view.row_stride, *view.strides[1:])),
@@ -130,7 +137,7 @@ def _rows(view: NkiTensor, skips: bool) -> tuple[np.ndarray, np.ndarray]:
     rows = view.row_index.read().reshape(-1).astype(np.int64)
     inside = (rows >= 0) & (rows < view.num_rows)
     require(skips or bool(inside.all()), "dma_copy: an index is out of bounds")
-    fitting = len(_windows(view, view.storage.data))
+    fitting = len(_windows(view, view.storage.data, view.dtype))
     require(
         bool((rows[inside] < fitting).all()), "dma_copy: an indexed row reaches past its tensor"
     )
@@ -140,7 +147,7 @@ def _rows(view: NkiTensor, skips: bool) -> tuple[np.ndarray, np.ndarray]:
 def _check_written(view: NkiTensor, rows: np.ndarray) -> None:
     """What is gathered from these rows has been written before."""
     if view.storage.written is not None:
-        written = _windows(view, view.storage.written)[rows]
+        written = _windows(view, view.storage.written, BOOL)[rows]
         require(bool(written.all()), "dma_copy reads HBM before it is written")
 
 
@@ -153,13 +160,13 @@ def _scatter(dst: NkiTensor, src: NkiTensor, skips: bool) -> float:
         "dma_copy: two rows are scattered to one index, in no order",
     )
     values = cast(src.read().reshape(dst.shape), dst.dtype)
-    _windows(dst, dst.storage.data)[kept] = values[inside]
+    _windows(dst, dst.storage.data, dst.dtype)[kept] = values[inside]
     bitmaps = [dst.storage.written]
-    if dst.buffer is MemoryRegion.shared_hbm and machine().num_programs > 1:
+    if dst.buffer is SHARED_HBM and machine().num_programs > 1:
         bitmaps.append(dst.storage.writes_of(machine().program_id))
     for bitmap in bitmaps:
         if bitmap is not None:
-            _windows(dst, bitmap)[kept] = True
+            _windows(dst, bitmap, BOOL)[kept] = True
     return float(inside.mean())
 
 

@@ -14,10 +14,11 @@ from nki_emulator.isa.operands import (
     check_tiles,
     count,
 )
-from nki_emulator.machine import machine, require
-from nki_emulator.memory import MemoryRegion
+from nki_emulator.machine import Violation, machine, require
+from nki_emulator.memory import SBUF
 from nki_emulator.tensor import NkiTensor
 
+PREDICATES = (uint8, uint16, uint32)
 COPIES = (Engine.vector, Engine.scalar, Engine.gpsimd)
 
 
@@ -44,7 +45,8 @@ def memset(
     check_tiles("memset", dst)
     check_engine("memset", engine, (Engine.vector, Engine.gpsimd), dst)
     kind = float if is_float(dst.dtype) else int
-    require(isinstance(value, kind), f"memset of {dst.dtype} with a {type(value).__name__}")
+    if not isinstance(value, kind):
+        raise Violation(f"memset of {dst.dtype} with a {type(value).__name__}")
     dst.write(np.full(dst.shape, value, np.float32 if kind is float else np.int64))
 
 
@@ -59,10 +61,11 @@ def tensor_copy_predicated(
     machine().count("vector", "tensor_copy_predicated")
     check_tiles("tensor_copy_predicated", dst, predicate)
     check_same_size("tensor_copy_predicated", dst, predicate)
-    require(
-        predicate.dtype in (uint8, uint16, uint32),
-        f"tensor_copy_predicated: a predicate of {predicate.dtype}; allowed: uint8, uint16, uint32",
-    )
+    if predicate.dtype not in PREDICATES:
+        raise Violation(
+            f"tensor_copy_predicated: a predicate of {predicate.dtype}; allowed: uint8, uint16,"
+            " uint32"
+        )
     require(
         not (reverse_pred and isinstance(src, NkiTensor)),
         "tensor_copy_predicated: reverse_pred with a tensor; allowed with a scalar",
@@ -72,14 +75,13 @@ def tensor_copy_predicated(
         check_tiles("tensor_copy_predicated", src)
         check_same_size("tensor_copy_predicated", dst, src)
         check_not_both_in_psum("tensor_copy_predicated", src, predicate)
-        require(src.dtype == dst.dtype, f"tensor_copy_predicated: {src.dtype} into {dst.dtype}")
+        if src.dtype != dst.dtype:
+            raise Violation(f"tensor_copy_predicated: {src.dtype} into {dst.dtype}")
         values = src.read().reshape(dst.shape)
     else:
         kind = float if is_float(dst.dtype) else int
-        require(
-            isinstance(src, kind),
-            f"tensor_copy_predicated: {type(src).__name__} into {dst.dtype}",
-        )
+        if not isinstance(src, kind):
+            raise Violation(f"tensor_copy_predicated: {type(src).__name__} into {dst.dtype}")
         values = np.full(dst.shape, src, np.float32 if kind is float else np.int64)
     dst.write(values, chosen)
 
@@ -94,7 +96,7 @@ def iota(
     """`offset + partition * channel_multiplier + sum(index * step)` over `[[step, count], ...]`."""
     machine().count("gpsimd", "iota")
     check_tiles("iota", dst)
-    require(dst.buffer is MemoryRegion.sbuf, "iota writes SBUF")
+    require(dst.buffer is SBUF, "iota writes SBUF")
     require(len(pattern) <= 4, f"iota: a pattern of {len(pattern)} dimensions; at most 4")
     values = np.asarray(offset, np.int64)
     for step, size in pattern:

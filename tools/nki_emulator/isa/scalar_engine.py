@@ -12,7 +12,7 @@ from nki_emulator.isa.operands import (
     check_tiles,
     number,
 )
-from nki_emulator.machine import PARTITIONS, machine, require
+from nki_emulator.machine import PARTITIONS, Violation, machine, require
 from nki_emulator.tensor import NkiTensor
 
 RESETS = (ReduceCommand.reset, ReduceCommand.reset_reduce)
@@ -35,7 +35,8 @@ def activation(
     current.count("scalar", "activation")
     check_tiles("activation", dst, data)
     check_same_size("activation", dst, data)
-    require(isinstance(op, Function), f"activation: {op} is not a function of ScalarE")
+    if not isinstance(op, Function):
+        raise Violation(f"activation: {op} is not a function of ScalarE")
     require(
         bias is None or isinstance(bias, NkiTensor) or current.generation >= 3,
         "activation: the second generation takes its bias from a tile",
@@ -46,11 +47,8 @@ def activation(
         x = as_float32(data.read()) * number("activation", scale, data)
         if bias is not None:
             x = x + number("activation", bias, data, any_float=True)
-        known = ~np.isnan(x)
-        require(
-            bool(((x >= op.smallest) & (x <= op.largest))[known].all()),
-            f"activation: {op.name} outside [{op.smallest}, {op.largest}]",
-        )
+        if op.is_limited and not (np.isnan(x) | ((x >= op.smallest) & (x <= op.largest))).all():
+            raise Violation(f"activation: {op.name} outside [{op.smallest}, {op.largest}]")
         values = as_float32(op.compute(x))
     dst.write(values.reshape(dst.shape))
     rows = data.shape[0]
@@ -63,5 +61,6 @@ def activation(
     if reduce_res is not None:
         check_tiles("activation", reduce_res)
         require(reduce_cmd is not ReduceCommand.idle, "activation: reduce_res without a command")
-        require(reduce_res.shape == (rows, 1), f"activation: reduce_res {reduce_res.shape}")
+        if reduce_res.shape != (rows, 1):
+            raise Violation(f"activation: reduce_res {reduce_res.shape}")
         reduce_res.write(current.reduce_registers[:rows].reshape(rows, 1))

@@ -5,7 +5,7 @@ import numpy as np
 from nki_emulator.dtypes import INTEGERS
 from nki_emulator.enums import NcVersion
 from nki_emulator.machine import machine, require
-from nki_emulator.memory import MemoryRegion
+from nki_emulator.memory import PSUM
 from nki_emulator.registers import VirtualRegister
 from nki_emulator.tensor import NkiTensor
 
@@ -30,7 +30,7 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
     """The one element of `src`."""
     require(not dst.read_only, "a loop's variable is read-only")
     require(src.size == 1, f"register_load of {src.shape}; allowed: one element")
-    require(src.buffer is not MemoryRegion.psum, "register_load does not reach PSUM")
+    require(src.buffer is not PSUM, "register_load does not reach PSUM")
     require(
         src.dtype in INTEGERS,
         f"register_load of {src.dtype}: its value or bits, no page says which",
@@ -41,5 +41,5 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
 def register_store(dst: NkiTensor, src: VirtualRegister) -> None:
     """Into the one element of `dst`."""
     require(dst.size == 1, f"register_store to {dst.shape}; allowed: one element")
-    require(dst.buffer is not MemoryRegion.psum, "register_store does not reach PSUM")
+    require(dst.buffer is not PSUM, "register_store does not reach PSUM")
     dst.write(np.full(dst.shape, src.known()))

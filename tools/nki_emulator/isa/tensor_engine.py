@@ -18,10 +18,11 @@ from nki_emulator.isa.operands import check_tiles, count
 from nki_emulator.machine import (
     PARTITIONS,
     PSUM_BANK_BYTES,
+    Violation,
     machine,
     require,
 )
-from nki_emulator.memory import MemoryRegion
+from nki_emulator.memory import PSUM, SBUF
 from nki_emulator.tensor import NkiTensor
 
 OPERANDS = {
@@ -49,8 +50,8 @@ def nc_matmul(
     current = machine()
     current.count("tensor", "nc_matmul")
     check_tiles("nc_matmul", dst, stationary, moving)
-    require(dst.buffer is MemoryRegion.psum, "nc_matmul writes PSUM")
-    require(stationary.buffer is moving.buffer is MemoryRegion.sbuf, "nc_matmul reads SBUF")
+    require(dst.buffer is PSUM, "nc_matmul writes PSUM")
+    require(stationary.buffer is moving.buffer is SBUF, "nc_matmul reads SBUF")
     require(not (is_transpose or tile_position or tile_size), "nc_matmul: not emulated")
     require(perf_mode is MatmulPerfMode.none, "nc_matmul: perf_mode is not emulated")
     depth, rows = stationary.shape[0], stationary.size // stationary.shape[0]
@@ -58,30 +59,29 @@ def nc_matmul(
     current.tensor_columns += columns
     wide = dst.dtype == bfloat16
     most = 512 if current.generation < 4 else 8192 if wide else 4096
-    require(moving.shape[0] == depth, f"nc_matmul: {depth} and {moving.shape[0]} partitions")
-    require(rows <= PARTITIONS, f"nc_matmul: {rows} stationary columns; at most {PARTITIONS}")
-    require(columns <= most, f"nc_matmul: {columns} moving columns; at most {most}")
-    require(
-        dst.shape[0] == rows and dst.size == rows * columns,
-        f"nc_matmul: ({rows}, {columns}) into {dst.shape}",
-    )
+    if moving.shape[0] != depth:
+        raise Violation(f"nc_matmul: {depth} and {moving.shape[0]} partitions")
+    if rows > PARTITIONS:
+        raise Violation(f"nc_matmul: {rows} stationary columns; at most {PARTITIONS}")
+    if columns > most:
+        raise Violation(f"nc_matmul: {columns} moving columns; at most {most}")
+    if dst.shape[0] != rows or dst.size != rows * columns:
+        raise Violation(f"nc_matmul: ({rows}, {columns}) into {dst.shape}")
     for operand in (stationary, moving):
-        require(
-            operand.dtype in OPERANDS[current.generation],
-            f"nc_matmul: operand of {operand.dtype} on generation {current.generation}",
-        )
+        if operand.dtype not in OPERANDS[current.generation]:
+            raise Violation(
+                f"nc_matmul: operand of {operand.dtype} on generation {current.generation}"
+            )
     require(
         {stationary.dtype, moving.dtype} != {float8_e4m3, float8_e4m3fn},
         "nc_matmul: float8_e4m3 with float8_e4m3fn",
     )
-    require(
-        (stationary.dtype == float32) == (moving.dtype == float32),
-        f"nc_matmul: {stationary.dtype} with {moving.dtype}; float32 goes with float32 only",
-    )
-    require(
-        dst.dtype == float32 or (wide and current.generation >= 4),
-        f"nc_matmul: a {dst.dtype} result on generation {current.generation}",
-    )
+    if (stationary.dtype == float32) != (moving.dtype == float32):
+        raise Violation(
+            f"nc_matmul: {stationary.dtype} with {moving.dtype}; float32 goes with float32 only"
+        )
+    if dst.dtype != float32 and not (wide and current.generation >= 4):
+        raise Violation(f"nc_matmul: a {dst.dtype} result on generation {current.generation}")
     if current.generation < 4:
         _check_one_bank("nc_matmul", dst)
     x = as_float32(stationary.read()).reshape(depth, rows)
@@ -89,11 +89,14 @@ def nc_matmul(
     with np.errstate(all="ignore"):
         product = (x.T @ y).reshape(dst.shape)
     assert dst.storage.started is not None
-    started = dst.window(dst.storage.started)
-    if accumulate is None:
-        accumulate = bool(started.any())
+    if accumulate is None or accumulate:
+        started = int(np.count_nonzero(dst.marks(dst.storage.started, dst.start())))
+        accumulate = bool(accumulate) or started > 0
+        require(
+            not accumulate or started == dst.size,
+            "nc_matmul: accumulates on PSUM that no product has started",
+        )
     if accumulate:
-        require(bool(started.all()), "nc_matmul: accumulates on PSUM that no product has started")
         product = product + as_float32(dst.read())
     dst.write(product, product=True)
 
@@ -103,10 +106,8 @@ def _check_one_bank(instruction: str, dst: NkiTensor) -> None:
     first = dst.offset % dst.storage.free_size
     last = first + sum((n - 1) * s for n, s in zip(dst.shape[1:], dst.strides[1:], strict=True))
     item = dst.dtype.itemsize
-    require(
-        first * item // PSUM_BANK_BYTES == ((last + 1) * item - 1) // PSUM_BANK_BYTES,
-        f"{instruction}: the result crosses a PSUM bank",
-    )
+    if first * item // PSUM_BANK_BYTES != ((last + 1) * item - 1) // PSUM_BANK_BYTES:
+        raise Violation(f"{instruction}: the result crosses a PSUM bank")
 
 
 def nc_transpose(
@@ -114,30 +115,32 @@ def nc_transpose(
 ) -> None:
     """`dst (F, P) = data (P, F)` transposed; free dimensions count as one."""
     if engine is Engine.unknown:
-        engine = Engine.tensor if dst.buffer is MemoryRegion.psum else Engine.vector
+        engine = Engine.tensor if dst.buffer is PSUM else Engine.vector
     count(engine, Engine.tensor, "nc_transpose")
     check_tiles("nc_transpose", dst, data)
     rows, columns = data.shape[0], data.size // data.shape[0]
     if engine is Engine.tensor:
         machine().tensor_columns += rows  # a product with the identity
         require(
-            data.buffer is MemoryRegion.sbuf and dst.buffer is MemoryRegion.psum,
+            data.buffer is SBUF and dst.buffer is PSUM,
             "nc_transpose on TensorE goes from SBUF to PSUM",
         )
-        require(columns <= PARTITIONS, f"nc_transpose on TensorE: {columns} columns; at most 128")
+        if columns > PARTITIONS:
+            raise Violation(f"nc_transpose on TensorE: {columns} columns; at most 128")
         require(
             machine().generation >= 3 or dst.dtype == float32,
             "nc_transpose on TensorE of the second generation writes float32",
         )
-        require(data.dtype in OPERANDS[machine().generation], f"nc_transpose of {data.dtype}")
+        if data.dtype not in OPERANDS[machine().generation]:
+            raise Violation(f"nc_transpose of {data.dtype}")
         if machine().generation < 4:
             _check_one_bank("nc_transpose", dst)
     else:
-        require(engine is Engine.vector, f"nc_transpose: not on the {engine.name} engine")
+        if engine is not Engine.vector:
+            raise Violation(f"nc_transpose: not on the {engine.name} engine")
         require(max(rows, columns) <= VECTOR_TRANSPOSE, "nc_transpose on VectorE: at most 32 x 32")
-    require(dst.dtype == data.dtype, f"nc_transpose: {data.dtype} into {dst.dtype}")
-    require(
-        dst.shape[0] == columns and dst.size == data.size,
-        f"nc_transpose: {data.shape} into {dst.shape}",
-    )
+    if dst.dtype != data.dtype:
+        raise Violation(f"nc_transpose: {data.dtype} into {dst.dtype}")
+    if dst.shape[0] != columns or dst.size != data.size:
+        raise Violation(f"nc_transpose: {data.shape} into {dst.shape}")
     dst.write(data.read().reshape(rows, columns).T.reshape(dst.shape))

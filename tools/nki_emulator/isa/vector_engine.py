@@ -23,8 +23,8 @@ from nki_emulator.isa.operands import (
     count,
     number,
 )
-from nki_emulator.machine import machine, require
-from nki_emulator.memory import MemoryRegion
+from nki_emulator.machine import Violation, machine, require
+from nki_emulator.memory import SBUF
 from nki_emulator.tensor import NkiTensor
 
 WHOLE_NUMBERS = (int32, uint32)
@@ -40,16 +40,22 @@ def _apply(op: Alu, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
         return op.compute(b, a) if reverse else op.compute(a, b)
 
 
+def _unsigned(size: int) -> np.dtype:
+    """The type of unsigned integers of `size` bytes."""
+    return np.dtype(f"u{size}")
+
+
 def _bitwise(op: Alu, a: np.ndarray, b: Any, dtype: np.dtype) -> np.ndarray:
     """Bit patterns: shifts are logical, and what leaves the width is lost."""
-    unsigned = np.dtype(f"u{a.dtype.itemsize}")
-    b = (
-        b.view(np.dtype(f"u{b.dtype.itemsize}")).astype(np.int64)
-        if isinstance(b, np.ndarray)
-        else b
+    wide = _unsigned(
+        max(a.itemsize, b.itemsize if isinstance(b, np.ndarray) else 4, dtype.itemsize)
     )
-    wide = op.compute(a.view(unsigned).astype(np.int64), b)
-    return wide.astype(np.dtype(f"u{dtype.itemsize}")).view(dtype)
+    if isinstance(b, np.ndarray):
+        b = b.view(_unsigned(b.itemsize)).astype(wide, copy=False)
+    else:
+        b = wide.type(b & 0xFFFFFFFF)
+    bits = op.compute(a.view(_unsigned(a.itemsize)).astype(wide, copy=False), b)
+    return bits.astype(_unsigned(dtype.itemsize), copy=False).view(dtype)
 
 
 def tensor_tensor(
@@ -66,21 +72,21 @@ def tensor_tensor(
     check_same_size("tensor_tensor", *tiles)
     check_not_both_in_psum("tensor_tensor", data1, data2)
     check_engine("tensor_tensor", engine, ENGINES, *tiles)
-    exact = all(t.dtype in WHOLE_NUMBERS and t.buffer is MemoryRegion.sbuf for t in tiles)
-    exact = exact and not op.is_bitwise
+    exact = not op.is_bitwise and all(t.dtype in WHOLE_NUMBERS and t.buffer is SBUF for t in tiles)
     count(engine, Engine.gpsimd if exact else Engine.vector, "tensor_tensor")
     a, b = (t.read().reshape(dst.shape) for t in (data1, data2))
     if op.is_bitwise:
-        require(not any(is_float(t.dtype) for t in tiles), f"tensor_tensor: {op.name} of floats")
-        dst.write(_bitwise(op, np.ascontiguousarray(a), np.ascontiguousarray(b), dst.dtype))
+        if any(is_float(t.dtype) for t in tiles):
+            raise Violation(f"tensor_tensor: {op.name} of floats")
+        dst.write(_bitwise(op, a, b, dst.dtype))
     elif exact:
         whole = _apply(op, a.astype(np.int64), b.astype(np.int64))
         limits = np.iinfo(dst.dtype)
-        require(
-            bool(((whole >= limits.min) & (whole <= limits.max)).all()),
-            f"tensor_tensor: {op.name} overflows {dst.dtype}, which is documented nowhere",
-        )
-        dst.write(whole)
+        if whole.min() < limits.min or whole.max() > limits.max:
+            raise Violation(
+                f"tensor_tensor: {op.name} overflows {dst.dtype}, which is documented nowhere"
+            )
+        dst.write(whole.astype(dst.dtype))
     else:
         dst.write(_apply(op, as_float32(a), as_float32(b)))
 
@@ -109,16 +115,11 @@ def tensor_scalar(
         steps.append((op1, operand1, reverse1))
     values = data.read()
     if op0.is_bitwise:
-        require(
-            not is_float(data.dtype) and not is_float(dst.dtype),
-            f"tensor_scalar: {op0.name} of floats",
-        )
-        values = np.ascontiguousarray(values)
+        if is_float(data.dtype) or is_float(dst.dtype):
+            raise Violation(f"tensor_scalar: {op0.name} of floats")
         for op, operand, reverse in steps:
-            require(
-                isinstance(operand, int) and not reverse,
-                f"tensor_scalar: {op.name} with {operand!r} on the right",
-            )
+            if not isinstance(operand, int) or reverse:
+                raise Violation(f"tensor_scalar: {op.name} with {operand!r} on the right")
             values = _bitwise(op, values, operand, data.dtype)
     else:
         values = as_float32(values)
@@ -163,16 +164,15 @@ def tensor_reduce(
     machine().count("vector", "tensor_reduce")
     check_tiles("tensor_reduce", dst, data)
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    require(
-        axes == tuple(range(data.ndim - len(axes), data.ndim)) and 0 not in axes,
-        f"tensor_reduce over {axes} of {data.ndim} dimensions; allowed: the last free ones",
-    )
-    require(op.reduces, f"tensor_reduce: {op.name} does not reduce")
+    if axes != tuple(range(data.ndim - len(axes), data.ndim)) or 0 in axes:
+        raise Violation(
+            f"tensor_reduce over {axes} of {data.ndim} dimensions; allowed: the last free ones"
+        )
+    if not op.reduces:
+        raise Violation(f"tensor_reduce: {op.name} does not reduce")
     values = op.compute.reduce(as_float32(data.read()), axis=axes)
-    require(
-        dst.shape[0] == data.shape[0] and dst.size == values.size,
-        f"tensor_reduce: {values.shape} into {dst.shape}",
-    )
+    if dst.shape[0] != data.shape[0] or dst.size != values.size:
+        raise Violation(f"tensor_reduce: {values.shape} into {dst.shape}")
     dst.write((-values if negate else values).reshape(dst.shape))
 
 
@@ -189,14 +189,14 @@ def _reduce(
     instruction: str, command: ReduceCommand, result: NkiTensor | None, values: np.ndarray
 ) -> None:
     """Store what was reduced; of the commands only `reset_reduce` and `idle` are emulated."""
-    require(
-        command in (ReduceCommand.reset_reduce, ReduceCommand.idle),
-        f"{instruction}: {command.name} is not emulated",
-    )
+    if command not in (ReduceCommand.reset_reduce, ReduceCommand.idle):
+        raise Violation(f"{instruction}: {command.name} is not emulated")
     if result is not None:
-        require(command is ReduceCommand.reset_reduce, f"{instruction}: reduce_res without it")
+        if command is not ReduceCommand.reset_reduce:
+            raise Violation(f"{instruction}: reduce_res without it")
         check_tiles(instruction, result)
-        require(result.shape == (len(values), 1), f"{instruction}: reduce_res {result.shape}")
+        if result.shape != (len(values), 1):
+            raise Violation(f"{instruction}: reduce_res {result.shape}")
         result.write(values.reshape(-1, 1))
 
 
@@ -219,7 +219,8 @@ def range_select(
     require(machine().generation >= 3, "range_select came with the third generation")
     check_tiles("range_select", dst, on_true_tile)
     check_same_size("range_select", dst, on_true_tile)
-    require(is_float(on_true_tile.dtype), f"range_select of {on_true_tile.dtype}")
+    if not is_float(on_true_tile.dtype):
+        raise Violation(f"range_select of {on_true_tile.dtype}")
     require(on_false_value == FP32_MIN, "range_select: on_false_value is FP32_MIN")
     require(reduce_op is maximum, "range_select: reduce_op is nl.maximum")
     comparisons = (equal, less, less_equal, greater, greater_equal)
@@ -229,10 +230,10 @@ def range_select(
     )
     rows = on_true_tile.shape[0]
     values = as_float32(on_true_tile.read()).reshape(rows, -1)
-    require(
-        isinstance(range_start, int) and 0 <= range_start <= EXACT - values.shape[1],
-        f"range_select from {range_start!r} on; allowed: constants, and places below 2**24",
-    )
+    if not (isinstance(range_start, int) and 0 <= range_start <= EXACT - values.shape[1]):
+        raise Violation(
+            f"range_select from {range_start!r} on; allowed: constants, and places below 2**24"
+        )
     require(
         reduce_res is None or dst.dtype == float32 or reduce_res.dtype == float32,
         "range_select: the maximum of rounded values is -inf; allowed: reduce_res of float32",
@@ -261,10 +262,8 @@ def exponential(
     require(machine().generation >= 4, "exponential came with the fourth generation")
     check_tiles("exponential", dst, src)
     check_same_size("exponential", dst, src)
-    require(
-        dst.dtype not in (uint32, float8_e4m3fn) and src.dtype != float8_e4m3fn,
-        f"exponential: {src.dtype} into {dst.dtype}",
-    )
+    if dst.dtype in (uint32, float8_e4m3fn) or src.dtype == float8_e4m3fn:
+        raise Violation(f"exponential: {src.dtype} into {dst.dtype}")
     require(
         reduce_init == 0.0 or reduce_cmd is ReduceCommand.load_reduce,
         "exponential: reduce_init without load_reduce",

@@ -23,9 +23,10 @@ def pattern_of(rows, count, layout, heads, run):
 def gather_rows(tile, rows, index, layout, heads, run, mode):
     """tile[p] = the part of rows[index[p]] that `layout` describes; index is (P, 1) int32."""
     if nisa.get_nc_version() == nisa.nc_version.gen2:
+        pattern = pattern_of(rows, 1, layout, heads, run)
         for p in range(P):
             row = rows.ap(
-                pattern=pattern_of(rows, 1, layout, heads, run),
+                pattern=pattern,
                 offset=layout.offset,
                 scalar_offset=index[p : p + 1, 0:1],
                 indirect_dim=0,
@@ -44,9 +45,10 @@ def gather_rows(tile, rows, index, layout, heads, run, mode):
 def scatter_rows(rows, tile, index, layout, heads):
     """The part of rows[index[p]] that `layout` describes = tile[p]; no index comes twice."""
     if nisa.get_nc_version() == nisa.nc_version.gen2:
+        pattern = pattern_of(rows, 1, layout, heads, 1)
         for p in range(P):
             row = rows.ap(
-                pattern=pattern_of(rows, 1, layout, heads, 1),
+                pattern=pattern,
                 offset=layout.offset,
                 scalar_offset=index[p : p + 1, 0:1],
                 indirect_dim=0,
