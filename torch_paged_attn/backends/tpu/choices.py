@@ -47,9 +47,14 @@ def plan(
         (0 if bias is None else bias.shape[0], call.group_size),
         pages.fold,
     )
-    apart = layouts if layouts > 1 else config.parts_of_heads(call.num_kv_heads, *rest)
+    longest, apart = call.max_seqlen_q or call.total_q, layouts
+    if layouts == 1:
+        # a tile of few tokens has fewer rows than `config` says
+        rows = SUBLANES * call.group_size if longest <= SHORT else config.tile_rows
+        tiles = dataclasses.replace(config, tile_rows=min(config.tile_rows, rows))
+        apart = tiles.parts_of_heads(call.num_kv_heads, *rest)
     config = config.fit(max(1, call.num_kv_heads // apart), *rest)
-    tile_sizes = _tile_sizes(call.max_seqlen_q or call.total_q, call.group_size, config)
+    tile_sizes = _tile_sizes(longest, call.group_size, config)
     return pages, [
         _options_of_pages(call, config, pages, tile_q, interpret, apart) for tile_q in tile_sizes
     ]

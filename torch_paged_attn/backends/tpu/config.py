@@ -29,7 +29,8 @@ class Config:
     num_buffers: int = 3  # blocks in VMEM: one is computed on while the others are loaded
     tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1  # TensorCores that one kernel runs on: 2 on v4 and v5p
-    vmem_bytes: int = 100 * MIB  # of VMEM that a kernel may take
+    vmem_bytes: int = 100 * MIB  # of VMEM that tiles, blocks and scores may take
+    spare_bytes: int = 0  # of VMEM besides these, for what the compiler keeps there
     low_products_only: bool = False  # vectors have no instruction for high halves of 32 x 32 bits
 
     def bytes_of_launch(
@@ -86,15 +87,14 @@ class Config:
         1 if they fit together. If not, the parts are so small that tiles are not halved: all heads'
         keys are read once for each tile's tokens.
         """
-        smallest = self.fit(num_kv_heads, *rest)
-        if sum(smallest.bytes_of_launch(num_kv_heads, *rest)) <= self.vmem_bytes:
-            return 1
         parts = 1
-        while num_kv_heads % (2 * parts) == 0:
+        while True:
+            heads = num_kv_heads // parts
+            smaller = self.fit(heads, *rest)
+            fits = sum(smaller.bytes_of_launch(heads, *rest)) <= self.vmem_bytes
+            if heads % 2 or (fits and (parts == 1 or smaller.tile_rows == self.tile_rows)):
+                return parts
             parts *= 2
-            if self.fit(num_kv_heads // parts, *rest).tile_rows == self.tile_rows:
-                break
-        return parts
 
     def with_longer_blocks(self, rows: int, *launch: Any) -> "Config":
         """These sizes with blocks of twice as many keys, if such a block, computed on as a whole,
@@ -153,7 +153,9 @@ class Config:
 
 # by `device_kind`
 CHIPS = {
-    "TPU v4": Config(block_k=512, step_k=256, num_cores=2, vmem_bytes=15 * MIB, tile_rows=128),
+    "TPU v4": Config(
+        block_k=512, step_k=256, tile_rows=128, num_cores=2, vmem_bytes=15 * MIB, spare_bytes=MIB
+    ),
     "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
     "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
     "TPU v5 lite": Config(low_products_only=True),

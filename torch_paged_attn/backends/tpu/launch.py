@@ -122,7 +122,7 @@ def launch(
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=options.config.vmem_bytes,
+            vmem_limit_bytes=options.config.vmem_bytes + options.config.spare_bytes,
             # ids are clipped before the launch
             disable_bounds_checks=True,
         ),
