@@ -5,6 +5,8 @@ HYPOTHESIS_EXAMPLES is how many `thorough` draws for a test; `--hypothesis-seed`
 
 import os
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "2000"))
@@ -19,8 +21,11 @@ settings.register_profile("thorough", max_examples=EXAMPLES, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-# what the `thorough` profile alone runs, by the folder of the tests; tests/backends says its own
-THOROUGH_ALONE = {
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+# What the `thorough` profile alone runs and no mark says, by the folder of the tests: examples are
+# fewer, cases drawn. Marked tests are counted; tests/backends says its own.
+FEWER = {
     "tests/triton": (
         "test_cross_compile.py: most pairs of a call and a chip",
         "test_hopper.py: the compiling of shapes whose every option another one has",
@@ -29,11 +34,8 @@ THOROUGH_ALONE = {
         "test_attention.py: most fuzzed plans",
     ),
     "tests/tpu": (
-        "test_reshape_and_cache.py: most cases with the DMAs run as they start, one more kind",
-        "test_attention.py: most fuzzed plans, a cache passed whole to two launches, mixed batches "
-        "in steps of several pieces, two cores by the other way of the DMAs",
-        "test_bias.py: low biases in 16 bits; test_packed_rows.py: rows of two keys, groups of 4",
-        "test_oracle.py, test_binding.py: half of the combinations",
+        "test_reshape_and_cache.py, test_attention.py: most ways of the DMAs",
+        "test_attention.py: most fuzzed plans",
     ),
     "tests/neuron": (
         "test_attention.py: heads of which no stack fits; test_backward.py too: most fuzzed plans",
@@ -42,14 +44,46 @@ THOROUGH_ALONE = {
 }
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "thorough: `make thorough` alone runs it, and a GPU, where kernels are quick"
+    )
+    config.left_out = {}  # tests with that mark by their file, which do not run now
+
+
+def pytest_collection_modifyitems(config, items):
+    if IS_THOROUGH:
+        return
+    marked = [item for item in items if item.get_closest_marker("thorough") is not None]
+    if torch.cuda.is_available():
+        marked = [item for item in marked if "triton" not in item.path.parts]
+    for item in marked:
+        file = item.nodeid.partition("::")[0]
+        config.left_out[file] = config.left_out.get(file, 0) + 1
+    config.hook.pytest_deselected(items=marked)
+    items[:] = [item for item in items if item not in marked]
+
+
+def pytest_sessionfinish(session):
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left_out"] = session.config.left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Of pytest-xdist, whose workers alone know what was collected; each collects all of it."""
+    node.config.left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    if os.environ.get("HYPOTHESIS_PROFILE") == "thorough":
+    if IS_THOROUGH:
         return
     ran = {r.nodeid.rpartition("/")[0] for r in terminalreporter.getreports("passed")}
-    if left_out := [(folder, what) for folder, what in THOROUGH_ALONE.items() if folder in ran]:
+    lines = [f"{folder}: {'; '.join(what)}" for folder, what in FEWER.items() if folder in ran]
+    lines += [f"{file}: {count} tests" for file, count in sorted(config.left_out.items())]
+    if lines:
         terminalreporter.section("left to HYPOTHESIS_PROFILE=thorough")
-        for folder, what in left_out:
-            terminalreporter.write_line(f"{folder}: {'; '.join(what)}")
+        terminalreporter.write("\n".join([*lines, ""]))
 
 
 def pytest_addoption(parser):

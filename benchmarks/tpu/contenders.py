@@ -89,9 +89,25 @@ def attention(name: str, batch: Batch, *, seed: bool = False) -> Problem:
     return Problem(name, contenders, batch.live_bytes)
 
 
-def alone(name: str, batch: Batch) -> Problem:
-    """Serving without a peer beside it."""
-    return Problem(name, {"ours": ours(batch)}, batch.live_bytes)
+def alone(
+    name: str, batch: Batch, tensors: dict[str, Any] | None = None, **options: Any
+) -> Problem:
+    """Serving without a peer beside it, with more arguments of the op."""
+
+    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        config = config_for(generation)
+
+        def call(q: Any, cache: Any, given: dict[str, Any], *tables: Any) -> Any:
+            cu_seqlens, seqused_k, block_table = tables
+            return flash_varlen(
+                q, cache, None, cu_seqlens, None, seqused_k, block_table,
+                max_seqlen_q=max(batch.queries), causal=True, config=config, **given, **options,
+            )  # fmt: skip
+
+        tables = batch.cu_seqlens, batch.seqused_k, batch.block_table
+        return call, (batch.q, batch.cache, tensors or {}, *tables)
+
+    return Problem(name, {"ours": build}, batch.live_bytes)
 
 
 def mla_decode(name: str, batch: Batch, width_v: int) -> Problem:
@@ -153,23 +169,14 @@ def blocksparse_causal(tokens: int, num_heads: int, head_dim: int, block: int) -
 
 
 def with_bias(name: str, batch: Batch, heads: int = 1) -> Problem:
-    """Serving with a bias of one head or of all, bfloat16: no peer takes one."""
+    """A bias of one head or of all, bfloat16: no peer takes one."""
+    bias = ShapeDtypeStruct((heads, batch.tokens, max(batch.keys)), jnp.bfloat16)
+    return alone(name, batch, {"attn_bias": bias})
 
-    def build(generation: Generation) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        config = config_for(generation)
 
-        def call(q: Any, cache: Any, bias: Any, *tables: Any) -> Any:
-            cu_seqlens, seqused_k, block_table = tables
-            return flash_varlen(
-                q, cache, None, cu_seqlens, None, seqused_k, block_table, attn_bias=bias,
-                max_seqlen_q=max(batch.queries), causal=True, config=config,
-            )  # fmt: skip
-
-        bias = ShapeDtypeStruct((heads, batch.tokens, max(batch.keys)), jnp.bfloat16)
-        tables = batch.cu_seqlens, batch.seqused_k, batch.block_table
-        return call, (batch.q, batch.cache, bias, *tables)
-
-    return Problem(name, {"ours": build}, batch.live_bytes)
+def with_dropout(name: str, batch: Batch) -> Problem:
+    """A tenth of the probabilities is dropped."""
+    return alone(name, batch, {"rng_state": np.array([1, 0, 2], np.uint32)}, dropout_p=0.1)
 
 
 def with_layout(name: str, batch: Batch, block: int, heads: int = 1) -> Problem:
@@ -287,6 +294,7 @@ PROBLEMS = [
     with_bias("bias_mixed_63_and_512_page16", SERVED["mixed_63_and_512_page16"]),
     with_bias("bias_prefill_b2_2048_page16", SERVED["prefill_b2_2048_page16"]),
     with_bias("bias_of_heads_chunk_512_kv2048_page16", Batch((2048,), (512,), 16), heads=32),
+    with_dropout("dropout_mixed_63_and_512_page16", SERVED["mixed_63_and_512_page16"]),
     with_layout("layout_mixed_63_and_512_block64", SERVED["mixed_63_and_512_page16"], 64),
     with_layout("layout_prefill_b2_2048_block128", SERVED["prefill_b2_2048_page16"], 128),
     with_layout("layouts_mixed_63_and_512_block64", SERVED["mixed_63_and_512_page16"], 64, 32),

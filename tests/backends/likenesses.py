@@ -98,12 +98,16 @@ GRADIENTS_LIKE: Reasons = {
 }
 
 _IN_STEPS = JudgedBy("tests/tpu/test_attention.py::test_steps_of_several_pieces_agree_too")
+_FROM_TORCH = JudgedBy("tests/tpu/test_binding.py::test_attention")
 LIKE_ON_TPU: Reasons = LIKE | {
-    "llama3_8b/decode_b5/bf16": JudgedBy("tests/tpu/test_binding.py::test_attention"),
+    "llama3_8b/decode_b5/bf16": _FROM_TORCH,
     "sglang/page1/f16": JudgedBy("tests/backends/test_attention.py::test_alone"),
     "llama3_8b/mixed/bf16": Like("llama3_8b/mixed/kv_e4m3", "a cache of 16 bits"),
     "llama3_8b/mixed/kv_int8": Like("llama3_8b/mixed/kv_e4m3", "a cache of integers"),
     "gemma2/window_softcap/bf16": _IN_STEPS,
+    "t5/bias/f32": _FROM_TORCH,
+    "llama3_8b/speculative/bf16": Like("t5/bias/f32", "a bias of booleans, and pages"),
+    "training/dropout/f32": _FROM_TORCH,
     "blocksparse/batched/f32": _IN_STEPS,
     "blocksparse/shared_layout/f32": Like("blocksparse/batched/f32", "one layout for all"),
 }

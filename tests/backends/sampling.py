@@ -130,11 +130,9 @@ SAMPLES: dict[str, Sample] = {
         {
             "agrees": (
                 "llama3_8b/mixed/kv_e4m3",
-                "llama3_8b/speculative/bf16",
                 "gpt_oss/sinks_window/bf16",
                 "mpt/alibi_batch/f32",
                 "deepseek_mla/decode/bf16",
-                "training/dropout/f32",
                 "more_queries_than_keys/f32",
                 "odd_sizes/f32",
             ),

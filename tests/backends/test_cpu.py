@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from same_bits import assert_same_bits
+from sampling import IS_THOROUGH
 
 from torch_paged_attn import flash_varlen, reference
 from torch_paged_attn.reference.philox import dropout_keep
@@ -214,9 +215,8 @@ print(memory() - before)
     assert int(kept) < 48 << 20
 
 
-# how long a call is tried beside a writer; an instruction set beside the best one, which runs the
-# same lines, tries less
-RACED = 0.25 if "PAGED_ATTN_CPU_ISA" in os.environ else 1.0
+# how many seconds a call is tried beside a writer
+RACED = 2.0 if IS_THOROUGH else 0.25
 
 # a call, and the values that another thread writes into one of its tensors meanwhile
 RACES = {

@@ -110,6 +110,10 @@ def test_a_layer_writes_and_reads_its_cache_in_one_graph_without_copies():
     assert "cpp_fused" not in code, code
 
 
+# how long the C++ compiler works on what it is given once
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("package", [False, True], ids=["export", "aot_inductor"])
 def test_export(package, tmp_path):
@@ -119,7 +123,7 @@ def test_export(package, tmp_path):
     program = torch.export.export(layer, layer_inputs(), dynamic_shapes=dynamic, strict=False)
     if package:
         path = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(tmp_path / "layer.pt2")
+            program, package_path=str(tmp_path / "layer.pt2"), inductor_configs=QUICK
         )
         run = torch._inductor.aoti_load_package(path)
     else:

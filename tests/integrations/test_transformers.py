@@ -126,7 +126,7 @@ def generate_batch(model, prompts, page_size, max_batch_tokens):
 
 @pytest.mark.parametrize(
     ("page_size", "max_batch_tokens"),
-    [(4, 256), (16, 24)],
+    [pytest.param(4, 256, marks=pytest.mark.thorough), (16, 24)],
     ids=["whole_prompts", "chunked_prefill"],
 )
 def test_generate_batch(models, prompts, eager_tokens, page_size, max_batch_tokens):

@@ -146,7 +146,7 @@ def test_padding(name, side):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("side", [pytest.param("none", marks=pytest.mark.thorough), "left"])
 @pytest.mark.parametrize("name", MASK_READERS)
 def test_models_that_compute_with_masks(name, side, compiled):
     model = make_model(*MASK_READERS[name])
@@ -316,7 +316,7 @@ def test_autocast_of_a_padded_batch():
     assert states.isfinite().all()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama4", "bert"])
 def test_compiles_whole(name, padded):
     """One graph, even where a mask's values decide how much of it is needed."""
@@ -333,7 +333,7 @@ def test_compiles_whole(name, padded):
     assert_like_sdpa(model, run)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_rows_of_several_sequences_compile_whole(name, packed, batch):
@@ -353,7 +353,9 @@ def test_rows_of_several_sequences_compile_whole(name, packed, batch):
 
 
 @pytest.mark.parametrize("exported", [False, True], ids=["compiled", "exported"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("mistral", marks=pytest.mark.thorough), "bert"]
+)
 def test_one_graph_for_rows_of_any_length(name, exported):
     torch.compiler.reset()
     model = make_model(*(DECODERS | ENCODERS)[name])

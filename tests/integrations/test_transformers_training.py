@@ -110,7 +110,9 @@ def test_cross_attention(compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    "padded", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["full", "padded"]
+)
 def test_a_bias_of_positions_is_learned(padded, compiled):
     seen = torch.ones(3, 13, dtype=torch.long)
     if padded:
@@ -128,7 +130,11 @@ def test_keys_before_the_tokens(name, window):
     assert_trains(name, LLAMA | window, after_a_prefix)
 
 
-@pytest.mark.parametrize("lengths", [(9, 1, 5), (15,)], ids=["packed", "one"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(9, 1, 5), pytest.param((15,), marks=pytest.mark.thorough)],
+    ids=["packed", "one"],
+)
 def test_one_row_compiles_whole(lengths):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
 

@@ -1,9 +1,10 @@
-"""What XLA does around the kernels of latent attention, and how it is read."""
+"""What XLA does around the kernels of some calls, and how it is read."""
 
 import aot
 import jax.numpy as jnp
 import pytest
-from contenders import PROBLEMS
+from batches import Batch
+from contenders import PROBLEMS, ours
 from generations import GENERATIONS
 from jax import ShapeDtypeStruct, lax
 from operations import read_operations
@@ -22,6 +23,14 @@ def test_latent_attention_reads_keys_and_values_as_one():
     assert rows <= counts.hbm_bytes < 1.1 * rows
     # queries are widened in the kernel, and a block of pages ends where the table does
     assert not [x for x in around if "pad" in x.name]
+
+
+def test_a_decode_of_64_heads_is_not_laid_out_on_v4():
+    """A decode's tile is a row of each head, which fits VMEM where a prefill's tile does not."""
+    batch = Batch.equal(4, 256, 1, 16, num_heads=64, num_kv_heads=64)
+    program = aot.compile_program(*ours(batch)(GENERATIONS["v4"]), GENERATIONS["v4"])
+    # tiles of a part of the heads take 47
+    assert len([x for x in program.operations if not x.is_kernel]) <= 4
 
 
 def _loop(table, x):

@@ -1,7 +1,6 @@
 """A float bias masks by -inf alone: a key with any other bias counts, however low it is."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ MIXTURES = (
 )
 
 
-IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-DTYPES = [torch.float32, *[torch.bfloat16] * IS_THOROUGH]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)]
 # a row of each mixture; of the same sizes in each test, so that nothing is compiled anew
 SEQS = ((len(MIXTURES), 30), (1, 4))
 

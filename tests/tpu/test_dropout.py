@@ -8,9 +8,13 @@ import torch
 from torch_paged_attn.reference.philox import dropout_keep
 
 GROUP, FIRST_KEY, SEQUENCE, FIRST_QUERY = 2, 128, 3, 5
+OTHERS = (128, 256), (256, 512)
 
 
-@pytest.mark.parametrize("tile_q, keys", [(8, 256), (128, 256), (64, 512), (256, 512)])
+@pytest.mark.parametrize(
+    "tile_q, keys",
+    [(8, 256), (64, 512), *(pytest.param(*x, marks=pytest.mark.thorough) for x in OTHERS)],
+)
 @pytest.mark.parametrize("low_products_only", [False, True])
 @pytest.mark.parametrize("query_axis", [0, 1], ids=["queries_stay", "keys_stay"])
 def test_kernels_keep_what_the_reference_keeps(query_axis, low_products_only, tile_q, keys):

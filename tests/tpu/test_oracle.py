@@ -2,14 +2,12 @@
 other tests say that it is silent about the kernel as it is.
 """
 
-import os
-
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax_arrays import to_jax, to_torch
-from pallas_oracle import DMA_MODES, observe
+from pallas_oracle import observe
 
 from torch_paged_attn.backends.tpu.attention import attend
 from torch_paged_attn.backends.tpu.config import Config
@@ -19,7 +17,10 @@ from torch_paged_attn.testing import PROBLEMS, assert_accurate, build
 
 CALL = build(PROBLEMS["llama3_8b/decode_b5/bf16"])
 
-IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+def modes(shown, other):
+    """The way of the DMAs in which a bug shows most, and the other one."""
+    return "dma_mode", [shown, pytest.param(other, marks=pytest.mark.thorough)]
 
 
 def attended(dma_mode):
@@ -45,7 +46,7 @@ def forget_seeded_kernels():
     forget_kernels()
 
 
-@pytest.mark.parametrize("dma_mode", DMA_MODES if IS_THOROUGH else DMA_MODES[:1])
+@pytest.mark.parametrize(*modes("on_wait", "eager"))
 def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
     def wait_for_keys_only(self, tile, block, slot):
         first, stop = self._live_pages(tile, block)
@@ -63,7 +64,7 @@ def test_sees_a_wait_that_was_dropped(dma_mode, monkeypatch):
         assert any("non-zero count" in line for line in complaints)
 
 
-@pytest.mark.parametrize("dma_mode", DMA_MODES if IS_THOROUGH else DMA_MODES[1:])
+@pytest.mark.parametrize(*modes("eager", "on_wait"))
 def test_sees_a_buffer_that_is_overwritten_while_it_is_read(dma_mode, monkeypatch):
     def copies(self, tile, page, slot, i):
         k_done, v_done = self.refs.semaphores.at[0, slot], self.refs.semaphores.at[1, slot]

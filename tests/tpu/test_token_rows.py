@@ -15,24 +15,35 @@ MIXED = dataclasses.replace(PROBLEMS["llama3_8b/mixed/bf16"], seqs=SEQS)
 WINDOW = {"window_size_left": 60}
 FLOAT32 = {"dtype": torch.float32, "page_size": 8}
 
+# each is a program, which takes seconds to compile
 CASES = {
-    "bias": {"bias": "float"},
-    "bias_of_heads": {"bias": "float", "bias_heads": "all"},
     "mask_float32": {"bias": "bool", "causal": False, **FLOAT32},
-    "layout": {"layout": Layout(16, 32, "one")},
-    "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
-    "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
-    "layouts_of_heads": {"layout": Layout(16, 32, "all", density=0.3)},
     "layouts_of_kv_heads": {"layout": Layout(64, 16, "kv", True), **WINDOW, **FLOAT32},
     "layouts_of_heads_and_biases": {
         "layout": Layout(32, 64, "all"), "bias": "float", "bias_heads": "all"
     },
     # seven heads to a KV head, whose rows are no whole registers' in a decode
     "layouts_of_odd_groups": {
+        "layout": Layout(32, 32, "all", density=0.3), "num_heads": 14, "sinks": True,
+        "alibi": "heads",
+    },
+    "few_heads": {"num_heads": 4, "num_kv_heads": 2, "bias": "float"},
+    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
+    # pairs of heads of 16 bits are of two KV heads
+    "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
+}  # fmt: skip
+# one of the above has each part of these
+OTHER_CASES = {
+    "bias": {"bias": "float"},
+    "bias_of_heads": {"bias": "float", "bias_heads": "all"},
+    "layout": {"layout": Layout(16, 32, "one")},
+    "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
+    "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
+    "layouts_of_heads": {"layout": Layout(16, 32, "all", density=0.3)},
+    "odd_groups": {"num_heads": 14, "sinks": True, "alibi": "heads"},
+    "four_odd_groups": {
         "layout": Layout(32, 32, "all", density=0.3), "num_heads": 28, "num_kv_heads": 4
     },
-    "odd_groups": {"num_heads": 14, "num_kv_heads": 2, "sinks": True, "alibi": "heads"},
-    "few_heads": {"num_heads": 4, "num_kv_heads": 2, "bias": "float"},
     "layouts_of_kv_heads_stacked": {
         "layout": Layout(32, 32, "kv", density=0.3), "num_heads": 8, "num_kv_heads": 4
     },
@@ -40,27 +51,29 @@ CASES = {
         "layout": Layout(32, 128, "all", density=0.3), "num_heads": 8, "num_kv_heads": 1
     },
     "wide": {"head_dim": 256, "bias": "float"},
-    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
-    # pairs of heads of 16 bits are of two KV heads
-    "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+def cases(some, others):
+    """All of them, the others left to `make thorough`."""
+    return [*some, *(pytest.param(case, marks=pytest.mark.thorough) for case in others)]
+
+
+@pytest.mark.parametrize("case", cases(CASES, OTHER_CASES))
 def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
     from torch_paged_attn.backends.tpu import attention
 
     # what lays tiles out around the kernel
     monkeypatch.delattr(attention, "attend_tiles")
-    call = build(dataclasses.replace(MIXED, **CASES[case]))
+    call = build(dataclasses.replace(MIXED, **(CASES | OTHER_CASES)[case]))
     assert_accurate(*run(call, "on_wait"), call.truth())
 
 
-def test_a_bias_of_few_tokens(run):
+@pytest.mark.parametrize("seqs", cases([((1, 30),), ((8, 40), (9, 3))], [((17, 4),)]), ids=str)
+def test_a_bias_of_few_tokens(seqs, run):
     """Fewer than a copy has rows; one token more than whole tiles of memory."""
-    for seqs in (((1, 30),), ((17, 4),), ((8, 40), (9, 3))):
-        call = build(dataclasses.replace(MIXED, seqs=seqs, bias="float"))
-        assert_accurate(*run(call, "on_wait"), call.truth())
+    call = build(dataclasses.replace(MIXED, seqs=seqs, bias="float"))
+    assert_accurate(*run(call, "on_wait"), call.truth())
 
 
 def test_a_layout_without_room_for_its_words_goes_by_tiles():
@@ -85,7 +98,7 @@ def test_a_layout_without_room_for_its_words_goes_by_tiles():
     assert out.shape == queries.shape
 
 
-@pytest.mark.parametrize("longest", [2, 4])
+@pytest.mark.parametrize("longest", cases([4], [2]))
 def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run, monkeypatch):
     """Speculation: up to so many tokens of each sequence."""
     from torch_paged_attn.backends.tpu import attention
@@ -97,6 +110,12 @@ def test_sequences_of_few_tokens_are_read_where_they_lie(longest, run, monkeypat
 
 
 PARTS = {
+    "everything": {
+        "layout": Layout(32, 32, "all"), "bias": "float", "bias_heads": "all", "dropout_p": 0.3,
+        "sinks": True, "alibi": "heads",
+    }
+}  # fmt: skip
+OTHER_PARTS = {
     "plain": {"sinks": True, "alibi": "heads"},
     "bias_of_heads": {"bias": "float", "bias_heads": "all"},
     "dropout": {"dropout_p": 0.3},
@@ -104,13 +123,13 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize("case", cases(PARTS, OTHER_PARTS))
 def test_heads_that_do_not_fit_together_have_tiles_of_their_own(case, run):
     """As 128 KV heads of DeepSeek's prefill do not on v4."""
     from torch_paged_attn.backends.tpu.config import Config
 
     wide = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128}
-    call = build(dataclasses.replace(MIXED, **wide, **PARTS[case]))
+    call = build(dataclasses.replace(MIXED, **wide, **(PARTS | OTHER_PARTS)[case]))
     small = Config(block_k=128, step_k=128, tile_rows=64, num_buffers=2, vmem_bytes=3 << 19)
     widths, sizes = (256, 128), (2, 2)
     assert small.parts_of_heads(4, widths, sizes) == 2

@@ -69,7 +69,13 @@ def bits(x):
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-@pytest.mark.parametrize("name", CALLS)
+# attention is tested with these by itself
+OPTIONS = ("sinks", "window")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.thorough) if x in OPTIONS else x for x in CALLS]
+)
 def test_it_is_the_three_operators_one_after_another(name, kernels, device):
     tensors, options = inputs(device, **CALLS[name])
     others = [x if x is None else x.clone() for x in tensors]

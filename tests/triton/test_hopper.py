@@ -168,7 +168,13 @@ def test_sizes_are_no_part_of_the_description(options):
     assert len(sizes) == 3
 
 
-@pytest.mark.parametrize("name", ["llama3_8b/decode_b5/bf16", "blocksparse/wide_blocks/f16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3_8b/decode_b5/bf16",
+        pytest.param("blocksparse/wide_blocks/f16", marks=pytest.mark.thorough),
+    ],
+)
 def test_log_names_the_kernel(name, run, device, caplog):
     # a call that no other test makes: what was decided once is not said again
     problem = dataclasses.replace(PROBLEMS[name], num_heads=6, num_kv_heads=3, padding_rows=0)
@@ -181,7 +187,8 @@ def test_log_names_the_kernel(name, run, device, caplog):
 def test_a_path_is_logged_once(run, device, caplog, monkeypatch):
     monkeypatch.setattr(paths, "_announced", set())
     for rows in (3, 5):  # other plans of one path
-        problem = dataclasses.replace(PROBLEMS["odd_sizes/f32"], num_heads=6, padding_rows=rows)
+        changes = {"num_heads": 6, "padding_rows": rows, "seqs": ((3, 9), (1, 4))}
+        problem = dataclasses.replace(PROBLEMS["odd_sizes/f32"], **changes)
         with caplog.at_level(logging.INFO, "torch_paged_attn"):
             run(build(problem).to(device))
     said = [x.getMessage() for x in caplog.records if x.name == "torch_paged_attn"]

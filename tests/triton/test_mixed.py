@@ -159,7 +159,11 @@ def test_heads_and_consumers_of_a_tile(queries, expected):
         assert (heads, config.CONSUMERS) == expected
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[:3], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "problem",
+    [*PROBLEMS[:2], pytest.param(PROBLEMS[2], marks=pytest.mark.thorough)],
+    ids=lambda p: p.name,
+)
 def test_short_sequences_and_padding_alone(problem, device):
     """The portable kernel's share: the rows of long sequences are not its own."""
     call = hopper_call(problem, device)

@@ -216,7 +216,9 @@ def _leave_parts(call, options, programs):
     return torch.cat((parts.flatten(), stats.flatten())), out, lse
 
 
-@pytest.mark.parametrize("heads, programs", [(3, 1), (3, 6), (3, 132), (70, 24)])
+@pytest.mark.parametrize(
+    "heads, programs", [(3, 1), (3, 6), (3, 132), pytest.param(70, 24, marks=pytest.mark.thorough)]
+)
 def test_parts_are_added_up(heads, programs, device):
     seqs = ((1, 500), (2, 130), (0, 5), (1, 0), (3, -1), (1, -1), (2, 200))
     problem = Problem("parts", seqs, heads, 1, 576, 512, dtype=bf16, page_size=16)
@@ -252,7 +254,7 @@ def test_compiles_to_products(problem, compiler):
     assert kernel.spills == 0 or not cross_compile.IS_FITTED
 
 
-@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("heads", [16, pytest.param(32, marks=pytest.mark.thorough), 128])
 def test_keys_of_8_bits_compile_to_products(heads, compiler):
     """Operands of rows come from `ldmatrix` and conversions in registers; two programs, or one of
     two consumers, fit into a multiprocessor's shared memory."""

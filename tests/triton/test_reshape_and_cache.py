@@ -5,8 +5,8 @@ import torch
 
 def test_many_tokens_for_one_slot(kernels, device):
     """More than one program claims the slot; one token wins, whole."""
-    key, value = (torch.randn(1100, 8, 128).to(device) for _ in range(2))
-    caches = [torch.zeros(12, 8, 5, 128, device=device) for _ in range(2)]
+    key, value = (torch.randn(1100, 2, 64).to(device) for _ in range(2))
+    caches = [torch.zeros(12, 2, 5, 64, device=device) for _ in range(2)]
     slots = torch.full((1100,), 7, device=device)
     kernels.reshape_and_cache_split(key, value, *caches, slots)
     winners = {

@@ -1,7 +1,7 @@
 """The TPU backend: the ops in Pallas, as pure JAX functions, and their way to torch.
 
-The files that are named like ops hold a function each, of that name, which takes the op's arguments
-as JAX arrays; `differentiable.py` tells `jax.grad` of them. `binding.py` puts the ops on torch
+The files that are named like ops hold functions of these names, which take the op's arguments as
+JAX arrays; `differentiable.py` gives attention its gradients. `binding.py` puts the ops on torch
 tensors, `front_ends.py` finds the way to the device. Compiled by the TPU compiler and run by
 Pallas' interpreter; never yet run on a TPU.
 """
@@ -26,13 +26,13 @@ class Tpu(Backend):
         return front_ends.unsupported()
 
     def has(self, op: str) -> bool:
-        """Whether torch tensors have a way to an op."""
+        """Whether `binding.py` has the op."""
         from torch_paged_attn.backends.tpu import binding
 
         return hasattr(binding, op.replace(".", "_"))
 
     def unsupported_backward(self, call: AttentionCall) -> str | None:
-        """Gradients are those of `flash_varlen`."""
+        """Why a call has no gradients: those of `flash_varlen` alone have."""
         if call.op == "flash_varlen":
             return None
         return f"the {self.name} backend has no {call.op}_backward"

@@ -1,8 +1,8 @@
 """`attend` runs a call of `flash_varlen` or `blocksparse`: tiles are cut, launched, put together.
 
 Prefill and decode of one batch are two launches of one kernel: sequences of one token in tiles of
-one token, the others in long tiles. No value is read on the host, and no program is compiled anew
-for other lengths.
+one token, the others in long tiles (`choices.py`). No value is read on the host, and no program is
+compiled anew for other lengths.
 """
 
 import dataclasses
@@ -15,31 +15,32 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
-from torch_paged_attn.backends.tpu.heads import SUBLANES, Heads
+from torch_paged_attn.backends.tpu.choices import plan, reads_tokens
+from torch_paged_attn.backends.tpu.config import Config, choose_config
+from torch_paged_attn.backends.tpu.dtypes import (
+    EIGHT_BITS,
+    FLOAT8,
+    FLOATS,
+    compute_dtype_of,
+    to_float8,
+)
+from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch import Modifiers, attend_tiles, attend_tokens
-from torch_paged_attn.backends.tpu.layout_mask import WORD, lay_out_tiles, layout_words
-from torch_paged_attn.backends.tpu.pages import Pages, keys_per_step, lay_out_pages
+from torch_paged_attn.backends.tpu.layout_mask import lay_out_tiles, layout_words
+from torch_paged_attn.backends.tpu.pages import Pages
 from torch_paged_attn.backends.tpu.refusal import refuse
-from torch_paged_attn.backends.tpu.scalar_memory import MOST_WORDS
+from torch_paged_attn.backends.tpu.registers import SUBLANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2, base_e
 from torch_paged_attn.backends.tpu.tiles import Cut, Lengths, cut_queries, repeat_tiles
 from torch_paged_attn.backends.tpu.token_bias import readable
-from torch_paged_attn.backends.tpu.token_rows import heads_of_word
 from torch_paged_attn.ops.lacking import OPTIONAL, refuse_lacking
-
-FLOATS = ("float32", "bfloat16", "float16")
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-
-# up to this many tokens of a sequence, all of them are one tile
-SHORT = 8
 
 
 def unsupported(call: Call) -> str | None:
     """Why there is no kernel for a valid call: the argument, what came, what is supported."""
     queries = (*FLOATS, *FLOAT8)
-    stored: tuple[str, ...] = (call.q.dtype.name, *FLOAT8, "int8")
+    stored: tuple[str, ...] = (call.q.dtype.name, *EIGHT_BITS)
     if call.q.dtype.name == "float16" and call.block_table is not None:
         stored = (*stored, "int16")  # the bits of float16
     if call.q.dtype.name not in queries:
@@ -64,15 +65,17 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
 
     config = choose_config(config)
     lengths, first_key = lengths_of(call)
-    plan = functools.partial(_plan, call, lengths=lengths, first_key=first_key, interpret=interpret)
-    pages, launches = plan(config)
+    plan_with = functools.partial(
+        plan, call, lengths=lengths, first_key=first_key, interpret=interpret
+    )
+    pages, launches = plan_with(config)
     can_read = all(reads_tokens(call, pages, options) for options in launches)
     layouts = 1 if call.layout is None else call.layout.num_heads
     if not can_read and (call.attn_bias is not None or layouts > 1):
-        # a bias is laid out for each row of a tile then, heads with a layout each have tiles each
+        # XLA lays a bias out for each row of a tile then, and each layout has tiles of its own
         config = config if call.attn_bias is None else config.with_bias()
-        pages, launches = plan(config, layouts=layouts)
-    q = call.q.astype(compute_dtype_of(call))
+        pages, launches = plan_with(config, layouts=layouts)
+    q = call.q.astype(compute_dtype_of(call.q.dtype))
     factors = _factors(call)
     if can_read:
         out, lse = _attend_tokens(call, q, pages, lengths, factors, launches)
@@ -105,41 +108,6 @@ def attend(call: Call, *, config: Config | None, interpret: Any) -> tuple[Array,
     return _to_storage(out, call.result_dtype, call.out_scale), lse[..., 0].T
 
 
-def _plan(
-    call: Call,
-    config: Config,
-    *,
-    lengths: Lengths,
-    first_key: Array,
-    interpret: Any,
-    layouts: int = 1,
-) -> tuple[Pages, list[Options]]:
-    """The keys, and what the call's launches are compiled for: with tiles of all heads, if they fit
-    VMEM, or with tiles for each of so many `layouts`.
-    """
-    layout, bias = call.layout, call.attn_bias
-    if bias is not None and bias.shape[0] > 1:
-        config = config.with_bias(256, 512)
-    widest = 2 * config.block_k if layout is None else WORD * layout.k_block_size
-    pages = lay_out_pages(call, lengths, first_key, widest_step=widest)
-    rest = (
-        pages.widths,
-        (compute_dtype_of(call).itemsize, pages.k.dtype.itemsize),
-        (0 if bias is None else bias.shape[0], call.group_size),
-        pages.fold,
-    )
-    apart = layouts if layouts > 1 else config.parts_of_heads(call.num_kv_heads, *rest)
-    config = config.fit(max(1, call.num_kv_heads // apart), *rest)
-    tile_sizes = _tile_sizes(call.max_seqlen_q or call.total_q, call.group_size, config)
-    return pages, [
-        dataclasses.replace(
-            _options_of_pages(call, config, pages, tile_q, interpret, apart),
-            table_stride=pages.table_stride,
-        )
-        for tile_q in tile_sizes
-    ]
-
-
 def _filled(q: Array, pages: Pages) -> Array:
     """Queries as wide as rows of keys that end in numbers of no key."""
     filled = 0 if pages.fold > 1 else pages.widths[0] - q.shape[-1]
@@ -147,8 +115,10 @@ def _filled(q: Array, pages: Pages) -> Array:
 
 
 class Factors(NamedTuple):
-    """What scores and outputs are multiplied by, None for 1: (batch * num_kv_heads,), for an array
-    of two dimensions fills whole lanes of the scalar core's memory with each of its rows.
+    """What scores and outputs are multiplied by, None for 1.
+
+    Both are (batch * num_kv_heads,): of two dimensions, each row would fill whole lanes of the
+    scalar core's memory.
     """
 
     score_scale: Array | None
@@ -166,121 +136,6 @@ def _factors(call: Call) -> Factors:
     if call.v_descale is not None or call.dropout_p > 0.0:
         out_factor = per_kv_head(call.v_descale) / (1.0 - call.dropout_p)
     return Factors(score_scale, out_factor)
-
-
-def compute_dtype_of(call: Call) -> Any:
-    """What products are computed on."""
-    is_narrow = call.q.dtype.name in (*FLOAT8, "bfloat16")
-    return jnp.dtype(jnp.bfloat16 if is_narrow else jnp.float32)
-
-
-def _options_of_pages(
-    call: Call, config: Config, pages: Pages, tile_q: int, interpret: Any, apart: int
-) -> Options:
-    """`choose_options`, with longer blocks for decodes whose KV heads are all in one stack.
-
-    No other head's work hides the latencies of a step then: fewer, longer steps have fewer of them
-    (16 sequences of 4096 latent keys, TPU7x: 176 thousand bundles by blocks of 1024, 157 by 2048).
-    """
-    choose = functools.partial(
-        choose_options, call, page_size=pages.page_size, tile_q=tile_q, interpret=interpret,
-        fold=pages.fold, apart=apart,
-    )  # fmt: skip
-    options = choose(config)
-    is_plain = call.layout is None and call.attn_bias is None and call.dropout_p == 0.0
-    is_long = pages.table_stride * pages.page_size > config.block_k
-    if tile_q <= SHORT and options.stack == call.num_kv_heads and is_plain and is_long:
-        sizes = options.compute_dtype.itemsize, pages.k.dtype.itemsize
-        rows = options.group_size * tile_q
-        longer = config.with_longer_blocks(call.num_kv_heads, rows, pages.widths, sizes)
-        options = choose(longer)
-    return options
-
-
-def choose_options(
-    call: Call, config: Config, page_size: int, tile_q: int, interpret: Any, fold: int = 1,
-    apart: int = 1,
-) -> Options:  # fmt: skip
-    """What the kernel of tiles of `tile_q` tokens is compiled for; rows of keys hold `fold`."""
-    layout = call.layout
-    block_sizes, most_k = (1, 1), config.block_k
-    if layout is not None:
-        block_sizes = layout.q_block_size, layout.k_block_size
-        most_k = min(most_k, WORD * layout.k_block_size)
-    group_size, stack = call.num_heads // max(apart, call.num_kv_heads), 1
-    if fold == 1 and apart <= call.num_kv_heads:
-        per_tile = call.num_kv_heads // apart
-        stack = math.gcd(per_tile, max(1, SUBLANES // (group_size * tile_q)))
-        group_size *= stack
-    unit = math.lcm(keys_per_step(page_size, fold), block_sizes[1])
-    if tile_q <= SHORT and call.window.left >= 0:
-        # a block is fetched page by page, asked for or not: no larger than what a window shows
-        most_k = min(most_k, -(-(call.window.left + tile_q) // unit) * unit)
-    block_k = max(1, most_k // unit) * unit
-    step_k = max(1, config.step_k // unit) * unit if tile_q > SHORT else block_k
-    block_k = block_k // step_k * step_k
-    options = Options(
-        tile_q=tile_q,
-        group_size=group_size,
-        stack=stack,
-        block_k=block_k,
-        step_k=step_k,
-        edge_k=step_k,
-        config=config,
-        softmax_scale=call.scale,
-        softcap=float(call.softcap),
-        window=call.window,
-        dropout_p=float(call.dropout_p),
-        heads_apart=apart,
-        block_sizes=block_sizes,
-        compute_dtype=compute_dtype_of(call),
-        # 8 bits saturate, float16 has no instructions: both are rounded to by XLA
-        out_dtype=jnp.dtype(jnp.bfloat16 if call.result_dtype == jnp.bfloat16 else jnp.float32),
-        interpret=interpret,
-        fold=fold,
-    )
-    # with a bias laid out for every row, steps are masked as they are
-    edge_k = step_k if call.attn_bias is not None else _halved(options, unit)
-    return dataclasses.replace(options, edge_k=edge_k)
-
-
-def _halved(options: Options, unit: int) -> int:
-    """Keys of a step that is masked: multiples of `unit`, half of a step or less."""
-    edge_k = options.step_k
-    while edge_k % (2 * unit) == 0:
-        edge_k //= 2
-        if edge_k <= options.config.step_k:
-            break
-    return edge_k
-
-
-def reads_tokens(call: Call, pages: Pages, options: Options) -> bool:
-    """Whether a launch reads queries and writes results where they lie (`token_rows.py`)."""
-    rows = options.group_size * options.tile_q
-    slopes, layout, tile_q = call.alibi_slopes, call.layout, options.tile_q
-    is_one_bias = call.attn_bias is None or call.attn_bias.shape[0] == 1
-    if layout is not None:
-        # its words lie in the scalar core's memory, beside each tile's blocks and the page ids
-        num_tiles = (call.total_q + call.batch * (tile_q - 1)) // tile_q
-        num_tiles = min(num_tiles, call.batch) if tile_q == 1 else num_tiles
-        numbers = layout.num_words(options.block_k) + pages.table.size
-        numbers += num_tiles * layout.num_blocks(options.block_k)
-        if 2 * numbers > MOST_WORDS:
-            return False
-    return (
-        options.heads_apart == 1
-        and all(width % LANES == 0 for width in pages.widths)
-        and pages.widths[1] <= pages.widths[0]
-        and call.num_heads <= LANES
-        and options.compute_dtype == options.out_dtype
-        and (slopes is None or slopes.ndim == 1)
-        # rows of one token that fill no registers are padded
-        and (rows * pages.fold % SUBLANES == 0 or (tile_q == 1 and pages.fold == 1 and is_one_bias))
-        # loads with strides are of whole registers
-        and (options.tile_q == 1 or (options.tile_q >= SUBLANES))
-        # and of words of 32 bits, with the numbers of as many heads
-        and (options.tile_q == 1 or call.num_heads % heads_of_word(options.compute_dtype) == 0)
-    )
 
 
 def _attend_tokens(
@@ -310,9 +165,6 @@ def _attend_tokens(
             options.tile_q,
             unit=SUBLANES if fold == 1 else math.gcd(SUBLANES, options.group_size * options.tile_q),
         )
-        if call.attn_bias is not None:
-            unit = math.lcm(keys_per_step(pages.page_size, fold), options.block_sizes[1])
-            options = dataclasses.replace(options, edge_k=_halved(options, unit))
         modifiers, words = _modifiers(call, heads, factors, fold), None
         if call.attn_bias is not None:
             bias = readable(call.attn_bias, options.tile_q, options.block_k)
@@ -342,7 +194,7 @@ def _modifiers(call: Call, heads: Heads, factors: Factors, fold: int = 1) -> Mod
 def _attend_cut(
     call: Call, q: Array, pages: Pages, cut: Cut, factors: Factors, options: Options
 ) -> tuple[Array, Array]:
-    """One launch: results of all tokens, of which those in the cut's tiles are meant."""
+    """One launch: results of all tokens, of which only those in the cut's tiles count."""
     apart = options.heads_apart
     heads = Heads(call.num_heads // options.group_size, options.group_size, options.tile_q)
     tiles, layout = cut.tiles, None
@@ -367,6 +219,8 @@ def _attend_cut(
 
     modifiers = _modifiers(call, heads, factors, options.fold)
     if call.attn_bias is not None:
+        # it hides keys row by row: halves of a step would be masked, too
+        options = dataclasses.replace(options, edge_k=options.step_k)
         modifiers = modifiers._replace(bias=heads.of_bias(call.attn_bias, cut, options.block_k))
     num_tiles, num_kv_heads, *of_head = queries.shape
     queries = queries.reshape(-1, num_kv_heads // apart, *of_head)
@@ -385,18 +239,6 @@ def lengths_of(call: Call) -> tuple[Lengths, Array]:
     return jax.tree.map(lambda x: x.astype(jnp.int32), (lengths, starts[:-1]))
 
 
-def _tile_sizes(longest: int, group_size: int, config: Config) -> tuple[int, ...]:
-    """Tokens of a tile, powers of two: for sequences of one token and for longer ones, or one size
-    for both if none is longer than `SHORT`.
-    """
-    if longest <= SHORT:
-        # loads with strides, which spare XLA all glue, are of whole registers
-        return (1 if longest == 1 else SUBLANES,)
-    most = max(1, config.tile_rows // group_size)
-    most = 1 << (most.bit_length() - 1)
-    return 1, max(2 * SHORT, min(most, 1 << (longest - 1).bit_length()))
-
-
 def rng_words_of(rng_state: Array) -> Array:
     """Seed's low word, its high word and the offset as int32, from the op's `(2,)` integers.
 
@@ -404,8 +246,8 @@ def rng_words_of(rng_state: Array) -> Array:
     """
     if rng_state.shape == (3,):
         return lax.bitcast_convert_type(rng_state.astype(jnp.uint32), jnp.int32)
-    words = rng_state.dtype.itemsize * 8
-    high = rng_state[0] >> 32 if words == 64 else jnp.minimum(rng_state[0], 0)
+    bits = rng_state.dtype.itemsize * 8
+    high = rng_state[0] >> 32 if bits == 64 else jnp.minimum(rng_state[0], 0)
     return jnp.stack([rng_state[0], high, rng_state[1]]).astype(jnp.int32)
 
 
@@ -413,7 +255,4 @@ def _to_storage(x: Array, dtype: Any, scale: Array | None) -> Array:
     """Divide by the scale, round to nearest even; 8-bit formats saturate."""
     if scale is not None:
         x = x / scale.astype(jnp.float32)
-    if dtype.name in FLOAT8:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
-    return x.astype(dtype)
+    return to_float8(x, dtype) if dtype.name in FLOAT8 else x.astype(dtype)

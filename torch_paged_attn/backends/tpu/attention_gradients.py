@@ -12,19 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from torch_paged_attn.backends.tpu.attention import (
-    FLOATS,
-    choose_options,
-    compute_dtype_of,
-    lengths_of,
-    rng_words_of,
-)
+from torch_paged_attn.backends.tpu.attention import lengths_of, rng_words_of
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.config import LANES, Config, choose_config
+from torch_paged_attn.backends.tpu.choices import choose_options
+from torch_paged_attn.backends.tpu.config import Config, choose_config
+from torch_paged_attn.backends.tpu.dtypes import FLOATS, compute_dtype_of
 from torch_paged_attn.backends.tpu.heads import Heads
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.launch_gradients import Operands, key_gradients, query_gradients
 from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E, base_2
 from torch_paged_attn.backends.tpu.tiles import Cut, KeyCut, cut_keys, cut_queries
 from torch_paged_attn.backward_call import GRADIENTS
@@ -256,7 +253,7 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
         num_buffers=2,
     )
     widths = call.head_dim, call.head_dim_v
-    itemsize, num_kv_heads = compute_dtype_of(call).itemsize, call.num_kv_heads
+    itemsize, num_kv_heads = compute_dtype_of(call.q.dtype).itemsize, call.num_kv_heads
     least_rows = max(LANES, LEAST_TOKENS * call.group_size)
     # a softcap and ALiBi keep one more float for each score
     sizes = itemsize, least_rows, (call.softcap > 0) + (call.alibi_slopes is not None)
@@ -270,7 +267,10 @@ def _choose_options(call: Call, config: Config | None, interpret: Any) -> tuple[
     config = fitting
     most = max(1, config.tile_rows // call.group_size)
     tile_q = max(LEAST_TOKENS, min(1 << (most.bit_length() - 1), _power_of_two(longest)))
-    return choose_options(call, config, LANES, tile_q, interpret), num_kv_heads
+    options = choose_options(call, config, LANES, tile_q, interpret)
+    if call.attn_bias is not None:  # which masks every step
+        options = dataclasses.replace(options, edge_k=options.step_k)
+    return options, num_kv_heads
 
 
 def _power_of_two(count: int) -> int:

@@ -1,7 +1,8 @@
 """The attention kernel: flash attention over tiles of queries (FlashAttention-2, arXiv 2307.08691).
 
-One grid step is one tile: a few tokens of one sequence, with all heads. The rows of a KV head are
-its group's, `row = g * tile_q + token`, so that a decode step's heads share the keys they read.
+One grid step is one tile: a few tokens of one sequence, with all heads or, if these do not fit VMEM
+together, a part of them. The rows of a KV head are its group's, `row = g * tile_q + token`, so that
+a decode step's heads share the keys they read.
 Where these rows fill less than a register, several KV heads are stacked in one: their products stay
 apart, the softmax is shared. Keys are loaded in blocks and computed on in steps; those that no
 token of the tile sees are skipped.
@@ -53,7 +54,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], options: Options, num_t
 def attention_of_tokens_kernel(
     *refs: Any, names: tuple[str, ...], options: Options, num_tiles: int
 ) -> None:
-    """The same with tokens as they lie; it makes its tiles itself, of which there may be fewer."""
+    """The same with tokens as they lie. It cuts its tiles itself, `num_tiles` at most."""
     named = Refs.named(names, refs)
     core, step = pl.program_id(0), pl.program_id(1)
     num_cores = options.config.num_cores
@@ -95,7 +96,7 @@ class TileAttention:
 
     def for_heads(self, body: Any) -> None:
         """`body(heads)` for all heads, as many at a time as are computed on together."""
-        for_heads(self.softmax.m_i.shape[:2], self.options, body)
+        for_heads(self.softmax.m_i.shape[:2], body)
 
     def finish(self, heads: list[Any], rows: TokenRows | None = None) -> None:
         """Write the results of some heads, of which every key has been folded in."""
@@ -114,7 +115,9 @@ class TileAttention:
             refs.lse[0, pl.ds(head, 1), :] = lse[0]
 
     def of_own_head(self, parts: Sequence[Array]) -> Array:
-        """One array (rows, n) of several, one for each stacked KV head: a row is its own head's."""
+        """(rows, n) of as many arrays (rows, n) as KV heads are stacked: a row comes from its own
+        head's array.
+        """
         rows_each = self.options.group_size // self.options.stack * self.options.tile_q
         whole = parts[0]
         row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)

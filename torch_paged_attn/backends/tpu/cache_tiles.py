@@ -15,11 +15,6 @@ from jax.experimental import pallas as pl
 FARTHEST = 2**31
 
 
-def tile_rows(cache: Any) -> int:
-    """Slots that one register holds of a column."""
-    return 32 // cache.dtype.itemsize
-
-
 def places(cache: Any, tile: Array, height: int) -> list[tuple[slice, Any]]:
     """Planes of a cache (planes, pages, heads, rows, numbers), and where this tile of `height` rows
     lies in them: of keys and values in one cache both, unless they lie too far apart for one DMA.

@@ -81,7 +81,7 @@ class Call(_Arguments):
 
     @property
     def head_dim_v(self) -> int:
-        # rows of a cache may hold several keys, or more than one
+        # a row of a cache may hold several keys, or one and numbers of no key
         is_alike = self.v is None or self.v.shape[-1] == self.k.shape[-1]
         return self.head_dim if is_alike else self.v.shape[-1]
 

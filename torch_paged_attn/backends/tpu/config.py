@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
+from torch_paged_attn.backends.tpu.registers import LANES
+
 MIB = 2**20
-LANES = 128
 
 # heads that are computed on together, and their rows, at most: the latencies of heads hide one
 # another, and their scores lie in VMEM together
@@ -28,57 +29,11 @@ class Config:
     num_buffers: int = 3  # blocks in VMEM: one is computed on while the others are loaded
     tile_rows: int = 1024  # query rows (tokens times the group's heads) of a prefill tile
     num_cores: int = 1  # TensorCores that one kernel runs on: 2 on v4 and v5p
-    vmem_bytes: int = 100 * MIB  # of VMEM that a kernel may take
+    vmem_bytes: int = 100 * MIB  # of VMEM that tiles, blocks and scores may take
+    spare_bytes: int = 0  # of VMEM besides these, for what the compiler keeps there
     low_products_only: bool = False  # vectors have no instruction for high halves of 32 x 32 bits
 
-    def fit(
-        self,
-        num_kv_heads: int,
-        widths: tuple[int, int],
-        sizes: tuple[int, int],
-        of_bias: tuple[int, int] = (0, 1),
-        fold: int = 1,
-    ) -> "Config":
-        """Sizes with which a launch fits VMEM: tiles of queries and blocks of keys are halved, and
-        then the number of buffers is reduced, until it does or all are the smallest.
-
-        `widths`: head_dim and head_dim_v. `sizes`: bytes of a number that is computed on, and of
-        one that is stored. `of_bias`: how many heads of a bias a block loads, 0 without one, and
-        how many rows of a tile share a row of it. `fold`: keys of a row of memory, for each of
-        which a tile holds its queries once.
-        """
-        tile, block, rest = self._bytes(num_kv_heads, widths, sizes, of_bias, fold)
-        if tile + block + rest <= self.vmem_bytes:
-            return self
-        if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
-            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
-        elif self.block_k > LEAST_KEYS:
-            block_k = self.block_k // 2
-            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
-        elif self.num_buffers > LEAST_BUFFERS:
-            smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
-        else:
-            return self
-        return smaller.fit(num_kv_heads, widths, sizes, of_bias, fold)
-
-    def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
-        """In how many parts the KV heads fit VMEM, each with tiles of its own; arguments are those
-        of `fit`.
-
-        1 if they fit together. If not, the parts are so small that tiles are not halved: all heads'
-        keys are read once for each tile's tokens.
-        """
-        smallest = self.fit(num_kv_heads, *rest)
-        if sum(smallest._bytes(num_kv_heads, *rest)) <= self.vmem_bytes:
-            return 1
-        parts = 1
-        while num_kv_heads % (2 * parts) == 0:
-            parts *= 2
-            if self.fit(num_kv_heads // parts, *rest).tile_rows == self.tile_rows:
-                break
-        return parts
-
-    def _bytes(
+    def bytes_of_launch(
         self,
         num_kv_heads: int,
         widths: tuple[int, int],
@@ -86,7 +41,13 @@ class Config:
         of_bias: tuple[int, int] = (0, 1),
         fold: int = 1,
     ) -> tuple[int, int, int]:
-        """What a tile, the blocks in flight, and scores with a bias take; arguments as in `fit`."""
+        """What a tile, the blocks in flight, and scores with a bias take of VMEM.
+
+        `widths`: numbers of a row of keys and of values. `sizes`: bytes of a number that is
+        computed on, and of one that is stored. `of_bias`: how many heads of a bias a block loads, 0
+        without one, and how many rows of a tile share a row of it. `fold`: keys of a row of memory,
+        for each of which a tile holds its queries once.
+        """
         width, width_v = (-(-n // LANES) * LANES for n in widths)
         computed, stored = sizes
         # q and out twice, for the next tile's are loaded meanwhile; the softmax's state once
@@ -100,15 +61,49 @@ class Config:
         bias_rows = bias_heads * (self.tile_rows // group_size) * (self.num_buffers + 1)
         return tile, block, scores + 4 * bias_rows * self.block_k
 
-    def with_longer_blocks(
-        self, num_kv_heads: int, rows: int, widths: tuple[int, int], sizes: tuple[int, int]
-    ) -> "Config":
+    def fit(self, *launch: Any) -> "Config":
+        """Sizes with which a launch fits VMEM: tiles of queries and blocks of keys are halved, and
+        then the number of buffers is reduced, until it does or all are the smallest. Arguments are
+        those of `bytes_of_launch`.
+        """
+        tile, block, rest = self.bytes_of_launch(*launch)
+        if tile + block + rest <= self.vmem_bytes:
+            return self
+        if self.tile_rows > LEAST_ROWS and (tile >= block or self.block_k <= LEAST_KEYS):
+            smaller = dataclasses.replace(self, tile_rows=self.tile_rows // 2)
+        elif self.block_k > LEAST_KEYS:
+            block_k = self.block_k // 2
+            smaller = dataclasses.replace(self, block_k=block_k, step_k=min(self.step_k, block_k))
+        elif self.num_buffers > LEAST_BUFFERS:
+            smaller = dataclasses.replace(self, num_buffers=self.num_buffers - 1)
+        else:
+            return self
+        return smaller.fit(*launch)
+
+    def parts_of_heads(self, num_kv_heads: int, *rest: Any) -> int:
+        """In how many parts the KV heads fit VMEM, each with tiles of its own. Arguments are those
+        of `bytes_of_launch`.
+
+        1 if they fit together. If not, the parts are so small that tiles are not halved: all heads'
+        keys are read once for each tile's tokens.
+        """
+        parts = 1
+        while True:
+            heads = num_kv_heads // parts
+            smaller = self.fit(heads, *rest)
+            fits = sum(smaller.bytes_of_launch(heads, *rest)) <= self.vmem_bytes
+            if heads % 2 or (fits and (parts == 1 or smaller.tile_rows == self.tile_rows)):
+                return parts
+            parts *= 2
+
+    def with_longer_blocks(self, rows: int, *launch: Any) -> "Config":
         """These sizes with blocks of twice as many keys, if such a block, computed on as a whole,
-        fits VMEM beside tiles of `rows` rows; else these. Other arguments are as in `fit`.
+        fits VMEM beside tiles of `rows` rows; else these. Other arguments are those of
+        `bytes_of_launch`.
         """
         block_k = 2 * self.block_k
         longer = dataclasses.replace(self, block_k=block_k, step_k=block_k, tile_rows=rows)
-        fits = longer.fit(num_kv_heads, widths, sizes) == longer
+        fits = longer.fit(*launch) == longer
         return dataclasses.replace(self, block_k=block_k) if fits else self
 
     def fit_backward(
@@ -122,9 +117,9 @@ class Config:
         """Sizes with which both kernels of the backward fit VMEM: tiles are halved until they do;
         None if the smallest do not.
 
-        `widths` is as in `fit`; `computed`: bytes of a number that is computed on; `least_rows`: of
-        a tile of queries; `more_floats`: how many floats more options of the call keep for each
-        score.
+        `widths` is as in `bytes_of_launch`; `computed`: bytes of a number that is computed on;
+        `least_rows`: of a tile of queries; `more_floats`: how many floats more options of the call
+        keep for each score.
         """
         width = sum(-(-n // LANES) * LANES for n in widths)
         width_q = -(-widths[0] // LANES) * LANES
@@ -158,7 +153,9 @@ class Config:
 
 # by `device_kind`
 CHIPS = {
-    "TPU v4": Config(block_k=512, step_k=256, num_cores=2, vmem_bytes=15 * MIB, tile_rows=128),
+    "TPU v4": Config(
+        block_k=512, step_k=256, tile_rows=128, num_cores=2, vmem_bytes=15 * MIB, spare_bytes=MIB
+    ),
     "TPU v5": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
     "TPU v5p": Config(num_cores=2, vmem_bytes=56 * MIB, low_products_only=True),
     "TPU v5 lite": Config(low_products_only=True),

@@ -15,12 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.philox import WORDS, OfRows, Philox
+from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES
 from torch_paged_attn.backends.tpu.softmax import product
-
-SUBLANES = 8
 
 
 def kept(x: Array, keep: Array) -> Array:

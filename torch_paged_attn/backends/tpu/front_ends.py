@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_paged_attn import environment
 
 # (JAX function of positional arrays, its tensors, number of results) -> the result or a tuple; one
-# that donates takes the places of tensors, too, whose memory the results get
+# of `DONATING` also takes the places of tensors whose memory the results get
 Run = Callable[..., Any]
 
 

@@ -7,10 +7,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from torch_paged_attn.backends.tpu.registers import SUBLANES
 from torch_paged_attn.backends.tpu.softmax import base_2
 from torch_paged_attn.backends.tpu.tiles import Cut
-
-SUBLANES = 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,9 +36,9 @@ def key_gradient_kernel(
     loader = QueryLoader(named, options, num_tiles)
     gradient = KeyGradient(named, loader, options, tile)
     sizes = named.dk_acc.shape[:2]
-    for_heads(sizes, options, gradient.begin)
+    for_heads(sizes, gradient.begin)
     loader.run_tile(named.cursor, tile, step == 0, gradient.attend_tile)
-    for_heads(sizes, options, gradient.finish)
+    for_heads(sizes, gradient.finish)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,8 @@ class KeyGradient:
         the tile of keys visits."""
         first = self.refs.key_tiles.first_key[self.tile]
 
-        def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
-            self._attend(query_tile, slot, first, place, width, layout, masked)
+        def attend(place: Array, width: int, _layout: LayoutMask | None, masked: bool) -> None:
+            self._attend(query_tile, slot, first, place, width, masked)
 
         Pieces(self.refs, self.options, query_tile).walk(first, None, attend)
 
@@ -128,7 +128,6 @@ class KeyGradient:
         first: Array,
         place: Array,
         width: int,
-        layout: LayoutMask | None,
         masked: bool,
     ) -> None:
         """Add what the tile of queries gives to piece number `place` of the tile of keys, of
@@ -151,7 +150,7 @@ class KeyGradient:
             if masked:
                 # without a bias, the masks of all heads are equal
                 masks = [
-                    piece.visible(head, place, width, layout, bias)
+                    piece.visible(head, place, width, None, bias)
                     for head, bias in zip(heads, biases, strict=True)
                 ]
             q, dout = (
@@ -165,10 +164,10 @@ class KeyGradient:
                     for row in (head, num_heads + head)
                 )
                 found = score_gradients(
-                    piece, options, head, products[i], dp[i], lse, delta, biases[i], masks[i]
+                    piece, head, products[i], dp[i], lse, delta, biases[i], masks[i]
                 )
                 weights, dx = (x.astype(options.compute_dtype) for x in (found.weights, found.dx))
                 refs.dv_acc[head, keys, :] += product(weights, dout[i], 0)
                 refs.dk_acc[head, keys, :] += product(dx, q[i], 0)
 
-        for_heads((num_heads, max(rows, width)), options, attend_heads)
+        for_heads((num_heads, max(rows, width)), attend_heads)

@@ -1,7 +1,12 @@
-"""The launch of the attention kernel: where each operand lies, and which part a grid step gets."""
+"""The launches of the attention kernels: where each operand lies, and which part a grid step gets.
+
+`attend_tiles` is given tiles that XLA has laid out, `attend_tokens` tokens as they lie; the kernels
+compute the same.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +19,17 @@ from torch_paged_attn.backends.tpu.attention_kernel import (
     attention_kernel,
     attention_of_tokens_kernel,
 )
-from torch_paged_attn.backends.tpu.config import LANES, Config
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.layout_mask import TileLayout, union_of_heads
-from torch_paged_attn.backends.tpu.pages import SUBLANES, Pages
+from torch_paged_attn.backends.tpu.pages import Pages
+from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES
 from torch_paged_attn.backends.tpu.ring import Cursor
 from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import Tiles
 from torch_paged_attn.backends.tpu.token_bias import rows_of_copy
+
+IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
+IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
 class Modifiers(NamedTuple):
@@ -61,18 +69,93 @@ def of_sequence(x: Array, num_cores: int, heads: int, apart: int = 1) -> pl.Bloc
     return pl.BlockSpec((1, heads, *x.shape[2:]), index)
 
 
-def compiler_params(config: Config) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"),
-        vmem_limit_bytes=config.vmem_bytes,
-        # ids are clipped before the launch
-        disable_bounds_checks=True,
-    )
+class Result(NamedTuple):
+    """A result, and where it lies: in HBM for the kernel to copy to, unless `spec` says which part
+    is a grid step's. It may take the memory of an input, which has its initial values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: pl.BlockSpec = IN_HBM
+    in_place_of: str = ""
 
 
-def _tables(pages: Pages, block_pages: int) -> dict[str, Array]:
+class Memory(NamedTuple):
+    """What a kernel is given, by the names of `Refs`, in the order in which it gets them."""
+
+    scalars: dict[str, Array]  # tables for the scalar core
+    inputs: dict[str, tuple[Array, pl.BlockSpec]]
+    results: dict[str, Result]
+    scratch: dict[str, Any]
+
+
+def launch(
+    kernel: Callable[..., None],
+    op: str,
+    name: str,
+    num_tiles: int,
+    memory: Memory,
+    options: Options,
+) -> list[Array]:
+    """Run a kernel for each of `num_tiles` tiles. `op` is named where a call has too many numbers
+    for the scalar core, `name` is the kernel's in profiles.
+    """
+    scalars, inputs, results, scratch = memory
+    require_room(op, scalars, inputs, scratch)
+    num_cores = options.config.num_cores
+    aliases = {
+        len(scalars) + list(inputs).index(result.in_place_of): i
+        for i, result in enumerate(results.values())
+        if result.in_place_of
+    }
+    names = (*scalars, *inputs, *results, *scratch)
+    return pl.pallas_call(
+        functools.partial(kernel, names=names, options=options, num_tiles=num_tiles),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results.values()],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(num_cores, num_tiles // num_cores),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=[x.spec for x in results.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=options.config.vmem_bytes + options.config.spare_bytes,
+            # ids are clipped before the launch
+            disable_bounds_checks=True,
+        ),
+        interpret=options.interpret,
+        name=f"paged_attn_{name}",
+    )(*scalars.values(), *(x for x, _ in inputs.values()))
+
+
+def _tables(pages: Pages, options: Options) -> dict[str, Array]:
     starts = {} if pages.table_start is None else {"table_start": pages.table_start}
-    return {**starts, "table": pages.table_of_blocks(block_pages)}
+    return {**starts, "table": pages.table_of_blocks(options.block_k // pages.page_size)}
+
+
+def _keys(pages: Pages) -> dict[str, tuple[Array, pl.BlockSpec]]:
+    values = {} if pages.v is None else {"v_hbm": (pages.v, IN_HBM)}
+    return {"k_hbm": (pages.k, IN_HBM), **values}
+
+
+def _buffers_and_state(pages: Pages, options: Options, heads: int, rows: int) -> dict[str, Any]:
+    """Buffers of blocks of keys, and the state of the softmax of `heads` heads of `rows` rows."""
+    num_buffers, (width_k, width_v) = options.config.num_buffers, pages.widths
+    block_pages = options.block_k // pages.page_size
+    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
+    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
+    return {
+        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
+        **({} if pages.shared else of_values),
+        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
+        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
+        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
+        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
+    }
 
 
 def attend_tiles(
@@ -86,82 +169,46 @@ def attend_tiles(
     """`q` (num_tiles, num_kv_heads, rows, head_dim) to out of that shape, and to base-2 lse without
     the last axis, padded to whole lanes. Where a row of keys holds several, `q` is `Heads.folded`.
 
-    Stacked KV heads count as one. With `heads_apart` heads that have a layout each, `q` is
-    (num_tiles * heads_apart, 1, rows, head_dim), and so are tiles and layout.
+    Stacked KV heads count as one. With `heads_apart`, neighbouring tiles have the same tokens and
+    other heads each: then `num_kv_heads` is the number of one tile's.
     """
     num_tiles, heads, rows, _ = q.shape
-    out_rows = rows // options.fold
-    width_k, width_v = pages.widths
+    out_rows, width_v = rows // options.fold, pages.widths[1]
     apart, config, bias = options.heads_apart, options.config, modifiers.bias
-    num_cores, num_buffers = config.num_cores, config.num_buffers
-    block_pages = options.block_k // pages.page_size
-    lse_width = -(-out_rows // LANES) * LANES
 
-    def whole(x: Array, memory: Any) -> tuple[Array, pl.BlockSpec]:
-        return x, pl.BlockSpec(memory_space=memory)
-
-    scalars: dict[str, Array] = tiles._asdict()
-    scalars |= _tables(pages, block_pages)
-    inputs = {"q": (q, of_tile(q.shape, num_cores)), "k_hbm": whole(pages.k, pl.ANY)}
-    if pages.v is not None:
-        inputs["v_hbm"] = whole(pages.v, pl.ANY)
+    scalars: dict[str, Array] = {**tiles._asdict(), **_tables(pages, options)}
+    inputs = {"q": (q, of_tile(q.shape, config.num_cores)), **_keys(pages)}
     for name, x in modifiers._asdict().items():
         if x is not None:
+            spec = IN_HBM if name == "bias" else IN_SMEM
             if name in ("sinks", "slopes"):
-                inputs[name] = x, of_sequence(x, num_cores, heads, apart)
-            else:
-                inputs[name] = whole(x, pl.ANY if name == "bias" else pltpu.SMEM)
-
+                spec = of_sequence(x, config.num_cores, heads, apart)
+            inputs[name] = x, spec
     if layout is not None:
         scalars |= {"visits": layout.visits.reshape(-1), "num_visits": layout.num_visits}
         words = layout.words.reshape(num_tiles, 1, -1)
-        inputs["layout"] = words, of_tile(words.shape, num_cores, memory_space=pltpu.SMEM)
+        inputs["layout"] = words, of_tile(words.shape, config.num_cores, memory_space=pltpu.SMEM)
 
-    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
-    if pages.shared:
-        of_values = {}
-    scratch: dict[str, Any] = {
-        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        **of_values,
-        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
-        "m_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, rows, width_v), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
-    }
+    scratch = _buffers_and_state(pages, options, heads, rows)
     if bias is not None:
-        shape = (num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
+        shape = (config.num_buffers, min(heads, bias.shape[1]), rows, options.block_k)
         scratch["bias_buffers"] = pltpu.VMEM(shape, jnp.float32)
 
+    of_out = (num_tiles, heads, out_rows, width_v // options.fold)
+    of_lse = (num_tiles, heads, -(-out_rows // LANES) * LANES)
+    results = {
+        "out": Result(of_out, options.out_dtype, of_tile(of_out, config.num_cores)),
+        "lse": Result(of_lse, jnp.float32, of_tile(of_lse, config.num_cores)),
+    }
     op = "flash_varlen" if layout is None else "blocksparse"
-    require_room(op, scalars, inputs, scratch)
-    names = (*scalars, *inputs, "out", "lse", *scratch)
-    kernel = functools.partial(attention_kernel, names=names, options=options, num_tiles=num_tiles)
-    out = (num_tiles, heads, out_rows, width_v // options.fold)
-    lse = (num_tiles, heads, lse_width)
-    return pl.pallas_call(
-        kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct(out, options.out_dtype),
-            jax.ShapeDtypeStruct(lse, jnp.float32),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(num_cores, num_tiles // num_cores),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=(of_tile(out, num_cores), of_tile(lse, num_cores)),
-            scratch_shapes=list(scratch.values()),
-        ),
-        compiler_params=compiler_params(config),
-        interpret=options.interpret,
-        name=f"paged_attn_{op}_q{options.tile_q}",
-    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    memory = Memory(scalars, inputs, results, scratch)
+    out, lse = launch(attention_kernel, op, f"{op}_q{options.tile_q}", num_tiles, memory, options)
+    return out, lse
 
 
 def attend_tokens(
     q: Array,
-    results: tuple[Array, Array] | None,
+    earlier: tuple[Array, Array] | None,
     pages: Pages,
     lengths: tuple[Array, Array],
     modifiers: Modifiers,
@@ -177,31 +224,24 @@ def attend_tokens(
 
     `words` are those of `layout_words`. The bias is `token_bias.readable`.
 
-    What an earlier launch has written is in `results`, whose memory is given away. `lengths` are
+    What an earlier launch has written is in `earlier`, whose memory is given away. `lengths` are
     cu_seqlens_q and the numbers of keys.
     """
     total_q, num_heads = q.shape[0], q.shape[1] // options.fold
     config, tile_q = options.config, options.tile_q
-    num_cores, num_buffers = config.num_cores, config.num_buffers
     width_k, width_v = pages.widths
     heads, rows = num_heads // options.group_size, options.group_size * tile_q
     whole_rows = -(-rows * options.fold // SUBLANES) * SUBLANES
-    block_pages = options.block_k // pages.page_size
     cu_seqlens, key_lens = lengths
     batch, longest = key_lens.shape[0], min(options.most_queries, total_q)
     # of each sequence the last tile may be in part
     bound = batch if longest <= tile_q else (total_q + batch * (tile_q - 1)) // tile_q
     bound = min(bound, total_q // options.least_queries + 1, total_q)
-    num_tiles = max(1, -(-bound // num_cores)) * num_cores
+    num_tiles = max(1, -(-bound // config.num_cores)) * config.num_cores
     of_token = (heads, rows) if tile_q == 1 else (num_heads,)
     of_queries = *of_token[:-1], of_token[-1] * options.fold
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    scalars = {
-        **_tables(pages, block_pages),
-        "cu_seqlens": cu_seqlens,
-        "key_lens": key_lens,
-    }
+    scalars = {**_tables(pages, options), "cu_seqlens": cu_seqlens, "key_lens": key_lens}
     if words is not None:
         _, bounds, num_blocks, of_heads = words.shape
         options = dataclasses.replace(
@@ -212,50 +252,39 @@ def attend_tokens(
         scalars["layout_words"] = words.reshape(-1)
         if of_heads > 1:
             scalars["layout_union"] = union_of_heads(words).reshape(-1)
-    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), anywhere)}
-    inputs["k_hbm"] = pages.k, anywhere
-    if pages.v is not None:
-        inputs["v_hbm"] = pages.v, anywhere
+    inputs = {"q_hbm": (q.reshape(total_q, *of_queries, q.shape[-1]), IN_HBM), **_keys(pages)}
     for name, x in modifiers._asdict().items():
         if x is not None:
-            spec = anywhere if name == "bias" else pl.BlockSpec(memory_space=pltpu.SMEM)
+            spec = IN_HBM if name == "bias" else IN_SMEM
             if name in ("sinks", "slopes"):
                 spec = pl.BlockSpec((1, *x.shape[1:]), lambda *_: (0, 0, 0, 0))
             inputs[name] = x, spec
-    out = jax.ShapeDtypeStruct((total_q, *of_token, width_v), options.out_dtype)
-    lse = jax.ShapeDtypeStruct((total_q, 1, LANES), jnp.float32)
-    aliases = {}
-    if results is not None:
-        aliases = {len(scalars) + len(inputs) + i: i for i in range(2)}
-        inputs["earlier_out"] = results[0].reshape(out.shape), anywhere
-        inputs["earlier_lse"] = results[1], anywhere
+    of_out, of_lse = (total_q, *of_token, width_v), (total_q, 1, LANES)
+    results = {
+        "out_hbm": Result(of_out, options.out_dtype, in_place_of="earlier_out" if earlier else ""),
+        "lse_hbm": Result(of_lse, jnp.float32, in_place_of="earlier_lse" if earlier else ""),
+    }
+    if earlier is not None:
+        inputs["earlier_out"] = earlier[0].reshape(of_out), IN_HBM
+        inputs["earlier_lse"] = earlier[1], IN_HBM
 
     def in_parts(heads: tuple[int, ...], width: int) -> tuple[int, ...]:
-        of_tile = tile_q, *heads
-        return (*of_tile, width) if tile_q == 1 else (width // LANES, *of_tile, LANES)
+        tokens = tile_q, *heads
+        return (*tokens, width) if tile_q == 1 else (width // LANES, *tokens, LANES)
 
-    buffer = (num_buffers, block_pages, heads * options.stack, pages.k.shape[-2])
-    of_lse = (whole_rows // options.fold if tile_q == 1 else tile_q, LANES)
-    of_values = {"v_buffers": pltpu.VMEM((*buffer, width_v), pages.k.dtype)}
-    if pages.shared:
-        of_values = {}
+    statistics = (whole_rows // options.fold if tile_q == 1 else tile_q, LANES)
+    of_tiles = (num_tiles + config.num_cores,)  # the loader looks one tile of each core further
     scratch: dict[str, Any] = {
-        **{name: pltpu.SMEM((num_tiles + num_cores,), jnp.int32) for name in Tiles._fields},
+        **{name: pltpu.SMEM(of_tiles, jnp.int32) for name in Tiles._fields},
         "num_tiles": pltpu.SMEM((1,), jnp.int32),
         "q_tokens": pltpu.VMEM(in_parts(of_queries, q.shape[-1]), q.dtype),
         "q": pltpu.VMEM((1, heads, whole_rows, width_k), q.dtype),
         "out_tokens": pltpu.VMEM(in_parts(of_token, width_v), options.out_dtype),
         "lse_tokens": pltpu.VMEM((tile_q, 1, LANES), jnp.float32),
-        "lse_m": pltpu.VMEM(of_lse, jnp.float32),
-        "lse_l": pltpu.VMEM(of_lse, jnp.float32),
+        "lse_m": pltpu.VMEM(statistics, jnp.float32),
+        "lse_l": pltpu.VMEM(statistics, jnp.float32),
         "token_semaphores": pltpu.SemaphoreType.DMA((3,)),
-        "k_buffers": pltpu.VMEM((*buffer, width_k), pages.k.dtype),
-        **of_values,
-        "semaphores": pltpu.SemaphoreType.DMA((3, num_buffers)),
-        "m_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
-        "l_i": pltpu.VMEM((heads, whole_rows, LANES), jnp.float32),
-        "acc": pltpu.VMEM((heads, whole_rows, width_v), jnp.float32),
-        "cursor": pltpu.SMEM((len(Cursor._fields),), jnp.int32),
+        **_buffers_and_state(pages, options, heads, whole_rows),
     }
     if words is not None:
         scratch |= {
@@ -266,27 +295,11 @@ def attend_tokens(
         of_bias, dtype = modifiers.bias.shape[0], modifiers.bias.dtype
         copied = rows_of_copy(tile_q, dtype)
         arranged = (1, of_bias) if tile_q == 1 else (of_bias, tile_q)
-        copied_shape = num_buffers, of_bias, copied, options.block_k
-        scratch["bias_buffers"] = pltpu.VMEM(copied_shape, dtype)
+        buffers = config.num_buffers, of_bias, copied, options.block_k
+        scratch["bias_buffers"] = pltpu.VMEM(buffers, dtype)
         scratch["bias_rows"] = pltpu.VMEM((*arranged, options.block_k), jnp.float32)
     op = "flash_varlen" if words is None else "blocksparse"
-    require_room(op, scalars, inputs, scratch)
-    names = (*scalars, *inputs, "out_hbm", "lse_hbm", *scratch)
-    out, lse = pl.pallas_call(
-        functools.partial(
-            attention_of_tokens_kernel, names=names, options=options, num_tiles=num_tiles
-        ),
-        out_shape=(out, lse),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(num_cores, num_tiles // num_cores),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=(anywhere, anywhere),
-            scratch_shapes=list(scratch.values()),
-        ),
-        input_output_aliases=aliases,
-        compiler_params=compiler_params(config),
-        interpret=options.interpret,
-        name=f"paged_attn_{op}_q{tile_q}",
-    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    memory = Memory(scalars, inputs, results, scratch)
+    name = f"{op}_q{tile_q}"
+    out, lse = launch(attention_of_tokens_kernel, op, name, num_tiles, memory, options)
     return out.reshape(total_q, num_heads, width_v), lse

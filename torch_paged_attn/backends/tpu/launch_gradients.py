@@ -1,25 +1,28 @@
 """The launches of the two kernels of the backward: where each operand lies (see `launch.py`)."""
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.key_gradient_kernel import key_gradient_kernel
-from torch_paged_attn.backends.tpu.launch import compiler_params, of_sequence, of_tile
+from torch_paged_attn.backends.tpu.launch import (
+    IN_HBM,
+    IN_SMEM,
+    Memory,
+    Result,
+    launch,
+    of_sequence,
+    of_tile,
+)
 from torch_paged_attn.backends.tpu.query_gradient_kernel import query_gradient_kernel
+from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.ring import Cursor
-from torch_paged_attn.backends.tpu.scalar_memory import require_room
 from torch_paged_attn.backends.tpu.tiles import KeyTiles, Tiles
 
-IN_HBM = pl.BlockSpec(memory_space=pl.ANY)
-IN_SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)
+OP = "flash_varlen_backward"
 
 
 class Operands(NamedTuple):
@@ -78,16 +81,15 @@ def query_gradients(
         inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
-    results = {"dq": _Result(q.shape)}
+    results = {"dq": Result(q.shape, options.out_dtype, of_tile(q.shape, num_cores))}
     if needs_bias and bias is not None:
         # the kernel writes no blocks that no row sees: zeros lie there
         inputs["zeros"] = jnp.zeros_like(bias), IN_HBM
-        results["dbias"] = _Result(bias.shape, jnp.float32, in_place_of="zeros")
+        results["dbias"] = Result(bias.shape, jnp.float32, in_place_of="zeros")
         scratch["dbias_buffer"] = pltpu.VMEM((*bias.shape[1:3], options.block_k), jnp.float32)
         scratch["dbias_done"] = pltpu.SemaphoreType.DMA
-    dq, *dbias = _launch(
-        query_gradient_kernel, num_tiles, scalars, inputs, results, scratch, options
-    )
+    memory, name = Memory(scalars, inputs, results, scratch), "_".join((OP, *results))
+    dq, *dbias = launch(query_gradient_kernel, OP, name, num_tiles, memory, options)
     return dq, dbias[0] if dbias else None
 
 
@@ -125,55 +127,10 @@ def key_gradients(
         inputs["slopes"] = slopes, of_sequence(slopes, num_cores, heads)
     if rng is not None:
         inputs["rng"] = rng, IN_SMEM
-    results = {"dk": _Result(k.shape), "dv": _Result(v.shape)}
-    dk, dv = _launch(key_gradient_kernel, num_tiles, scalars, inputs, results, scratch, options)
-    return dk, dv
-
-
-class _Result(NamedTuple):
-    """A result: in tiles, or in HBM, in the memory of an input that has its initial values."""
-
-    shape: tuple[int, ...]
-    dtype: Any = None  # None: `options.out_dtype`
-    in_place_of: str = ""
-
-
-def _launch(
-    kernel: Any,
-    num_tiles: int,
-    scalars: dict[str, Array],
-    inputs: dict[str, tuple[Array, Any]],
-    results: dict[str, _Result],
-    scratch: dict[str, Any],
-    options: Options,
-) -> list[Array]:
-    """Run a kernel for each of `num_tiles` tiles. `inputs`: arrays, and where they lie. The kernel
-    gets refs named by the keys, in the order of the arguments."""
-    require_room("flash_varlen_backward", scalars, inputs, scratch)
-    config = options.config
-    aliases = {
-        len(scalars) + list(inputs).index(result.in_place_of): i
-        for i, result in enumerate(results.values())
-        if result.in_place_of
+    results = {
+        name: Result(x.shape, options.out_dtype, of_tile(x.shape, num_cores))
+        for name, x in (("dk", k), ("dv", v))
     }
-    names = (*scalars, *inputs, *results, *scratch)
-    return pl.pallas_call(
-        functools.partial(kernel, names=names, options=options, num_tiles=num_tiles),
-        out_shape=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype or options.out_dtype) for x in results.values()
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(config.num_cores, num_tiles // config.num_cores),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[
-                IN_HBM if x.in_place_of else of_tile(x.shape, config.num_cores)
-                for x in results.values()
-            ],
-            scratch_shapes=list(scratch.values()),
-        ),
-        input_output_aliases=aliases,
-        compiler_params=compiler_params(config),
-        interpret=options.interpret,
-        name=f"paged_attn_flash_varlen_backward_{'_'.join(results)}",
-    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    memory, name = Memory(scalars, inputs, results, scratch), "_".join((OP, *results))
+    dk, dv = launch(key_gradient_kernel, OP, name, num_tiles, memory, options)
+    return dk, dv

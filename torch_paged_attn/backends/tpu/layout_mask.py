@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES
 from torch_paged_attn.backends.tpu.softmax import across
 from torch_paged_attn.backends.tpu.tiles import Tiles, repeat_tiles
 
 WORD = 32
-SUBLANES = 8
 
 
 class Layout(NamedTuple):
@@ -48,7 +47,7 @@ class Layout(NamedTuple):
 
 
 class TileLayout(NamedTuple):
-    """The layout per tile; with `heads_apart` heads, tiles of the same tokens are neighbours."""
+    """The layout of each tile; with `heads_apart`, tiles of the same tokens are neighbours."""
 
     visits: Array  # (num_tiles, n) blocks of keys, those to visit first
     num_visits: Array  # (num_tiles,)
@@ -120,8 +119,8 @@ def lay_out_tiles(
 
 
 def layout_words(layout: Layout, block_k: int) -> Array:
-    """A layout as (sequences or 1, rows + 1, blocks, heads), a word for each block of keys, the
-    last row empty: of no tile, so that XLA computes it once for all layers.
+    """A layout as (sequences or 1, rows + 1, blocks, heads), a word for each block of keys; the
+    last row is empty. It depends on no tile, so that XLA computes it once for all layers.
     """
     row, block, bits = _entries(layout.crow, layout.col, block_k // layout.k_block_size)
     heads, bounds = layout.num_heads, layout.crow.shape[-1]
@@ -140,8 +139,8 @@ def union_of_heads(words: Array) -> Array:
 
 
 def _place_of(refs: Refs, options: Options, tile: Array, block: Array, i: int) -> Array:
-    """Where the block's word lies in `union_of_heads`, of the i-th row of the layout that the tile
-    may touch.
+    """Where the word of a block, and of the i-th row of the layout that the tile may touch, lies in
+    `union_of_heads`.
     """
     tiles, (num_rows, num_blocks, num_heads) = refs.tiles, options.layout_shape
     position, shift = tiles.position[tile], options.block_sizes[0].bit_length() - 1

@@ -16,7 +16,7 @@ from torch_paged_attn.backends.tpu.float16 import widen
 from torch_paged_attn.backends.tpu.ring import Ring
 from torch_paged_attn.backends.tpu.token_bias import TokenBias
 
-# of a block: copies of so many are started without a look whether any of them is needed
+# a block's pages are started in groups of so many at most, and groups that nobody needs passed over
 MOST_PAGES = 64
 
 
@@ -24,8 +24,8 @@ MOST_PAGES = 64
 class KvLoader(Ring):
     """The ring of buffers of one kernel.
 
-    Each buffer has a semaphore for keys and one for values: a forgotten wait is then seen by the
-    interpreter, which two copies on one semaphore would hide.
+    Each buffer has a semaphore for keys, one for values and one for the bias: the interpreter then
+    sees a forgotten wait, which two copies on one semaphore would hide.
     """
 
     @property
@@ -163,6 +163,7 @@ class KvLoader(Ring):
         first, stop = self._live_pages(tile, block)
         if self.refs.bias is not None:
             self._bias_copy(tile, block, slot).wait()
+        # the plain interpreter knows no size that is not a number
         if self.options.interpret is not True:
             # one wait for as many bytes as all the pages have
             for done, buffers in enumerate((self.refs.k_buffers, self.refs.v_buffers)):

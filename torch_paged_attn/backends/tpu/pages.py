@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from torch_paged_attn.backends.tpu.call import Call
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.float16 import to_bits
+from torch_paged_attn.backends.tpu.registers import LANES, SUBLANES, rows_of_tile
 from torch_paged_attn.backends.tpu.tiles import Lengths, count_up
 
 REPAGED = 128  # keys of a page that keys are copied into
-SUBLANES = 8
 LEAST_NUMBERS = 8  # of a key of which several are read as one row
 
 
@@ -37,14 +36,6 @@ class Pages(NamedTuple):
     table_stride: int = 0
     fold: int = 1  # keys of a row
     shared: int = 0  # if values are the first numbers of keys: how many. Then `v` is None
-
-    @property
-    def num_pages(self) -> int:
-        return self.k.shape[-4]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.k.shape[-3]
 
     @property
     def page_size(self) -> int:
@@ -145,7 +136,7 @@ def lay_out_pages(call: Call, lengths: Lengths, first_key: Array, *, widest_step
     # ids are not checked on the device: a wrong one must not read outside the cache
     table = jnp.clip(block_table, 0, k.shape[-4] - 1)
     page_size = k.shape[-2] * call.keys_of_row
-    whole = SUBLANES if fold > 1 else 32 // k.dtype.itemsize
+    whole = SUBLANES if fold > 1 else rows_of_tile(k.dtype)
     is_readable = page_size // fold % whole == 0 and keys_per_step(page_size, fold) <= widest_step
     is_packed = fold > 1 and is_readable
     if call.keys_of_row > 1 and not is_packed:

@@ -27,7 +27,7 @@ class Pieces:
     tile: Array
 
     def walk(self, first: Array, layout: LayoutMask | None, attend: Attend) -> None:
-        """`attend` for the pieces of the block from key `first` on, of which the layout is."""
+        """`attend` for the pieces of the block from key `first` on; `layout` is that block's."""
         options = self.options
 
         def walk_step(step: Array, _: None) -> None:
@@ -88,7 +88,7 @@ class Pieces:
             pl.when(~is_full)(walk_parts)
 
 
-def for_heads(sizes: Sequence[int], options: Options, body: Callable[[list[Any]], None]) -> None:
+def for_heads(sizes: Sequence[int], body: Callable[[list[Any]], None]) -> None:
     """`body(heads)` for all heads, as many at a time as are computed on together; `sizes` are the
     numbers of heads and of a head's rows.
     """

@@ -15,11 +15,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
 from torch_paged_attn.backends.tpu.load_kv import KvLoader
 from torch_paged_attn.backends.tpu.pieces import Pieces, for_heads
+from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.score_gradients import score_gradients
 from torch_paged_attn.backends.tpu.scores import Scores
 from torch_paged_attn.backends.tpu.softmax import across, product
@@ -36,9 +36,9 @@ def query_gradient_kernel(
     loader = KvLoader(named, options, num_tiles)
     gradient = QueryGradient(named, loader, options, tile)
     sizes = named.dq_acc.shape[:2]
-    for_heads(sizes, options, gradient.begin)
+    for_heads(sizes, gradient.begin)
     loader.run_tile(named.cursor, tile, step == 0, gradient.attend_block)
-    for_heads(sizes, options, gradient.finish)
+    for_heads(sizes, gradient.finish)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,8 @@ class QueryGradient:
         tile visits."""
         first = block * self.loader.block_k
 
-        def attend(place: Array, width: int, layout: LayoutMask | None, masked: bool) -> None:
-            self._attend(first, slot, place, width, layout, masked)
+        def attend(place: Array, width: int, _layout: LayoutMask | None, masked: bool) -> None:
+            self._attend(first, slot, place, width, masked)
 
         walk = functools.partial(Pieces(self.refs, self.options, self.tile).walk, first, None)
         refs = self.refs
@@ -88,15 +88,7 @@ class QueryGradient:
         copy.start()
         copy.wait()
 
-    def _attend(
-        self,
-        first: Array,
-        slot: Array,
-        place: Array,
-        width: int,
-        layout: LayoutMask | None,
-        masked: bool,
-    ) -> None:
+    def _attend(self, first: Array, slot: Array, place: Array, width: int, masked: bool) -> None:
         """Add what piece number `place` of a block gives, of `width` keys. `first`: the block's
         first key; `masked`: whether some scores do not count."""
         refs, loader, options = self.refs, self.loader, self.options
@@ -115,12 +107,11 @@ class QueryGradient:
             masks: list[Any] = [None] * len(heads)
             if masked:
                 # without a bias, the masks of all heads are equal
-                is_sparse = layout is not None or refs.bias is not None
                 masks = [
-                    piece.visible(head, place, width, layout, bias)
+                    piece.visible(head, place, width, None, bias)
                     for head, bias in zip(heads, biases, strict=True)
                 ]
-                seen = [piece.is_seen(visible, is_sparse) for visible in masks]
+                seen = [piece.is_seen(visible, refs.bias is not None) for visible in masks]
                 keys = [jnp.where(x, k, jnp.zeros_like(k)) for x, k in zip(seen, keys, strict=True)]
             products = [product(refs.q[0, h], k, 1) for h, k in zip(heads, keys, strict=True)]
             dp = [product(refs.dout[0, h], v, 1) for h, v in zip(heads, values, strict=True)]
@@ -128,7 +119,7 @@ class QueryGradient:
                 lse = across(refs.columns[head], width)
                 delta = across(refs.columns[num_heads + head], width)
                 found = score_gradients(
-                    piece, options, head, products[i], dp[i], lse, delta, biases[i], masks[i]
+                    piece, head, products[i], dp[i], lse, delta, biases[i], masks[i]
                 )
                 if refs.dbias is not None:
                     of_bias = head if refs.dbias_buffer.shape[0] > 1 else 0
@@ -137,7 +128,7 @@ class QueryGradient:
                 dx = found.dx.astype(options.compute_dtype)
                 refs.dq_acc[head] += product(dx, keys[i], 0)
 
-        for_heads((num_heads, rows), options, attend_heads)
+        for_heads((num_heads, rows), attend_heads)
 
 
 def _as_column(row: Array) -> Array:

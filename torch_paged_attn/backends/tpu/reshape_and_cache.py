@@ -16,14 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu import slot_runs, whole_tiles
-from torch_paged_attn.backends.tpu.cache_tiles import tile_rows
-from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.dtypes import EIGHT_BITS, to_float8
 from torch_paged_attn.backends.tpu.float16 import to_bits
 from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.registers import LANES, rows_of_tile
 from torch_paged_attn.backends.tpu.slot_runs import RunWriter
 from torch_paged_attn.backends.tpu.whole_tiles import GroupWriter
-
-STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 # tokens of one launch: their slots lie in the scalar core's memory
 MOST_TOKENS = 1 << 17
@@ -32,11 +30,11 @@ MOST_TOKENS = 1 << 17
 def _has_tiles(key: Array, cache: Array) -> bool:
     """Whether the kernel writes this cache: pages are whole tiles, or rows hold several keys."""
     is_packed = cache.shape[-1] // key.shape[2] > 1 and cache.shape[-1] % key.shape[2] == 0
-    return cache.shape[-2] % tile_rows(cache) == 0 or is_packed
+    return cache.shape[-2] % rows_of_tile(cache.dtype) == 0 or is_packed
 
 
 def _write_kernel(*refs: Any, caches: int, has_groups: bool, **options: Any) -> None:
-    """`refs`: slots, new rows, caches twice (aliased), then what runs need, and groups."""
+    """`refs`: slots, new rows, `caches` caches twice (aliased), then what runs need, and groups."""
     slots, refs = refs[0], refs[1:]
     new_hbm, refs = refs[:2], refs[2 + caches :]
     shared = slots, new_hbm, refs[:caches]
@@ -78,7 +76,7 @@ def _launch(
     fold = width // new[0].shape[2]
     if fold > 1:
         new = tuple(jnp.tile(x, (1, 1, fold)) for x in new)
-    height = math.gcd(tile_rows(caches[0]), page_rows)
+    height = math.gcd(rows_of_tile(caches[0].dtype), page_rows)
     new = tuple(map(_as_words, new))
     buffers = _buffers_of_runs(new, caches, height, fold)
     num_tiles = whole_tiles.tiles_of_group(max(_tile_bytes(new, caches, height, fold)))
@@ -191,23 +189,22 @@ def _store(x: Array, dtype: Any, scale: Array | None) -> Array:
     """Convert to the cache's dtype: rounded to nearest even, 8 bits saturated."""
     if dtype == jnp.int16:
         return to_bits(x)
-    if dtype.name not in STORED:
+    if dtype.name not in EIGHT_BITS:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     if scale is not None:
         heads = jnp.broadcast_to(scale.astype(jnp.float32), (x.shape[1],))[:, None]
-        # of a broadcast XLA would take the reciprocal, which turns ties
+        # XLA would multiply by the reciprocal of a broadcast scale, which moves ties
         x = x / lax.optimization_barrier(jnp.broadcast_to(heads, x.shape))
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(x), -128, 127).astype(dtype)
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit).astype(dtype)
+    return to_float8(x, dtype)
 
 
 def unsupported(key: Array, cache: Array) -> str | None:
     """Why there is no kernel for a write: the argument, what came, what is supported."""
     given, stored = key.dtype.name, cache.dtype.name
-    taken = (given, *STORED, "int16") if given == "float16" else (given, *STORED)
+    taken = (given, *EIGHT_BITS, "int16") if given == "float16" else (given, *EIGHT_BITS)
     if stored not in taken:
         names = ", ".join(taken)
         return f"key has dtype {given}, its cache {stored}; supported: {names}"
@@ -226,16 +223,8 @@ def reshape_and_cache(
     interpret: Any = False,
 ) -> Array:
     """Arguments as in the op; the cache is donated, and returned with the tokens in it."""
-    if (reason := unsupported(key, kv_cache)) is not None:
-        refuse("reshape_and_cache", reason)
-    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, (kv_cache, kv_cache))
-    if slot_mapping.shape[0] == 0 or kv_cache.size == 0:
-        return kv_cache
-    if _has_tiles(key, kv_cache):
-        return _write(new, (kv_cache,), slot_mapping, interpret)[0]
-    for plane, x in enumerate(new):
-        kv_cache = _scatter(x, kv_cache, slot_mapping, (plane,))
-    return kv_cache
+    new = (key, value), (k_scale, v_scale), slot_mapping
+    return _with_tokens("reshape_and_cache", *new, (kv_cache,), interpret)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",), donate_argnames=("k_cache", "v_cache"))
@@ -251,15 +240,33 @@ def reshape_and_cache_split(
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """Arguments as in the op; the caches are donated, and returned with the tokens in them."""
-    if (reason := unsupported(key, k_cache)) is not None:
-        refuse("reshape_and_cache.split", reason)
-    new = _new_rows((key, value), (k_scale, v_scale), slot_mapping, (k_cache, v_cache))
-    if slot_mapping.shape[0] == 0 or k_cache.size == 0:
-        return k_cache, v_cache
-    if _has_tiles(key, k_cache):
-        k_cache, v_cache = _write(new, (k_cache, v_cache), slot_mapping, interpret)
-        return k_cache, v_cache
-    return _scatter(new[0], k_cache, slot_mapping), _scatter(new[1], v_cache, slot_mapping)
+    new = (key, value), (k_scale, v_scale), slot_mapping
+    caches = _with_tokens("reshape_and_cache.split", *new, (k_cache, v_cache), interpret)
+    return caches[0], caches[1]
+
+
+def _with_tokens(
+    op: str,
+    values: tuple[Array, Array],
+    scales: tuple[Array | None, ...],
+    slots: Array,
+    caches: tuple[Array, ...],
+    interpret: Any,
+) -> tuple[Array, ...]:
+    """The caches, one array of two planes or two arrays, with keys and values in their slots."""
+    key, cache = values[0], caches[0]
+    if (reason := unsupported(key, cache)) is not None:
+        refuse(op, reason)
+    new = _new_rows(values, scales, slots, (cache, caches[-1]))
+    if slots.shape[0] == 0 or cache.size == 0:
+        return caches
+    if _has_tiles(key, cache):
+        return _write(new, caches, slots, interpret)
+    if len(caches) == 2:
+        return tuple(_scatter(x, cache, slots) for x, cache in zip(new, caches, strict=True))
+    for plane, x in enumerate(new):
+        cache = _scatter(x, cache, slots, (plane,))
+    return (cache,)
 
 
 def _new_rows(

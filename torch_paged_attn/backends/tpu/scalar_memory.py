@@ -10,8 +10,8 @@ from typing import Any
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.refusal import refuse
+from torch_paged_attn.backends.tpu.registers import LANES
 
 # numbers of 32 bits, without what the compiler keeps there: spilled registers, the grid's indices
 MOST_WORDS = (1 << 18) - (1 << 13)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from torch_paged_attn.backends.tpu.dropout import kept
-from torch_paged_attn.backends.tpu.kernel_arguments import Options
 from torch_paged_attn.backends.tpu.scores import Scores
 
 
@@ -25,7 +24,6 @@ class ScoreGradients(NamedTuple):
 
 def score_gradients(
     piece: Scores,
-    options: Options,
     head: Any,
     products: Array,
     dp: Array,
@@ -38,6 +36,7 @@ def score_gradients(
 
     A row whose lse is +inf has no gradients. What is not visible has none, NaN or not.
     """
+    options = piece.options
     scores, tanh = piece.of(head, products, options.softmax_scale, bias)
     p = jnp.exp2(scores - lse)
     if visible is not None:

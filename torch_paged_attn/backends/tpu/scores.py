@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.dropout import Dropout
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import LayoutMask
+from torch_paged_attn.backends.tpu.registers import LANES
 from torch_paged_attn.backends.tpu.softmax import LOG2_E
 
 

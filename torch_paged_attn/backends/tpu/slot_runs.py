@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.cache_tiles import CacheWriter, num_slots, places
-from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.registers import LANES, halves_of_words
 
 MOST_BUFFERS = 16
 LEAST_BUFFERS = 2
@@ -210,11 +210,7 @@ class RunWriter(CacheWriter):
             found = []
             for i in range(step):
                 x = flat[pl.ds(first * step + i, self.height, stride=self.fold * step), :]
-                if paired > 1:  # bfloat16 is the upper half of a float32
-                    halves = x << 16, x & jnp.int32(-65536)
-                    found += [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
-                else:
-                    found.append(x.astype(jnp.float32))
+                found += [*halves_of_words(x)] if paired > 1 else [x.astype(jnp.float32)]
         each = max(1, width // numbers)
         groups = [found[i : i + each] for i in range(0, len(found), each)]
         return [x[0] if each == 1 else jnp.concatenate(x, axis=1) for x in groups]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.registers import LANES
 
 LOG2_E = math.log2(math.e)
 

@@ -14,12 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
+from torch_paged_attn.backends.tpu.registers import rows_of_tile
 from torch_paged_attn.backends.tpu.softmax import base_2
-
-
-def rows_of_tile(dtype: Any) -> int:
-    """Rows of an array of this type that lie in one tile of memory."""
-    return 32 // jnp.dtype(dtype).itemsize
 
 
 def rows_of_copy(tile_q: int, dtype: Any) -> int:

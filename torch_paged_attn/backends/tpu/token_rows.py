@@ -14,16 +14,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torch_paged_attn.backends.tpu.config import LANES
 from torch_paged_attn.backends.tpu.kernel_arguments import Options, Refs
 from torch_paged_attn.backends.tpu.layout_mask import list_blocks
-
-UPPER = -(1 << 16)  # of a word of 32 bits
-
-
-def heads_of_word(dtype: Any) -> int:
-    """Heads of a token whose numbers share words of 32 bits."""
-    return 4 // jnp.dtype(dtype).itemsize
+from torch_paged_attn.backends.tpu.registers import LANES, halves_of_words, numbers_of_word
 
 
 def _lanes(parts: int) -> list[tuple[int, Any]]:
@@ -161,39 +154,37 @@ class TokenRows:
 
     def _words(self, tokens: Any) -> range:
         """The words of a token: query heads, or pairs of them. Strides want to begin at numbers."""
-        return range(tokens.shape[1] // heads_of_word(tokens.dtype))
+        return range(tokens.shape[1] // numbers_of_word(tokens.dtype))
 
     def _rows_of(self, tokens: Any, word: int, i: int) -> tuple[int, slice]:
         """The KV head of a word's i-th query head, and this one's rows there."""
         per_head = tokens.shape[1] // self.refs.q.shape[1]
-        head, of_group = divmod(word * heads_of_word(tokens.dtype) + i, per_head)
+        head, of_group = divmod(word * numbers_of_word(tokens.dtype) + i, per_head)
         tile_q = self.options.tile_q
         return head, slice(of_group * tile_q, (of_group + 1) * tile_q)
 
     def _strided(self, tokens: Any, word: int) -> tuple[Any, Any]:
         """Tokens as rows of words of 32 bits, and the rows of one word."""
         tile_q, num_heads, width = tokens.shape
-        num_words = num_heads // heads_of_word(tokens.dtype)
+        num_words = num_heads // numbers_of_word(tokens.dtype)
         if num_words < num_heads:
             tokens = tokens.bitcast(jnp.int32)
         return tokens.reshape(tile_q * num_words, width), pl.ds(word, tile_q, stride=num_words)
 
     def _load(self, tokens: Any, word: int) -> list[Array]:
         """The rows (tile_q, n) of a word's heads."""
-        count = heads_of_word(tokens.dtype)
+        count = numbers_of_word(tokens.dtype)
         if self.options.interpret:  # which knows no refs of another shape or type
             return [tokens[:, word * count + i] for i in range(count)]
         rows, which = self._strided(tokens, word)
         x = rows[which, :]
         if count == 1:
             return [x]
-        # bfloat16 is the upper half of a float32
-        halves = x << 16, x & UPPER
-        return [lax.bitcast_convert_type(x, jnp.float32).astype(tokens.dtype) for x in halves]
+        return [half.astype(tokens.dtype) for half in halves_of_words(x)]
 
     def _store(self, tokens: Any, word: int, heads: list[Array]) -> None:
         """Write what `_load` reads."""
-        count = heads_of_word(tokens.dtype)
+        count = numbers_of_word(tokens.dtype)
         if self.options.interpret:
             for i, x in enumerate(heads):
                 tokens[:, word * count + i] = x
@@ -245,7 +236,7 @@ class TokenRows:
         """Start the copies of the tile's results; the core's last tile waits for them."""
         refs, options = self.refs, self.options
         if options.tile_q > 1:
-            count = heads_of_word(refs.out_tokens.dtype)
+            count = numbers_of_word(refs.out_tokens.dtype)
             for part, lanes in _lanes(refs.out_tokens.shape[0]):
                 tokens = refs.out_tokens.at[part]
                 for word in self._words(tokens):

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torch_paged_attn.backends.tpu.cache_tiles import CacheWriter, num_slots, places
-from torch_paged_attn.backends.tpu.config import LANES
+from torch_paged_attn.backends.tpu.registers import LANES, UPPER_HALF, numbers_of_word
 
 MOST_TILES = 4  # of a group
 NUM_BUFFERS = 4  # groups on their way
@@ -166,7 +166,7 @@ class GroupWriter(CacheWriter):
 
     def _parts(self, rows: Any, slot: Array, tile: int, dtype: Any) -> list[Array]:
         """(height, numbers) of each part of a head."""
-        paired = 1 if rows.shape[3] % LANES else 4 // rows.dtype.itemsize
+        paired = 1 if rows.shape[3] % LANES else numbers_of_word(rows.dtype)
         found = []
         for part in range(rows.shape[2] // paired):
             loaded = [self._load(rows, slot, tile, part, i, paired) for i in range(paired)]
@@ -213,5 +213,5 @@ def _exchange(words: list[Array], dtype: Any) -> list[Array]:
     """Words of two parts of heads, of every second row and of those between: rows of each part."""
     even, odd = words
     low = (even & jnp.int32(0xFFFF)) | (odd << 16)
-    high = lax.shift_right_logical(even, jnp.int32(16)) | (odd & jnp.int32(-65536))
+    high = lax.shift_right_logical(even, jnp.int32(16)) | (odd & jnp.int32(UPPER_HALF))
     return [pltpu.bitcast(half, dtype) for half in (low, high)]
