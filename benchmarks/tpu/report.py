@@ -29,8 +29,10 @@ CALLS = {
     ),
     MLA: ("latent decode 16 x 4096, 128 heads, 576/512", 1.0),
 }
-# no peer beside these; none takes a bias or a layout as it comes
+# attention alone; no peer takes a bias or a layout as it comes, or drops probabilities
 ALONE = {
+    "mixed_63_and_512_page16": "63 decodes at 2048 and a chunk of 512",
+    "dropout_mixed_63_and_512_page16": "the same, dropout",
     "bias_mixed_63_and_512_page16": "63 decodes and a chunk of 512, bias of one head",
     "bias_prefill_b2_2048_page16": "prefill 2 x 2048, bias of one head",
     "bias_of_heads_chunk_512_kv2048_page16": "chunk of 512 at 2048, bias of 32 heads",
