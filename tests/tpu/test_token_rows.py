@@ -28,7 +28,6 @@ CASES = {
         "alibi": "heads",
     },
     "few_heads": {"num_heads": 4, "num_kv_heads": 2, "bias": "float"},
-    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
     # pairs of heads of 16 bits are of two KV heads
     "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
 }  # fmt: skip
@@ -51,6 +50,7 @@ OTHER_CASES = {
         "layout": Layout(32, 128, "all", density=0.3), "num_heads": 8, "num_kv_heads": 1
     },
     "wide": {"head_dim": 256, "bias": "float"},
+    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_tokens_are_read_where_they_lie(case, run, monkeypatch):
     assert_accurate(*run(call, "on_wait"), call.truth())
 
 
-@pytest.mark.parametrize("seqs", cases([((1, 30),), ((8, 40), (9, 3))], [((17, 4),)]), ids=str)
+@pytest.mark.parametrize("seqs", cases([((8, 40), (9, 3))], [((1, 30),), ((17, 4),)]), ids=str)
 def test_a_bias_of_few_tokens(seqs, run):
     """Fewer than a copy has rows; one token more than whole tiles of memory."""
     call = build(dataclasses.replace(MIXED, seqs=seqs, bias="float"))
