@@ -10,7 +10,7 @@ flash-attn's functions take.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.attention import register_flash_attention_impl
+import torch.nn.attention
 
 from torch_paged_attn.ops import (
     blocksparse,
@@ -82,8 +82,10 @@ def _activate_sdpa() -> Any:
 
 
 # this only registers the two names; a user activates one
-register_flash_attention_impl("PAGED_ATTN", register_fn=_activate)
-register_flash_attention_impl("PAGED_ATTN_SDPA", register_fn=_activate_sdpa)
+# torch 2.9, the last that torch_xla runs on, has no such list
+if (_register := getattr(torch.nn.attention, "register_flash_attention_impl", None)) is not None:
+    _register("PAGED_ATTN", register_fn=_activate)
+    _register("PAGED_ATTN_SDPA", register_fn=_activate_sdpa)
 
 
 def __getattr__(name: str) -> Any:

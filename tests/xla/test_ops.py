@@ -117,6 +117,24 @@ def test_merge_states(on_xla):
     assert_accurate(*results, Truth.of(reference.merge_states, *states))
 
 
+def assert_merges_a_list(run):
+    outs, lses = torch.randn(3, 5, HEADS, DIM).unbind(), torch.randn(3, HEADS, 5).unbind()
+
+    def merge(*states):
+        return ops.merge_states.list(list(states[:3]), list(states[3:]))
+
+    results, _ = run(merge, *outs, *lses)
+    assert_accurate(*results, Truth.of(reference.merge_states, outs, lses))
+
+
+def test_merge_states_of_a_list(on_xla):
+    assert_merges_a_list(on_xla)
+
+
+def test_torchax_merge_states_of_a_list(on_torchax):
+    assert_merges_a_list(on_torchax)
+
+
 def test_torchax_flash_varlen(on_torchax, decode):
     assert_accurate(*on_torchax(attend, *decode)[0], Truth.of(attend_by_reference, *decode))
 

@@ -21,6 +21,7 @@ def register() -> None:
         packets.reshape_and_cache.default: binding.reshape_and_cache,
         packets.reshape_and_cache.split: binding.reshape_and_cache_split,
         packets.merge_states.default: binding.merge_states,
+        packets.merge_states.list: binding.merge_states_list,
         packets.flash_varlen_backward.default: binding.flash_varlen_backward,
         packets.merge_states_backward.default: binding.merge_states_backward,
     }
