@@ -30,6 +30,19 @@ def num_buffers(run_bytes: int) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
+def _while_it_holds(condition: Callable[[Any], Array], step: Callable[[Any], Any], at: Any) -> Any:
+    """`lax.while_loop`, whose condition may read memory: it is part of the loop's state, since
+    Pallas' plain interpreter of JAX 0.7, on which torch_xla runs, lets no other condition read.
+    """
+
+    def advance(state: tuple[Any, Array]) -> tuple[Any, Array]:
+        following = step(state[0])
+        return following, condition(following).astype(jnp.int32)
+
+    state = at, condition(at).astype(jnp.int32)
+    return lax.while_loop(lambda state: state[1] != 0, advance, state)[0]
+
+
 class Runs(NamedTuple):
     """Tokens whose slots are neighbours in one tile of the cache; int32 of each buffer, in SMEM."""
 
@@ -113,7 +126,7 @@ class RunWriter(CacheWriter):
             slot = slot_of(token)
             return (token < total) & ((slot < 0) | (slot >= end))
 
-        token = lax.while_loop(is_skipped, lambda token: token + 1, token)
+        token = _while_it_holds(is_skipped, lambda token: token + 1, token)
         slot = slot_of(token)
         room = jnp.minimum(
             self.tile_slots - lax.rem(slot, jnp.int32(self.tile_slots)), total - token
@@ -122,7 +135,7 @@ class RunWriter(CacheWriter):
         def is_neighbour(size: Array) -> Array:
             return (size < room) & (slot_of(token + size) == slot + size)
 
-        size = lax.while_loop(is_neighbour, lambda size: size + 1, jnp.int32(1))
+        size = _while_it_holds(is_neighbour, lambda size: size + 1, jnp.int32(1))
         is_run = (token < total) & ~self.is_elsewhere(token)
         return token, jnp.where(is_run, size, 0)
 
@@ -224,6 +237,6 @@ class RunWriter(CacheWriter):
         def is_run(at: Place) -> Array:
             return self.runs.size[lax.rem(at.run, jnp.int32(self.num_buffers))] > 0
 
-        end = lax.while_loop(is_run, self.change, Place(jnp.int32(0), token, jnp.int32(0)))
+        end = _while_it_holds(is_run, self.change, Place(jnp.int32(0), token, jnp.int32(0)))
         self.wait_for_writes(end.written, end.run)
         return end.token
