@@ -27,6 +27,8 @@ CASES = {
         "layout": Layout(32, 32, "all", density=0.3), "num_heads": 14, "sinks": True,
         "alibi": "heads",
     },
+    "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
+    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
     "few_heads": {"num_heads": 4, "num_kv_heads": 2, "bias": "float"},
     # pairs of heads of 16 bits are of two KV heads
     "heads_of_their_own": {"num_heads": 8, "num_kv_heads": 8, "sinks": True},
@@ -37,7 +39,6 @@ OTHER_CASES = {
     "bias_of_heads": {"bias": "float", "bias_heads": "all"},
     "layout": {"layout": Layout(16, 32, "one")},
     "layouts_of_sequences": {"layout": Layout(64, 16, "one", True), **WINDOW, **FLOAT32},
-    "layout_and_bias": {"layout": Layout(32, 64, "one"), "bias": "float"},
     "layouts_of_heads": {"layout": Layout(16, 32, "all", density=0.3)},
     "odd_groups": {"num_heads": 14, "sinks": True, "alibi": "heads"},
     "four_odd_groups": {
@@ -50,7 +51,6 @@ OTHER_CASES = {
         "layout": Layout(32, 128, "all", density=0.3), "num_heads": 8, "num_kv_heads": 1
     },
     "wide": {"head_dim": 256, "bias": "float"},
-    "wide_keys": {"head_dim": 256, "head_dim_v": 128, **FLOAT32},
 }  # fmt: skip
 
 
