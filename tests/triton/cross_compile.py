@@ -108,6 +108,7 @@ class Kernel:
     own_float8: int  # instructions that convert to or from float8, in the chip's sense of it
     fused: int  # products that the compiler fused with sums without being asked, on NVIDIA's chips
     parts_threads: bool  # by a clock that each of them reads
+    mixes_lanes: bool  # bits of one of two numbers in a register may reach the other
 
     def faults(self, arch: str, call: str) -> list[str]:
         """What a chip would not forgive, in words."""
@@ -125,6 +126,8 @@ class Kernel:
         if self.parts_threads:
             # some would leave a loop while the others wait for them in it
             found.append("a branch by a clock that each thread reads for itself")
+        if self.mixes_lanes:
+            found.append("one of two numbers in a register that overflows into the other")
         if call in INVARIANT and self.fused > 0:
             # which of two it takes differs from row to row of a tile
             found.append(f"{self.fused} sums whose rounding is the compiler's choice")
@@ -174,9 +177,19 @@ def _parts_threads(ptx: str) -> bool:
             return False
 
 
+def mixes_lanes(ptx: str) -> bool:
+    """Whether a 64-bit register of which the upper half is used is put together of two numbers, one
+    of them a product of 64 bits: it belongs to the lower half, and may be longer than that.
+    """
+    made = dict(re.findall(r"^\s*(?:or|add)\.[bsu]64\s+(%rd\d+), (.*);", ptx, re.M))
+    products = set(re.findall(r"^\s*mul\.wide\.[su]32\s+(%rd\d+),", ptx, re.M))
+    halved = re.findall(r"^\s*mov\.b64\s+\{\S+, %r\d+\}, (%rd\d+);", ptx, re.M)
+    return any(not products.isdisjoint(made.get(x, "").split(", ")) for x in halved)
+
+
 def _read(arch: str, name: str, binary) -> Kernel:
     scalar_spills = fused = 0
-    parts_threads = False
+    parts_threads = lanes_mix = False
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
 
@@ -191,6 +204,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
         registers, spills = _local_memory(binary.asm["cubin"])
         fused = _fused(text, binary.asm["llir"])
         parts_threads = "%globaltimer" in text and _parts_threads(text)
+        lanes_mix = mixes_lanes(text)
     # Gluon's kernels begin further down
     code = binary.asm.get("ttir") or binary.asm["ttgir"]
     is_float32 = not re.search(r"(tt\.dot|warp_group_dot) .*x(bf16|f16|f8E\w+)", code)
@@ -200,6 +214,7 @@ def _read(arch: str, name: str, binary) -> Kernel:
     return Kernel(
         *(name, registers, spills, scalar_spills, shared, count, is_float32, own_float8, fused),
         parts_threads=parts_threads,
+        mixes_lanes=lanes_mix,
     )
 
 

@@ -91,7 +91,11 @@ def load_tail(tail_rows, exists, j, keys, strides):
     """True where the tail mask does not hide key j. It has columns only for the newest keys of a
     sequence, as many as queries. Rows and keys have shapes that broadcast.
     """
+    # `column < 0` has LLVM pair columns of two layouts (`runtime/vector_flags.py`); torch.compile
+    # builds kernels where its flags on vectors are not dropped
+    is_older = j < keys.tail_start
     column = j - keys.tail_start
-    has_column = exists & (column >= 0) & (j < keys.key_len) & (column < strides.tail_width)
+    has_column = exists & (j >= keys.tail_start) & (j < keys.key_len)
+    has_column = has_column & (column < strides.tail_width)
     at = column.to(tl.int64) * strides.tail_key
-    return (column < 0) | (tl.load(tail_rows + at, mask=has_column, other=0) != 0)
+    return is_older | (tl.load(tail_rows + at, mask=has_column, other=0) != 0)

@@ -36,6 +36,7 @@ from torch_paged_attn.backends.triton.runtime.launcher import (
     ready_kernel,
 )
 from torch_paged_attn.backends.triton.runtime.target import INTERPRETED, assumed
+from torch_paged_attn.backends.triton.runtime.vector_flags import without_vector_flags
 from torch_paged_attn.backends.triton.runtime.workspace import current_stream
 from torch_paged_attn.lru import LRU
 
@@ -299,7 +300,8 @@ class Launch:
 
     def _through_triton(self, pointers: tuple[Any, ...]) -> Any:
         settle_key(self.kernel)
-        return self.kernel[self.grid](*pointers, **self.options)
+        with without_vector_flags:
+            return self.kernel[self.grid](*pointers, **self.options)
 
     def _make_ready(self, pointers: tuple[Any, ...]) -> None:
         """Take a kernel from the cache, or let Triton find or compile one, and launch it."""
@@ -308,7 +310,8 @@ class Launch:
         ready = _kernels.get(key)
         if ready is None:
             # a launch by Triton would need tensor maps that Triton has made
-            compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
+            with without_vector_flags:
+                compiled = self.kernel.warmup(*pointers, grid=self.grid, **self.options)
             ready = ready_kernel(compiled, current_device())
             if ready is None:
                 self._through_triton(pointers)
