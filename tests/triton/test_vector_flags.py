@@ -67,7 +67,7 @@ def compile_paired(keeps_flags):
 
 @pytest.mark.parametrize("keeps_flags", [False, True])
 def test_its_lanes_stay_apart(keeps_flags, compiler):
-    """Without the flags, and with them, as torch.compile builds it."""
+    """Without the flags, and with them: `load_tail` gives LLVM nothing to pair."""
     kernel, llvm_ir = compiler.submit(compile_paired, keeps_flags).result()
     assert not kernel.mixes_lanes
     assert (drop_vector_flags(llvm_ir) != llvm_ir) == keeps_flags

@@ -91,8 +91,7 @@ def load_tail(tail_rows, exists, j, keys, strides):
     """True where the tail mask does not hide key j. It has columns only for the newest keys of a
     sequence, as many as queries. Rows and keys have shapes that broadcast.
     """
-    # `column < 0` has LLVM pair columns of two layouts (`runtime/vector_flags.py`); torch.compile
-    # builds kernels where its flags on vectors are not dropped
+    # `column < 0` would have LLVM pair columns of two layouts (`runtime/vector_flags.py`)
     is_older = j < keys.tail_start
     column = j - keys.tail_start
     has_column = exists & (j >= keys.tail_start) & (j < keys.key_len)
