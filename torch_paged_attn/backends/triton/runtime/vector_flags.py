@@ -4,8 +4,8 @@ LLVM computes two 32-bit numbers of a thread by one instruction where it can, al
 of the two is used: `shl nuw <2 x i32> %x, <i32 31, i32 1>` for `2 * x[1]`. The flag `nuw` (no bits
 are lost) is true of the number that is used. NVPTX keeps the two in one 64-bit register, and takes
 the flag as leave to shift the lower one in 64 bits: its upper bits reach the number that is used
-(Triton 3.6; seen on Hopper as a tail mask that hid keys). Without flags each of the
-two is shifted in 32 bits. Flags only permit: to drop them is always right.
+(Triton 3.6; seen on Hopper as a tail mask that hid keys). Without flags each of the two is shifted
+in 32 bits. Flags only permit: to drop them is always right.
 """
 
 import hashlib
