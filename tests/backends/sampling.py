@@ -45,7 +45,9 @@ class Sample:
 
 # Tests that a runner never runs, thorough or not.
 _FUNCTIONS = "the runner calls a backend's functions, which are nothing to the dispatcher"
-_OF_THE_DISPATCHER = dict.fromkeys(("gradients_by_autograd", "gradients_refused"), _FUNCTIONS)
+_OF_THE_DISPATCHER = dict.fromkeys(
+    ("gradients_by_autograd", "gradients_refused", "selected_gradients_by_autograd"), _FUNCTIONS
+)
 _OF_CACHES = {"write_megabytes": "it is about a processor's caches, and an interpreter has none"}
 _OF_STRIDES = dict.fromkeys(("gaps", "gradients_gaps"), "an array of JAX has no strides")
 NEVER = {
@@ -269,7 +271,9 @@ def no_gradients(runner, problem):
 
 
 def lacked(runner, case):
-    """The arguments of a problem that a runner refuses; other cases have none."""
+    """The arguments of a problem that a runner refuses, or its op; other cases have none."""
+    if hasattr(case, "op") and not runner.has(case.op):
+        return {case.op}
     return getattr(case, "optional", frozenset()) & set(runner.lacks())
 
 

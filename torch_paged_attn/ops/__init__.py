@@ -13,6 +13,10 @@ from torch_paged_attn.ops.flash_varlen_backward import flash_varlen_backward
 from torch_paged_attn.ops.merge_states import merge_states
 from torch_paged_attn.ops.merge_states_backward import merge_states_backward
 from torch_paged_attn.ops.reshape_and_cache import reshape_and_cache
+from torch_paged_attn.ops.select_keys import select_keys
+from torch_paged_attn.ops.selected_attention import selected_attention
+from torch_paged_attn.ops.selected_attention_backward import selected_attention_backward
+from torch_paged_attn.ops.selected_mass import selected_mass
 
 _library.bind_backends()
 blocksparse = paths.profiled("blocksparse", blocksparse)
@@ -22,6 +26,12 @@ flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_bac
 merge_states = paths.profiled("merge_states", merge_states)
 merge_states_backward = paths.profiled("merge_states_backward", merge_states_backward)
 reshape_and_cache = paths.profiled("reshape_and_cache", reshape_and_cache)
+select_keys = paths.profiled("select_keys", select_keys)
+selected_attention = paths.profiled("selected_attention", selected_attention)
+selected_attention_backward = paths.profiled(
+    "selected_attention_backward", selected_attention_backward
+)
+selected_mass = paths.profiled("selected_mass", selected_mass)
 _flops.register_flops()
 
 __all__ = [
@@ -32,4 +42,8 @@ __all__ = [
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",
+    "select_keys",
+    "selected_attention",
+    "selected_attention_backward",
+    "selected_mass",
 ]

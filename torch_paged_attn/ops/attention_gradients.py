@@ -1,4 +1,4 @@
-"""The derivative of `flash_varlen` and `blocksparse`, and which calls have none.
+"""The derivative of `flash_varlen` and the other ops of attention, and which calls have none.
 
 The backward is an operator of its own. A forward call whose inputs require grad is refused if its
 backward does not exist: on any device (`refuse_gradients`), or on this one
@@ -76,6 +76,8 @@ def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
     if call.block_table is not None:
         came = f"came {where}, and there is no backward for paged keys"
         refuse("block_table", came, f"packed k and v, or {ALLOWED}")
+    if call.is_slots:
+        refuse("k", f"pages {where}", f"packed keys, or {ALLOWED}")
     for name, dtype, allowed in (
         ("q", call.q.dtype, FLOAT),
         ("k", call.k.dtype, (call.q.dtype,)),
@@ -115,7 +117,7 @@ def _of_latents(results: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
 
 
 class AttentionDerivative:
-    """The derivative of `flash_varlen` or `blocksparse`: a call of its backward."""
+    """The derivative of an op of attention: a call of its backward."""
 
     def __init__(self, op: str) -> None:
         self.op = op
