@@ -34,7 +34,8 @@ def _selected_fwd_kernel(
     """`results`: out, lse and out_scale; if IS_SPLIT, values, maxima and sums of partial results,
     each with the number of a split first.
     """
-    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + OPTIONS.BLOCK_M - 1) // OPTIONS.BLOCK_M
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    HEAD_TILES: tl.constexpr = (OPTIONS.GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
     split = program % sizes.splits
     kv_head, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
@@ -49,8 +50,8 @@ def _selected_fwd_kernel(
         of_split = (tiles + sizes.splits - 1) // sizes.splits * OPTIONS.BLOCK_N
         begin = split * of_split
         stop = tl.minimum(keys, begin + of_split)
-    m_i = tl.full([OPTIONS.BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([OPTIONS.BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(OPTIONS.BLOCK_M, OPTIONS.V_LOW, OPTIONS.V_HIGH)
     for n0 in tl.range(begin, stop, OPTIONS.BLOCK_N):
         page, slot, is_seen = find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS)
@@ -64,6 +65,7 @@ def _selected_fwd_kernel(
         p = p.to(OPTIONS.DTYPE)
         acc = add_chunk_products(acc, p, v, OPTIONS.V_HIGH, OPTIONS.IS_PRECISE)
 
+    OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
     r = head_tile * OPTIONS.BLOCK_M + tl.arange(0, OPTIONS.BLOCK_M)
     is_stored = r < OPTIONS.GROUP_SIZE
     low, high = acc[0] * queries.v_scale, acc[1] * queries.v_scale
@@ -87,7 +89,7 @@ def _selected_fwd_kernel(
         high = quotient(high, divisor, OPTIONS.IS_PRECISE)
         at = token.row * OPTIONS.NUM_HEADS + queries.head
         _store(
-            results.out, at, low, high, is_stored, results.out_scale, OPTIONS.OUT_FORMAT, OPTIONS
+            results.out, at, low, high, is_stored, results.out_scale, OUT_FORMAT, OPTIONS
         )
 
 
@@ -138,5 +140,6 @@ def _merge_selected_kernel(
     out = acc / divisor
     if results.out_scale is not None:
         out = out / tl.load(results.out_scale)
-    stored = encode(out, results.out.dtype.element_ty, OPTIONS.OUT_FORMAT)
+    OUT_FORMAT: tl.constexpr = OPTIONS.OUT_FORMAT
+    stored = encode(out, results.out.dtype.element_ty, OUT_FORMAT)
     tl.store(results.out + row * OPTIONS.HEAD_DIM_V + dims, stored, mask=inside)

@@ -177,7 +177,8 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
     """
     SELECT_SIZE: tl.constexpr = OPTIONS.SELECT_SIZE
     PAGE_SIZE: tl.constexpr = OPTIONS.PAGE_SIZE
-    n = n0 + tl.arange(0, OPTIONS.BLOCK_N)
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
     entry = n // SELECT_SIZE
     unit = tl.load(
         token.list_ptr + entry.to(tl.int64) * strides.index_entry,
@@ -191,7 +192,7 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
     if OPTIONS.HAS_LEFT:
         is_seen = is_seen & (key >= token.position - scalars.left)
     if PAGE_SIZE == 0:
-        page = tl.zeros([OPTIONS.BLOCK_N], tl.int64)
+        page = tl.zeros([BLOCK_N], tl.int64)
         slot = token.k_first + key
         is_seen = is_seen & (slot >= 0) & (slot < sizes.num_rows)
     else:
@@ -210,19 +211,20 @@ def find_keys(n0, token, pointers, strides, sizes, scalars, OPTIONS: tl.constexp
 def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.constexpr):
     """BLOCK_M heads of a KV head's group, and the token's factors of scores."""
     r = head_tile * OPTIONS.BLOCK_M + tl.arange(0, OPTIONS.BLOCK_M)
+    Q_FORMAT: tl.constexpr = OPTIONS.Q_FORMAT
     exists = (r < OPTIONS.GROUP_SIZE) & token.exists
     head = kv_head * OPTIONS.GROUP_SIZE + tl.minimum(r, OPTIONS.GROUP_SIZE - 1)
     offsets = token.row * strides.q_token + head.to(tl.int64) * strides.q_head
     q = load_chunks(
         pointers.q, offsets, exists, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
-        OPTIONS.Q_FORMAT, OPTIONS.DTYPE,
+        Q_FORMAT, OPTIONS.DTYPE,
     )  # fmt: skip
     latent = (0.0, 0.0)
     if pointers.q_latent is not None:
         offsets = token.row * strides.latent_token + head.to(tl.int64) * strides.latent_head
         latent = load_chunks(
             pointers.q_latent, offsets, exists, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V,
-            True, OPTIONS.Q_FORMAT, OPTIONS.DTYPE,
+            True, Q_FORMAT, OPTIONS.DTYPE,
         )  # fmt: skip
     q_scale = 1.0
     if pointers.q_descale is not None:
@@ -250,10 +252,12 @@ def load_queries(token, kv_head, head_tile, pointers, strides, OPTIONS: tl.const
 @triton.jit
 def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.constexpr):
     """Rows of keys and values, in two chunks each; 0 where the token does not see the key."""
+    K_FORMAT: tl.constexpr = OPTIONS.K_FORMAT
+    V_FORMAT: tl.constexpr = OPTIONS.V_FORMAT
     offsets = page * strides.k_page + slot * strides.k_slot + kv_head * strides.k_head
     k = load_chunks(
         pointers.k, offsets, is_seen, OPTIONS.K_LOW, OPTIONS.K_HIGH, OPTIONS.HEAD_DIM, True,
-        OPTIONS.K_FORMAT, OPTIONS.DTYPE,
+        K_FORMAT, OPTIONS.DTYPE,
     )  # fmt: skip
     if OPTIONS.IS_V_IN_K:
         v = (k[0], 0.0)
@@ -261,7 +265,7 @@ def load_keys(page, slot, is_seen, kv_head, pointers, strides, OPTIONS: tl.const
         offsets = page * strides.v_page + slot * strides.v_slot + kv_head * strides.v_head
         v = load_chunks(
             pointers.v, offsets, is_seen, OPTIONS.V_LOW, OPTIONS.V_HIGH, OPTIONS.HEAD_DIM_V, True,
-            OPTIONS.V_FORMAT, OPTIONS.DTYPE,
+            V_FORMAT, OPTIONS.DTYPE,
         )  # fmt: skip
     return k, v
 
