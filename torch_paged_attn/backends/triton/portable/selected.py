@@ -63,8 +63,9 @@ def choose_selected_config(
     if not is_wide:
         return SelectedConfig(block_m, 64, 4, 3 if head_dim <= 128 else 2)
     has_room = (target.shared_memory or 0) > 2**17
-    block_n = 64 if block_m == 64 and has_room else 32
-    return SelectedConfig(block_m, block_n, 8 if block_m == 64 else 4, 2 if has_room else 1)
+    if target.arch == "sm90":  # its products read keys from shared memory, not from registers
+        return SelectedConfig(block_m, 32, 8 if block_m == 64 else 4, 2)
+    return SelectedConfig(min(block_m, 32), 32, 8, 2 if has_room else 1)
 
 
 def config_of(call: AttentionCall, target: Target) -> SelectedConfig:

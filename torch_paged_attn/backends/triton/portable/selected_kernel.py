@@ -88,9 +88,7 @@ def _selected_fwd_kernel(
         low = quotient(low, divisor, OPTIONS.IS_PRECISE)
         high = quotient(high, divisor, OPTIONS.IS_PRECISE)
         at = token.row * OPTIONS.NUM_HEADS + queries.head
-        _store(
-            results.out, at, low, high, is_stored, results.out_scale, OUT_FORMAT, OPTIONS
-        )
+        _store(results.out, at, low, high, is_stored, results.out_scale, OUT_FORMAT, OPTIONS)
 
 
 @triton.jit
