@@ -65,7 +65,7 @@ def choose_selected_config(
     has_room = (target.shared_memory or 0) > 2**17
     if target.arch == "sm90":  # its products read keys from shared memory, not from registers
         return SelectedConfig(block_m, 32, 8 if block_m == 64 else 4, 2)
-    return SelectedConfig(min(block_m, 32), 32, 8, 2 if has_room else 1)
+    return SelectedConfig(min(block_m, 32), 32 if has_room else 16, 8, 2 if has_room else 1)
 
 
 def config_of(call: AttentionCall, target: Target) -> SelectedConfig:
@@ -73,6 +73,15 @@ def config_of(call: AttentionCall, target: Target) -> SelectedConfig:
     itemsize = formats_of(call, target, False).product.primitive_bitwidth // 8
     dims = max(call.head_dim, call.head_dim_v)
     return choose_selected_config(target, call.group_size, dims, itemsize)
+
+
+def backward_config_of(call: AttentionCall, target: Target) -> SelectedConfig:
+    """The tiles of a call's backward, whose programs hold gradients beside the tiles."""
+    itemsize = formats_of(call, target, False).product.primitive_bitwidth // 8
+    if max(call.head_dim, call.head_dim_v) > WIDE or itemsize == 4:
+        return SelectedConfig(16, 16, 4, 1)
+    block_m = min(32, max(16, next_power_of_2(call.group_size)))
+    return SelectedConfig(block_m, 32, 4, 1)
 
 
 def splits_of(call: AttentionCall, target: Target, config: SelectedConfig) -> int:
