@@ -17,6 +17,7 @@ from torch_paged_attn.testing import (
     EXTENDED_DIFFERENTIABLE,
     PROBLEMS,
     SELECTED,
+    SELECTED_DIFFERENTIABLE,
     Layout,
     Problem,
     Selected,
@@ -324,7 +325,7 @@ MORE_SELECTED = {
 def _calls() -> dict[str, Callable[[], Callable[[], None]]]:
     problems = PROBLEMS | MORE | EXTENDED | SELECTED | MORE_SELECTED
     calls = {name: functools.partial(attention, problems[name]) for name in problems}
-    backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE
+    backwards = DIFFERENTIABLE | BACKWARD | EXTENDED_DIFFERENTIABLE | SELECTED_DIFFERENTIABLE
     calls |= {
         f"{BACKWARDS}{name}": functools.partial(_backward, backwards[name]) for name in backwards
     }

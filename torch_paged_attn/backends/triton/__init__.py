@@ -70,7 +70,8 @@ class Triton(Backend):
     def traceable(self, op: str) -> Callable[..., Any] | None:
         """Cache writes stay opaque, because a graph would copy a tensor that a kernel writes
         through two views. Backwards stay opaque, because checkpointing and the partitioner look for
-        them, and the ops of selected keys. Attention returns NotImplemented for the calls of `flash_varlen.why_opaque`.
+        them, and so do the ops of selected keys. Attention returns NotImplemented for the calls of
+        `flash_varlen.why_opaque`.
         """
         from torch_paged_attn.backends.triton.runtime.launch import traced
 
