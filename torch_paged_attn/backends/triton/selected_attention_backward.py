@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_paged_attn.backends.triton.dequant import as_stored
+from torch_paged_attn.backends.triton.inverse_lists import InverseLists
 from torch_paged_attn.backends.triton.portable import selected
-from torch_paged_attn.backends.triton.portable.inverse_lists import InverseLists
 from torch_paged_attn.backends.triton.portable.selected_backward_kernels import (
     GradientStrides,
     SelectedGradients,
@@ -44,15 +44,12 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
     target = target_of(forward.q.device)
     config = selected.backward_config_of(forward, target)
     gradients = SelectedGradients(
-        as_stored(dout, target)[0],
-        call.softmax_lse.contiguous(),
-        d,
-        as_stored(dq, target)[0],
-        *(
-            as_stored(x, target)[0] if wanted else None
-            for x, wanted in ((dk, wants_k), (dv, wants_v))
-        ),
-        *(None,) * 6,
+        dout=as_stored(dout, target)[0],
+        lse=call.softmax_lse.contiguous(),
+        d=d,
+        dq=as_stored(dq, target)[0],
+        dk=as_stored(dk, target)[0] if wants_k else None,
+        dv=as_stored(dv, target)[0] if wants_v else None,
     )
     options = selected.options_of(forward, target, config, False)
     taken = {
@@ -78,8 +75,8 @@ def selected_attention_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]
         block_n = max(16, min(size, config.BLOCK_N))
         options = options._replace(SELECT_SIZE=size, BLOCK_N=block_n)
         sizes = sizes._replace(entries=lists.tokens.shape[1], max_pages=lists.bounds.shape[1])
-        grid = lists.bounds.shape[1] - 1, forward.num_kv_heads, -(-size // block_n)
-        Launch(_selected_dkdv_kernel, grid, sizes=sizes, OPTIONS=options, **taken)(
+        parts = lists.bounds.shape[1] - 1, forward.num_kv_heads, -(-size // block_n)
+        Launch(_selected_dkdv_kernel, parts, sizes=sizes, OPTIONS=options, **taken)(
             pointers, gradients
         )
     return results

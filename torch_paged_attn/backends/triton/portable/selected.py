@@ -159,20 +159,18 @@ def strides_of(call: AttentionCall) -> SelectedStrides:
             return 0, 0
         return (0, x.stride(0)) if x.dim() == 1 else (x.stride(0), x.stride(1))
 
-    return SelectedStrides(
+    names = "q_descale", "k_descale", "v_descale"
+    found = (
         *q.stride()[:2],
         *rows(call.k),
         *rows(call.v),
         *((0, 0) if latent is None else latent.stride()[:2]),
-        index_group=indices.stride(1) if groups > 1 else 0,
-        index_entry=indices.stride(2),
-        count_group=counts.stride(1) if counts is not None and groups > 1 else 0,
-        **{
-            f"{name}_{axis}": stride
-            for name in ("q_descale", "k_descale", "v_descale")
-            for axis, stride in zip(("batch", "head"), scale(getattr(call, name)), strict=True)
-        },
+        indices.stride(1) if groups > 1 else 0,
+        indices.stride(2),
+        counts.stride(1) if counts is not None and groups > 1 else 0,
+        *(stride for name in names for stride in scale(getattr(call, name))),
     )
+    return SelectedStrides._make(found)
 
 
 def sizes_of(call: AttentionCall, splits: int = 1) -> SelectedSizes:
@@ -203,10 +201,9 @@ def scalars_of(call: AttentionCall) -> SelectedScalars:
 def pointers_of(call: AttentionCall, target: Target) -> SelectedPointers:
     """A call's tensors as kernels take them."""
     given = call.tensors()
-    stored = {
-        name: None if given[name] is None else as_stored(given[name], target)[0]
-        for name in ("q", "k", "v", "q_latent")
-    }
+    stored: dict[str, Any] = {name: given[name] for name in ("q", "k", "v", "q_latent")}
+    for name, x in stored.items():
+        stored[name] = None if x is None else as_stored(x, target)[0]
     own = {name: given[name] for name in SelectedPointers._fields if name not in stored}
     return SelectedPointers(**stored, **own)
 

@@ -38,13 +38,13 @@ class SelectedGradients(NamedTuple):
     dk: Any
     dv: Any
     # for each group: where each unit's entries begin, and their tokens and units
-    bounds: Any
-    tokens: Any
-    units: Any
+    bounds: Any = None
+    tokens: Any = None
+    units: Any = None
     # of each token: the row of its sequence's first key, its position, and Lk
-    first_rows: Any
-    positions: Any
-    lengths: Any
+    first_rows: Any = None
+    positions: Any = None
+    lengths: Any = None
 
 
 class GradientStrides(NamedTuple):
