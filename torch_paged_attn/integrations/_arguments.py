@@ -32,7 +32,8 @@ def both_sides(name: str, window_size: Any) -> tuple[int, int]:
     TypeError unless it is a pair of integers.
     """
     if isinstance(window_size, tuple | list) and len(window_size) == 2:
-        left, right = (-1 if size is None else size for size in window_size)
+        left, right = window_size
+        left, right = -1 if left is None else left, -1 if right is None else right
         if is_size(left) and is_size(right):
             return left, right
     allowed = "a pair (left, right) of integers, None for unbounded"
@@ -41,7 +42,8 @@ def both_sides(name: str, window_size: Any) -> tuple[int, int]:
 
 def is_size(value: Any) -> bool:
     """Whether a value is an integer, in a graph too."""
-    return isinstance(value, numbers.Integral | torch.SymInt)
+    # an abstract class takes microseconds to ask
+    return type(value) is int or isinstance(value, numbers.Integral | torch.SymInt)
 
 
 def _check_numbers(name: str, **arguments: Any) -> None:
