@@ -87,7 +87,7 @@ def frames(call):
 
 @pytest.mark.parametrize("kind", ["paged", "ragged", "rows"])
 def test_without_new_tokens_few_python_functions_run(kind):
-    """The general code runs about sixty, which took three times as long as the attention's call."""
+    """The general code took three times as long on the host as the attention itself."""
     batch = Batch([1] * 3, [7, 12, 1])
     if kind == "rows":
         k_cache, v_cache = batch.rows(12, batch.key_lens)
@@ -109,7 +109,7 @@ def test_without_new_tokens_few_python_functions_run(kind):
         )
     )
     ours = frames(lambda: flash_attn_with_kvcache(q, k_cache, v_cache, **options))
-    assert len(ours) <= len(plain) + 20, ours
+    assert len(ours) <= len(plain) + 24, Counter(ours)
 
 
 APPENDING = ("append_slots", "reshape_and_cache.split", "flash_varlen")

@@ -168,7 +168,6 @@ WRONG = {
     ),
     "sinks_differ": ({"s_aux": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
     "softcap_negative": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
-    "window_negative": ({"window_size": (-2, 0)}, ValueError, "window_size_left is -2"),
     "hint_negative": (
         ragged() | {"max_seqlen_q": -1},
         ValueError,
@@ -268,6 +267,14 @@ def test_options_of_like_types(causal):
     given = {"window_size": [numpy.int64(3), None], "softcap": numpy.float32(2), "causal": causal}
     same = {"window_size": (3, -1), "softcap": 2.0, "causal": True}
     results = [flash_attn_with_kvcache(**good_call() | options) for options in (given, same)]
+    assert torch.equal(*results)
+
+
+def test_a_negative_window_is_unbounded():
+    results = [
+        flash_attn_with_kvcache(**good_call() | {"window_size": window})
+        for window in ((-7, 1), (-1, 1))
+    ]
     assert torch.equal(*results)
 
 

@@ -46,16 +46,13 @@ def attend_only(
     table: Tensor | None,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | Tensor | None,
-    *scales: Tensor | None,
-    s_aux: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor] | None:
     """`out` and `softmax_lse` of a call without new tokens: one call of `flash_varlen`, with views
     of the arguments. None for calls in a graph and those that `flash_varlen` refuses: the general
     code runs them, or raises in the words of `flash_attn_with_kvcache`.
 
-    scales: alibi_slopes, q_descale, k_descale, v_descale
-    options: keyword arguments of `flash_varlen`
+    options: keyword arguments of `flash_varlen`; tensors among them may be None
     """
     tensors = q, k_cache, v_cache
     if torch.compiler.is_compiling() or any([type(x) is not Tensor for x in tensors]):
@@ -77,12 +74,11 @@ def attend_only(
     capacity = table.shape[-1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = lengths_of(capacity if cache_seqlens is None else cache_seqlens, batch, q)
-    slopes, *descales = scales
-    sinks = None if s_aux is None else s_aux.float()
+    options = {name: x for name, x in options.items() if x is not None}
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     lengths = cu_seqlens_q, None, max_seqlen_q, capacity, cache_seqlens, table
     try:
-        return flash_varlen(q, k, v, *lengths, None, slopes, sinks, *descales, **options)
+        return flash_varlen(q, k, v, *lengths, **options)
     except (TypeError, ValueError, IndexError, RuntimeError):
         return None  # nothing has been written
 

@@ -6,7 +6,6 @@ the operator's form here, on their device, before the operator is called: eagerl
 graph and with gradients alike. The operators' checks refuse what is still wrong then.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,8 +26,8 @@ class Known(NamedTuple):
 
     name: str
     positions: tuple[tuple[int, str], ...]  # of arguments with a form
-    lengths: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the lengths that every call passes
-    behind: int  # the number of arguments up to the last of these lengths
+    behind: int  # the number of arguments that every call passes by position
+    lengths: tuple[int, ...]  # the positions of the lengths among them
     others: frozenset[str]  # arguments with a form that are given by name
 
 
@@ -38,11 +37,11 @@ def as_accepted(
     """The arguments of a call, by position and by name, as the operator takes them."""
     # an operator's own hash is a Python function
     known = _KNOWN.get(id(op)) or _look_at(op)
-    name, positions, lengths, behind, others = known
+    name, positions, behind, lengths, others = known
     # a decode step's call has no more than this
     if len(args) == behind and others.isdisjoint(options):
-        for x in lengths(args):
-            if x is not None and getattr(x, "dtype", None) is torch.int64:
+        for at in lengths:
+            if (x := args[at]) is not None and getattr(x, "dtype", None) is torch.int64:
                 break
         else:
             return args, options
@@ -63,15 +62,11 @@ def _look_at(op: torch._ops.OpOverload) -> Known:
     positions = tuple((i, name) for i, name in enumerate(listed) if name in FORMS)
     # `block_table` is the last that the public functions of attention name
     behind = listed.index("block_table") + 1 if "block_table" in listed else 0
-    passed = [i for i, name in positions if i < behind]
+    lengths = tuple(i for i, _ in positions if i < behind)
     others = frozenset(name for _, name in positions)
     name = op._schema.name.removeprefix("paged_attn::")
-    _KNOWN[id(op)] = known = Known(name, positions, _picker(passed), behind, others)
+    _KNOWN[id(op)] = known = Known(name, positions, behind, lengths, others)
     return known
-
-
-def _picker(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    return operator.itemgetter(*positions) if len(positions) > 1 else lambda args: ()
 
 
 def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:

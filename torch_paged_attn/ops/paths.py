@@ -72,6 +72,7 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
     """All arguments of a call of an op's public function by name: defaults are included, and
     missing hints are computed from shapes.
     """
+    from torch_paged_attn.ops.accepted import as_accepted
     from torch_paged_attn.ops.flash_varlen import fill_hints
 
     given = inspect.signature(public(op)).bind(*args, **options)
@@ -81,6 +82,8 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
         table, hints = found.get("block_table"), ("max_seqlen_q", "max_seqlen_k")
         filled = fill_hints(found["q"], found["k"], table, *(found[name] for name in hints))
         found |= zip(hints, filled, strict=True)
+        operator = getattr(torch.ops.paged_attn, op).default
+        _, found = as_accepted(operator, (found["q"],), found)
     return found
 
 

@@ -115,19 +115,22 @@ def flash_attn_with_kvcache(
         is None
     ):
         left, right = both_sides(name, window_size)
-        options = {
+        options: dict[str, Any] = {
             "softmax_scale": softmax_scale,
             "causal": bool(causal),
-            "window_size_left": left,
-            "window_size_right": right,
             "softcap": softcap,
         }
+        if left >= 0 or right >= 0:
+            options |= {"window_size_left": left, "window_size_right": right}
         found = None
         if k is v is None:
             found = attend_only(
                 *(q, k_cache, v_cache, cache_seqlens, table, cu_seqlens_q, max_seqlen_q),
-                *(alibi_slopes, q_descale, k_descale, v_descale),
-                s_aux=s_aux,
+                alibi_slopes=alibi_slopes,
+                sinks=s_aux,
+                q_descale=q_descale,
+                k_descale=k_descale,
+                v_descale=v_descale,
                 **options,
             )
         elif alibi_slopes is q_descale is cu_seqlens_q is None:
