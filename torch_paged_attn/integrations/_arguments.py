@@ -28,7 +28,7 @@ def check_tensors(name: str, **arguments: Any) -> None:
 
 
 def both_sides(name: str, window_size: Any) -> tuple[int, int]:
-    """Keys seen before and after a query by flash-attn's `window_size`; -1 is unbounded, as None and
+    """Keys seen before and after a query by `window_size`; -1 is unbounded, as None and
     any negative number are there. TypeError unless it is a pair of integers.
     """
     if isinstance(window_size, tuple | list) and len(window_size) == 2:
