@@ -80,7 +80,7 @@ def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
             least, most = torch.aminmax(x)
             for value in (int(least), int(most)):
                 if not INT32.min <= value <= INT32.max:
-                    fail(op, name, f"has an entry {value}", "integers of 32 bits")
+                    fail(op, name, f"an entry of {value}", "integers that fit in 32 bits")
         x = x.clamp(INT32.min, INT32.max)
     return x.to(torch.int32)
 
