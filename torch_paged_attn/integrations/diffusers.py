@@ -82,8 +82,8 @@ def attention(
 
     query: (batch, L, num_heads, head_dim)
     key, value: (batch, S, num_kv_heads, head_dim), (..., head_dim_v)
-    attn_mask: (batch, S), or broadcastable to (batch, num_heads, L, S); bool or added to the scores.
-        As in diffusers' native backend, (batch, S) it is even if batch is L
+    attn_mask: (batch, S), or broadcastable to (batch, num_heads, L, S); bool or added to the
+        scores. Two dimensions are (batch, S) if that fits, as in diffusers' native backend
 
     Returns (batch, L, num_heads, head_dim_v); with return_lse also (batch, L, num_heads) float32.
     """
