@@ -370,3 +370,23 @@ def key_lengths(
     if seqused_k is not None:
         return seqused_k
     return (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).diff()
+
+
+def fill_hints(
+    q: Tensor,
+    k: Tensor,
+    block_table: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[int, int]:
+    """`max_seqlen_q` and `max_seqlen_k`, upper bounds from shapes if they are None. No tensor value
+    is read. Both are 0 if q, k or block_table is malformed, which the operator then reports.
+    """
+    try:
+        if max_seqlen_q is None:
+            max_seqlen_q = q.shape[0]
+        if max_seqlen_k is None:
+            max_seqlen_k = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[2]
+    except (AttributeError, IndexError):
+        return 0, 0
+    return max_seqlen_q, max_seqlen_k
