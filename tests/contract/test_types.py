@@ -35,7 +35,7 @@ def test_mypy_refuses_a_misspelt_argument_and_takes_a_right_call(tmp_path):
     said = {}
     for line in done.stdout.splitlines():
         if found := re.search(r"program.py:(\d+): (?:error|note): (.*)", line):
-            said[int(found[1])] = found[2]
+            said.setdefault(int(found[1]), found[2])
     assert set(said) == {6, 7, 10}, done.stdout + done.stderr
     assert said[6].startswith('Unexpected keyword argument "causl"')
     assert '"softcap"' in said[7] and "Tensor" in said[10]
