@@ -143,14 +143,12 @@ def test_no_torch_is_asked_for_where_nothing_is_compiled(backend):
 
 def test_without_a_compiler_one_sentence_says_so(setup, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        SystemExit, match="there is no C\\+\\+ compiler 'no-such-compiler'; install"
-    ):
+    with pytest.raises(SystemExit, match=r"there is no C\+\+ compiler 'no-such-compiler'; install"):
         setup["check_compiler"]()
 
 
 def test_an_old_torch_is_refused(setup, monkeypatch, tmp_path):
     (tmp_path / "version.py").write_text("__version__ = '2.9.1'\n")
     monkeypatch.setenv("PAGED_ATTN_TORCH", str(tmp_path))
-    with pytest.raises(SystemExit, match="is too old; install torch 2.11 or later"):
+    with pytest.raises(SystemExit, match=r"is too old; install torch 2\.11"):
         setup["torch_folder"]()
