@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import docs_tables
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +33,10 @@ def test_commands_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`make (\w[\w-]*)", page.read_text())):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_generated_tables_are_up_to_date():
+    for page in PAGES:
+        assert page.read_text() == docs_tables.rendered(page), "run python tools/docs_tables.py"
+    marked = [page.name for page in PAGES if docs_tables.MARK.search(page.read_text())]
+    assert {"install.md", "index.md"} <= set(marked)
