@@ -45,7 +45,7 @@ def is_extended(name):
     return name.removeprefix(cross_compile.BACKWARDS) in EXTENDED | EXTENDED_DIFFERENTIABLE
 
 
-# backwards that no tile was found for: with the smallest they spill (notes/gpu.md), so they work,
+# backwards that no tile was found for: with the smallest they spill (docs/design/hopper_backward.md), so they work,
 # slowly, or where shared memory does not hold them are refused
 UNFITTED = {
     *(
