@@ -77,7 +77,7 @@ def draw(path: Path) -> None:
     axis.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axis.set_yticks(range(len(WORKLOADS)), [f"{x.title}, {x.device}" for x in WORKLOADS])
     axis.set_ylim(len(WORKLOADS) - 0.5, -0.5)
-    axis.set_xlim(0, 8)
+    axis.set_xlim(0, 9)
     axis.set_xticks(range(6), [f"{x}x" for x in range(6)])
     axis.grid(axis="x", color=GRID, linewidth=0.7)
     _finish(axis)
