@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 OPS = ("flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward")
 ENTRY = re.compile(r"([a-z_][\w]*(?:, [a-z_]\w*)*|[A-Z]\w*(?:Error|Full)): +(.*)", re.DOTALL)
-SECTION = re.compile(r"(Args|Returns|Raises|Yields|Sources):(?: (.*))?$")
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Sources):(?: (.*))?$")
 
 
 class Page(NamedTuple):

@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         found |= new
         pages = [path for path in new if path.endswith(".md")]
         new = {to for path in pages for to in links(path) if (ROOT / to).is_file()} - found
-    for file in [f for f in files if f.src_dir == config.docs_dir]:
+    for file in [f for f in files if f.src_dir == config.docs_dir and not f.is_css()]:
         files.remove(file)
     for path in sorted(found):
         source: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
