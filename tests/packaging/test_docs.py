@@ -40,3 +40,15 @@ def test_generated_tables_are_up_to_date():
         assert page.read_text() == docs_tables.rendered(page), "run python tools/docs_tables.py"
     marked = [page.name for page in PAGES if docs_tables.MARK.search(page.read_text())]
     assert {"install.md", "index.md"} <= set(marked)
+
+
+def test_messages_of_the_faq_are_raised():
+    """The table of errors quotes parts of messages: each is in the sources."""
+    sources = [*ROOT.glob("torch_paged_attn/**/*.py")]
+    text = "\n".join(re.sub(r"\{[^{}]*\}", "...", path.read_text()) for path in sources)
+    page = (ROOT / "docs" / "faq.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) >= 4
+    for message in quoted:
+        words = message.removeprefix("expected ").split(" to be ")
+        assert all(part in text for part in words), message
