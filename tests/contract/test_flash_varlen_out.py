@@ -131,7 +131,7 @@ def test_opcheck(out):
 
 def test_vmap_is_refused():
     given = inputs()
-    with pytest.raises(NotImplementedError, match="flash_varlen_out.*vmap"):
+    with pytest.raises(NotImplementedError, match=r"flash_varlen_out.*vmap"):
         torch.vmap(lambda out: torch_paged_attn.flash_varlen_out(out, **given))(
             torch.zeros(2, 7, 4, 16)
         )
