@@ -105,7 +105,7 @@ def warmup(
             "allowed: one of these, or a CPU"
         )
     if num_processes is None:
-        num_processes = min(_usable_cores(), MOST_PROCESSES)
+        num_processes = min(usable_cores(), MOST_PROCESSES)
     if num_processes < 1:
         raise ValueError(f"warmup: num_processes is {num_processes}; allowed: 1 or more, or None")
     make_calls = functools.partial(
@@ -125,7 +125,7 @@ def warmup(
     stream.synchronize()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """How many cores this process may use, which Linux alone tells; elsewhere those of the host."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
+from torch_paged_attn.integrations import _vllm_warmup
 from torch_paged_attn.ops import flash_varlen_out, reshape_and_cache
 
 # vLLM's name of an 8-bit cache format -> dtype; vLLM allocates these caches as uint8
@@ -95,16 +96,29 @@ class Metadata:
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Makes `Metadata` of vLLM's metadata. Nothing is computed, and the host reads no tensor."""
+    """Makes `Metadata` of vLLM's metadata. Nothing is computed, and the host reads no tensor.
+
+    vLLM makes one for each group of layers when it starts, before it captures graphs: on a GPU,
+    kernels are compiled then (`_vllm_warmup.py`).
+    """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
+    requires_block_table_width = True
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        block_table_width: int | None = None,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
+        _vllm_warmup.warm_up_layers(
+            vllm_config, layer_names, kv_cache_spec, block_table_width, self.is_cross, device
+        )
 
     def build(
         self,
@@ -156,6 +170,8 @@ class PagedAttention(AttentionImpl[Metadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
+        # of an 8-bit cache
+        self.cache_dtype = FLOAT8.get(kv_cache_dtype)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
@@ -239,7 +255,7 @@ class PagedAttention(AttentionImpl[Metadata]):
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the keys and values, (num_blocks, num_kv_heads, block_size, head_dim)."""
-        if (dtype := FLOAT8.get(self.kv_cache_dtype)) is not None:
-            kv_cache = kv_cache.view(dtype)
+        if self.cache_dtype is not None:
+            kv_cache = kv_cache.view(self.cache_dtype)
         k, v = kv_cache.split(self.head_size, -1)
         return k, v
