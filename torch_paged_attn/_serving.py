@@ -133,9 +133,17 @@ class Serving:
         def attend(step: Step) -> None:
             batch, total = step.batch, step.total_q
             flash_varlen_out(
-                results[:total], queries[:total], *caches, starts[: batch + 1], None,
-                step.max_seqlen_q, step.max_seqlen_k, starts[:batch], table[:batch], **options,
-            )  # fmt: skip
+                results[:total],
+                queries[:total],
+                caches[0],
+                caches[1],
+                starts[: batch + 1],
+                max_seqlen_q=step.max_seqlen_q,
+                max_seqlen_k=step.max_seqlen_k,
+                seqused_k=starts[:batch],
+                block_table=table[:batch],
+                **options,
+            )
 
         return [
             *(functools.partial(write, tokens) for tokens in self.slots()),

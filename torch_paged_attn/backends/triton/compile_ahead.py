@@ -148,6 +148,6 @@ def compile_share(
 
 
 if __name__ == "__main__":
-    file, *numbers = sys.argv[1:]
-    work = torch.load(file, map_location="cpu", weights_only=False)
-    print(json.dumps(compile_share(*work, Path(file).parent, *map(int, numbers))))
+    file, index, count = sys.argv[1:]
+    calls, target, gpu = torch.load(file, map_location="cpu", weights_only=False)
+    print(json.dumps(compile_share(calls, target, gpu, Path(file).parent, int(index), int(count))))
