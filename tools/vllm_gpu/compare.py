@@ -2,10 +2,10 @@
 
     python compare.py MODEL --out FOLDER [--backends FLASH_ATTN,CUSTOM,TRITON_ATTN]
 
-It fails unless tokens agree with FLASH_ATTN's as well as TRITON_ATTN's do (where that runs too), and
-unless mixed lengths are served without a kernel compiled after the start (vLLM's own monitor, set to
-`error`). It prints the engines' start, the GPU's busy time, and how far answers depend on the order
-of requests. A prompt is new to each engine, so that nothing is in a prefix cache.
+It fails unless tokens agree with FLASH_ATTN's as well as TRITON_ATTN's do (where that runs too),
+and unless mixed lengths are served without a kernel compiled after the start (vLLM's own monitor,
+set to `error`). It prints the engines' start, the GPU's busy time, and how far answers depend on
+the order of requests. A prompt is new to each engine, so that nothing is in a prefix cache.
 """
 
 import argparse

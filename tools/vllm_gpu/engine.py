@@ -2,8 +2,8 @@
 
     python engine.py MODEL BACKEND [OPTIONS]
 
-BACKEND is FLASH_ATTN, CUSTOM or TRITON_ATTN; OPTIONS is JSON, further arguments of LLM. An answer is
-a line `ANSWER {json}` on standard output. compare.py runs several of these side by side.
+BACKEND is FLASH_ATTN, CUSTOM or TRITON_ATTN; OPTIONS is JSON, further arguments of LLM. An answer
+is a line `ANSWER {json}` on standard output. compare.py runs several of these side by side.
 """
 
 import json
@@ -26,8 +26,8 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-import torch
-from vllm import LLM, SamplingParams
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
 
 IMPORTED = time.perf_counter()
 VOCABULARY = 32000

@@ -6,6 +6,8 @@ memory: it makes the calls with tensors on the CPU, starts nothing, and compiles
 kernels for the GPU that it is told of. Who makes the calls afterwards finds these in the cache.
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import GPUDriver
 from triton.runtime.driver import driver
 
+from torch_paged_attn import environment
 from torch_paged_attn.backends.triton import BACKEND
 from torch_paged_attn.backends.triton.runtime.target import Target, assume, target_of
 
@@ -79,6 +82,32 @@ def _run_process(work: Path, index: int, count: int) -> tuple[str, str]:
     if done.returncode == 0:
         return "", done.stdout.strip().rpartition("\n")[2]
     return done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}", ""
+
+
+@dataclasses.dataclass
+class Known:
+    """The indices that `compile_calls` returned; None: it has not been called yet."""
+
+    calls: list[int] | None
+
+
+@contextlib.contextmanager
+def remembered(described: str, device: torch.device) -> Iterator[Known]:
+    """What was found for calls of this description by this very code, kept in Triton's cache."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.[pj]*[yn]")):  # Python and JSON
+        code.update(file.read_bytes())
+    told = described, str(target_of(device)), triton.__version__, environment.BATCH_INVARIANT
+    code.update(repr(told).encode())
+    path = Path(triton.knobs.cache.dir) / f"torch_paged_attn-{code.hexdigest()}.json"
+    known = Known(json.loads(path.read_text()) if path.exists() else None)
+    is_new = known.calls is None
+    yield known
+    if is_new and known.calls:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(known.calls))
+        beside.replace(path)
 
 
 class Share(triton.AsyncCompileMode):
