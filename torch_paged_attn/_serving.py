@@ -40,8 +40,8 @@ class Step(NamedTuple):
 
 
 def _sizes(most: int, least: int = 1, parts: int = PARTS) -> list[int]:
-    """Numbers from `least` to `most`: all of the first, then `parts` to a power of two, and one more
-    than that.
+    """Numbers from `least` to `most`: all of the first, then `parts` to a power of two, and one
+    more than each power.
     """
     powers = (1 << i for i in range(most.bit_length()))
     found = {n * i // parts for n in powers for i in range(parts, 2 * parts)}
