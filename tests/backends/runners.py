@@ -394,12 +394,12 @@ class Neuron(Functions):
         (
             "head_dim",
             {"head_dim": 1025, "head_dim_v": 8},
-            "Neuron: k has head_dim 1025; supported: ",
+            "neuron backend: k has head_dim 1025; supported: ",
         ),
         (
             "head_dim_v",
             {"head_dim": 8, "head_dim_v": 513},
-            "Neuron: v has head_dim 513; supported: ",
+            "neuron backend: v has head_dim 513; supported: ",
         ),
     )
 

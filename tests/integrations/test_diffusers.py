@@ -86,9 +86,9 @@ def test_a_mask_that_is_learned_alone():
 
 def test_refusals():
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="attn_mask came with is_causal"):
+    with pytest.raises(ValueError, match="expected attn_mask or is_causal, got both"):
         paged.attention(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool), is_causal=True)
-    with pytest.raises(NotImplementedError, match="_parallel_config came"):
+    with pytest.raises(NotImplementedError, match="does not support _parallel_config"):
         paged.attention(q, k, v, _parallel_config=object())
 
 

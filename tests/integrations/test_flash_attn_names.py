@@ -205,7 +205,7 @@ def test_transformers_is_not_deceived(installed):
 def test_another_flash_attn_stays(tmp_path, monkeypatch):
     (tmp_path / "flash_attn.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="a module flash_attn came with another package"):
+    with pytest.raises(RuntimeError, match="another package provides the module flash_attn"):
         install()
     assert "flash_attn_interface" not in sys.modules
 

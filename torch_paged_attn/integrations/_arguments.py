@@ -9,6 +9,8 @@ from torch import Tensor
 from torch_paged_attn.integrations import _constants
 from torch_paged_attn.integrations._kvcache import end_to_end
 from torch_paged_attn.integrations._storages import check_storages, readable
+from torch_paged_attn.ops import checks
+from torch_paged_attn.ops.checks import fail
 
 Window: TypeAlias = tuple[int | None, int | None]
 
@@ -17,14 +19,14 @@ def refuse(name: str, **arguments: Any) -> None:
     """Raise NotImplementedError for an argument that is given, since none of these is supported."""
     for argument, value in arguments.items():
         if isinstance(value, Tensor) or value:
-            raise NotImplementedError(f"{name}: {argument} is not offered")
+            checks.refuse(name, f"{argument} is not supported")
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
     """Raise TypeError for an argument that is not a tensor."""
     for argument, value in arguments.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a tensor")
+            fail(name, argument, f"{value!r:.60}", "a tensor", TypeError)
 
 
 def both_sides(name: str, window_size: Any) -> tuple[int, int]:
@@ -35,8 +37,8 @@ def both_sides(name: str, window_size: Any) -> tuple[int, int]:
         left, right = (-1 if size is None else size for size in window_size)
         if is_size(left) and is_size(right):
             return left, right
-    allowed = "a pair (left, right) of integers, None for unbounded"
-    raise TypeError(f"{name}: window_size is {window_size!r:.60}; allowed: {allowed}")
+    expected = "a pair (left, right) of integers, None for unbounded"
+    fail(name, "window_size", f"{window_size!r:.60}", expected, TypeError)
 
 
 def is_size(value: Any) -> bool:
@@ -50,7 +52,7 @@ def _check_numbers(name: str, **arguments: Any) -> None:
     """
     for argument, value in arguments.items():
         if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt | Tensor):
-            raise TypeError(f"{name}: {argument} is {value!r:.60}; allowed: a number")
+            fail(name, argument, f"{value!r:.60}", "a number", TypeError)
 
 
 def asks_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Tensor | None = None) -> bool:
@@ -116,9 +118,7 @@ def flash_varlen_arguments(
     _check_numbers(name, softmax_scale=1.0 if scale is None else scale, softcap=softcap)
     if dropout_p > 0:
         if return_attn_probs:
-            raise NotImplementedError(
-                f"{name}: return_attn_probs is not offered with dropout_p > 0"
-            )
+            checks.refuse(name, "return_attn_probs is not supported with dropout_p > 0")
         # seed and offset from the default generator of q's device: nothing is read on the host
         rng_state = torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
         arguments |= {"dropout_p": dropout_p, "rng_state": rng_state}
@@ -143,7 +143,7 @@ def flash_varlen_arguments(
     for argument, hint in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(hint, Tensor):
             if hint is not None and not is_size(hint):
-                raise TypeError(f"{name}: {argument} is {hint!r:.60}; allowed: an integer")
+                fail(name, argument, f"{hint!r:.60}", "an integer", TypeError)
             arguments[argument] = hint
     # passing an argument by name takes 0.2 microseconds
     return {argument: value for argument, value in arguments.items() if value is not None}

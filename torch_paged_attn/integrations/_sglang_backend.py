@@ -139,8 +139,7 @@ class PagedAttnBackend(AttentionBackend):
         return False
 
 
-def _refuse(came: str, allowed: str) -> None:
+def _refuse(feature: str, instead: str) -> None:
     raise NotImplementedError(
-        f"torch_paged_attn: {came} came from SGLang; --attention-backend paged_attn allows:"
-        f" {allowed}"
+        f"--attention-backend paged_attn does not support {feature} of SGLang: use {instead}"
     )

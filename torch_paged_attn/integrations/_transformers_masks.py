@@ -66,7 +66,7 @@ def make_mask(
     if wants == OWN:
         raise NotImplementedError(
             f"torch_paged_attn: models of {type(options['config']).__name__} attend by formulas of"
-            " their own, which no attn_implementation replaces; allowed:"
+            " their own, which no attn_implementation replaces: use"
             " attn_implementation='eager'"
         )
     if wants == ADDED:

@@ -129,8 +129,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
             raise NotImplementedError(
-                "torch_paged_attn: causal came as a tensor, one for each request; allowed: one for"
-                " all, so no drafting that mixes both"
+                "torch_paged_attn: steps that mix causal and non-causal requests are not supported:"
+                " use a draft model whose requests are all causal"
             )
         return Metadata(
             common.num_actual_tokens,
@@ -216,7 +216,7 @@ class PagedAttention(AttentionImpl[Metadata]):
             ("output_block_scale", output_block_scale),
         ):
             if scale is not None:
-                raise NotImplementedError(f"torch_paged_attn: {name} came; allowed: none")
+                raise NotImplementedError(f"torch_paged_attn: {name} is not supported")
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.zero_()
         given = attn_metadata

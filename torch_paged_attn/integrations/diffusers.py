@@ -46,7 +46,7 @@ def register() -> None:
             return
         raise RuntimeError(
             f"torch_paged_attn.integrations.diffusers: diffusers {version} has a backend {NAME!r}"
-            f" of {getattr(taken, '__module__', 'another package')}; allowed: nobody's"
+            f" of {getattr(taken, '__module__', 'another package')} already"
         )
     if not all(hasattr(registry, x) for x in ("_backends", "_supported_arg_names", "register")):
         raise RuntimeError(
@@ -88,12 +88,10 @@ def attention(
     """
     if _parallel_config is not None:
         raise NotImplementedError(
-            f"torch_paged_attn: _parallel_config came; {NAME!r} in diffusers allows: None"
+            f"torch_paged_attn: the backend {NAME!r} does not support _parallel_config"
         )
     if attn_mask is not None and is_causal:
-        raise ValueError(
-            "torch_paged_attn: attn_mask came with is_causal; allowed in diffusers: one of them"
-        )
+        raise ValueError("torch_paged_attn: expected attn_mask or is_causal, got both")
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     batch, queries, heads = query.shape[:3]
     options: dict[str, Any] = {}

@@ -123,8 +123,8 @@ def attention_forward(
     if position_bias is not None:
         if mask_dim == 1 or cu_seq_lens_q is not None or cache is not None:
             raise NotImplementedError(
-                "torch_paged_attn: position_bias came with packed rows; allowed in Transformers:"
-                " rows of one sequence each, without generate_batch"
+                "torch_paged_attn: position_bias is not supported with packed rows: use rows of one"
+                " sequence each, without generate_batch"
             )
         out = _biased(query, key, value, attention_mask, position_bias, options)
     elif cache is not None:
@@ -145,9 +145,9 @@ def attention_forward(
     elif attention_mask is not None and mask_dim == 4:
         if cu_seq_lens_q is not None and not options["causal"]:  # a causal mask has them in it
             raise NotImplementedError(
-                "torch_paged_attn: cu_seq_lens_q came with a mask of keys, which knows no"
-                " sequences; allowed in Transformers: packed rows of encoders that flash-attn can"
-                " serve, without padding"
+                "torch_paged_attn: cu_seq_lens_q is not supported with a mask of keys, which knows"
+                " no sequences: use packed rows of encoders that flash-attn can serve, without"
+                " padding"
             )
         out = _masked(query, key, value, attention_mask, options)
     elif attention_mask is not None and mask_dim == 2:

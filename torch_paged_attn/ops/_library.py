@@ -15,7 +15,7 @@ from torch_paged_attn.ops._autocast import bind_autocast
 from torch_paged_attn.ops._gradients import Derivative, Gate
 from torch_paged_attn.ops._inlining import inline
 from torch_paged_attn.ops.backend import Backend, backends, backends_of, serving
-from torch_paged_attn.ops.checks import fail, storage_fault
+from torch_paged_attn.ops.checks import fail, refuse, storage_fault
 from torch_paged_attn.ops.lacking import refuse_lacking
 
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
@@ -144,7 +144,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     """
     backend, reason = serving(key)
     if backend is None:
-        raise NotImplementedError(f"paged_attn::{name}: {reason}")
+        refuse(name, reason)
     function = _function(backend, name)
     if name not in backend.announces:
         paths.announce(name, backend.name, f"its kernel for {key}")
@@ -159,7 +159,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
 def _check_storages(gate: Gate, *args: Any, **_options: Any) -> None:
     for name, tensor in gate.named_tensors(args):
         if fault := storage_fault(tensor):
-            fail(gate.op._schema.name.removeprefix("paged_attn::"), name, *fault)
+            fail(gate.name, name, *fault)
 
 
 def _checked(function: Callable[..., Any], checks: list[Callable[..., None]]) -> Callable[..., Any]:
@@ -176,9 +176,7 @@ def _function(backend: Backend, name: str) -> Callable[..., Any]:
         return backend.function(name)
     if name in COMPOSED:
         return COMPOSED[name]
-    raise NotImplementedError(
-        f"paged_attn::{name}: the {backend.name} backend does not have it yet"
-    )
+    refuse(name, f"not supported by the {backend.name} backend")
 
 
 def _refuse_lacking(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ backward does not exist: on any device (`refuse_gradients`), or on this one
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch_paged_attn.argument import listed
 from torch_paged_attn.attention_call import AttentionCall, arguments
 from torch_paged_attn.backward_call import GRADIENTS, BackwardCall
 from torch_paged_attn.ops import paths
-from torch_paged_attn.ops._gradients import ALLOWED
+from torch_paged_attn.ops._gradients import INSTEAD
 from torch_paged_attn.ops.attention_checks import check_attention
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import (
@@ -29,6 +28,7 @@ from torch_paged_attn.ops.checks import (
     check_shape,
     fail,
     names,
+    refuse,
 )
 
 # arguments that have no gradient
@@ -54,8 +54,8 @@ def check_backward(call: BackwardCall) -> None:
         check_dtype(op, name, tensor, (torch.float32,))
         check_shape(op, name, tensor, sizes[1::-1], "(num_heads, total_q)")
     if len(call.output_mask) != 5:
-        came = f"has {len(call.output_mask)} entries"
-        fail(op, "output_mask", came, f"one each for {', '.join(GRADIENTS)}")
+        expected = f"5 entries, one each for {', '.join(GRADIENTS)}"
+        fail(op, "output_mask", f"{len(call.output_mask)}", expected)
     own = {x.name: getattr(call, x.name) for x in listed(BackwardCall) if x.is_tensor}
     check_devices(op, forward.q.device, own)
 
@@ -65,17 +65,14 @@ def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
 
     required: names of the tensors that require grad
     """
-    refuse = functools.partial(fail, call.op, error=NotImplementedError)
-    where = f"where {required[0]} requires grad"
     for name in CONSTANTS:
         if name in required:
-            refuse(name, "requires grad, and has no gradient", "a tensor that does not")
+            refuse(call.op, f"no gradient of {name}", f"pass {name}.detach()")
         if name != "alibi_slopes" and getattr(call, name) is not None:
-            came = f"came {where}, and there is no backward for 8 bits"
-            refuse(name, came, f"none, or {ALLOWED}")
+            problem = f"no gradient with {name}, which is for 8 bits"
+            refuse(call.op, problem, f"omit it, or {INSTEAD}")
     if call.block_table is not None:
-        came = f"came {where}, and there is no backward for paged keys"
-        refuse("block_table", came, f"packed k and v, or {ALLOWED}")
+        refuse(call.op, "no gradient for paged keys", f"pass packed k and v, or {INSTEAD}")
     for name, dtype, allowed in (
         ("q", call.q.dtype, FLOAT),
         ("k", call.k.dtype, (call.q.dtype,)),
@@ -83,7 +80,8 @@ def refuse_gradients(call: AttentionCall, required: Sequence[str]) -> None:
         ("out_dtype", call.result_dtype, (call.q.dtype,)),
     ):
         if dtype not in allowed:
-            refuse(name, f"is {names((dtype,))} {where}", f"{names(allowed)}, or {ALLOWED}")
+            problem = f"no gradient where {name} is {names((dtype,))}"
+            refuse(call.op, problem, f"pass {names(allowed)}, or {INSTEAD}")
 
 
 def _with_latents(given: dict[str, Any], latent: Tensor) -> dict[str, Any]:
@@ -141,8 +139,7 @@ class AttentionDerivative:
             call = dataclasses.replace(call, q=wide[0], k=wide[1], q_latent=None)
         reason = None if backend is None else backend.unsupported_gradients(call)
         if reason is not None:
-            came = f"requires grad, and {reason}"
-            fail(self.op, required[0], came, ALLOWED, NotImplementedError)
+            refuse(self.op, f"{required[0]} requires grad, and {reason}", INSTEAD)
 
     def save(
         self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: tuple[Tensor, ...]

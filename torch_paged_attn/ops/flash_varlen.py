@@ -67,7 +67,7 @@ def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str,
     """
     for name in BEHIND_BLOCK_TABLE[: len(tensors)]:
         if name in options:
-            raise TypeError(f"paged_attn::{op}: {name} came twice; allowed: once")
+            raise TypeError(f"{op}() got multiple values for argument '{name}'")
 
 
 @described

@@ -52,11 +52,11 @@ def _refuse(op: str, name: str, value: Any, kind: str) -> None:
     """Raise unless the value is of a kind of the schema, such as `List[Tensor]`."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
-    came = "is None" if value is None else f"is of type {type(value).__name__}"
+    got = "None" if value is None else type(value).__name__
     if kind.startswith("List["):
         if not isinstance(value, tuple | list):
-            fail(op, name, came, "a list or a tuple", TypeError)
+            fail(op, name, got, "a list or a tuple", TypeError)
         for i, element in enumerate(value):
             _refuse(op, f"{name}[{i}]", element, kind[len("List[") : -1])
     elif not isinstance(value, TYPES[kind][0]):
-        fail(op, name, came, TYPES[kind][1], TypeError)
+        fail(op, name, got, TYPES[kind][1], TypeError)

@@ -101,16 +101,16 @@ def check_list(
 ) -> None:
     """Raise for metadata that the contract forbids."""
     if not outs:
-        fail(OP, "outs", "is empty", "at least one part")
+        fail(OP, "outs", "no tensors", "at least one tensor")
     if len(lses) != len(outs):
-        fail(OP, "lses", f"has {len(lses)} parts", f"as many as outs, {len(outs)}")
+        fail(OP, "lses", len(lses), f"{len(outs)} tensors, as many as outs")
     check_parts(
         OP,
         {f"outs[{i}]": out for i, out in enumerate(outs)},
         {f"lses[{i}]": lse for i, lse in enumerate(lses)},
     )
     if out_dtype is not None and out_dtype not in FLOAT:
-        fail(OP, "out_dtype", f"is {names((out_dtype,))}", names(FLOAT))
+        fail(OP, "out_dtype", names((out_dtype,)), names(FLOAT))
 
 
 def fake_list(

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.checks import fail
 
 logger = logging.getLogger("torch_paged_attn")
 
@@ -88,7 +89,7 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
 def public(op: str) -> Callable[..., Any]:
     """The public function of an op."""
     if op not in CALLS and op not in OTHERS:
-        raise ValueError(f"torch_paged_attn: op is {op!r}; allowed: {', '.join((*CALLS, *OTHERS))}")
+        fail("explain", "op", repr(op), f"one of {', '.join((*CALLS, *OTHERS))}")
     return getattr(importlib.import_module(f"torch_paged_attn.ops.{op}"), op)
 
 
