@@ -21,13 +21,13 @@ def wrong_outs(given):
         "columns": (torch.empty(7, 4, 15), "shape"),
         "tokens": (torch.empty(6, 4, 16), "shape"),
         "dimensions": (torch.empty(7, 64), "shape"),
-        "bfloat16": (torch.empty(7, 4, 16, dtype=torch.bfloat16), "dtype"),
-        "int32": (torch.empty(7, 4, 16, dtype=torch.int32), "dtype"),
+        "bfloat16": (torch.empty(7, 4, 16, dtype=torch.bfloat16), "got bfloat16"),
+        "int32": (torch.empty(7, 4, 16, dtype=torch.int32), "got int32"),
         "columns apart": (torch.empty(7, 4, 32)[..., ::2], "strides"),
         "one row of heads": (torch.empty(7, 1, 16).expand(7, 4, 16), "strides"),
         "overlapping tokens": (torch.empty(999).as_strided((7, 4, 16), (16, 16, 1)), "strides"),
-        "q itself": (given["q"], "memory with q"),
-        "between q's heads": (torch.zeros(7, 8, 16)[:, 4:], "memory with q"),
+        "q itself": (given["q"], "memory of q"),
+        "between q's heads": (torch.zeros(7, 8, 16)[:, 4:], "memory of q"),
     }
 
 

@@ -36,7 +36,7 @@ def check_out(call: AttentionCall) -> None:
     check_shape(OP, "out", out, sizes, "(total_q, num_heads, head_dim_v)")
     check_rows(OP, "out", out)
     if _meets_itself(out):
-        fail(OP, "out", f"has strides {out.stride()}", "rows that share no memory")
+        fail(OP, "out", f"strides {out.stride()}", "free of rows that overlap")
     check_apart(call)
 
 
@@ -77,7 +77,7 @@ def check_apart(call: AttentionCall) -> None:
 
 def refuse_overlap(name: str) -> None:
     """Raise the error for an input that `out` shares memory with."""
-    fail(OP, "out", f"shares memory with {name}", "memory of its own")
+    fail(OP, "out", f"memory of {name}", "in memory of its own")
 
 
 def _has_address(x: Tensor) -> bool:
