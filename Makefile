@@ -24,7 +24,7 @@ SLOWER_ISAS := import torch, torch_paged_attn; \
   print(*(f'test-isa-{isa}' for isa in torch.ops.paged_attn.cpu_isas().split()[:-1]))
 
 .PHONY: thorough-tpu thorough-properties thorough-build thorough-compile thorough-fuzz thorough-mutants thorough-backends thorough-interpreter
-.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-vllm test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
+.PHONY: install run train wheel wheel-aarch64 test-wheel test-wheel-aarch64 docs test check test-gpu test-triton test-neon test-xla test-cpu test-tpu-interpreted test-neuron test-triton-interpreted test-neuron-emulated test-hub test-vllm test-vllm-gpu test-diffusers test-tpu lint thorough sanitize bench bench-gpu clean
 
 install: $(VENV)/installed
 
@@ -126,6 +126,15 @@ $(HUB)/installed: $(VENV)/built
 # and audio packages that are built for another torch, and whose import fails.
 test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest --confcutdir tests/vllm tests/vllm
+
+# vLLM's CUDA wheel on a Hopper GPU, beside its own backends: tools/vllm_gpu/README.md
+VLLM_PIECES ?= .vllm-pieces
+VLLM_MODELS ?= h64 h128
+test-vllm-gpu:
+	. tools/vllm_gpu/setup.sh $(VLLM_PIECES) && for model in $(VLLM_MODELS); do \
+	    python3 tools/vllm_gpu/make_model.py $$model $${TMPDIR:-/tmp}/$$model && \
+	    python3 tools/vllm_gpu/compare.py $${TMPDIR:-/tmp}/$$model \
+	        --out $${OUT:-$${TMPDIR:-/tmp}}/vllm_$$model || exit 1; done
 
 .venv-vllm/installed: $(VENV)/built
 	python3 -m venv .venv-vllm

@@ -1,4 +1,4 @@
-"""The quick forms of two examples: each compares its own results, and exits with 1 if they differ."""
+"""Quick forms of two examples: each compares its own results, and exits with 1 if they differ."""
 
 import subprocess
 import sys

@@ -15,12 +15,14 @@ if TYPE_CHECKING:  # the whole signatures, for type checkers and editors (tools/
         blocksparse_backward,
         flash_varlen,
         flash_varlen_backward,
+        flash_varlen_out,
     )
 else:
     from torch_paged_attn.ops.blocksparse import blocksparse
     from torch_paged_attn.ops.blocksparse_backward import blocksparse_backward
     from torch_paged_attn.ops.flash_varlen import flash_varlen
     from torch_paged_attn.ops.flash_varlen_backward import flash_varlen_backward
+    from torch_paged_attn.ops.flash_varlen_out import flash_varlen_out
 
 from torch_paged_attn.ops.merge_states import merge_states
 from torch_paged_attn.ops.merge_states_backward import merge_states_backward
@@ -32,6 +34,7 @@ if not TYPE_CHECKING:
     blocksparse_backward = paths.profiled("blocksparse_backward", blocksparse_backward)
     flash_varlen = paths.profiled("flash_varlen", flash_varlen)
     flash_varlen_backward = paths.profiled("flash_varlen_backward", flash_varlen_backward)
+    flash_varlen_out = paths.profiled("flash_varlen_out", flash_varlen_out)
 merge_states = paths.profiled("merge_states", merge_states)
 merge_states_backward = paths.profiled("merge_states_backward", merge_states_backward)
 reshape_and_cache = paths.profiled("reshape_and_cache", reshape_and_cache)
@@ -42,6 +45,7 @@ __all__ = [
     "blocksparse_backward",
     "flash_varlen",
     "flash_varlen_backward",
+    "flash_varlen_out",
     "merge_states",
     "merge_states_backward",
     "reshape_and_cache",

@@ -27,6 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # op -> the function that makes an AttentionCall or BackwardCall of the op's arguments
 CALLS: dict[str, Callable[..., AttentionCall | BackwardCall]] = {
     "flash_varlen": AttentionCall.flash_varlen,
+    "flash_varlen_out": AttentionCall.flash_varlen_out,
     "blocksparse": AttentionCall.blocksparse,
     "flash_varlen_backward": BackwardCall.flash_varlen,
     "blocksparse_backward": BackwardCall.blocksparse,

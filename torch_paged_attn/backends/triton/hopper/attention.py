@@ -49,9 +49,10 @@ def plan_attention(
     if call.total_q == 0:
         return lambda tensors, addresses: (new_out(), new_lse())
     start = plan_launches(call, None, config, form)
+    has_out = call.out is not None
 
     def run(tensors: tuple[Any, ...], addresses: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new_out(), new_lse()
+        out, lse = tensors[-1] if has_out else new_out(), new_lse()
         start(tensors, addresses, out, lse)
         return out, lse
 

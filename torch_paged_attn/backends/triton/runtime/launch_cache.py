@@ -51,7 +51,7 @@ MOST_KERNELS = 512
 SIZED = frozenset(
     (
         *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-        *("q_latent", "tail_mask", "k_start", "q_position"),
+        *("q_latent", "tail_mask", "k_start", "q_position", "out"),
     )
 )
 
