@@ -55,7 +55,7 @@ DESCALE: dict[str, Any] = {
     "meaning": "Stored value times descale is the real value.",
     "in_backward": False,
 }
-WINDOW = "Keys seen before (left) and after (right) the position, inclusive; -1 is unbounded."
+WINDOW = "Keys seen before (left) and after (right) the position, inclusive; negative: unbounded."
 
 KEY_RANKS = (
     "A cache dealt out over ranks, in runs of `I = key_interleave` keys: key `j` stands at position"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_paged_attn.ops.accepted import as_accepted
 from torch_paged_attn.ops.checks import fail
 
 # what a schema calls a type -> the Python types that are right, and their name in an error
@@ -40,11 +41,13 @@ FOREIGN = {
 
 
 def call_operator(op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What the operator returns for arguments by position and by name.
+    """What the operator returns for arguments by position and by name, in the forms that the public
+    functions take (`accepted.py`).
 
     Raises:
         TypeError: an argument is of the wrong type, or has a name that no argument has.
     """
+    args, options = as_accepted(op, args, options)
     try:
         return op(*args, **options)
     except RuntimeError as error:

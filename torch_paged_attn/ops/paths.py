@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, fill_hints
 from torch_paged_attn.backward_call import BackwardCall
+from torch_paged_attn.ops.accepted import as_accepted
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.path import Path as Path
@@ -51,6 +52,8 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
         table, hints = found.get("block_table"), ("max_seqlen_q", "max_seqlen_k")
         filled = fill_hints(found["q"], found["k"], table, *(found[name] for name in hints))
         found |= zip(hints, filled, strict=True)
+        operator = getattr(torch.ops.paged_attn, op).default
+        _, found = as_accepted(operator, (found["q"],), found)
     return found
 
 
