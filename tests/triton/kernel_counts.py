@@ -8,7 +8,7 @@
     assert len(kernels) <= 6, kernels.report()
 
 Within `counted`, the package's operators take the kernels of that chip wherever tensors are, and
-return zeros. A launch is what happens, up to the point where Triton would look the kernel up, so
+return zeros (large results stay uninitialised). A launch is what happens, up to the point where Triton would look the kernel up, so
 tiles, specialisations and compiler options are those of the chip. This works in a process in which
 Triton does not interpret: `in_process` runs a function in one.
 """
@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# elements of a result up to which it is filled with zeros
+MOST_FILLED = 1 << 20
 
 
 class Kernels:
@@ -73,9 +76,9 @@ def _described(kernel: Any, arguments: Any, specialization: Any, options: Any) -
 
 
 def _zeros(results: Any) -> Any:
-    """The results, filled with zeros: no kernel has written them."""
+    """The results, filled with zeros unless they are large: no kernel has written them."""
     for x in results if isinstance(results, tuple) else (results,):
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and x.numel() <= MOST_FILLED:
             x.zero_()
     return results
 
