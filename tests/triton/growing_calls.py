@@ -134,9 +134,7 @@ def append_and_attend(new: New, page_size: int = 16) -> Step:
 
 def paged_kv_cache(new: New) -> Step:
     """A sequence more each step, while the others decode."""
-    cache = tpa.PagedKVCache(
-        1, 1 << 15, KV_HEADS, 16, DIM, dtype=torch.bfloat16, device=new.device
-    )
+    cache = tpa.PagedKVCache(1, 1 << 15, KV_HEADS, 16, DIM, dtype=torch.bfloat16, device=new.device)
 
     def step(i: int) -> Any:
         queries = [1] * i + [300 + 5 * i]

@@ -8,9 +8,10 @@
     assert len(kernels) <= 6, kernels.report()
 
 Within `counted`, the package's operators take the kernels of that chip wherever tensors are, and
-return zeros (large results stay uninitialised). A launch is what happens, up to the point where Triton would look the kernel up, so
-tiles, specialisations and compiler options are those of the chip. This works in a process in which
-Triton does not interpret: `in_process` runs a function in one.
+return zeros (large results stay uninitialised). A launch does what it does on the chip, up to the
+point where Triton would look the kernel up. So tiles, specialisations and compiler options are
+those of the chip. This works in a process in which Triton does not interpret: `in_process` runs a
+function in one.
 """
 
 import contextlib
