@@ -161,9 +161,9 @@ def test_sizes_are_no_part_of_the_description(options):
         with assume(HOPPER):
             call = hopper_call(Problem("sizes", seqs, dtype=bf16, **options))
             config, packed_heads = choices.choose_tiles(call)
-            scalars = tiles.scalars_of(call, packed_heads)
+            scalars = tiles.scalars_of(call)
             described.add((tiles.options_of(call, config, packed_heads), scalars))
-            sizes.add(tiles.sizes_of(call, lists_per_head=3))
+            sizes.add(tiles.sizes_of(call, 3, packed_heads))
     assert len(described) == 1
     assert len(sizes) == 3
 
