@@ -13,7 +13,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-OPS = ("flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward")
+OPS = (
+    "flash_varlen",
+    "flash_varlen_out",
+    "blocksparse",
+    "flash_varlen_backward",
+    "blocksparse_backward",
+)
 ENTRY = re.compile(r"([a-z_][\w]*(?:, [a-z_]\w*)*|[A-Z]\w*(?:Error|Full)): +(.*)", re.DOTALL)
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Sources):(?: (.*))?$")
 
@@ -32,7 +38,13 @@ PAGES = {
         "Shapes, dtypes and errors of each operator. [Semantics](../semantics.md) defines results.",
         {
             "torch_paged_attn": (
-                *("flash_varlen", "blocksparse", "reshape_and_cache", "merge_states"),
+                *(
+                    "flash_varlen",
+                    "flash_varlen_out",
+                    "blocksparse",
+                    "reshape_and_cache",
+                    "merge_states",
+                ),
                 *("flash_varlen_backward", "blocksparse_backward", "merge_states_backward"),
             )
         },

@@ -95,7 +95,14 @@ def test_an_instruction_set_that_is_not_there_is_a_clear_error():
 
 
 # what the portable kernels and Hopper's both use
-SHARED_BY_KERNELS = ("arrivals", "backward_statistics", "dequant", "seqlen_info", "softmax")
+SHARED_BY_KERNELS = (
+    "arrivals",
+    "backward_statistics",
+    "dequant",
+    "page_sizes",
+    "seqlen_info",
+    "softmax",
+)
 
 # folder -> what its modules may import of ours, besides the names of a call's arguments
 MAY_IMPORT = {
