@@ -35,8 +35,10 @@ def as_accepted(
     op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by position and by name, as the operator takes them."""
-    # an operator's own hash is a Python function
-    known = _KNOWN.get(id(op)) or _look_at(op)
+    if torch.compiler.is_compiling():
+        known = _known_while_compiling(op)
+    else:  # an operator's own hash is a Python function
+        known = _KNOWN.get(id(op)) or _look_at(op)
     name, positions, behind, lengths, others = known
     # a decode step's call has no more than this
     if len(args) == behind and others.isdisjoint(options):
@@ -69,6 +71,11 @@ def _look_at(op: torch._ops.OpOverload) -> Known:
     return known
 
 
+@torch.compiler.assume_constant_result  # the compiler of torch 2.11 does not trace `id`
+def _known_while_compiling(op: torch._ops.OpOverload) -> Known:
+    return _look_at(op)
+
+
 def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
     """int64 lengths, page ids or indices as int32. On a CPU, numbers that int32 does not hold raise
     ValueError; in a traced graph they become the nearest that it holds.
@@ -80,7 +87,7 @@ def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:
             least, most = torch.aminmax(x)
             for value in (int(least), int(most)):
                 if not INT32.min <= value <= INT32.max:
-                    fail(op, name, f"an entry of {value}", "integers that fit in 32 bits")
+                    fail(op, name, f"the entry {value}", "integers of 32 bits")
         x = x.clamp(INT32.min, INT32.max)
     return x.to(torch.int32)
 
