@@ -104,7 +104,7 @@ def warmup(
         expected = f"a CPU, or one of the {gpus} GPUs that torch {torch.__version__} finds"
         fail("warmup", "device", device, expected)
     if num_processes is None:
-        num_processes = min(_usable_cores(), MOST_PROCESSES)
+        num_processes = min(usable_cores(), MOST_PROCESSES)
     if num_processes < 1:
         fail("warmup", "num_processes", num_processes, "at least 1, or None")
     make_calls = functools.partial(
@@ -124,7 +124,7 @@ def warmup(
     stream.synchronize()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """How many cores this process may use, which Linux alone tells; elsewhere those of the host."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wrong_calls import STATIC, VALUES
 
 import torch_paged_attn
+from torch_paged_attn.attention_call import arguments
+from torch_paged_attn.ops.kinds import FOREIGN
 
 
 def overload(name):
@@ -216,8 +218,40 @@ def test_no_parts():
 
 
 def test_a_name_that_no_argument_has():
-    with pytest.raises(RuntimeError, match="Unknown keyword argument 'k_bias_scale'"):
-        torch_paged_attn.flash_varlen(**BASES["packed"][1](), k_bias_scale=None)
+    call = BASES["packed"][1]()
+    for function in (torch_paged_attn.flash_varlen, torch_paged_attn.flash_varlen_backward):
+        if function is torch_paged_attn.flash_varlen_backward:
+            out, lse = torch_paged_attn.flash_varlen(**call)
+            call |= {"dout": out, "dlse": None, "out": out, "softmax_lse": lse}
+        with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'zzz'$"):
+            function(**call, zzz=None)
+    text = r"^flash_varlen_backward\(\) got .* 'causl'; did you mean causal\?$"
+    with pytest.raises(TypeError, match=text):
+        torch_paged_attn.flash_varlen_backward(**call, causl=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("causl", "causal"),
+        ("scale", "softmax_scale"),
+        ("is_causal", "causal"),
+        ("window_size", "window_size_left and window_size_right"),
+        ("dropout", "dropout_p"),
+        ("block_tables", "block_table"),
+    ],
+)
+def test_a_name_of_another_library(name, ours):
+    with pytest.raises(
+        TypeError, match=rf"^flash_varlen\(\) got .* '{name}'; did you mean {ours}\?$"
+    ):
+        torch_paged_attn.flash_varlen(**BASES["packed"][1](), **{name: 1})
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_names_of_other_libraries_are_not_ours(name):
+    ours = {x.name for op in ("flash_varlen", "blocksparse") for x in arguments(op)}
+    assert name not in ours and set(FOREIGN[name].split(" and ")) <= ours
 
 
 @pytest.mark.parametrize("base", ["packed", "sparse"])

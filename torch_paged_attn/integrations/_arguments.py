@@ -30,12 +30,15 @@ def check_tensors(name: str, **arguments: Any) -> None:
 
 
 def both_sides(name: str, window_size: Any) -> tuple[int, int]:
-    """Keys seen before and after a query by flash-attn's `window_size`: -1, as None, is unbounded.
-    TypeError unless it is a pair of integers.
+    """Keys seen before and after a query by `window_size`; -1 is unbounded, as None and
+    any negative number are there. TypeError unless it is a pair of integers.
     """
     if isinstance(window_size, tuple | list) and len(window_size) == 2:
-        left, right = (-1 if size is None else size for size in window_size)
+        left, right = window_size
+        left, right = -1 if left is None else left, -1 if right is None else right
         if is_size(left) and is_size(right):
+            if type(left) is type(right) is int:  # comparing a SymInt would put a guard on it
+                return max(left, -1), max(right, -1)
             return left, right
     expected = "a pair (left, right) of integers, None for unbounded"
     fail(name, "window_size", f"{window_size!r:.60}", expected, TypeError)
@@ -43,7 +46,8 @@ def both_sides(name: str, window_size: Any) -> tuple[int, int]:
 
 def is_size(value: Any) -> bool:
     """Whether a value is an integer, in a graph too."""
-    return isinstance(value, numbers.Integral | torch.SymInt)
+    # an abstract class takes microseconds to ask
+    return type(value) is int or isinstance(value, numbers.Integral | torch.SymInt)
 
 
 def _check_numbers(name: str, **arguments: Any) -> None:

@@ -21,7 +21,12 @@ from torch_paged_attn.ops.lacking import refuse_lacking
 # A Library unregisters its operators when it is collected, so it lives as long as the module.
 LIBRARY = torch.library.Library("paged_attn", "FRAGMENT")
 
-ATTENTION = "flash_varlen", "blocksparse", "flash_varlen_backward", "blocksparse_backward"
+ATTENTION = (
+    *("flash_varlen", "flash_varlen_out", "blocksparse"),
+    *("flash_varlen_backward", "blocksparse_backward"),
+)
+# ops that write into their arguments and that torch_xla's users call
+WRITING = ("reshape_and_cache", "flash_varlen_out")
 
 # op name -> its checks (of metadata, of values), in order of definition
 OPS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
@@ -113,7 +118,7 @@ def bind_backends() -> None:
     if importlib.util.find_spec("torch_xla") is not None:
         for name in OPS:
             packet, _, overload = name.partition(".")
-            if packet == "reshape_and_cache":
+            if packet in WRITING:
                 # the op runs eagerly at a graph break, where Dynamo would trace its kernel
                 LIBRARY.impl(name, torch.compiler.disable(_lazy("XLA", name)), "Functionalize")
                 operator = getattr(torch.ops.paged_attn, packet)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_paged_attn.attention_call import AttentionCall, tensor_names
+from torch_paged_attn.attention_call import AttentionCall, fill_hints, tensor_names
 from torch_paged_attn.ops._library import define
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
@@ -39,26 +39,6 @@ _flash_varlen = define(
 _TENSORS = tensor_names("flash_varlen")
 # the tensors that the public functions pass on as `*tensors`
 BEHIND_BLOCK_TABLE = _TENSORS[_TENSORS.index("block_table") + 1 :]
-
-
-def fill_hints(
-    q: Tensor,
-    k: Tensor,
-    block_table: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> tuple[int, int]:
-    """`max_seqlen_q` and `max_seqlen_k`, upper bounds from shapes if they are None. No tensor value
-    is read. Both are 0 if q, k or block_table is malformed, which the operator then reports.
-    """
-    try:
-        if max_seqlen_q is None:
-            max_seqlen_q = q.shape[0]
-        if max_seqlen_k is None:
-            max_seqlen_k = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[2]
-    except (AttributeError, IndexError):
-        return 0, 0
-    return max_seqlen_q, max_seqlen_k
 
 
 def refuse_twice(op: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
