@@ -29,12 +29,16 @@ def keep_pages(names: tuple[str, ...]) -> None:
 
     @functools.wraps(update)
     def keep(
-        cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]
+        cache: Any,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         if cache.config._attn_implementation not in names:
-            return update(cache, key, value, layer_idx, kwargs)
+            return update(cache, key_states, value_states, layer_idx, kwargs)
         kwargs["cache"] = cache
-        return key, value
+        return key_states, value_states
 
     keep.torch_paged_attn = True  # type: ignore[attr-defined]
     setattr(PagedAttentionCache, "update", keep)  # noqa: B010

@@ -100,8 +100,10 @@ class ShortMask(Tensor):
                 return func(*args, **kwargs)
         if me is not None and func in UNCHANGED:
             return me
-        if me is not None and func is Tensor.to and (moved := me._moved(*args[1:], **kwargs)):
-            return moved
+        if me is not None and func is Tensor.to:
+            moved = me._moved(*args[1:], **kwargs)
+            if moved is not None:
+                return moved
         if me is not None and func in SIZES and len(args) == 1:
             return me._size
         if me is not None and func in DIMS:
@@ -109,7 +111,7 @@ class ShortMask(Tensor):
         args, kwargs = tree_map(_full_of, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _moved(self, *args: Any, **kwargs: Any) -> "list[ShortMask] | ShortMask | None":
+    def _moved(self, *args: Any, **kwargs: Any) -> "ShortMask | None":
         """This mask on another device, where models are spread over several. None: another type."""
         with torch._C.DisableTorchFunctionSubclass():
             here = self.as_subclass(Tensor)
