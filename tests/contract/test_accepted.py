@@ -156,6 +156,6 @@ def test_what_the_operator_takes_is_passed_on_as_it_is():
     op = torch.ops.paged_attn.flash_varlen.default
     given = (*args, None, None)
     options = {"causal": True, "softcap": 1.0}
-    found, found_options = accepted.as_accepted(op, given, options)
+    found, found_options = accepted.as_accepted(accepted.operator_of(op), given, options)
     assert found is given
     assert found_options is options

@@ -21,9 +21,10 @@ INT32 = torch.iinfo(torch.int32)
 Form = Callable[[str, str, Any, tuple[Any, ...]], Any]
 
 
-class Known(NamedTuple):
-    """What `as_accepted` looks at in the calls of an operator."""
+class Operator(NamedTuple):
+    """An operator, and the arguments of its calls at which `as_accepted` looks."""
 
+    op: torch._ops.OpOverload
     name: str
     positions: tuple[tuple[int, str], ...]  # of arguments with a form
     behind: int  # the number of arguments that every call passes by position
@@ -31,15 +32,23 @@ class Known(NamedTuple):
     others: frozenset[str]  # arguments with a form that are given by name
 
 
+def operator_of(op: torch._ops.OpOverload) -> Operator:
+    """An operator as `as_accepted` takes it."""
+    listed = [x.name for x in op._schema.arguments]
+    positions = tuple((i, name) for i, name in enumerate(listed) if name in FORMS)
+    # `block_table` is the last that the public functions of attention name
+    behind = listed.index("block_table") + 1 if "block_table" in listed else 0
+    lengths = tuple(i for i, _ in positions if i < behind)
+    others = frozenset(name for _, name in positions)
+    name = op._schema.name.removeprefix("paged_attn::")
+    return Operator(op, name, positions, behind, lengths, others)
+
+
 def as_accepted(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]
+    operator: Operator, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by position and by name, as the operator takes them."""
-    if torch.compiler.is_compiling():
-        known = _known_while_compiling(op)
-    else:  # an operator's own hash is a Python function
-        known = _KNOWN.get(id(op)) or _look_at(op)
-    name, positions, behind, lengths, others = known
+    _, name, positions, behind, lengths, others = operator
     # a decode step's call has no more than this
     if len(args) == behind and others.isdisjoint(options):
         for at in lengths:
@@ -53,27 +62,6 @@ def as_accepted(
             found[at] = FORMS[argument](name, argument, found[at], args)
     turned = {x: FORMS[x](name, x, options[x], args) for x in others & options.keys()}
     return tuple(found), options | turned
-
-
-# id of an operator, which is never deleted -> what is known of it
-_KNOWN: dict[int, Known] = {}
-
-
-def _look_at(op: torch._ops.OpOverload) -> Known:
-    listed = [x.name for x in op._schema.arguments]
-    positions = tuple((i, name) for i, name in enumerate(listed) if name in FORMS)
-    # `block_table` is the last that the public functions of attention name
-    behind = listed.index("block_table") + 1 if "block_table" in listed else 0
-    lengths = tuple(i for i, _ in positions if i < behind)
-    others = frozenset(name for _, name in positions)
-    name = op._schema.name.removeprefix("paged_attn::")
-    _KNOWN[id(op)] = known = Known(name, positions, behind, lengths, others)
-    return known
-
-
-@torch.compiler.assume_constant_result  # the compiler of torch 2.11 does not trace `id`
-def _known_while_compiling(op: torch._ops.OpOverload) -> Known:
-    return _look_at(op)
 
 
 def _int32(op: str, name: str, x: Any, args: tuple[Any, ...]) -> Any:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, key_lengths
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.checks import check_dtype, fail
@@ -102,13 +103,15 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.blocksparse(*args, **kwargs).new_results()
 
 
-_blocksparse = define(
-    schema("blocksparse"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=AttentionDerivative("blocksparse"),
-    autocast=True,
+_blocksparse = operator_of(
+    define(
+        schema("blocksparse"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=AttentionDerivative("blocksparse"),
+        autocast=True,
+    )
 )
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torch_paged_attn.attention_call import AttentionCall, fill_hints, tensor_names
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.attention_gradients import AttentionDerivative
 from torch_paged_attn.ops.kinds import call_operator
@@ -27,13 +28,15 @@ def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return AttentionCall.flash_varlen(*args, **kwargs).new_results()
 
 
-_flash_varlen = define(
-    schema("flash_varlen"),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=AttentionDerivative("flash_varlen"),
-    autocast=True,
+_flash_varlen = operator_of(
+    define(
+        schema("flash_varlen"),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=AttentionDerivative("flash_varlen"),
+        autocast=True,
+    )
 )
 
 _TENSORS = tensor_names("flash_varlen")

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_paged_attn.attention_call import AttentionCall
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.attention_checks import check_attention, check_attention_values
 from torch_paged_attn.ops.checks import (
     FLOAT8,
@@ -99,12 +100,14 @@ def fake(*args: Any, **kwargs: Any) -> Tensor:
     return AttentionCall.flash_varlen_out(*args, **kwargs).new_results()[1]
 
 
-_flash_varlen_out = define(
-    schema(OP),
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    autocast=True,
+_flash_varlen_out = operator_of(
+    define(
+        schema(OP),
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        autocast=True,
+    )
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_paged_attn.ops.accepted import as_accepted
+from torch_paged_attn.ops.accepted import Operator, as_accepted
 from torch_paged_attn.ops.checks import fail
 
 # what a schema calls a type -> the Python types that are right, and their name in an error
@@ -40,14 +40,15 @@ FOREIGN = {
 }
 
 
-def call_operator(op: torch._ops.OpOverload, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def call_operator(operator: Operator, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """What the operator returns for arguments by position and by name, in the forms that the public
     functions take (`accepted.py`).
 
     Raises:
         TypeError: an argument is of the wrong type, or has a name that no argument has.
     """
-    args, options = as_accepted(op, args, options)
+    args, options = as_accepted(operator, args, options)
+    op = operator.op
     try:
         return op(*args, **options)
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_paged_attn.ops import paths
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import (
     FLOAT,
     check_devices,
@@ -86,13 +87,15 @@ class MergeDerivative:
         return of_two(*parts)
 
 
-_merge_states = define(
-    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)"
-    " -> (Tensor out, Tensor softmax_lse)",
-    check=check,
-    check_values=check_values,
-    fake=fake,
-    derivative=MergeDerivative(),
+_merge_states = operator_of(
+    define(
+        "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)"
+        " -> (Tensor out, Tensor softmax_lse)",
+        check=check,
+        check_values=check_values,
+        fake=fake,
+        derivative=MergeDerivative(),
+    )
 )
 
 
@@ -162,14 +165,16 @@ class ListDerivative(MergeDerivative):
         return *douts, *dlses
 
 
-_merge_states_list = define(
-    "merge_states.list(Tensor[] outs, Tensor[] lses, *, ScalarType? out_dtype=None)"
-    " -> (Tensor out, Tensor softmax_lse)",
-    check=check_list,
-    check_values=check_values,
-    fake=fake_list,
-    derivative=ListDerivative(),
-    composed=composed_list,
+_merge_states_list = operator_of(
+    define(
+        "merge_states.list(Tensor[] outs, Tensor[] lses, *, ScalarType? out_dtype=None)"
+        " -> (Tensor out, Tensor softmax_lse)",
+        check=check_list,
+        check_values=check_values,
+        fake=fake_list,
+        derivative=ListDerivative(),
+        composed=composed_list,
+    )
 )
 
 

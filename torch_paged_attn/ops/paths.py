@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch_paged_attn import environment
 from torch_paged_attn.attention_call import AttentionCall, fill_hints
 from torch_paged_attn.backward_call import BackwardCall
-from torch_paged_attn.ops.accepted import as_accepted
+from torch_paged_attn.ops.accepted import as_accepted, operator_of
 from torch_paged_attn.ops.backend import serving_device
 from torch_paged_attn.ops.checks import fail
 from torch_paged_attn.ops.path import Path as Path
@@ -53,7 +53,7 @@ def bound(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, 
         filled = fill_hints(found["q"], found["k"], table, *(found[name] for name in hints))
         found |= zip(hints, filled, strict=True)
         operator = getattr(torch.ops.paged_attn, op).default
-        _, found = as_accepted(operator, (found["q"],), found)
+        _, found = as_accepted(operator_of(operator), (found["q"],), found)
     return found
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_paged_attn.ops._library import define
+from torch_paged_attn.ops.accepted import operator_of
 from torch_paged_attn.ops.checks import (
     FLOAT,
     QUANTISED,
@@ -158,19 +159,23 @@ def fake(*_args: Tensor) -> None:
     """The op returns nothing."""
 
 
-_reshape_and_cache = define(
-    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
-    " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    check=check,
-    check_values=check_values,
-    fake=fake,
+_reshape_and_cache = operator_of(
+    define(
+        "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping,"
+        " Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+        check=check,
+        check_values=check_values,
+        fake=fake,
+    )
 )
-_reshape_and_cache_split = define(
-    "reshape_and_cache.split(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-    " Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
-    check=functools.partial(check_split),
-    check_values=check_values_split,
-    fake=fake,
+_reshape_and_cache_split = operator_of(
+    define(
+        "reshape_and_cache.split(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+        " Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+        check=functools.partial(check_split),
+        check_values=check_values_split,
+        fake=fake,
+    )
 )
 
 
