@@ -106,7 +106,7 @@ def test_compiles(compiler, setup):
 
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
-    """Runs tools/build_backend.py in an environment that holds this torch; the build's
+    """Runs tools/build_backend/build_backend.py in an environment that holds this torch; the build's
     requirements.
     """
 
@@ -122,7 +122,7 @@ def backend(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "path", [])
         monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
         monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-        names = runpy.run_path(str(ROOT / "tools/build_backend.py"))
+        names = runpy.run_path(str(ROOT / "tools/build_backend/build_backend.py"))
         return names["_torch"](), os.environ.get("PAGED_ATTN_TORCH")
 
     return requirements

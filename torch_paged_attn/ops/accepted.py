@@ -60,7 +60,8 @@ def as_accepted(
     for at, argument in positions:
         if at < len(found) and found[at] is not None:
             found[at] = FORMS[argument](name, argument, found[at], args)
-    turned = {x: FORMS[x](name, x, options[x], args) for x in others & options.keys()}
+    # torch 2.11 does not trace the intersection of two sets of names
+    turned = {n: FORMS[n](name, n, x, args) for n, x in options.items() if n in others}
     return tuple(found), options | turned
 
 
