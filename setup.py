@@ -2,7 +2,7 @@
 
 PAGED_ATTN_BUILD_CPP: by default, instruction sets that the compiler does not know are left out with
 a warning; 1 makes that an error; 0 builds a package without CPU kernels. PAGED_ATTN_TORCH names the
-folder of the torch whose headers are used; by default that of this Python (`tools/build_backend/build_backend.py`
+folder of the torch whose headers are used; by default that of this Python (`tools/build_backend`
 finds it in the environment that pip installs into). Only libtorch's stable ABI is used: one library
 serves every supported torch and Python, and needs no header of Python.
 """

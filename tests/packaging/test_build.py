@@ -106,9 +106,7 @@ def test_compiles(compiler, setup):
 
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
-    """Runs tools/build_backend/build_backend.py in an environment that holds this torch; the build's
-    requirements.
-    """
+    """Runs the build backend in an environment that holds this torch; the build's requirements."""
 
     def requirements(version, **environment):
         for name in ("PAGED_ATTN_TORCH", "PAGED_ATTN_BUILD_CPP"):
